@@ -1,0 +1,46 @@
+# Each target sets up what it needs: python3 (3.10 or later, with venv) is all that must be there.
+
+PYTHON ?= python3
+VENV   := .venv
+RUN    := $(VENV)/bin/python
+READY  := $(VENV)/.ready
+ARGS   ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help test lint format demo bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+test: $(READY) ## run the tests; ARGS="-m 'not ranks'" leaves out those that start processes
+	$(RUN) -m pytest $(ARGS)
+
+lint: $(READY) ## check style and types
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
+
+format: $(READY) ## put the code into its one style
+	$(RUN) -m ruff check --fix
+	$(RUN) -m ruff format
+
+demo: $(READY) ## show what shardwise does, in a minute
+	$(RUN) examples/demo.py $(ARGS)
+
+bench: $(READY) ## measure against the peers and the machine's own limits
+	@set -e; for question in benchmarks/[!_]*.py; do echo "== $$question"; $(RUN) "$$question" $(ARGS); done
+
+clean: ## remove everything that was made here
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# torch first and alone: it is the one that must not be chosen by what others ask for.
+$(READY): pyproject.toml constraints.txt
+	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(RUN) -m pip install --quiet --constraint constraints.txt torch
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[test,dev,examples]'
+	@touch $@

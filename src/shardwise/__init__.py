@@ -1,0 +1,80 @@
+"""Checkpoints of large models: save any sharding, load it into any other.
+
+See `shardwise.save`, `shardwise.load`, `shardwise.open` and `shardwise.Checkpointer`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.api import load as load
+    from shardwise.api import open as open  # noqa: A004
+    from shardwise.api import save as save
+    from shardwise.checkpoint import Checkpoint as Checkpoint
+    from shardwise.checkpoint import SavedTensor as SavedTensor
+    from shardwise.checkpointer import Checkpointer as Checkpointer
+    from shardwise.checkpointer import RestoreReport as RestoreReport
+    from shardwise.checkpointer import SaveHandle as SaveHandle
+    from shardwise.engine.load import LoadReport as LoadReport
+    from shardwise.engine.save import SaveReport as SaveReport
+    from shardwise.errors import CheckpointExistsError as CheckpointExistsError
+    from shardwise.errors import CheckpointNotFoundError as CheckpointNotFoundError
+    from shardwise.errors import CorruptionError as CorruptionError
+    from shardwise.errors import FormatError as FormatError
+    from shardwise.errors import LayoutError as LayoutError
+    from shardwise.errors import MismatchError as MismatchError
+    from shardwise.errors import RankError as RankError
+    from shardwise.errors import ShardwiseError as ShardwiseError
+    from shardwise.errors import StateError as StateError
+    from shardwise.errors import StoreError as StoreError
+    from shardwise.layout import Box as Box
+    from shardwise.retention import Keep as Keep
+    from shardwise.state.per_rank import PerRank as PerRank
+    from shardwise.state.rng import RngState as RngState
+    from shardwise.state.shards import Shards as Shards
+
+_HOMES = {
+    "Box": "layout",
+    "Checkpoint": "checkpoint",
+    "CheckpointExistsError": "errors",
+    "CheckpointNotFoundError": "errors",
+    "Checkpointer": "checkpointer",
+    "CorruptionError": "errors",
+    "FormatError": "errors",
+    "Keep": "retention",
+    "LayoutError": "errors",
+    "LoadReport": "engine.load",
+    "MismatchError": "errors",
+    "PerRank": "state.per_rank",
+    "RankError": "errors",
+    "RestoreReport": "checkpointer",
+    "RngState": "state.rng",
+    "SaveHandle": "checkpointer",
+    "SaveReport": "engine.save",
+    "SavedTensor": "checkpoint",
+    "Shards": "state.shards",
+    "ShardwiseError": "errors",
+    "StateError": "errors",
+    "StoreError": "errors",
+    "load": "api",
+    "open": "api",
+    "save": "api",
+}
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605 - a list, sorted from the one place that names them
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*_HOMES, "__version__"])

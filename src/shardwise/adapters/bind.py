@@ -1,0 +1,152 @@
+"""A state dict as bindings: each knows what some name holds, and how to fill it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.optim import Optimizer
+
+from shardwise.adapters.modules import ModuleBinding
+from shardwise.adapters.optimizers import OptimizerBinding
+from shardwise.adapters.parameters import Parameter
+from shardwise.adapters.values import (
+    ObjectBinding,
+    PerRankBinding,
+    Stateful,
+    TensorBinding,
+    object_in,
+)
+from shardwise.errors import StateError
+from shardwise.plan.saved import SavedState
+from shardwise.state.leaves import Holdings
+from shardwise.state.objects import JsonValue
+from shardwise.state.per_rank import PerRankValue
+from shardwise.state.shards import Shards
+
+
+class Binding(Protocol):
+    """What hangs in the state below one name."""
+
+    name: str
+
+    def holdings(self) -> Holdings:
+        """What there is to save now."""
+        ...
+
+    def targets(self, saved: SavedState) -> Holdings:
+        """What a load fills; made first where it does not exist yet."""
+        ...
+
+    def restore(self, values: Mapping[str, JsonValue]) -> None:
+        """Set plain values, once the tensors are filled. `values` go by the target's names."""
+        ...
+
+
+State = MutableMapping[str, object]
+
+
+def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
+    """Bind everything that hangs in a state dict.
+
+    Modules come first and optimizers next, for what follows may build on them.
+
+    Raises:
+        StateError: something in it is of no kind that can be saved.
+    """
+    modules: list[ModuleBinding] = []
+    bindings = list(_bind(state, "", modules, allow_pickle))
+    order = {ModuleBinding: 0, OptimizerBinding: 1}
+    return sorted(bindings, key=lambda binding: order.get(type(binding), 2))
+
+
+def _bind(
+    container: State, prefix: str, modules: list[ModuleBinding], allow_pickle: bool
+) -> Iterator[Binding]:
+    for key, value in container.items():
+        if not isinstance(key, str) or not key:
+            raise StateError(f"{prefix or 'the state'}: its key {key!r} is not a name (str)")
+        name = f"{prefix}{key}"
+        parts = _parts(value)
+        if parts and all(isinstance(part, nn.Module) for part in parts):
+            module = ModuleBinding(name, cast(list[nn.Module], parts), allow_pickle=allow_pickle)
+            modules.append(module)
+            yield module
+        elif parts and all(isinstance(part, Optimizer) for part in parts):
+            optimizers = cast(list[Optimizer], parts)
+            yield OptimizerBinding(
+                name, optimizers, _lookup(optimizers, modules), allow_pickle=allow_pickle
+            )
+        else:
+            yield from _bind_value(container, key, name, modules, allow_pickle)
+
+
+def _bind_value(
+    container: State, key: str, name: str, modules: list[ModuleBinding], allow_pickle: bool
+) -> Iterator[Binding]:
+    value = container[key]
+    if isinstance(value, (torch.Tensor, np.ndarray, Shards)):
+        yield TensorBinding(name, value)
+    elif isinstance(value, PerRankValue):
+        yield PerRankBinding(name, value, allow_pickle=allow_pickle)
+    elif isinstance(value, Stateful):
+        stateful = value
+        yield ObjectBinding(
+            name, stateful.state_dict, stateful.load_state_dict, allow_pickle=allow_pickle
+        )
+    elif _is_branch(value):
+        yield from _bind(cast(State, value), f"{name}.", modules, allow_pickle)
+    else:
+        yield object_in(container, key, name, allow_pickle=allow_pickle)
+
+
+def _is_branch(value: object) -> bool:
+    """Whether a value is a dict of names, whose values have names of their own."""
+    branch = isinstance(value, dict) and type(value) in (dict, OrderedDict) and bool(value)
+    return branch and all(isinstance(key, str) for key in cast(State, value))
+
+
+def _parts(value: object) -> list[object]:
+    """The modules or optimizers that a value is made of, if it is."""
+    values: list[object] = list(value) if isinstance(value, (list, tuple)) else [value]
+    return [part.submod if isinstance(part, PipelineStage) else part for part in values]
+
+
+def _lookup(
+    optimizers: list[Optimizer], modules: list[ModuleBinding]
+) -> Callable[[], dict[int, Parameter]]:
+    """Finds what the modules of the state know of the parameters of these optimizers, by `id`.
+
+    Below an optimizer, a name counts from its module, if all its parameters are of one module;
+    else from the state.
+    """
+
+    def find() -> dict[int, Parameter]:
+        mine = {
+            id(tensor)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for tensor in group["params"]
+        }
+        owners: list[tuple[str, dict[int, Parameter]]] = []
+        for module in modules:
+            found: dict[int, Parameter] = {}
+            for parameter in module.parameters():
+                if id(parameter.tensor) in mine:
+                    found.setdefault(id(parameter.tensor), parameter)
+            if found:
+                owners.append((module.name, found))
+        if len(owners) == 1:
+            return owners[0][1]
+        return {
+            key: parameter.below(name)
+            for name, found in reversed(owners)
+            for key, parameter in found.items()
+        }
+
+    return find

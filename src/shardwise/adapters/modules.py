@@ -1,0 +1,138 @@
+"""nn.Module: parameters, persistent buffers and extra state, whatever wraps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.adapters.fsdp1 import flat_parameters, flat_tensors, is_fsdp1
+from shardwise.adapters.names import clean_name, unwrapped
+from shardwise.adapters.parameters import Parameter
+from shardwise.adapters.tensors import tensor_leaf
+from shardwise.errors import StateError
+from shardwise.plan.saved import SavedState
+from shardwise.state.leaves import Holdings, TensorLeaf
+from shardwise.state.objects import JsonValue, decode, encode
+
+
+class ModuleBinding:
+    """A module, or the parts of one that this rank has (pipeline stages), below one name."""
+
+    def __init__(self, name: str, modules: Sequence[nn.Module], *, allow_pickle: bool) -> None:
+        self.name = name
+        self._modules = [unwrapped(module) for module in modules]
+        self._allow_pickle = allow_pickle
+        self._copies: dict[int, dict[str, torch.Tensor]] = {}
+
+    def parameters(self) -> Iterator[Parameter]:
+        """All parameters, by the names that they have in the module."""
+        for module in self._modules:
+            if is_fsdp1(module):
+                yield from flat_parameters(module, "")
+            for path, parameter in module.named_parameters(remove_duplicate=False):
+                yield Parameter(parameter, clean_name(module, path))
+
+    def holdings(self) -> Holdings:
+        """Tensors by their clean names, and extra state as plain values."""
+        held = Holdings()
+        for index, module in enumerate(self._modules):
+            for name, value in self._entries(index, module):
+                if isinstance(value, torch.Tensor):
+                    held.tensors.append(tensor_leaf(name, value))
+                elif isinstance(value, TensorLeaf):
+                    held.tensors.append(value)
+                else:
+                    held.objects[name] = encode(value, name, allow_pickle=self._allow_pickle)
+        _refuse_twice(self.name, [leaf.name for leaf in held.tensors])
+        return held
+
+    def targets(self, saved: SavedState) -> Holdings:
+        """What to fill. Meta tensors are given memory first; `saved` is not asked."""
+        for module in self._modules:
+            _materialize(module, self.name)
+        self._copies = {}
+        return self.holdings()
+
+    def restore(self, values: Mapping[str, JsonValue]) -> None:
+        """Set the extra state, once the tensors are filled, and what the module only lent."""
+        for index, module in enumerate(self._modules):
+            if index in self._copies:
+                module.load_state_dict(self._copies[index], strict=False)
+            for path, part in module.named_modules():
+                raw = f"{path}." if path else ""
+                name = f"{self.name}.{clean_name(module, raw + '_extra_state')}"
+                if name in values:
+                    part.set_extra_state(
+                        decode(values[name], name, allow_pickle=self._allow_pickle)
+                    )
+
+    def _entries(self, index: int, module: nn.Module) -> Iterator[tuple[str, object]]:
+        if is_fsdp1(module):
+            yield from self._fsdp1_entries(module)
+            return
+        own = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+        for path, value in module.state_dict(keep_vars=True).items():
+            if isinstance(value, torch.Tensor) and id(value) not in own:
+                # A state_dict hook made it: only load_state_dict brings it back.
+                self._copies.setdefault(index, {})[path] = value
+            yield f"{self.name}.{clean_name(module, path)}", value
+
+    def _fsdp1_entries(self, module: nn.Module) -> Iterator[tuple[str, object]]:
+        leaves, shared = flat_tensors(module, self.name)
+        by_name = {leaf.name: leaf for leaf in leaves}
+        for leaf in leaves:
+            yield leaf.name, leaf
+        for name, first in shared.items():
+            leaf = by_name[first]
+            yield name, TensorLeaf(name, leaf.dtype, leaf.shape, leaf.fragments, leaf.identity)
+        views = {id(parameter.tensor) for parameter in flat_parameters(module, "")}
+        for path, parameter in module.named_parameters(remove_duplicate=False):
+            name = f"{self.name}.{clean_name(module, path)}"
+            if id(parameter) not in views and name not in by_name and name not in shared:
+                yield name, parameter
+        for path, part in module.named_modules(remove_duplicate=False):
+            for key, buffer in part._buffers.items():
+                if buffer is not None and key not in part._non_persistent_buffers_set:
+                    full = f"{path}.{key}" if path else key
+                    yield f"{self.name}.{clean_name(module, full)}", buffer
+
+
+def _refuse_twice(name: str, names: Sequence[str]) -> None:
+    seen: set[str] = set()
+    for each in names:
+        if each in seen:
+            raise StateError(
+                f"{each}: two modules in the list {name!r} have it; a list is one model in parts, "
+                "whose names differ: give several models a dict, and a key each"
+            )
+        seen.add(each)
+
+
+def _materialize(module: nn.Module, name: str) -> None:
+    """Give memory to what is on the meta device, in place: ties and optimizers keep hold of it."""
+    lost = [
+        f"{path}.{key}" if path else key
+        for path, part in module.named_modules()
+        for key, buffer in part._buffers.items()
+        if buffer is not None and buffer.is_meta and key in part._non_persistent_buffers_set
+    ]
+    if lost:
+        raise StateError(
+            f"{name}: {', '.join(lost)} lie on the meta device and are not persistent, so that no "
+            "checkpoint has them: compute them on a real device before loading"
+        )
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if not tensor.is_meta:
+            continue
+        where = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else _device()
+        made = torch.empty_like(tensor, device=where)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+
+
+def _device() -> torch.device:
+    return torch.get_default_device()

@@ -1,0 +1,132 @@
+"""What optimizers need to know of parameters: names, and how tensors like them are sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardwise.adapters.tensors import fragments_at, tensor_leaf
+from shardwise.errors import StateError
+from shardwise.layout import Box
+from shardwise.state.leaves import Fragment, TensorLeaf
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPart:
+    """One original parameter's part of a flattened local tensor.
+
+    `boxes` are those of the parameter that lie, end to end and each row-major, in elements
+    `[start, start + sum of sizes)` of the local tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    boxes: tuple[Box, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of local elements."""
+        return sum(box.size for box in self.boxes)
+
+    def fragments(self, flat: torch.Tensor) -> tuple[Fragment, ...]:
+        """The boxes with their memory, in a local tensor of the parameter's local size."""
+        fragments = []
+        at = self.start
+        for box in self.boxes:
+            fragments.append(Fragment(box, flat[at : at + box.size].view(box.shape)))
+            at += box.size
+        return tuple(fragments)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter as an optimizer holds it: under its name, or flattened from several (`flat`)."""
+
+    tensor: torch.Tensor
+    name: str
+    flat: tuple[FlatPart, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all parameters that it is made of."""
+        return tuple(part.name for part in self.flat) or (self.name,)
+
+    def below(self, prefix: str) -> Parameter:
+        """The same parameter, named from one level further up."""
+        flat = tuple(replace(part, name=f"{prefix}.{part.name}") for part in self.flat)
+        return Parameter(self.tensor, f"{prefix}.{self.name}", flat)
+
+    @property
+    def empty(self) -> bool:
+        """Whether this rank holds no element of it, so that no state will exist here."""
+        return bool(self.flat) and not any(part.boxes for part in self.flat)
+
+    def leaves(self, prefix: str, key: str, value: torch.Tensor) -> list[TensorLeaf]:
+        """A state tensor of this parameter, as a leaf for each name that it is made of.
+
+        Raises:
+            StateError: it does not show how the value is sharded.
+        """
+        local = _local(self.tensor)
+        if not self.flat:
+            name = f"{prefix}.{self.name}.{key}"
+            as_parameter = value.shape == local.shape and local.shape != self.tensor.shape
+            if isinstance(value, DTensor) or not isinstance(self.tensor, DTensor):
+                return [tensor_leaf(name, value)]
+            if as_parameter:
+                return [_leaf_like(name, value, self.tensor)]
+            _refuse_unless_scalar(name, value)
+            return [tensor_leaf(name, value)]
+        leaves = []
+        for part in self.flat:
+            name = f"{prefix}.{part.name}.{key}"
+            if value.dim() == 1 and value.numel() == local.numel():
+                fragments = part.fragments(value.detach())
+                leaves.append(TensorLeaf(name, value.dtype, part.shape, fragments))
+            elif part.boxes:
+                _refuse_unless_scalar(name, value)
+                leaves.append(tensor_leaf(name, value))
+        return leaves
+
+    def new_state(
+        self, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+    ) -> torch.Tensor:
+        """Memory for a state tensor of this global shape that the checkpoint holds.
+
+        Shaped like the parameter it is sharded like it; else every rank has all of it, as an
+        optimizer would have made it.
+        """
+        tensor = self.tensor
+        if self.flat and shape in {part.shape for part in self.flat} and shape != ():
+            return torch.zeros(_local(tensor).shape, dtype=dtype, device=_local(tensor).device)
+        if not isinstance(tensor, DTensor) or shape == ():
+            return torch.zeros(shape, dtype=dtype, device=device)
+        if shape == tuple(tensor.shape):
+            return torch.zeros_like(tensor, dtype=dtype)
+        return torch.distributed.tensor.zeros(
+            *shape,
+            dtype=dtype,
+            device_mesh=tensor.device_mesh,
+            placements=[Replicate()] * tensor.device_mesh.ndim,
+        )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _leaf_like(name: str, value: torch.Tensor, like: DTensor) -> TensorLeaf:
+    shape = tuple(like.shape)
+    fragments = fragments_at(name, value.detach(), shape, like.device_mesh, like.placements)
+    return TensorLeaf(name, value.dtype, shape, fragments)
+
+
+def _refuse_unless_scalar(name: str, value: torch.Tensor) -> None:
+    if value.numel() > 1:
+        raise StateError(
+            f"{name}: a plain tensor of shape {list(value.shape)}, kept for a sharded parameter, "
+            "does not show how it is sharded: keep it as a DTensor"
+        )

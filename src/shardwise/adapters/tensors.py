@@ -1,0 +1,144 @@
+"""A tensor of any kind as a leaf: what this rank holds of which global tensor."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from shardwise.errors import LayoutError, StateError
+from shardwise.layout import Box, Split, fragments_of_shard
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.state.leaves import Fragment, TensorLeaf
+from shardwise.state.shards import Shards
+
+TensorLike = torch.Tensor | Shards
+_KNOWN = (Replicate, Shard, _StridedShard)
+
+
+def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
+    """What this rank holds of a tensor: all of a plain one, its shard of a DTensor.
+
+    Raises:
+        StateError: the tensor has no values that could be stored as they are.
+    """
+    if isinstance(tensor, Shards):
+        check_dtype(name, tensor.dtype)
+        return TensorLeaf(name, tensor.dtype, tensor.shape, tensor.fragments, id(tensor))
+    check_dtype(name, tensor.dtype)
+    if isinstance(tensor, DTensor):
+        shape, fragments = tuple(tensor.shape), dtensor_fragments(name, tensor)
+        return TensorLeaf(name, tensor.dtype, shape, fragments, _identity(tensor, fragments))
+    if tensor.layout != torch.strided:
+        raise StateError(f"{name}: {tensor.layout} tensors are not stored; save {name}.to_dense()")
+    shape = tuple(tensor.shape)
+    data = tensor.detach()
+    if data.is_conj() or data.is_neg():
+        data = data.resolve_conj().resolve_neg()
+    whole = (Fragment(Box.whole(shape), data),) if data.numel() else ()
+    return TensorLeaf(name, tensor.dtype, shape, whole, _identity(tensor, whole))
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> str:
+    """The name of a dtype that checkpoints hold.
+
+    Raises:
+        StateError: they do not hold this one.
+    """
+    text = str(dtype).removeprefix("torch.")
+    if text not in DTYPES:
+        raise StateError(
+            f"{name}: {dtype} tensors are not stored, because their values need a quantizer "
+            "beside them: save q.int_repr(), q.q_scale() and q.q_zero_point()"
+        )
+    return text
+
+
+def dtensor_fragments(name: str, tensor: DTensor) -> tuple[Fragment, ...]:
+    """The boxes of a DTensor that this rank holds, and their local memory.
+
+    Raises:
+        StateError: a placement is a pending reduction.
+        LayoutError: the local tensor is not what its placements say.
+    """
+    local = tensor._local_tensor.detach()  # what to_local() gives, without its autograd node
+    return fragments_at(name, local, tuple(tensor.shape), tensor.device_mesh, tensor.placements)
+
+
+def fragments_at(
+    name: str,
+    local: torch.Tensor,
+    shape: tuple[int, ...],
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+) -> tuple[Fragment, ...]:
+    """The same for a local tensor that lies as a DTensor of these placements would."""
+    pairs = _boxes_here(shape, mesh, placements)
+    if pairs is None:
+        pending = next(p for p in placements if not isinstance(p, _KNOWN))
+        raise StateError(
+            f"{name}: its placement is {pending}: every rank has a summand, and none the value; "
+            "redistribute it to Replicate() or Shard() first"
+        )
+    if sum(box.size for box, _ in pairs) != local.numel():
+        raise LayoutError(
+            f"{name}: the local tensor has shape {list(local.shape)}, which is not what "
+            f"{placements} of {list(shape)} over mesh {tuple(mesh.shape)} gives this rank"
+        )
+    if len(pairs) == 1:
+        return (Fragment(pairs[0][0], local),)
+    return tuple(Fragment(box, local[within.slices()]) for box, within in pairs)
+
+
+@lru_cache(maxsize=4096)
+def _boxes_here(
+    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> list[tuple[Box, Box]] | None:
+    """The boxes of this rank, global and local; None where a placement is no sharding."""
+    if not all(isinstance(placement, _KNOWN) for placement in placements):
+        return None
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    splits = [
+        Split(
+            placement.dim % len(shape),
+            mesh.size(dim),
+            coordinate[dim],
+            int(placement.split_factor) if isinstance(placement, _StridedShard) else 1,
+        )
+        for dim, placement in enumerate(placements)
+        if isinstance(placement, (Shard, _StridedShard))
+    ]
+    return fragments_of_shard(shape, splits)
+
+
+def _identity(tensor: torch.Tensor, fragments: tuple[Fragment, ...]) -> object:
+    """Equal for two names of one memory. A parameter is itself, even where its shard is empty."""
+    if isinstance(tensor, torch.nn.Parameter):
+        return id(tensor)
+    if not fragments:
+        return None
+    data = fragments[0].data
+    if data.device.type == "meta":
+        return id(tensor)
+    memory = data.data_ptr(), tuple(data.shape), data.stride(), data.device
+    return memory, tensor.dtype, fragments[0].box
+
+
+def tensor_of_array(name: str, array: np.ndarray) -> torch.Tensor:
+    """A tensor over a numpy array's memory.
+
+    Raises:
+        StateError: torch has no such type, or no such memory layout.
+    """
+    try:
+        return torch.from_numpy(array)
+    except (TypeError, ValueError) as error:
+        raise StateError(
+            f"{name}: numpy array of {array.dtype} with strides {array.strides}: {error}"
+        ) from error

@@ -1,0 +1,221 @@
+"""Tensors, plain values, and whatever has state_dict and load_state_dict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from shardwise.adapters.tensors import TensorLike, tensor_leaf, tensor_of_array
+from shardwise.errors import StateError
+from shardwise.plan.saved import SavedState
+from shardwise.state.leaves import Fragment, Holdings, TensorLeaf
+from shardwise.state.objects import JsonValue, decode, encode
+from shardwise.state.per_rank import PerRankValue
+
+Found = dict[str, "TensorLike | np.ndarray"]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What saves and restores itself: LR schedulers, GradScaler, loaders, EMA copies …"""
+
+    def state_dict(self) -> object:
+        """Its state: plain values and tensors."""
+        ...
+
+    def load_state_dict(self, state_dict: object, /) -> object:
+        """Take a state on."""
+        ...
+
+
+class TensorBinding:
+    """A tensor, array or `Shards` in the state."""
+
+    def __init__(self, name: str, value: TensorLike | np.ndarray) -> None:
+        self.name = name
+        self._value = value
+
+    def holdings(self) -> Holdings:
+        """The tensor."""
+        return Holdings(tensors=[_leaf(self.name, self._value)])
+
+    def targets(self, saved: SavedState) -> Holdings:
+        """The tensor, or memory to be copied to it where its own cannot be filled."""
+        return Holdings(tensors=[fillable(_leaf(self.name, self._value))])
+
+    def restore(self, values: Mapping[str, JsonValue]) -> None:
+        """Nothing is left to do."""
+
+
+class ObjectBinding:
+    """A plain value, or the state of a Stateful; tensors in it are stored as tensors.
+
+    Args:
+        get: gives the value as it now is.
+        put: takes the value that was saved.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        get: Callable[[], object],
+        put: Callable[[object], object],
+        *,
+        allow_pickle: bool,
+    ) -> None:
+        self.name = name
+        self._get = get
+        self._put = put
+        self._allow_pickle = allow_pickle
+        self._found: Found = {}
+
+    def holdings(self) -> Holdings:
+        """The encoded value, and the tensors in it."""
+        self._found = {}
+        encoded = encode(
+            self._get(), self.name, self._found.__setitem__, allow_pickle=self._allow_pickle
+        )
+        leaves = [_leaf(name, value) for name, value in self._found.items()]
+        return Holdings(tensors=leaves, objects={self.name: encoded})
+
+    def targets(self, saved: SavedState) -> Holdings:
+        """The tensors that the saved value has: those that are here are filled, others made."""
+        held = self.holdings()
+        if not saved.has_object(self.name):
+            return held
+        wanted = saved_tensors(saved.object(self.name))
+        origin = saved.saved_name(self.name)
+        leaves = []
+        for name in wanted:
+            mine = self.name + name.removeprefix(origin)
+            entry = saved.tensor(mine)
+            if entry is None:
+                held.problems.append(f"{mine}: the checkpoint's value names it, but lacks it")
+                continue
+            here = self._found.get(mine)
+            if here is None or tuple(here.shape) != entry.shape:
+                here = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+                self._found[mine] = here
+            leaves.append(fillable(_leaf(mine, here)))
+        held.tensors = leaves
+        return held
+
+    def restore(self, values: Mapping[str, JsonValue]) -> None:
+        """Build the saved value, around the tensors that were filled, and hand it over."""
+        if self.name in values:
+            value = decode(
+                values[self.name], self.name, self._filled, allow_pickle=self._allow_pickle
+            )
+            self._put(value)
+
+    def _filled(self, name: str) -> torch.Tensor:
+        found = self._found.get(name)
+        if isinstance(found, np.ndarray):
+            return tensor_of_array(name, found)
+        if not isinstance(found, torch.Tensor):
+            raise StateError(f"{name}: the saved value names a tensor that was not loaded")
+        return found
+
+
+class PerRankBinding:
+    """A value that each rank has of its own."""
+
+    def __init__(self, name: str, value: PerRankValue, *, allow_pickle: bool) -> None:
+        self.name = name
+        self.value = value
+        self._allow_pickle = allow_pickle
+
+    def holdings(self) -> Holdings:
+        """The encoded value."""
+        encoded = encode(self.value.capture(), self.name, allow_pickle=self._allow_pickle)
+        return Holdings(per_rank={self.name: encoded})
+
+    def targets(self, saved: SavedState) -> Holdings:
+        """Only that the name is wanted: the value at hand may be of any kind."""
+        return Holdings(per_rank={self.name: None})
+
+    def restore(self, values: Mapping[str, JsonValue]) -> None:
+        """Nothing: see `restore_ranks`."""
+
+    def restore_ranks(self, encoded: list[JsonValue], rank: int, world: int) -> None:
+        """Choose this rank's value from those of all saved ranks, and set it."""
+        values = [decode(each, self.name, allow_pickle=self._allow_pickle) for each in encoded]
+        self.value.restore(self.value.for_rank(values, rank, world))
+
+
+def object_in(
+    container: MutableMapping[str, object], key: str, name: str, *, allow_pickle: bool
+) -> ObjectBinding:
+    """A plain value that hangs in a dict, where a load sets it."""
+
+    def put(value: object) -> None:
+        container[key] = value
+
+    return ObjectBinding(name, lambda: container[key], put, allow_pickle=allow_pickle)
+
+
+def saved_tensors(encoded: object) -> list[str]:
+    """The names of the tensors that an encoded value has in it."""
+    names: list[str] = []
+    stack = [encoded]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, list):
+            stack.extend(reversed(value))
+        elif isinstance(value, dict):
+            name = value.get("name")
+            if value.get("$") in ("tensor", "array") and isinstance(name, str):
+                names.append(name)
+            stack.extend(reversed(list(value.values())))
+    return names
+
+
+def fillable(leaf: TensorLeaf) -> TensorLeaf:
+    """The leaf itself, or a copy that is moved to it when filled: of memory that overlaps itself.
+
+    An expanded tensor holds one element in many places. It is filled from a copy, and only if the
+    saved values allow it.
+    """
+    if len(leaf.fragments) != 1:
+        return leaf
+    box, data = leaf.fragments[0].box, leaf.fragments[0].data
+    if not _overlaps_itself(data):
+        return leaf
+    copy = torch.empty(data.shape, dtype=data.dtype, device=data.device)
+
+    def finish() -> None:
+        _move_overlapping(leaf.name, copy, data)
+
+    return TensorLeaf(leaf.name, leaf.dtype, leaf.shape, (Fragment(box, copy),), None, finish)
+
+
+def _overlaps_itself(data: torch.Tensor) -> bool:
+    reach = 0
+    for stride, n in sorted(zip(data.stride(), data.shape, strict=True)):
+        if n > 1 and stride <= reach:
+            return True
+        reach += stride * (n - 1)
+    return False
+
+
+def _move_overlapping(name: str, copy: torch.Tensor, data: torch.Tensor) -> None:
+    first = tuple(slice(0, 1) if s == 0 else slice(None) for s in data.stride())
+    base = data[first]
+    for index in torch.cartesian_prod(*(torch.arange(n) for n in base.shape)).reshape(
+        -1, base.dim()
+    ):
+        base[tuple(index)] = copy[first][tuple(index)]
+    if not torch.equal(data, copy):
+        raise StateError(
+            f"{name}: the tensor overlaps itself in memory, and the saved values differ where one "
+            "element lies in several places; load into a clone() instead"
+        )
+
+
+def _leaf(name: str, value: TensorLike | np.ndarray) -> TensorLeaf:
+    if isinstance(value, np.ndarray):
+        return tensor_leaf(name, tensor_of_array(name, value))
+    return tensor_leaf(name, value)

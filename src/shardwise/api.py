@@ -1,0 +1,261 @@
+"""save, load, open: all that most users call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import torch.distributed as dist
+
+from shardwise.adapters import Binding, bind_state
+from shardwise.adapters.values import PerRankBinding
+from shardwise.checkpoint import Checkpoint
+from shardwise.engine.arena import DEFAULT_MAX_BUFFER, Arena
+from shardwise.engine.collection import without_collection
+from shardwise.engine.exchange import exchange
+from shardwise.engine.group import Group, SoloGroup, TorchGroup, moves_cpu_tensors
+from shardwise.engine.load import GroupFilling, LoadOptions, LoadReport, plan_filling
+from shardwise.engine.match import Matched, agree_on_match, match
+from shardwise.engine.opened import Opened, open_manifest, read_per_rank
+from shardwise.engine.save import SaveOptions, SaveReport, save_holdings
+from shardwise.events import Recorder, Sink
+from shardwise.manifest.names import MANIFEST
+from shardwise.plan.cache import PlanCache
+from shardwise.plan.saved import Rename, SavedState
+from shardwise.state.leaves import Holdings
+from shardwise.state.selection import Selection
+from shardwise.store import Store, open_store
+
+Place = str | os.PathLike[str] | Store
+State = MutableMapping[str, object]
+TIMEOUT = timedelta(minutes=10)
+
+
+def save(
+    place: Place,
+    state: State,
+    *,
+    step: int | None = None,
+    overwrite: bool = False,
+    check_replicas: bool = False,
+    metrics: Mapping[str, float] | None = None,
+    allow_pickle: bool = False,
+    max_buffer: int = DEFAULT_MAX_BUFFER,
+    group: dist.ProcessGroup | Group | None = None,
+    plans: PlanCache | None = None,
+    on_event: Sink | None = None,
+) -> SaveReport:
+    """Save a state as one checkpoint, durable when this returns. All ranks call it.
+
+    Args:
+        place: a directory, which need not exist, or a store.
+        state: a dict of modules, optimizers, tensors, anything with `state_dict` and
+            `load_state_dict`, plain values, and dicts of these.
+        step: the training step that it belongs to.
+        overwrite: replace a checkpoint that is there; without it, that is an error.
+        check_replicas: compare what several ranks hold alike, and refuse if it differs.
+        metrics: numbers to keep beside it, such as a loss.
+        allow_pickle: store what has no plain form as pickle; loading it must allow it too.
+        max_buffer: bound on the host memory used beside the state, in bytes.
+        group: the ranks; the default process group if there is one, else this process alone.
+        plans: plans of earlier saves, to be used again and added to.
+        on_event: told of every stage as it ends.
+
+    Raises:
+        StateError: a value cannot be saved; names it.
+        MismatchError: ranks disagree about values, shapes, dtypes, or the place.
+        LayoutError: shards do not make up their tensor.
+        CheckpointExistsError: there is a checkpoint at the place.
+        StoreError, OSError: the storage refused, on this rank.
+        RankError: another rank failed. Whatever fails, nothing is published.
+    """
+    recorder = Recorder(on_event)
+    store = open_store(place)
+    options = SaveOptions(
+        step=step, overwrite=overwrite, check_replicas=check_replicas, metrics=dict(metrics or {})
+    )
+    with without_collection(), resolved_group(group) as ranks:
+        arena = Arena(max_buffer)
+        cache = PlanCache() if plans is None else plans
+
+        def held() -> Holdings:
+            return _united(b.holdings() for b in bind_state(state, allow_pickle=allow_pickle))
+
+        return save_holdings(held, store, ranks, arena, cache, options, recorder)
+
+
+def load(
+    place: Place,
+    state: State,
+    *,
+    strict: bool = True,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    rename: Rename | None = None,
+    cast: bool = False,
+    verify: bool = True,
+    allow_pickle: bool = False,
+    max_buffer: int = DEFAULT_MAX_BUFFER,
+    group: dist.ProcessGroup | Group | None = None,
+    on_event: Sink | None = None,
+) -> LoadReport:
+    """Load a checkpoint into a state, in place, whatever sharding either has. All ranks call it.
+
+    Tensors are filled where they lie; optimizer state that does not exist yet is made; plain
+    values are set in the dict that was passed. A state with fewer keys than were saved loads, and
+    reads, only those.
+
+    Args:
+        place: a directory or store that holds a checkpoint.
+        state: what to fill; see `save`.
+        strict: refuse if names are missing from the checkpoint, or, below the keys of `state`,
+            are in the checkpoint only. Otherwise they are left alone, and reported.
+        only, skip: shell patterns of names; of the target's names only those that match `only`
+            (if given) and do not match `skip` are filled.
+        rename: from the target's names to the checkpoint's: a function, or a mapping of names,
+            each of which renames all names below it too.
+        cast: convert where dtypes differ; without it, that is an error.
+        verify: check the checksum of every byte that is read.
+        allow_pickle: unpickle values that were saved as pickle. Only for files that you trust.
+        max_buffer: bound on the host memory used beside the state, in bytes.
+        group: the ranks; the default process group if there is one, else this process alone.
+        on_event: told of every stage as it ends.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        FormatError: its manifest cannot be trusted.
+        MismatchError: names, shapes or dtypes do not fit; lists them all. Nothing was written.
+        CorruptionError: bytes are not those that were saved. The target is partly written.
+        StateError: a plain value cannot be restored.
+        RankError: another rank failed.
+    """
+    store = open_store(place)
+    job = _Load(
+        state,
+        Recorder(on_event),
+        LoadOptions(strict=strict, cast=cast, verify=verify),
+        Selection(tuple(only), tuple(skip)),
+        allow_pickle,
+    )
+    hold = store.hold(MANIFEST, shared=True)
+    with without_collection(), resolved_group(group) as ranks, hold:
+        return job.run(store, rename, ranks, Arena(max_buffer))
+
+
+def open(place: Place, *, verify: bool = True) -> Checkpoint:  # noqa: A001 - shardwise.open
+    """Open a checkpoint for reading by name, without a process group or a model.
+
+    Args:
+        place: a directory or store that holds a checkpoint.
+        verify: check the checksum of every byte that is read.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        FormatError: its manifest cannot be trusted.
+    """
+    with without_collection():
+        return Checkpoint(open_manifest(open_store(place), SoloGroup()), verify=verify)
+
+
+@contextmanager
+def resolved_group(group: dist.ProcessGroup | Group | None) -> Iterator[Group]:
+    """The ranks to talk to: those given, those of the default process group, or none.
+
+    A group that moves no CPU tensors is not used; a gloo group of all ranks is made for the time.
+    """
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        yield SoloGroup()
+    elif group is None or isinstance(group, dist.ProcessGroup):
+        chosen = dist.group.WORLD if group is None else group
+        if chosen is None or moves_cpu_tensors(chosen):
+            yield TorchGroup(chosen or dist.distributed_c10d._get_default_group())
+            return
+        own = dist.new_group(dist.get_process_group_ranks(chosen), TIMEOUT, "gloo")
+        try:
+            yield TorchGroup(own)
+        finally:
+            dist.destroy_process_group(own)
+    else:
+        yield group
+
+
+def _united(parts: Iterable[Holdings]) -> Holdings:
+    held = Holdings()
+    for part in parts:
+        held.add(part)
+    return held
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """One load on one rank."""
+
+    state: State
+    recorder: Recorder
+    options: LoadOptions
+    selection: Selection
+    allow_pickle: bool
+
+    def run(self, store: Store, rename: Rename | None, group: Group, arena: Arena) -> LoadReport:
+        """Open, match on all ranks, read, and restore plain values."""
+        with self.recorder.stage("open"):
+            opened = open_manifest(store, group)
+        saved = SavedState(opened.manifest, rename)
+        bindings: list[Binding] = []
+
+        def look() -> Matched:
+            bindings.extend(bind_state(self.state, allow_pickle=self.allow_pickle))
+            held = _united(binding.targets(saved) for binding in bindings)
+            return match(self.selection.of(held), saved, cast=self.options.cast)
+
+        with self.recorder.stage("match"):
+            scope = [saved.saved_name(key) for key in self.state]
+            found, unexpected = agree_on_match(
+                look, saved, self.selection, scope, group, strict=self.options.strict
+            )
+        with ExitStack() as cleanup:
+            with self.recorder.stage("plan"):
+                prepare = partial(plan_filling, found.leaves, saved, opened, arena)
+                filling = GroupFilling(prepare, opened, arena, group, cleanup)
+            counted: list[int] = []
+
+            def move() -> bytes:
+                with self.recorder.stage("read"):
+                    counted.append(filling.fill(verify=self.options.verify))
+                with self.recorder.stage("restore"):
+                    self._restore(bindings, found, saved, opened, group)
+                return b""
+
+            exchange(group, "loading", move, lambda _: b"")
+        plan = filling.filling.plan
+        return LoadReport(
+            path=str(store),
+            step=opened.manifest.step,
+            bytes_needed=plan.bytes_needed,
+            bytes_read=counted[0],
+            files=len(set(plan.spans.file.tolist())),
+            missing=tuple(found.missing),
+            unexpected=unexpected,
+            seconds=self.recorder.seconds(),
+        )
+
+    def _restore(
+        self,
+        bindings: Sequence[Binding],
+        found: Matched,
+        saved: SavedState,
+        opened: Opened,
+        group: Group,
+    ) -> None:
+        values = {name: saved.object(name) for name in found.objects}
+        for binding in bindings:
+            binding.restore(values)
+        names = {name: saved.saved_name(name) for name in found.per_rank}
+        ranks = read_per_rank(opened, list(names.values()), group, verify=self.options.verify)
+        for binding in bindings:
+            if isinstance(binding, PerRankBinding) and binding.name in names:
+                binding.restore_ranks(ranks[names[binding.name]], group.rank, group.size)

@@ -1,0 +1,52 @@
+"""Buffers that are allocated and touched once, handed out and given back."""
+
+from __future__ import annotations
+
+import mmap
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from shardwise.store.store import Buffer
+
+DEFAULT_MAX_BUFFER = 64 << 20
+THREADS = 4
+LARGEST_CHUNK = 8 << 20
+SMALLEST_CHUNK = 1 << 20
+
+
+class Arena:
+    """At most `max_buffer` bytes of page-aligned buffers, one for each thread that moves bytes.
+
+    Args:
+        max_buffer: bound on the host memory of all buffers together, in bytes; at least 1 MiB.
+
+    Raises:
+        ValueError: `max_buffer` is smaller than that.
+    """
+
+    def __init__(self, max_buffer: int = DEFAULT_MAX_BUFFER) -> None:
+        if max_buffer < SMALLEST_CHUNK:
+            raise ValueError(f"max_buffer is {max_buffer} bytes; at least {SMALLEST_CHUNK} needed")
+        self.threads = max(1, min(THREADS, max_buffer // SMALLEST_CHUNK))
+        share = min(LARGEST_CHUNK, max_buffer // self.threads)
+        self.chunk = share // SMALLEST_CHUNK * SMALLEST_CHUNK
+        self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+        for _ in range(self.threads):
+            self._free.put(aligned_buffer(self.chunk))
+
+    @contextmanager
+    def buffer(self) -> Iterator[Buffer]:
+        """A buffer of `chunk` bytes, for as long as the block runs."""
+        buffer = self._free.get()
+        try:
+            yield buffer
+        finally:
+            self._free.put(buffer)
+
+
+def aligned_buffer(size: int) -> Buffer:
+    """Page-aligned memory of this many bytes."""
+    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)[:size]

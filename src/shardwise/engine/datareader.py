@@ -1,0 +1,88 @@
+"""Data files, verified block by block as they are read."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.engine.arena import aligned_buffer
+from shardwise.errors import CorruptionError
+from shardwise.manifest.checksums import BLOCK, block_count, crc32, damaged_blocks
+from shardwise.manifest.manifest import FileEntry
+from shardwise.store import ReadableFile, Store
+from shardwise.store.store import Buffer
+
+ALIGNMENT = 4096
+
+
+class DataReader:
+    """An open data file whose blocks are verified as they are read.
+
+    Raises:
+        CorruptionError: the file is missing, of another size, or its checksums were altered.
+    """
+
+    def __init__(self, store: Store, entry: FileEntry, *, verify: bool = True) -> None:
+        self.entry = entry
+        self._where = f"{entry.name} in {store}"
+        try:
+            self._file: ReadableFile = store.open(entry.name)
+        except FileNotFoundError as error:
+            raise CorruptionError(f"{self._where} is missing; the manifest names it") from error
+        self._table: npt.NDArray[np.uint32] | None = None
+        try:
+            if self._file.size != entry.size:
+                raise CorruptionError(
+                    f"{self._where} has {self._file.size} bytes where {entry.size} were saved: "
+                    "it was cut off, or replaced"
+                )
+            if verify:
+                self._table = self._read_table()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def read(self, low: int, high: int, buffer: Buffer) -> Buffer:
+        """Bytes `low:high`, which are whole blocks, in `buffer`; verified.
+
+        Raises:
+            CorruptionError: they are not the bytes that were saved.
+        """
+        room = min(-(-(high - low) // ALIGNMENT) * ALIGNMENT, len(buffer))
+        count = self._file.read_at(low, buffer[:room])
+        if count < high - low:
+            raise CorruptionError(f"{self._where} ends at byte {low + count}, in mid-read")
+        data = buffer[: high - low]
+        if self._table is not None:
+            expected = self._table[low // BLOCK : block_count(high)]
+            bad = damaged_blocks(data, expected)
+            if bad:
+                first, last = low + bad[0] * BLOCK, min(low + (bad[-1] + 1) * BLOCK, high)
+                raise CorruptionError(
+                    f"{self._where}: bytes {first}:{last} are not those that were saved "
+                    f"({len(bad)} block(s) fail their checksum)"
+                )
+        return data
+
+    def read_objects(self) -> bytes:
+        """The encoded per-rank objects of the rank that wrote this file; verified."""
+        low, high = self.entry.objects_at, self.entry.checksums_at
+        first = low // BLOCK * BLOCK
+        buffer = aligned_buffer(-(-(high - first) // ALIGNMENT) * ALIGNMENT)
+        return self.read(first, high, buffer)[low - first :].tobytes()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _read_table(self) -> npt.NDArray[np.uint32]:
+        low = self.entry.checksums_at // ALIGNMENT * ALIGNMENT
+        buffer = aligned_buffer(-(-(self.entry.size - low) // ALIGNMENT) * ALIGNMENT)
+        count = self._file.read_at(low, buffer)
+        encoded = buffer[self.entry.checksums_at - low : count]
+        if crc32(encoded) != self.entry.checksums_crc32:
+            raise CorruptionError(
+                f"{self._where}: its checksums are not those that the manifest knows; "
+                "the file was altered, or is that of another save"
+            )
+        return encoded.view("<u4")

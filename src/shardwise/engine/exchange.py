@@ -1,0 +1,114 @@
+"""The one way in which ranks agree: all speak, rank 0 answers, and a failure is everyone's.
+
+An exchange returns on all ranks or raises on all, so that no rank waits for one that gave up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from shardwise import errors
+from shardwise.engine.group import Group
+from shardwise.errors import MismatchError, RankError, ShardwiseError
+
+
+class _Said(msgspec.Struct, array_like=True):
+    """What a rank says: its bytes, or the error it met instead."""
+
+    data: bytes = b""
+    failure: str | None = None
+
+
+class _Answer(msgspec.Struct, array_like=True):
+    """What rank 0 answers: bytes, or an error of its own (`kind`), or those of other ranks."""
+
+    data: bytes = b""
+    kind: str | None = None
+    message: str = ""
+    problems: list[str] = []
+    failures: dict[int, str] = {}
+
+
+def exchange(
+    group: Group,
+    doing: str,
+    speak: Callable[[], bytes],
+    answer: Callable[[list[bytes]], bytes | Sequence[bytes]],
+) -> bytes:
+    """Gather what every rank has to say, and give each what rank 0 makes of it.
+
+    Args:
+        group: the ranks; all call this with the same `doing`.
+        doing: what is being done, for the errors.
+        speak: runs on every rank.
+        answer: runs on rank 0, on what all said; one answer for all, or a sequence of one each.
+
+    Raises:
+        ShardwiseError: whatever `answer` raised, on all ranks.
+        RankError: `speak` failed on another rank.
+        Exception: whatever `speak` raised, on the rank that it failed on.
+    """
+    mine, error = _attempt(speak)
+    said = [
+        msgspec.msgpack.decode(data, type=_Said)
+        for data in group.gather(msgspec.msgpack.encode(mine))
+    ]
+    answers: list[_Answer] = []
+    central: Exception | None = None
+    if group.rank == 0:
+        answers, central = _answers(said, answer, group.size)
+    shared = group.rank == 0 and len(answers) == 1
+    one_for_all = group.broadcast(b"1" if shared else b"0") == b"1"
+    encoded = [msgspec.msgpack.encode(each) for each in answers]
+    if one_for_all:
+        reply = group.broadcast(encoded[0] if encoded else b"")
+    else:
+        reply = group.scatter(encoded)
+    heard = msgspec.msgpack.decode(reply, type=_Answer)
+    if error is not None:
+        raise error
+    if central is not None:
+        raise central
+    _raise_failure(heard, doing)
+    return heard.data
+
+
+def _attempt(speak: Callable[[], bytes]) -> tuple[_Said, Exception | None]:
+    try:
+        return _Said(speak()), None
+    except Exception as error:  # it is raised again once the other ranks know
+        return _Said(failure=f"{type(error).__name__}: {error}"), error
+
+
+def _answers(
+    said: list[_Said], answer: Callable[[list[bytes]], bytes | Sequence[bytes]], size: int
+) -> tuple[list[_Answer], Exception | None]:
+    failures = {rank: each.failure for rank, each in enumerate(said) if each.failure is not None}
+    if failures:
+        return [_Answer(kind="RankError", failures=failures)], None
+    try:
+        reply = answer([each.data for each in said])
+    except Exception as error:  # it is raised again once the other ranks know
+        problems = error.problems if isinstance(error, MismatchError) else []
+        message = str(error).split("\n")[0] if problems else str(error)
+        return [_Answer(kind=type(error).__name__, message=message, problems=problems)], error
+    if isinstance(reply, bytes):
+        return [_Answer(reply)], None
+    if len(reply) == 1 == size:
+        return [_Answer(reply[0])], None
+    return [_Answer(each) for each in reply], None
+
+
+def _raise_failure(heard: _Answer, doing: str) -> None:
+    if heard.kind is None:
+        return
+    if heard.failures:
+        raise RankError(doing, heard.failures)
+    kind = getattr(errors, heard.kind, None)
+    if heard.kind == "MismatchError":
+        raise MismatchError(heard.message, heard.problems)
+    if isinstance(kind, type) and issubclass(kind, ShardwiseError) and kind is not RankError:
+        raise kind(heard.message)
+    raise RankError(doing, {0: f"{heard.kind}: {heard.message}"})

@@ -1,0 +1,44 @@
+"""What crashed and replaced saves leave behind, and how it goes."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from shardwise.errors import FormatError
+from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
+from shardwise.manifest.names import MANIFEST, is_lock_file, made_by_save
+from shardwise.store import Store
+
+
+def collect_leftovers(store: Store, *, own_lock: str | None = None) -> list[str]:
+    """Remove files of saves that were not committed, or were replaced, from a directory.
+
+    Nothing is removed where a save is under way, nor any file that no save has made. A directory
+    that is empty then goes too.
+
+    Args:
+        own_lock: the lock of the caller's own save, which is no obstacle, and stays.
+
+    Returns:
+        The names that were removed.
+    """
+    names = [name for name in store.list() if name != own_lock]
+    try:
+        manifest = decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
+        committed = {file.name for file in manifest.files}
+    except FileNotFoundError:
+        committed = set()
+    except FormatError:
+        return []
+    removed = []
+    with ExitStack() as locks:
+        for name in filter(is_lock_file, names):
+            if not locks.enter_context(store.hold(name, shared=False)):
+                return []
+        for name in names:
+            if made_by_save(name) and name not in committed:
+                store.delete(name)
+                removed.append(name)
+        if removed and not store.list():
+            store.remove()
+    return removed

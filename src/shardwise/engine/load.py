@@ -1,0 +1,234 @@
+"""Leaves filled from a checkpoint: planned, read alone or with the ranks of the node, finished."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shardwise.engine.arena import Arena
+from shardwise.engine.copies import Copies, PieceTable, Wanted
+from shardwise.engine.datareader import DataReader
+from shardwise.engine.describe import untied
+from shardwise.engine.group import Group
+from shardwise.engine.memory import memory_of
+from shardwise.engine.neighbours import Neighbours
+from shardwise.engine.opened import Opened
+from shardwise.engine.read import read_alone, read_together
+from shardwise.errors import MismatchError
+from shardwise.plan.description import columns_of
+from shardwise.plan.load import LoadPlan, Spans, assign_transfers, plan_load, wanted_columns
+from shardwise.plan.saved import SavedState
+from shardwise.plan.share import bytes_saved, share_reads
+from shardwise.state.leaves import Fragment, TensorLeaf
+
+WORTH_SHARING = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How to load; see `shardwise.load`."""
+
+    strict: bool = True
+    cast: bool = False
+    verify: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What a load did. Bytes and seconds are this rank's.
+
+    Attributes:
+        path: where the checkpoint is.
+        step: the step it belongs to, if it has one.
+        bytes_needed: bytes of the elements that this rank wanted.
+        bytes_read: bytes read for them: whole checksum blocks.
+        files: data files that this rank read from.
+        missing: wanted names that the checkpoint lacks, left as they were (`strict=False` only).
+        unexpected: names of the checkpoint that no rank wanted (`strict=False` only).
+        seconds: by stage (open, match, plan, read, restore), and their total.
+    """
+
+    path: str
+    step: int | None
+    bytes_needed: int
+    bytes_read: int
+    files: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """Leaves that are to be filled, and the plan for it."""
+
+    leaves: list[TensorLeaf]
+    wanted: list[Wanted]
+    plan: LoadPlan
+
+
+def plan_filling(
+    leaves: Sequence[TensorLeaf], saved: SavedState, opened: Opened, arena: Arena
+) -> Filling:
+    """Plan to read what the leaves want."""
+    leaves = _once(leaves, saved)
+    wanted: list[Wanted] = []
+    tensor: list[int] = []
+    boxes = [fragment.box for leaf in leaves for fragment in leaf.fragments]
+    for leaf in leaves:
+        index = saved.stored_index(leaf.name)
+        dtype = getattr(torch, saved.manifest.tensors[index].dtype)
+        for fragment in leaf.fragments:
+            memory = memory_of(fragment.data, dtype)
+            wanted.append(Wanted(leaf.name, fragment.box.offset, memory))
+            tensor.append(index)
+    dims = max((len(leaf.shape) for leaf in leaves), default=0)
+    columns = wanted_columns(
+        tensor,
+        columns_of([box.offset for box in boxes], dims, 0),
+        columns_of([box.shape for box in boxes], dims, 1),
+        opened.pieces.offset.shape[1],
+    )
+    plan = plan_load(opened.source(), columns, largest_read=arena.chunk)
+    return Filling(leaves, wanted, plan)
+
+
+def fill(filling: Filling, opened: Opened, arena: Arena, *, verify: bool) -> int:
+    """Read a filling on this rank alone, and finish its leaves.
+
+    Returns:
+        The bytes that were read.
+
+    Raises:
+        CorruptionError: bytes are not what was saved; the target is partly written by then.
+    """
+    spans = filling.plan.spans
+    with ExitStack() as files:
+        readers = _open_readers(spans.file, opened, files, verify=verify)
+        read_alone(spans, _copies(filling, spans, opened), readers, arena)
+    _finish(filling.leaves)
+    return filling.plan.bytes_read
+
+
+def _once(leaves: Sequence[TensorLeaf], saved: SavedState) -> list[TensorLeaf]:
+    """Leaves to fill: of one memory under several names the first, the others for comparison."""
+    listed, ties = untied(leaves)
+    by_name = {leaf.name: leaf for leaf in leaves}
+    for name, first in ties:
+        if saved.stored_index(name) != saved.stored_index(first):
+            listed.append(_comparison(by_name[name], first))
+    return listed
+
+
+def _comparison(leaf: TensorLeaf, first: str) -> TensorLeaf:
+    """Reads a leaf beside the memory that `first` fills, and refuses if they differ."""
+    copies = tuple(Fragment(f.box, torch.empty_like(f.data)) for f in leaf.fragments)
+
+    def finish() -> None:
+        for here, copy in zip(leaf.fragments, copies, strict=True):
+            if not torch.equal(here.data, copy.data):
+                raise MismatchError(
+                    "names share one memory in the target, and differ in the checkpoint; the "
+                    "target has the first one's values:",
+                    [f"{first} and {leaf.name}"],
+                )
+
+    return TensorLeaf(leaf.name, leaf.dtype, leaf.shape, copies, None, finish)
+
+
+class GroupFilling:
+    """A filling on all ranks of a group: what several ranks of a node want is read once there.
+
+    Made by all ranks together. `filling` is this rank's own.
+
+    Args:
+        prepare: plans this rank's filling; if it fails on one rank, it fails on all.
+        cleanup: is closed when all ranks are done.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[[], Filling],
+        opened: Opened,
+        arena: Arena,
+        group: Group,
+        cleanup: ExitStack,
+    ) -> None:
+        prepared: list[Filling] = []
+
+        def speak() -> bytes:
+            prepared.append(prepare())
+            return _encode_spans(prepared[0].plan.spans)
+
+        self._opened = opened
+        self._arena = arena
+        self._cleanup = cleanup
+        self._neighbours = Neighbours(group, speak, cleanup)
+        self.filling = prepared[0]
+
+    def fill(self, *, verify: bool) -> int:
+        """Read, and finish the leaves.
+
+        Returns:
+            The bytes that this rank read.
+
+        Raises:
+            CorruptionError: bytes are not what was saved; the target is partly written by then.
+            RankError: another rank of the node could not read its part.
+        """
+        neighbours, opened = self._neighbours, self._opened
+        everyone = [_decode_spans(message) for message in neighbours.messages]
+        shared = share_reads(everyone, largest_read=self._arena.chunk)
+        if len(neighbours) == 1 or bytes_saved(everyone, shared) < WORTH_SHARING:
+            return fill(self.filling, opened, self._arena, verify=verify)
+        rings = neighbours.rings(shared, self._arena.threads, self._arena.chunk)
+        own = shared.reader == neighbours.index
+        try:
+            readers = _open_readers(shared.file[own], opened, self._cleanup, verify=verify)
+        except BaseException:
+            rings.fail()
+            raise
+        transfers = self.filling.plan.transfers
+        spans = assign_transfers(transfers, shared.file, shared.low, shared.high)
+        copies = _copies(self.filling, spans, opened)
+        read_together(spans, copies, readers, rings, self._arena.threads)
+        _finish(self.filling.leaves)
+        return int((shared.high - shared.low)[own].sum())
+
+
+def _finish(leaves: Sequence[TensorLeaf]) -> None:
+    for leaf in leaves:
+        if leaf.finish is not None:
+            leaf.finish()
+
+
+def _copies(filling: Filling, spans: Spans, opened: Opened) -> Copies:
+    pieces = opened.pieces
+    start = opened.source().data_at[pieces.file] + pieces.start
+    table = PieceTable(start, pieces.offset, pieces.shape)
+    return Copies(filling.plan.transfers, spans, table, filling.wanted)
+
+
+def _open_readers(
+    files: npt.NDArray[np.int64], opened: Opened, cleanup: ExitStack, *, verify: bool
+) -> dict[int, DataReader]:
+    readers: dict[int, DataReader] = {}
+    for number in np.unique(files).tolist():
+        readers[number] = DataReader(opened.store, opened.manifest.files[number], verify=verify)
+        cleanup.callback(readers[number].close)
+    return readers
+
+
+def _encode_spans(spans: Spans) -> bytes:
+    return np.stack([spans.file, spans.low, spans.high]).tobytes()
+
+
+def _decode_spans(message: bytes) -> Spans:
+    file, low, high = np.frombuffer(message, np.int64).reshape(3, -1)
+    none = np.zeros(0, np.int64)
+    return Spans(file, low, high, none, none)

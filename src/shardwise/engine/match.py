@@ -1,0 +1,133 @@
+"""Names, shapes and types of checkpoint and target, compared before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from shardwise.engine.exchange import exchange
+from shardwise.engine.group import Group
+from shardwise.errors import MismatchError
+from shardwise.manifest.manifest import TensorEntry
+from shardwise.plan.saved import SavedState
+from shardwise.state.leaves import Holdings, TensorLeaf
+from shardwise.state.selection import Selection, is_below
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """What of the target the checkpoint fills, by the target's names, and what does not fit.
+
+    `claimed` are names of the checkpoint.
+    """
+
+    leaves: list[TensorLeaf] = field(default_factory=list)
+    objects: list[str] = field(default_factory=list)
+    per_rank: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    claimed: set[str] = field(default_factory=set)
+
+
+def match(held: Holdings, saved: SavedState, *, cast: bool) -> Matched:
+    """Find what fills every target, and list whatever does not fit."""
+    found = Matched(problems=list(held.problems))
+    for leaf in held.tensors:
+        entry = saved.tensor(leaf.name)
+        if entry is None:
+            found.missing.append(leaf.name)
+            continue
+        found.claimed.add(entry.name)
+        problem = _misfit(leaf, entry, cast=cast)
+        if problem is None:
+            found.leaves.append(leaf)
+        else:
+            found.problems.append(problem)
+    for name in [*held.objects, *held.grouped]:
+        (found.objects if saved.has_object(name) else found.missing).append(name)
+    for name in held.per_rank:
+        (found.per_rank if saved.has_per_rank(name) else found.missing).append(name)
+    found.claimed.update(saved.saved_name(name) for name in [*found.objects, *found.per_rank])
+    return found
+
+
+def _misfit(leaf: TensorLeaf, entry: TensorEntry, *, cast: bool) -> str | None:
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    if entry.shape != leaf.shape:
+        there, here = list(entry.shape), list(leaf.shape)
+        return f"{leaf.name}: shape {there} in the checkpoint, {here} in the target"
+    if entry.dtype != dtype and not cast:
+        return (
+            f"{leaf.name}: {entry.dtype} in the checkpoint, {dtype} in the target "
+            "(cast=True converts)"
+        )
+    return None
+
+
+def agree_on_match(
+    look: Callable[[], Matched],
+    saved: SavedState,
+    selection: Selection,
+    scope: Sequence[str],
+    group: Group,
+    *,
+    strict: bool,
+) -> tuple[Matched, tuple[str, ...]]:
+    """Match names on every rank and compare, before a byte of any target is written.
+
+    Args:
+        look: matches this rank's targets.
+        selection: names that it does not choose are never unexpected.
+        scope: names of the checkpoint; what lies below them and no rank claims is unexpected.
+
+    Returns:
+        What matched on this rank, and the unexpected names.
+
+    Raises:
+        MismatchError: on all ranks, if any has a mismatch, or names are missing or unexpected
+            and `strict` is set.
+    """
+    names = list(saved.all_names())
+    matched: list[Matched] = []
+
+    def speak() -> bytes:
+        found = look()
+        matched.append(found)
+        claimed = np.array([n in found.claimed or not selection.chooses(n) for n in names], bool)
+        inside = np.array([is_below(n, scope) for n in names], bool)
+        bits = np.packbits(claimed).tobytes(), np.packbits(inside).tobytes()
+        return msgspec.msgpack.encode((*bits, found.missing, found.problems))
+
+    def answer(said: list[bytes]) -> bytes:
+        return msgspec.msgpack.encode(_unite(names, said, strict=strict))
+
+    reply = exchange(group, "matching names", speak, answer)
+    return matched[0], msgspec.msgpack.decode(reply, type=tuple[str, ...])
+
+
+def _unite(names: list[str], said: list[bytes], *, strict: bool) -> list[str]:
+    claimed = np.zeros(len(names), bool)
+    scope = np.zeros(len(names), bool)
+    problems: dict[str, None] = {}
+    for data in said:
+        mine, inside, missing, wrong = msgspec.msgpack.decode(
+            data, type=tuple[bytes, bytes, list[str], list[str]]
+        )
+        claimed |= np.unpackbits(np.frombuffer(mine, np.uint8), count=len(names)).astype(bool)
+        scope |= np.unpackbits(np.frombuffer(inside, np.uint8), count=len(names)).astype(bool)
+        problems |= dict.fromkeys(wrong)
+        if strict:
+            problems |= dict.fromkeys(f"{name}: not in the checkpoint" for name in missing)
+    unexpected = [names[i] for i in np.flatnonzero(scope & ~claimed).tolist()]
+    if strict:
+        problems |= dict.fromkeys(f"{name}: in the checkpoint only" for name in unexpected)
+    if problems:
+        raise MismatchError(
+            "checkpoint and target do not fit; nothing was written. strict=False accepts missing "
+            "and unexpected names; rename=, only= and skip= choose and map names:",
+            list(problems),
+        )
+    return unexpected

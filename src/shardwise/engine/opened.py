@@ -1,0 +1,107 @@
+"""A checkpoint, opened: its manifest read once, and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from shardwise.engine.datareader import DataReader
+from shardwise.engine.exchange import exchange
+from shardwise.engine.group import Group
+from shardwise.errors import CheckpointNotFoundError, CorruptionError, FormatError
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
+from shardwise.manifest.names import MANIFEST
+from shardwise.manifest.table import Pieces
+from shardwise.manifest.validate import validated_pieces
+from shardwise.plan.load import Source
+from shardwise.state.objects import JsonValue
+from shardwise.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A manifest, checked, with its pieces in columns."""
+
+    store: Store
+    manifest: Manifest
+    pieces: Pieces
+
+    def source(self) -> Source:
+        """What a plan needs to know of the pieces."""
+        files = self.manifest.files
+        return Source(
+            self.pieces,
+            np.array([DTYPES[t.dtype].itemsize for t in self.manifest.tensors], np.int64),
+            np.array([file.data_at for file in files], np.int64),
+            np.array([file.checksums_at for file in files], np.int64),
+        )
+
+
+def open_manifest(store: Store, group: Group) -> Opened:
+    """Read the manifest once, on rank 0, and check it on every rank.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        FormatError: it cannot be trusted.
+    """
+
+    def answer(_: list[bytes]) -> bytes:
+        try:
+            return store.read(MANIFEST, limit=LARGEST_MANIFEST)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(_not_found(store)) from error
+
+    data = exchange(group, "opening a checkpoint", lambda: b"", answer)
+    try:
+        manifest = decode_manifest(data)
+        return Opened(store, manifest, validated_pieces(manifest))
+    except FormatError as error:
+        raise FormatError(f"{store}: {error}") from error
+
+
+def _not_found(store: Store) -> str:
+    names = store.list()
+    if not names:
+        return f"{store} is empty, or is not there: there is no checkpoint"
+    steps = [name for name in names if name.startswith("step-")]
+    if steps:
+        return (
+            f"{store} is a root of steps, not a checkpoint: open one of them, such as {steps[-1]}"
+        )
+    return f"{store} has no {MANIFEST}: there is no checkpoint, or its save was never finished"
+
+
+def read_per_rank(
+    opened: Opened, names: Sequence[str], group: Group, *, verify: bool
+) -> dict[str, list[JsonValue]]:
+    """Per-rank values: those of all saved ranks, or only this rank's if there are as many ranks.
+
+    Returns:
+        By name of the checkpoint, a list indexed by saved rank (None where it was not read).
+
+    Raises:
+        CorruptionError: they are not what was saved, or a rank's are not there.
+    """
+    world = opened.manifest.world_size
+    ranks = [group.rank] if world == group.size else range(world)
+    files = {file.rank: file for file in opened.manifest.files}
+    found: dict[str, list[JsonValue]] = {name: [None] * world for name in names}
+    for rank in ranks if names else ():
+        if rank not in files:
+            raise CorruptionError(f"{opened.store}: there is no file of rank {rank}")
+        reader = DataReader(opened.store, files[rank], verify=verify)
+        try:
+            values = msgspec.json.decode(reader.read_objects() or b"{}")
+        except msgspec.DecodeError as error:
+            raise FormatError(f"{opened.store}: objects of rank {rank}: {error}") from error
+        finally:
+            reader.close()
+        for name in names:
+            if not isinstance(values, dict) or name not in values:
+                raise CorruptionError(f"{opened.store}: rank {rank} saved no {name}")
+            found[name][rank] = values[name]
+    return found

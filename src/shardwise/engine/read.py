@@ -1,0 +1,92 @@
+"""Reads of a load, run: several in flight, each block verified before it is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from shardwise.engine.arena import Arena
+from shardwise.engine.copies import Copies
+from shardwise.engine.datareader import DataReader
+from shardwise.engine.neighbours import Rings
+from shardwise.errors import CorruptionError
+from shardwise.plan.load import Spans
+from shardwise.store.store import Buffer
+
+Readers = dict[int, DataReader]
+
+
+def read_alone(spans: Spans, copies: Copies, readers: Readers, arena: Arena) -> None:
+    """Read every span of this rank, and copy what it holds to where it is wanted.
+
+    Args:
+        spans: disjoint; `copies` counts them.
+        readers: by file number, all files that the spans lie in.
+
+    Raises:
+        CorruptionError: a span is not what was saved; other spans may have been copied by then.
+    """
+
+    def serve(span: int) -> None:
+        with arena.buffer() as buffer:
+            copies.copy(span, _read(spans, span, readers, copies, buffer))
+
+    with ThreadPoolExecutor(arena.threads, "shardwise-read") as pool:
+        _finish(pool, serve, range(len(spans)))
+
+
+def read_together(
+    spans: Spans, copies: Copies, readers: Readers, rings: Rings, threads: int
+) -> None:
+    """The same for reads that this node's ranks share; `spans` are those of all of them.
+
+    Raises:
+        CorruptionError: as for `read_alone`.
+        RankError: another rank could not read its part, or is gone.
+    """
+
+    def lead(span: int) -> None:
+        data = _read(spans, span, readers, copies, rings.slot_for(span))
+        rings.publish(span)
+        copies.copy(span, data)
+        rings.finish(span)
+
+    def follow(span: int) -> None:
+        size = int(spans.high[span] - spans.low[span])
+        copies.copy(span, rings.take(span)[:size])
+        rings.finish(span)
+
+    # Two pools: a rank that waits for a free slot must not keep itself from using others'.
+    with (
+        ThreadPoolExecutor(threads, "shardwise-lead") as leading,
+        ThreadPoolExecutor(threads, "shardwise-follow") as following,
+    ):
+        try:
+            ahead = [leading.submit(lead, span) for span in rings.mine()]
+            behind = [following.submit(follow, span) for span in rings.others()]
+            for job in [*ahead, *behind]:
+                job.result()
+        except BaseException:
+            leading.shutdown(wait=False, cancel_futures=True)
+            following.shutdown(wait=False, cancel_futures=True)
+            rings.fail()
+            raise
+
+
+def _read(spans: Spans, span: int, readers: Readers, copies: Copies, buffer: Buffer) -> Buffer:
+    file, low, high = (int(c[span]) for c in (spans.file, spans.low, spans.high))
+    try:
+        return readers[file].read(low, high, buffer)
+    except CorruptionError as error:
+        names = copies.names(span)
+        raise CorruptionError(f"{error}; they hold {names}" if names else str(error)) from error
+
+
+def _finish(pool: ThreadPoolExecutor, job: Callable[[int], None], items: Iterable[int]) -> None:
+    jobs = [pool.submit(job, item) for item in items]
+    try:
+        for each in jobs:
+            each.result()
+    except BaseException:
+        pool.shutdown(cancel_futures=True)
+        raise

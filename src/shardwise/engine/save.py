@@ -1,0 +1,361 @@
+"""A save: agree, plan, write, publish. Nothing of it knows frameworks, or where the store is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+
+import msgspec
+
+from shardwise.engine.agree import SharedValues, unite_values
+from shardwise.engine.arena import Arena
+from shardwise.engine.describe import describe
+from shardwise.engine.exchange import exchange
+from shardwise.engine.group import Group
+from shardwise.engine.leftovers import collect_leftovers
+from shardwise.engine.memory import memory_of
+from shardwise.engine.replicas import check_replicas
+from shardwise.engine.write import PieceSource, write_data_file
+from shardwise.errors import CheckpointExistsError, MismatchError
+from shardwise.events import Recorder
+from shardwise.layout import Box
+from shardwise.manifest.datafile import DataFile, lay_out
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.manifest import (
+    VERSION,
+    FileEntry,
+    Manifest,
+    ObjectEntry,
+    encode_manifest,
+    encode_tensors,
+)
+from shardwise.manifest.names import MANIFEST, data_file, lock_file, new_save_id
+from shardwise.plan.cache import PlanCache, Published
+from shardwise.plan.description import decode_description
+from shardwise.plan.save import Share, decode_share, plan_save
+from shardwise.state.leaves import Holdings
+from shardwise.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """How to save; see `shardwise.save`."""
+
+    step: int | None = None
+    overwrite: bool = False
+    check_replicas: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """What a save did. Bytes and seconds are this rank's unless said otherwise.
+
+    Attributes:
+        path: where the checkpoint is.
+        step: the step it belongs to, if one was given.
+        bytes_total: tensor bytes of the whole checkpoint, every element once.
+        bytes_written: bytes of this rank's file.
+        bytes_deduplicated: replicas of all ranks that were not written again.
+        files: data files of the whole checkpoint.
+        plan_cached: whether the plan of an earlier save was used.
+        bytes_communicated: bytes that this rank sent to others.
+        seconds: by stage (describe, plan, write, publish), and their total.
+    """
+
+    path: str
+    step: int | None
+    bytes_total: int
+    bytes_written: int
+    bytes_deduplicated: int
+    files: int
+    plan_cached: bool
+    bytes_communicated: int
+    seconds: dict[str, float]
+
+
+class _Request(msgspec.Struct, array_like=True):
+    place: str
+    step: int | None
+    fingerprint: bytes
+    cached: bool
+    values: bytes
+
+
+class _Grant(msgspec.Struct, array_like=True):
+    save_id: str
+    cached: bool
+    send_values: bool
+    gather_values: bool
+
+
+class _Written(msgspec.Struct, array_like=True):
+    entry: FileEntry | None
+
+
+class _Totals(msgspec.Struct, array_like=True):
+    bytes_total: int
+    bytes_held: int
+    files: int
+
+
+def save_holdings(
+    hold: Callable[[], Holdings],
+    store: Store,
+    group: Group,
+    arena: Arena,
+    plans: PlanCache,
+    options: SaveOptions,
+    recorder: Recorder,
+) -> SaveReport:
+    """Save what all ranks hold as one checkpoint; called by all of them.
+
+    Args:
+        hold: says what this rank holds; a failure of it is a failure on all ranks.
+
+    Raises:
+        ShardwiseError: as `shardwise.save` says; on every rank, and nothing is published.
+    """
+    sent = group.bytes_sent
+    with ExitStack() as cleanup:
+        save = _Save(store, group, plans, options, recorder)
+        save.agree(hold, cleanup)
+        with recorder.stage("plan"):
+            save.plan()
+        if options.check_replicas:
+            with recorder.stage("check_replicas"):
+                check_replicas(save.described, group)
+        totals, written = save.write_and_publish(arena)
+    return SaveReport(
+        path=str(store),
+        step=options.step,
+        bytes_total=totals.bytes_total,
+        bytes_written=written,
+        bytes_deduplicated=totals.bytes_held - totals.bytes_total,
+        files=totals.files,
+        plan_cached=save.cached,
+        bytes_communicated=group.bytes_sent - sent,
+        seconds=recorder.seconds(),
+    )
+
+
+class _Save:
+    """One save on one rank, from the first exchange to the last."""
+
+    def __init__(
+        self,
+        store: Store,
+        group: Group,
+        plans: PlanCache,
+        options: SaveOptions,
+        recorder: Recorder,
+    ) -> None:
+        self._store = store
+        self._group = group
+        self._plans = plans
+        self._options = options
+        self._recorder = recorder
+        self._held = Holdings()
+        self.described = describe((), ())
+        self._values = SharedValues({}, {})
+        self._encoded = b""
+        self._fingerprint = b""
+        self._objects: tuple[ObjectEntry, ...] = ()
+        self._published: Published | None = None
+        self._share: Share | None = None
+        self._grant = _Grant("", False, False, False)
+        self.cached = False
+
+    def agree(self, hold: Callable[[], Holdings], cleanup: ExitStack) -> None:
+        """All ranks save the same step to the same place, which rank 0 takes possession of."""
+
+        def ask() -> bytes:
+            with self._recorder.stage("describe"):
+                self._held = hold()
+                self.described = describe(self._held.tensors, tuple(self._held.per_rank))
+                self._values = SharedValues.of(self._held)
+            with self._recorder.stage("plan"):
+                return msgspec.msgpack.encode(self._request())
+
+        def grant(asked: list[bytes]) -> list[bytes]:
+            requests = [msgspec.msgpack.decode(each, type=_Request) for each in asked]
+            _refuse_unlike(requests)
+            self._refuse_existing()
+            collect_leftovers(self._store)
+            save_id = new_save_id()
+            cleanup.callback(self._discard_lock, save_id)
+            cleanup.enter_context(self._store.hold(lock_file(save_id), shared=False))
+            cached = all(request.cached for request in requests)
+            first_with = {request.values: i for i, request in reversed(list(enumerate(requests)))}
+            speakers = set(first_with.values())
+            return [
+                msgspec.msgpack.encode(_Grant(save_id, cached, i in speakers, len(speakers) > 1))
+                for i in range(len(requests))
+            ]
+
+        answer = exchange(self._group, "agreeing on a save", ask, grant)
+        self._grant = msgspec.msgpack.decode(answer, type=_Grant)
+        self.cached = self._grant.cached
+
+    def _request(self) -> _Request:
+        self._encoded = self.described.description.encode()
+        self._fingerprint = hashlib.blake2b(self._encoded, digest_size=16).digest()
+        known = self._plans.get(self._fingerprint) is not None
+        place, step = str(self._store), self._options.step
+        return _Request(place, step, self._fingerprint, known, self._values.digest())
+
+    def plan(self) -> None:
+        """Take the plan from the cache, or have rank 0 make one out of all descriptions."""
+        self._gather_values()
+        known = self._plans.get(self._fingerprint)
+        if self.cached and known is not None:
+            self._plans.hits += 1
+            self._share, self._published = known
+            return
+        self._plans.misses += 1
+        answer = exchange(self._group, "planning a save", lambda: self._encoded, self._plan_all)
+        self._share = decode_share(answer)
+        self._plans.put(self._fingerprint, self._share, self._published)
+
+    def write_and_publish(self, arena: Arena) -> tuple[_Totals, int]:
+        """Write this rank's file; once all have, rank 0 publishes the manifest."""
+        key = data_file(self._group.rank, self._grant.save_id)
+        size = 0
+
+        def write() -> bytes:
+            nonlocal size
+            with self._recorder.stage("write"):
+                entry = self._write(key, arena)
+            size = entry.size if entry else 0
+            return msgspec.msgpack.encode(_Written(entry))
+
+        def publish(written: list[bytes]) -> bytes:
+            with self._recorder.stage("publish"):
+                entries = [msgspec.msgpack.decode(each, type=_Written).entry for each in written]
+                return msgspec.msgpack.encode(self._publish(entries))
+
+        try:
+            answer = exchange(self._group, "writing a save", write, publish)
+        except BaseException:
+            with suppress(OSError):
+                self._store.delete(key)
+            raise
+        return msgspec.msgpack.decode(answer, type=_Totals), size
+
+    def _gather_values(self) -> None:
+        def speak() -> bytes:
+            return self._values.encode() if self._grant.send_values else b""
+
+        def unite(encoded: list[bytes]) -> bytes:
+            different = [(rank, data) for rank, data in enumerate(encoded) if data]
+            self._objects = unite_values(different)
+            return b""
+
+        if self._grant.gather_values:
+            exchange(self._group, "comparing plain values", speak, unite)
+        elif self._group.rank == 0:
+            unite([speak()])
+
+    def _plan_all(self, encoded: list[bytes]) -> list[bytes]:
+        plan = plan_save([decode_description(data) for data in encoded])
+        tensors = encode_tensors(plan.tensors)
+        self._published = Published(
+            tensors, plan.files, plan.per_rank, plan.bytes_held, plan.bytes_stored
+        )
+        return [share.encode() for share in plan.shares]
+
+    def _write(self, key: str, arena: Arena) -> FileEntry | None:
+        share = self._share
+        if share is None or not (len(share.fragment) or self._held.per_rank):
+            return None
+        objects = msgspec.json.encode(self._held.per_rank) if self._held.per_rank else b""
+        rank = self._group.rank
+        metadata = {"shardwise": str(VERSION), "save_id": self._grant.save_id, "rank": str(rank)}
+        layout, sources = self._sources(share, objects, metadata)
+        crc = write_data_file(self._store, key, layout, sources, objects, arena)
+        return FileEntry(
+            key, rank, layout.size, layout.data_at, layout.objects_at, layout.checksums_at, crc
+        )
+
+    def _sources(
+        self, share: Share, objects: bytes, metadata: dict[str, str]
+    ) -> tuple[DataFile, list[PieceSource]]:
+        description = self.described.description
+        memories = {
+            i: memory_of(self.described.fragments[i].data) for i in set(share.fragment.tolist())
+        }
+        pieces = []
+        sources = []
+        start = 0
+        rows = zip(
+            share.fragment.tolist(), share.offset.tolist(), share.shape.tolist(), strict=True
+        )
+        for index, offset, shape in rows:
+            fragment = self.described.fragments[index]
+            tensor = int(description.tensor[index])
+            ndim = len(description.shapes[tensor])
+            box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
+            dtype = description.dtypes[tensor]
+            pieces.append((description.names[tensor], dtype, description.shapes[tensor], box))
+            nbytes = box.size * DTYPES[dtype].itemsize
+            within = box.relative_to(fragment.box.offset).offset
+            sources.append(PieceSource(start, nbytes, memories[index], within, box.shape))
+            start += nbytes
+        return lay_out(pieces, len(objects), metadata), sources
+
+    def _publish(self, entries: Sequence[FileEntry | None]) -> _Totals:
+        known = self._published
+        if known is None:
+            raise RuntimeError("rank 0 publishes what it has not planned")
+        files = tuple(entry for entry in entries if entry is not None)
+        manifest = Manifest(
+            save_id=self._grant.save_id,
+            step=self._options.step,
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            world_size=self._group.size,
+            metrics=self._options.metrics,
+            per_rank=known.per_rank,
+            files=files,
+            objects=self._objects,
+            tensors=(),
+        )
+        encoded = encode_manifest(manifest, known.tensors)
+        self._refuse_existing()
+        try:
+            self._store.publish(MANIFEST, encoded, replace=self._options.overwrite)
+        except FileExistsError as error:
+            raise self._exists() from error
+        if self._options.overwrite:
+            collect_leftovers(self._store, own_lock=lock_file(self._grant.save_id))
+        return _Totals(known.bytes_stored, known.bytes_held, len(files))
+
+    def _refuse_existing(self) -> None:
+        if not self._options.overwrite and MANIFEST in self._store.list():
+            raise self._exists()
+
+    def _exists(self) -> CheckpointExistsError:
+        return CheckpointExistsError(
+            f"{self._store} holds a committed checkpoint already; "
+            "pass overwrite=True to replace it, or save elsewhere"
+        )
+
+    def _discard_lock(self, save_id: str) -> None:
+        with suppress(OSError):
+            self._store.delete(lock_file(save_id))
+            if not self._store.list():
+                self._store.remove()
+
+
+def _refuse_unlike(requests: Sequence[_Request]) -> None:
+    first = requests[0]
+    problems = [
+        f"rank {rank}: step {request.step} to {request.place}"
+        for rank, request in enumerate(requests)
+        if (request.place, request.step) != (first.place, first.step)
+    ]
+    if problems:
+        ours = f"rank 0: step {first.step} to {first.place}"
+        raise MismatchError("ranks do not save the same checkpoint:", [ours, *problems])

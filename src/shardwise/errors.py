@@ -1,0 +1,79 @@
+"""Every error that shardwise raises.
+
+    ShardwiseError
+    ├── StateError            a value in the state cannot be saved or restored
+    ├── LayoutError           shards do not cover a tensor exactly once
+    ├── MismatchError         checkpoint and target, or replicas, do not fit; lists every name
+    ├── StoreError            the storage refused an operation
+    ├── CheckpointNotFoundError   there is no committed checkpoint at this place
+    ├── CheckpointExistsError     there is one already, and overwriting was not asked for
+    ├── CorruptionError       bytes are not those that were saved
+    │   └── FormatError       a manifest or header is malformed, or of another version
+    └── RankError             another rank failed, so this operation was given up on all ranks
+
+Each error says what is wrong, where, and what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ShardwiseError(Exception):
+    """The base of all errors of this library."""
+
+
+class StateError(ShardwiseError, ValueError):
+    """A value in the state cannot be saved or restored."""
+
+
+class LayoutError(ShardwiseError, ValueError):
+    """The shards that the ranks hold do not make up the tensor."""
+
+
+class MismatchError(ShardwiseError, ValueError):
+    """Checkpoint and target do not fit, or replicas differ.
+
+    `problems` holds one line for each name concerned, all of them.
+    """
+
+    def __init__(self, summary: str, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        shown = self.problems[:50]
+        more = len(self.problems) - len(shown)
+        lines = [summary, *(f"  - {problem}" for problem in shown)]
+        if more:
+            lines.append(f"  … and {more} more (all in `.problems`)")
+        super().__init__("\n".join(lines))
+
+
+class StoreError(ShardwiseError, OSError):
+    """The storage refused an operation."""
+
+
+class CheckpointNotFoundError(ShardwiseError, FileNotFoundError):
+    """There is no committed checkpoint at this place."""
+
+
+class CheckpointExistsError(ShardwiseError, FileExistsError):
+    """There is a committed checkpoint at this place already."""
+
+
+class CorruptionError(ShardwiseError):
+    """Bytes that were read are not the bytes that were saved."""
+
+
+class FormatError(CorruptionError, ValueError):
+    """A manifest or a header is malformed, unsafe, or of a version unknown here."""
+
+
+class RankError(ShardwiseError):
+    """Another rank failed, so that this rank gave up too.
+
+    `failures` maps ranks to what they said.
+    """
+
+    def __init__(self, doing: str, failures: dict[int, str]) -> None:
+        self.failures = failures
+        shown = [f"  rank {rank}: {text}" for rank, text in list(failures.items())[:16]]
+        super().__init__(f"{doing} failed on {len(failures)} rank(s):\n" + "\n".join(shown))

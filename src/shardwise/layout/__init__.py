@@ -1,0 +1,15 @@
+"""Boxes of global tensors, as integers only: no bytes, no devices, no torch."""
+
+from shardwise.layout.box import Box
+from shardwise.layout.flat import boxes_of_range
+from shardwise.layout.mesh import Split, fragments_of_shard
+from shardwise.layout.overlap import Overlaps, find_overlaps
+
+__all__ = [
+    "Box",
+    "Overlaps",
+    "Split",
+    "boxes_of_range",
+    "find_overlaps",
+    "fragments_of_shard",
+]

@@ -1,0 +1,71 @@
+"""The box: an axis-aligned part of a global tensor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardwise.errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """Offset and shape of an axis-aligned part of a global tensor, in elements.
+
+    A 0-d tensor is `Box((), ())`, which holds one element.
+
+    >>> Box((2, 0), (3, 4)).intersect(Box((0, 1), (4, 2)))
+    Box(offset=(2, 1), shape=(2, 2))
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offset) != len(self.shape):
+            raise LayoutError(f"offset {self.offset} and shape {self.shape} differ in length")
+        if any(n < 0 for n in self.offset) or any(n < 0 for n in self.shape):
+            raise LayoutError(f"a box has no negative numbers: {self.offset}, {self.shape}")
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """The box that is all of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        """The offset just past the box, in every dimension."""
+        return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part, or None where no element is common."""
+        offset = tuple(map(max, self.offset, other.offset))
+        shape = tuple(min(a, b) - o for a, b, o in zip(self.stop, other.stop, offset, strict=True))
+        return Box(offset, shape) if all(n > 0 for n in shape) else None
+
+    def contains(self, other: Box) -> bool:
+        """Whether all of `other` lies inside."""
+        return all(
+            a <= c and d <= b
+            for a, b, c, d in zip(self.offset, self.stop, other.offset, other.stop, strict=True)
+        )
+
+    def relative_to(self, origin: tuple[int, ...]) -> Box:
+        """The same box, counted from `origin`."""
+        return Box(tuple(o - p for o, p in zip(self.offset, origin, strict=True)), self.shape)
+
+    def slices(self) -> tuple[slice, ...]:
+        """The index that selects this box from an array of the whole."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+
+    def __str__(self) -> str:
+        return (
+            "["
+            + ",".join(f"{o}:{o + n}" for o, n in zip(self.offset, self.shape, strict=True))
+            + "]"
+        )

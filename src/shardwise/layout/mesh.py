@@ -1,0 +1,95 @@
+"""Regular shardings: a tensor split over the dimensions of a device mesh."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.errors import LayoutError
+from shardwise.layout.box import Box
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One mesh dimension's split of a tensor dimension.
+
+    `dim` of the tensor is cut into `parts`, as `torch.chunk` cuts, and part `index` is taken.
+    With `strides` > 1 it is cut into that many runs first and each run into `parts`, so that the
+    shard is made of one part of every run: what FSDP does to a tensor that is sharded already.
+    """
+
+    dim: int
+    parts: int
+    index: int
+    strides: int = 1
+
+
+def fragments_of_shard(shape: tuple[int, ...], splits: Sequence[Split]) -> list[tuple[Box, Box]]:
+    """The boxes of a shard that is made by `splits`, applied left to right.
+
+    Returns:
+        Pairs of a box of the global tensor and the same box as it lies in the local tensor. One
+        pair but for strided splits; none if the shard is empty.
+
+    Raises:
+        LayoutError: a split names a dimension that the tensor does not have.
+    """
+    runs: list[list[Interval]] = [[(0, n)] for n in shape]
+    for split in splits:
+        if not 0 <= split.dim < len(shape):
+            raise LayoutError(f"dimension {split.dim} is split of a tensor of shape {shape}")
+        runs[split.dim] = _apply(runs[split.dim], split)
+    located = [_with_local_start(intervals) for intervals in runs]
+    pairs = []
+    for combination in itertools.product(*located):
+        extent = tuple(stop - start for start, stop, _ in combination)
+        if all(extent):
+            there = Box(tuple(start for start, _, _ in combination), extent)
+            pairs.append((there, Box(tuple(local for _, _, local in combination), extent)))
+    return pairs
+
+
+def _apply(intervals: list[Interval], split: Split) -> list[Interval]:
+    total = sum(stop - start for start, stop in intervals)
+    taken: list[Interval] = []
+    for run_start, run_stop in _chunks(0, total, split.strides):
+        start, stop = _chunks(run_start, run_stop, split.parts)[split.index]
+        taken += _cut(intervals, start, stop)
+    return _joined(taken)
+
+
+def _chunks(start: int, stop: int, parts: int) -> list[Interval]:
+    size = -(-(stop - start) // parts)
+    return [(min(start + i * size, stop), min(start + (i + 1) * size, stop)) for i in range(parts)]
+
+
+def _cut(intervals: list[Interval], start: int, stop: int) -> list[Interval]:
+    """The part `start:stop` of intervals laid end to end."""
+    cut: list[Interval] = []
+    position = 0
+    for low, high in intervals:
+        a = low + max(0, start - position)
+        b = low + min(high - low, stop - position)
+        if a < b:
+            cut.append((a, b))
+        position += high - low
+    return cut
+
+
+def _joined(intervals: list[Interval]) -> list[Interval]:
+    joined: list[Interval] = []
+    for start, stop in intervals:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _with_local_start(intervals: list[Interval]) -> list[tuple[int, int, int]]:
+    lengths = [stop - start for start, stop in intervals]
+    starts = itertools.accumulate(lengths, initial=0)
+    return [(a, b, local) for (a, b), local in zip(intervals, starts, strict=False)]

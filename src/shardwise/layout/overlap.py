@@ -1,0 +1,76 @@
+"""Where saved boxes and wanted boxes meet: for all tensors at once, in columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int = npt.NDArray[np.int64]
+PAIRS_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Overlaps:
+    """The common parts of a left and a right list of boxes.
+
+    `left` and `right` (shape `(n,)`) are indices into the lists, `offset` and `shape` (`(n, D)`)
+    the common boxes, in elements of the global tensor.
+    """
+
+    left: Int
+    right: Int
+    offset: Int
+    shape: Int
+
+
+def find_overlaps(
+    left: tuple[Int, Int, Int], right: tuple[Int, Int, Int], *, pairs_at_once: int = PAIRS_AT_ONCE
+) -> Overlaps:
+    """Intersect every left box with every right box of the same tensor.
+
+    Args:
+        left, right: columns `(tensor, offset, shape)`, of shapes `(n,)`, `(n, D)` and `(n, D)`;
+            boxes of fewer than D dimensions are padded with offset 0 and shape 1.
+        pairs_at_once: bounds the memory of one round.
+
+    Returns:
+        All common parts that hold at least one element, ordered by left index, then by right.
+    """
+    order = np.argsort(right[0], kind="stable")
+    tensors = right[0][order]
+    low = np.searchsorted(tensors, left[0], side="left")
+    counts = np.searchsorted(tensors, left[0], side="right") - low
+    ends = np.cumsum(counts)
+    found = []
+    begin = 0
+    while begin < len(counts):
+        done = ends[begin - 1] if begin else 0
+        end = max(begin + 1, int(np.searchsorted(ends, done + pairs_at_once, side="right")))
+        rows = np.arange(begin, end)
+        found.append(_intersect(left, right, order, low, counts, rows))
+        begin = end
+    if not found:
+        dims = left[1].shape[1]
+        none = np.zeros(0, np.int64)
+        return Overlaps(none, none, np.zeros((0, dims), np.int64), np.zeros((0, dims), np.int64))
+    return Overlaps(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
+
+
+def _intersect(
+    left: tuple[Int, Int, Int],
+    right: tuple[Int, Int, Int],
+    order: Int,
+    low: Int,
+    counts: Int,
+    rows: Int,
+) -> tuple[Int, Int, Int, Int]:
+    count = counts[rows]
+    a = np.repeat(rows, count)
+    within = np.arange(len(a)) - np.repeat(np.cumsum(count) - count, count)
+    b = order[np.repeat(low[rows], count) + within]
+    offset = np.maximum(left[1][a], right[1][b])
+    shape = np.minimum(left[1][a] + left[2][a], right[1][b] + right[2][b]) - offset
+    keep = (shape > 0).all(axis=1)
+    return a[keep], b[keep], offset[keep], shape[keep]

@@ -1,0 +1,1 @@
+"""The format, version 1: values to bytes and back, without I/O. See docs/format.md."""

@@ -1,0 +1,197 @@
+"""The manifest: everything a checkpoint contains, as values and as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from shardwise.errors import FormatError
+from shardwise.manifest.checksums import crc32
+from shardwise.manifest.table import Pieces, Runs
+
+VERSION = 1
+LARGEST = 2**62
+LARGEST_MANIFEST = 2**31
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+Step = Annotated[int, msgspec.Meta(ge=-LARGEST, le=LARGEST)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+Dims = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
+
+
+class Repeat(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """`count` pieces in arithmetic progression: what is added from each to the next."""
+
+    count: Annotated[int, msgspec.Meta(ge=2, le=2**24)]
+    offset: tuple[Step, ...]
+    file: Step = 0
+    start: Step = 0
+
+
+class PieceEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A box of the tensor, row-major at byte `start` of the data section of file number `file`."""
+
+    file: Count
+    start: Count
+    offset: Dims
+    shape: Dims
+    repeat: Repeat | None = None
+
+
+class TensorEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A global tensor; one with `same_as` is tied to another, and has no pieces of its own."""
+
+    name: Name
+    dtype: str
+    shape: Dims
+    pieces: tuple[PieceEntry, ...] = ()
+    same_as: Name | None = None
+
+
+class ObjectEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A plain value that all ranks share, encoded."""
+
+    name: Name
+    value: Any
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A data file of `size` bytes, written by `rank`; see `DataFile` for its parts."""
+
+    name: str
+    rank: Count
+    size: Count
+    data_at: Count
+    objects_at: Count
+    checksums_at: Count
+    checksums_crc32: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All of a checkpoint. `per_rank` names the values that each rank has of its own."""
+
+    format: str = "shardwise"
+    version: int = VERSION
+    save_id: str
+    step: int | None
+    created: str
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+    metrics: dict[str, float] = {}
+    per_rank: tuple[Name, ...] = ()
+    files: tuple[FileEntry, ...]
+    objects: tuple[ObjectEntry, ...]
+    tensors: tuple[TensorEntry, ...]
+
+
+def encode_tensors(names: Sequence[TensorEntry]) -> bytes:
+    """The JSON array of tensors, one to a line; for `encode_manifest`, which it dominates."""
+    return b"[" + b",".join(b"\n" + msgspec.json.encode(entry) for entry in names) + b"]"
+
+
+def encode_manifest(manifest: Manifest, tensors: bytes | None = None) -> bytes:
+    """The manifest's bytes: one field to a line, and a checksum of all of it as the last.
+
+    Args:
+        tensors: what `encode_tensors` made of `manifest.tensors`, if that was done before.
+    """
+    lines = []
+    for field in Manifest.__struct_fields__:
+        if field == "tensors":
+            value = encode_tensors(manifest.tensors) if tensors is None else tensors
+        else:
+            value = msgspec.json.encode(getattr(manifest, field))
+        lines.append(f'"{field}":'.encode() + value)
+    body = b"{" + b",\n".join(lines) + b",\n"
+    return body + b'"crc32":%d}\n' % crc32(body)
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Bytes to a manifest, well-formed in itself; `shardwise.manifest.validate` checks the rest.
+
+    Raises:
+        FormatError: these bytes are not a manifest, were altered, or are of another version.
+    """
+    body, marker, tail = data.rpartition(b'"crc32":')
+    if not marker or not tail.endswith(b"}\n") or not tail[:-2].isdigit():
+        raise FormatError("the manifest is cut off: its last line is not its checksum")
+    if len(tail) > 12 or int(tail[:-2]) != crc32(body):
+        raise FormatError("the manifest was altered: it does not have its own checksum")
+    text = body.rstrip(b",\n") + b"}"
+    try:
+        head = msgspec.json.decode(text, type=_Head)
+        if head.format != "shardwise" or head.version != VERSION:
+            raise FormatError(
+                f"this is {head.format!r} version {head.version}; "
+                f"this library reads 'shardwise' version {VERSION}: use a newer one"
+            )
+        return msgspec.json.decode(text, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"the manifest is malformed: {error}") from error
+
+
+class _Head(msgspec.Struct):
+    format: str = ""
+    version: int = 0
+
+
+def piece_runs(manifest: Manifest) -> Runs:
+    """The pieces of a manifest in columns, runs not yet expanded.
+
+    Raises:
+        FormatError: a piece has not as many dimensions as its tensor.
+    """
+    rows = []
+    owner = []
+    dims = max((len(tensor.shape) for tensor in manifest.tensors), default=0)
+    for index, tensor in enumerate(manifest.tensors):
+        ndim = len(tensor.shape)
+        zeros = (0,) * (dims - ndim)
+        ones = (1,) * (dims - ndim)
+        for piece in tensor.pieces:
+            if len(piece.offset) != ndim or len(piece.shape) != ndim:
+                raise FormatError(f"{tensor.name}: a piece has not {ndim} dimensions, as it has")
+            again = piece.repeat
+            if again is None:
+                row = (piece.file, piece.start, 1, 0, 0, *(0,) * ndim)
+            elif len(again.offset) != ndim:
+                raise FormatError(f"{tensor.name}: a repeat has not {ndim} dimensions, as it has")
+            else:
+                row = (piece.file, piece.start, again.count, again.file, again.start, *again.offset)
+            rows.append((*row, *zeros, *piece.offset, *zeros, *piece.shape, *ones))
+            owner.append(index)
+    table = np.array(rows, np.int64).reshape(len(rows), 5 + 3 * dims)
+    first = Pieces(
+        np.array(owner, np.int64),
+        table[:, 0],
+        table[:, 1],
+        table[:, 5 + dims : 5 + 2 * dims],
+        table[:, 5 + 2 * dims :],
+    )
+    return Runs(first, table[:, 2], table[:, 3], table[:, 4], table[:, 5 : 5 + dims])
+
+
+def piece_entries(runs: Runs, ndims: Sequence[int]) -> list[list[PieceEntry]]:
+    """The inverse of `piece_runs`: the entries of each tensor, given its number of dimensions."""
+    entries: list[list[PieceEntry]] = [[] for _ in ndims]
+    first = runs.first
+    columns = zip(
+        first.tensor.tolist(),
+        first.file.tolist(),
+        first.start.tolist(),
+        first.offset.tolist(),
+        first.shape.tolist(),
+        runs.count.tolist(),
+        runs.file_step.tolist(),
+        runs.start_step.tolist(),
+        runs.offset_step.tolist(),
+        strict=True,
+    )
+    for tensor, file, start, offset, shape, count, file_step, start_step, offset_step in columns:
+        n = ndims[tensor]
+        repeat = Repeat(count, tuple(offset_step[:n]), file_step, start_step) if count > 1 else None
+        entry = PieceEntry(file, start, tuple(offset[:n]), tuple(shape[:n]), repeat)
+        entries[tensor].append(entry)
+    return entries

@@ -1,0 +1,102 @@
+"""Pieces as columns, and the rules that keep regular shardings short."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int = npt.NDArray[np.int64]
+SHORTEST_RUN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """All pieces of a checkpoint, in columns of n rows.
+
+    `tensor` and `file` are indices into the manifest's lists; `start` counts bytes from the start
+    of the file's data section; `offset` and `shape` (`(n, D)`) are the box, padded on the right
+    with offset 0 and shape 1 to the most dimensions of any tensor.
+    """
+
+    tensor: Int
+    file: Int
+    start: Int
+    offset: Int
+    shape: Int
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs of pieces in arithmetic progression: row i stands for `count[i]` pieces.
+
+    The k-th piece of a run lies at `first + k * step` in every column but `tensor` and `shape`,
+    which are the same for all of it.
+    """
+
+    first: Pieces
+    count: Int
+    file_step: Int
+    start_step: Int
+    offset_step: Int
+
+
+def find_runs(pieces: Pieces) -> Runs:
+    """Fold pieces, ordered by tensor, into runs. `expand_runs` gives them back, in order."""
+    n = len(pieces)
+    steps = np.column_stack([pieces.file, pieces.start, pieces.offset])
+    delta = np.diff(steps, axis=0)
+    joins = (np.diff(pieces.tensor) == 0) & (np.diff(pieces.shape, axis=0) == 0).all(axis=1)
+    same = np.zeros(n, bool)
+    if n > 2:
+        same[2:] = joins[1:] & joins[:-1] & (delta[1:] == delta[:-1]).all(axis=1)
+    heads, counts = _split_runs(same)
+    rows = np.minimum(heads, max(n - 2, 0))
+    step = np.where((counts > 1)[:, None], delta[rows] if n > 1 else 0, 0)
+    first = Pieces(*(column[heads] for column in _columns(pieces)))
+    dims = pieces.offset.shape[1]
+    return Runs(first, counts, step[:, 0], step[:, 1], step[:, 2 : 2 + dims])
+
+
+def _split_runs(same: npt.NDArray[np.bool_]) -> tuple[Int, Int]:
+    """Cut rows into runs; `same[i]`: row i goes on with the step of the two rows before it."""
+    heads: list[int] = []
+    counts: list[int] = []
+    n = len(same)
+    continued = np.flatnonzero(same)
+    starts = continued[np.flatnonzero(np.diff(continued, prepend=-2) != 1)]
+    stops = continued[np.flatnonzero(np.diff(continued, append=n + 2) != 1)] + 1
+    at = 0
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        head = max(start - 2, at)
+        if stop - head < SHORTEST_RUN:
+            continue
+        heads.extend(range(at, head + 1))
+        counts.extend([1] * (head - at))
+        counts.append(stop - head)
+        at = stop
+    heads.extend(range(at, n))
+    counts.extend([1] * (n - at))
+    return np.array(heads, np.int64), np.array(counts, np.int64)
+
+
+def expand_runs(runs: Runs) -> Pieces:
+    """Every piece of every run."""
+    rows = np.repeat(np.arange(len(runs.count)), runs.count)
+    k = np.arange(len(rows)) - np.repeat(np.cumsum(runs.count) - runs.count, runs.count)
+    first = runs.first
+    return Pieces(
+        first.tensor[rows],
+        first.file[rows] + k * runs.file_step[rows],
+        first.start[rows] + k * runs.start_step[rows],
+        first.offset[rows] + k[:, None] * runs.offset_step[rows],
+        first.shape[rows],
+    )
+
+
+def _columns(pieces: Pieces) -> tuple[Int, ...]:
+    return pieces.tensor, pieces.file, pieces.start, pieces.offset, pieces.shape

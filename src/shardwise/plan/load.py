@@ -1,0 +1,234 @@
+"""From wanted boxes and a manifest's pieces to the bytes to read, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.layout import find_overlaps
+from shardwise.manifest.checksums import BLOCK
+from shardwise.manifest.table import Pieces
+
+Int = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """Boxes to copy out of files, in rows.
+
+    Row i copies the box `offset[i]`, `shape[i]` (global coordinates) of piece `piece[i]` into
+    wanted fragment `fragment[i]`; its bytes lie in `[low[i], high[i])` of file `file[i]`.
+    """
+
+    piece: Int
+    fragment: Int
+    offset: Int
+    shape: Int
+    file: Int
+    low: Int
+    high: Int
+
+    def __len__(self) -> int:
+        return len(self.piece)
+
+    def take(self, rows: Int) -> Transfers:
+        """Some of the rows."""
+        return Transfers(
+            self.piece[rows],
+            self.fragment[rows],
+            self.offset[rows],
+            self.shape[rows],
+            self.file[rows],
+            self.low[rows],
+            self.high[rows],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Byte ranges to read, each in one piece: `[low[i], high[i])` of file `file[i]`.
+
+    They are whole checksum blocks, disjoint, and ordered. Span i serves the transfers
+    `rows[first[i]:first[i + 1]]`; a transfer may need several spans.
+    """
+
+    file: Int
+    low: Int
+    high: Int
+    first: Int
+    rows: Int
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What one rank reads and where it goes. `bytes_needed` counts the elements it wants."""
+
+    transfers: Transfers
+    spans: Spans
+    bytes_needed: int
+
+    @property
+    def bytes_read(self) -> int:
+        """What is read of the files for it."""
+        return int((self.spans.high - self.spans.low).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A manifest's pieces, and what is needed to find their bytes.
+
+    `itemsize` is by tensor; `data_at` and `covered` (the end of what checksums cover) by file.
+    """
+
+    pieces: Pieces
+    itemsize: Int
+    data_at: Int
+    covered: Int
+
+
+def plan_load(
+    source: Source, wanted: tuple[Int, Int, Int], *, largest_read: int, block: int = BLOCK
+) -> LoadPlan:
+    """Intersect wanted boxes with pieces, and choose what to read.
+
+    Args:
+        source: where the pieces lie.
+        wanted: columns `(tensor, offset, shape)` of the wanted fragments; `tensor` counts as the
+            manifest does.
+        largest_read: no span is longer, in bytes.
+        block: what one checksum covers, in bytes.
+    """
+    pieces = source.pieces
+    found = find_overlaps(wanted, (pieces.tensor, pieces.offset, pieces.shape))
+    transfers = _locate(source, found.right, found.left, found.offset, found.shape)
+    needed = found.shape.prod(axis=1) * source.itemsize[pieces.tensor[found.right]]
+    transfers = _without_gaps(source, transfers, block)
+    order = np.lexsort((transfers.low, transfers.file))
+    transfers = transfers.take(order)
+    spans = _choose_spans(transfers, source.covered, largest_read, block)
+    return LoadPlan(transfers, spans, int(needed.sum()))
+
+
+def _locate(source: Source, piece: Int, fragment: Int, offset: Int, shape: Int) -> Transfers:
+    pieces = source.pieces
+    itemsize = source.itemsize[pieces.tensor[piece]]
+    stride = _row_major(pieces.shape[piece])
+    within = offset - pieces.offset[piece]
+    start = source.data_at[pieces.file[piece]] + pieces.start[piece]
+    low = start + (within * stride).sum(axis=1) * itemsize
+    high = start + (((within + shape - 1) * stride).sum(axis=1) + 1) * itemsize
+    return Transfers(piece, fragment, offset, shape, pieces.file[piece], low, high)
+
+
+def _row_major(shape: Int) -> Int:
+    """Strides, in elements, of row-major arrays of these shapes."""
+    inner = np.ones_like(shape)
+    if shape.shape[1] > 1:
+        inner[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]
+    return inner
+
+
+def _without_gaps(source: Source, transfers: Transfers, block: int) -> Transfers:
+    """Cut transfers whose rows lie so far apart that whole blocks between them are not needed."""
+    pieces = source.pieces
+    for dim in range(transfers.shape.shape[1]):
+        stride = _row_major(pieces.shape[transfers.piece])[:, dim]
+        itemsize = source.itemsize[pieces.tensor[transfers.piece]]
+        count = transfers.shape[:, dim]
+        extent = (transfers.high - transfers.low) - (count - 1) * stride * itemsize
+        apart = (count > 1) & (stride * itemsize - extent >= block)
+        if not apart.any():
+            continue
+        near, far = np.flatnonzero(~apart), np.flatnonzero(apart)
+        cut = _single_rows(transfers.take(far), dim, (stride * itemsize)[far], extent[far])
+        kept = transfers.take(near)
+        transfers = Transfers(
+            *(
+                np.concatenate([getattr(kept, name), getattr(cut, name)])
+                for name in Transfers.__slots__
+            )
+        )
+    return transfers
+
+
+def _single_rows(transfers: Transfers, dim: int, stride: Int, extent: Int) -> Transfers:
+    count = transfers.shape[:, dim]
+    rows = np.repeat(np.arange(len(count)), count)
+    k = _count_up(count)
+    single = transfers.take(rows)
+    offset, shape = single.offset.copy(), single.shape.copy()
+    offset[:, dim] += k
+    shape[:, dim] = 1
+    low = single.low + k * stride[rows]
+    return replace(single, offset=offset, shape=shape, low=low, high=low + extent[rows])
+
+
+def _choose_spans(transfers: Transfers, covered: Int, largest_read: int, block: int) -> Spans:
+    """Unite the blocks that transfers (ordered by file and start) touch, and cut the union."""
+    file, low, high = transfers.file, transfers.low // block, -(-transfers.high // block)
+    if not len(file):
+        none = np.zeros(0, np.int64)
+        return Spans(none, none, none, np.zeros(1, np.int64), none)
+    # Blocks of all files on one axis, a gap between files: a running maximum then finds the ends.
+    width = int(high.max()) + 2
+    a, b = file * width + low, file * width + high
+    reach = np.maximum.accumulate(b)
+    begins = np.concatenate([[True], a[1:] > reach[:-1]])
+    heads = np.flatnonzero(begins)
+    first, last = a[heads], reach[np.concatenate([heads[1:], [len(a)]]) - 1]
+    step = max(1, largest_read // block)
+    cuts = -(-(last - first) // step)
+    rows = np.repeat(np.arange(len(heads)), cuts)
+    span_low = first[rows] + _count_up(cuts) * step
+    span_high = np.minimum(span_low + step, last[rows])
+    file = span_low // width
+    spans = (
+        file,
+        (span_low - file * width) * block,
+        np.minimum((span_high - file * width) * block, covered[file]),
+    )
+    return assign_transfers(transfers, *spans)
+
+
+def assign_transfers(transfers: Transfers, file: Int, low: Int, high: Int) -> Spans:
+    """Which spans serve which transfers.
+
+    Args:
+        transfers: ordered by file and start.
+        file, low, high: of the spans, disjoint and ordered by file and start.
+    """
+    if not len(transfers):
+        return Spans(file, low, high, np.zeros(len(file) + 1, np.int64), np.zeros(0, np.int64))
+    # Bytes of all files on one axis, so that one search finds both file and position.
+    width = int(max(high.max(initial=0), transfers.high.max())) + 1
+    base = transfers.file * width
+    from_span = np.searchsorted(file * width + high, base + transfers.low, side="right")
+    to_span = np.searchsorted(file * width + low, base + transfers.high, side="left")
+    served = np.maximum(to_span - from_span, 0)
+    transfer = np.repeat(np.arange(len(transfers)), served)
+    span = from_span[transfer] + _count_up(served)
+    order = np.argsort(span, kind="stable")
+    first = np.searchsorted(span[order], np.arange(len(file) + 1))
+    return Spans(file, low, high, first, transfer[order])
+
+
+def _count_up(counts: Int) -> Int:
+    """0, 1, … for each count, one after another."""
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def wanted_columns(
+    tensor: Sequence[int], offset: Int, shape: Int, dims: int
+) -> tuple[Int, Int, Int]:
+    """Columns of wanted boxes, cut or padded to the `dims` dimensions of a manifest's pieces."""
+    missing = dims - offset.shape[1]
+    if missing > 0:
+        offset = np.pad(offset, ((0, 0), (0, missing)))
+        shape = np.pad(shape, ((0, 0), (0, missing)), constant_values=1)
+    return np.asarray(tensor, np.int64), offset[:, :dims], shape[:, :dims]

@@ -1,0 +1,83 @@
+"""A manifest as a target sees it: by the target's own names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+
+from shardwise.manifest.manifest import Manifest, TensorEntry
+
+Rename = Callable[[str], str] | Mapping[str, str]
+
+
+def renaming(rename: Rename | None) -> Callable[[str], str]:
+    """A function from a target's name to the checkpoint's.
+
+    A mapping renames the names that are its keys, and all names below them; the longest key
+    counts.
+    """
+    if rename is None:
+        return lambda name: name
+    if callable(rename):
+        return rename
+    pairs = sorted(rename.items(), key=lambda pair: -len(pair[0]))
+
+    def by_prefix(name: str) -> str:
+        for target, saved in pairs:
+            if name == target or name.startswith(target + "."):
+                return saved + name[len(target) :]
+        return name
+
+    return by_prefix
+
+
+class SavedState:
+    """What a checkpoint holds, asked for by the names of the target."""
+
+    def __init__(self, manifest: Manifest, rename: Rename | None = None) -> None:
+        self.manifest = manifest
+        self.saved_name = renaming(rename)
+        self._tensors = {tensor.name: i for i, tensor in enumerate(manifest.tensors)}
+        self._objects = {entry.name: entry.value for entry in manifest.objects}
+
+    def tensor(self, name: str) -> TensorEntry | None:
+        """The entry of a tensor, if there is one."""
+        index = self._tensors.get(self.saved_name(name))
+        return None if index is None else self.manifest.tensors[index]
+
+    def stored_index(self, name: str) -> int:
+        """Number of the tensor that holds the bytes: its own, or what it is tied to."""
+        entry = self.manifest.tensors[self._tensors[self.saved_name(name)]]
+        return self._tensors[entry.same_as or entry.name]
+
+    def has_object(self, name: str) -> bool:
+        """Whether there is a shared plain value of this name."""
+        return self.saved_name(name) in self._objects
+
+    def object(self, name: str) -> object:
+        """The encoded value of this name, which is there."""
+        return self._objects[self.saved_name(name)]
+
+    def has_per_rank(self, name: str) -> bool:
+        """Whether each rank has a value of this name."""
+        return self.saved_name(name) in self.manifest.per_rank
+
+    def below(self, name: str) -> list[str]:
+        """The rest, after `name` and a dot, of the names of all tensors and objects below it."""
+        return self._children.get(self.saved_name(name), [])
+
+    def all_names(self) -> Iterable[str]:
+        """The names in the checkpoint, as they stand there."""
+        yield from self._tensors
+        yield from self._objects
+        yield from self.manifest.per_rank
+
+    @cached_property
+    def _children(self) -> dict[str, list[str]]:
+        children: dict[str, list[str]] = {}
+        for name in [*self._tensors, *self._objects]:
+            at = name.find(".")
+            while at != -1:
+                children.setdefault(name[:at], []).append(name[at + 1 :])
+                at = name.find(".", at + 1)
+        return children

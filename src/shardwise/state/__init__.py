@@ -1,0 +1,1 @@
+"""A state dict as named leaves: tensors, plain values without pickle, randomness."""

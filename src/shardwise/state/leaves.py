@@ -1,0 +1,98 @@
+"""Named leaves of a state: tensors as the fragments that this rank has, and plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from shardwise.layout import Box
+from shardwise.state.objects import JsonValue
+
+_CARRIERS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A box of a global tensor, and the local memory in which it lies: `data` has its shape."""
+
+    box: Box
+    data: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLeaf:
+    """What this rank has of a global tensor: fragments, none of them empty.
+
+    Two leaves of one `identity` are one tensor under two names. `finish` runs after `fragments`
+    were filled by a load, where they are not the memory that is wanted in the end.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fragments: tuple[Fragment, ...]
+    identity: object = None
+    finish: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedValue:
+    """One value that several members share, such as the hyperparameters of a param group."""
+
+    members: tuple[str, ...]
+    value: JsonValue
+
+
+@dataclass(slots=True)
+class Holdings:
+    """What this rank has below some name of the state.
+
+    `objects` are the same on all ranks; of `grouped` values each rank has those of its members;
+    `per_rank` values are each rank's own. `problems` are reasons why it cannot be loaded into.
+    """
+
+    tensors: list[TensorLeaf] = field(default_factory=list)
+    objects: dict[str, JsonValue] = field(default_factory=dict)
+    grouped: dict[str, list[GroupedValue]] = field(default_factory=dict)
+    per_rank: dict[str, JsonValue] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, other: Holdings) -> None:
+        """Take in what is held below another name."""
+        self.tensors += other.tensors
+        self.objects |= other.objects
+        self.grouped |= other.grouped
+        self.per_rank |= other.per_rank
+        self.problems += other.problems
+
+
+def as_carrier(data: torch.Tensor) -> torch.Tensor:
+    """The same memory and geometry, as a plain type of the same size that numpy knows."""
+    plain = data.detach()
+    carrier = _CARRIERS[plain.element_size()]
+    if plain.dtype == carrier:
+        return plain
+    return plain.view(carrier)
+
+
+def byte_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Strides in bytes of a row-major array."""
+    strides = [itemsize]
+    for n in reversed(shape[1:]):
+        strides.append(strides[-1] * n)
+    return tuple(reversed(strides[: len(shape)]))
+
+
+def host_array(data: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
+    """A CPU tensor's memory as a numpy array of a plain type, of the same geometry."""
+    array: np.ndarray[tuple[int, ...], np.dtype[np.generic]] = as_carrier(data).numpy()
+    return array

@@ -1,0 +1,82 @@
+"""Values that each rank has of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from shardwise.errors import StateError
+
+Resize = Callable[[list[Any], int, int], Any]
+
+
+@runtime_checkable
+class PerRankValue(Protocol):
+    """What hangs in a state where each rank has a value of its own."""
+
+    def capture(self) -> object:
+        """This rank's value, plain."""
+        ...
+
+    def restore(self, value: object) -> None:
+        """Take a value on."""
+        ...
+
+    def for_rank(self, values: Sequence[object], rank: int, world: int) -> object:
+        """Choose a rank's value.
+
+        Args:
+            values: of all saved ranks; if the world has as many, only `values[rank]` was read.
+            rank, world: of the rank that loads.
+        """
+        ...
+
+
+class PerRank:
+    """A value that each rank has of its own: plain, or with state_dict and load_state_dict.
+
+    In a world of the same size each rank gets its own value again.
+
+    Attributes:
+        value: the value; after a load, the one that was chosen for this rank.
+
+    Args:
+        value: the value.
+        resize: chooses in a world of another size, given all saved values, the rank and the new
+            world size. Without it, loading there is an error.
+    """
+
+    def __init__(self, value: object, *, resize: Resize | None = None) -> None:
+        self.value = value
+        self._resize = resize
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+    def capture(self) -> object:
+        """The value, or its state_dict."""
+        state_dict = getattr(self.value, "state_dict", None)
+        return state_dict() if callable(state_dict) else self.value
+
+    def restore(self, value: object) -> None:
+        """Set the value, or have it load a state_dict."""
+        load_state_dict = getattr(self.value, "load_state_dict", None)
+        if callable(load_state_dict):
+            load_state_dict(value)
+        else:
+            self.value = value
+
+    def for_rank(self, values: Sequence[object], rank: int, world: int) -> object:
+        """This rank's own, or what `resize` makes of all.
+
+        Raises:
+            StateError: the world has another size, and there is no `resize`.
+        """
+        if len(values) == world:
+            return values[rank]
+        if self._resize is None:
+            raise StateError(
+                f"a per-rank value was saved by {len(values)} ranks and is loaded by {world}; "
+                "say what to do: sw.PerRank(value, resize=lambda values, rank, world: …)"
+            )
+        return self._resize(list(values), rank, world)

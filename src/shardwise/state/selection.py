@@ -1,0 +1,40 @@
+"""Which names a load is about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from shardwise.state.leaves import Holdings
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Shell patterns of names: chosen is what matches `only`, if there is any, and not `skip`."""
+
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+
+    def chooses(self, name: str) -> bool:
+        """Whether a name is chosen."""
+        if self.only and not any(fnmatchcase(name, pattern) for pattern in self.only):
+            return False
+        return not any(fnmatchcase(name, pattern) for pattern in self.skip)
+
+    def of(self, held: Holdings) -> Holdings:
+        """What is chosen of some holdings."""
+        if not (self.only or self.skip):
+            return held
+        return Holdings(
+            [leaf for leaf in held.tensors if self.chooses(leaf.name)],
+            {name: value for name, value in held.objects.items() if self.chooses(name)},
+            {name: value for name, value in held.grouped.items() if self.chooses(name)},
+            {name: value for name, value in held.per_rank.items() if self.chooses(name)},
+            held.problems,
+        )
+
+
+def is_below(name: str, scope: Iterable[str]) -> bool:
+    """Whether a name is one of `scope`, or lies below one."""
+    return any(name == each or name.startswith(each + ".") for each in scope)

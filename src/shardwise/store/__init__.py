@@ -1,0 +1,7 @@
+"""Keys to bytes: where checkpoints lie."""
+
+from shardwise.store.local import LocalStore
+from shardwise.store.store import ReadableFile, Store, WritableFile
+from shardwise.store.url import open_store
+
+__all__ = ["LocalStore", "ReadableFile", "Store", "WritableFile", "open_store"]

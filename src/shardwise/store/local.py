@@ -1,0 +1,221 @@
+"""A directory of a local or shared file system."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from shardwise.errors import StoreError
+from shardwise.store.cached import is_cached
+from shardwise.store.store import Buffer
+
+ALIGNMENT = 4096
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
+
+
+class LocalStore:
+    """Files in a directory, written and read past the page cache where the system allows it."""
+
+    alignment = ALIGNMENT
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def __repr__(self) -> str:
+        return f"LocalStore({str(self.path)!r})"
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def at(self, name: str) -> LocalStore:
+        """The store one level below."""
+        return LocalStore(self._path(name))
+
+    def create(self, key: str, size: int) -> _LocalWriter:
+        """Begin a new file of `size` bytes."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        return _LocalWriter(self._path(key), size)
+
+    def open(self, key: str) -> _LocalReader:
+        """Open a file, which must be a plain file and no link."""
+        return _LocalReader(self._path(key))
+
+    def publish(self, key: str, data: bytes, *, replace: bool) -> None:
+        """Write beside, sync, then rename or link into place, and sync the directory."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        target = self._path(key)
+        beside = self._path(f".{key}.{secrets.token_hex(4)}")
+        try:
+            fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            self.sync()
+            if replace:
+                os.replace(beside, target)
+            else:
+                os.link(beside, target)
+            self.sync()
+        finally:
+            beside.unlink(missing_ok=True)
+
+    def read(self, key: str, *, limit: int) -> bytes:
+        """All of a small file."""
+        reader = self.open(key)
+        try:
+            if reader.size > limit:
+                raise StoreError(f"{self._path(key)} has {reader.size} bytes; at most {limit}")
+            return reader.read_all()
+        finally:
+            reader.close()
+
+    def list(self) -> list[str]:
+        """Names of all files and directories, sorted."""
+        try:
+            return sorted(os.listdir(self.path))
+        except FileNotFoundError:
+            return []
+
+    def delete(self, key: str) -> None:
+        """Remove a file, if it is there."""
+        self._path(key).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove the directory, if it is empty."""
+        with suppress(FileNotFoundError):
+            os.rmdir(self.path)
+
+    def sync(self) -> None:
+        """Sync the directory, and its entry in the one above."""
+        for directory in (self.path, self.path.parent):
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    @contextmanager
+    def hold(self, key: str, *, shared: bool) -> Iterator[bool]:
+        """Hold a file by `flock`."""
+        if shared:
+            flags = os.O_RDONLY
+        else:
+            flags = os.O_RDWR | os.O_CREAT
+            self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = os.open(self._path(key), flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except FileNotFoundError:
+            yield False
+            return
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            held = True
+        except OSError as error:
+            # A file system without locks cannot tell; only another holder is a refusal.
+            held = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+        try:
+            yield held
+        finally:
+            os.close(fd)
+
+    def _path(self, name: str) -> Path:
+        if not _NAME.fullmatch(name) or name in (".", ".."):
+            raise StoreError(f"{name!r} is no plain file name (below {self.path})")
+        return self.path / name
+
+
+class _LocalWriter:
+    def __init__(self, path: Path, size: int) -> None:
+        self._size = size
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            self._fd = os.open(path, flags | os.O_DIRECT, 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._fd = os.open(path, flags & ~os.O_EXCL, 0o666)
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        view = data.data
+        while view:
+            written = self._write(view, offset)
+            offset += written
+            view = view[written:]
+
+    def _write(self, view: memoryview, offset: int) -> int:
+        try:
+            return os.pwrite(self._fd, view, offset)
+        except OSError as error:
+            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                raise
+            # Opened, but not to be written past the cache after all (or a short write before).
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            return os.pwrite(self._fd, view, offset)
+
+    def commit(self) -> None:
+        os.ftruncate(self._fd, self._size)
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class _LocalReader:
+    """Reads what the page cache holds from there, and all else past it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            self._fd = os.open(path, flags)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise StoreError(f"{path} is a symbolic link, which is not followed") from error
+            raise
+        self._direct: int | None = None
+        found = os.fstat(self._fd)
+        if not stat.S_ISREG(found.st_mode):
+            os.close(self._fd)
+            raise StoreError(f"{path} is not a plain file")
+        self.size = found.st_size
+        with suppress(OSError):
+            self._direct = os.open(path, flags | os.O_DIRECT)
+
+    def read_at(self, offset: int, out: Buffer) -> int:
+        done = 0
+        view = out.data
+        while done < len(view):
+            count = self._read(view[done:], offset + done)
+            if count == 0:
+                break
+            done += count
+        return done
+
+    def read_all(self) -> bytes:
+        return os.pread(self._fd, self.size, 0)
+
+    def _read(self, view: memoryview, offset: int) -> int:
+        direct = self._direct
+        if direct is not None and offset % ALIGNMENT == 0 and len(view) >= ALIGNMENT:
+            whole = view[: len(view) // ALIGNMENT * ALIGNMENT]
+            if not is_cached(self._fd, offset, min(len(whole), self.size - offset)):
+                try:
+                    return os.preadv(direct, [whole], offset)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+        return os.preadv(self._fd, [view], offset)
+
+    def close(self) -> None:
+        os.close(self._fd)
+        if self._direct is not None:
+            os.close(self._direct)

@@ -1,0 +1,182 @@
+"""One process of a gang: it takes calls from a pipe, one after another, and answers each."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+READY = b"ready"
+STACKS_SIGNAL = signal.SIGUSR1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a call on one rank.
+
+    `kind` says which of the others is set: `value` is what the function returned; an `error` has
+    its text in `report`, with the traceback, and itself in `exception` if it could be pickled; of
+    a rank that `died`, `exitcode` is the exit status, or minus the signal that ended it; of one
+    that `hung`, and was killed for it, `report` holds the stacks of its threads.
+    """
+
+    rank: int
+    kind: Literal["value", "error", "died", "hung"]
+    value: Any = None
+    exception: BaseException | None = None
+    report: str = ""
+    exitcode: int | None = None
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal that ended the rank, if one did."""
+        ended = self.kind == "died" and self.exitcode is not None and self.exitcode < 0
+        return signal.Signals(-self.exitcode) if ended and self.exitcode is not None else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One call on one rank, and the surroundings to run it in."""
+
+    rank: int
+    world: int
+    call: bytes
+    rendezvous: Path
+    group_timeout: float
+    environ: dict[str, str]
+    directory: Path
+    search_path: list[str]
+
+
+def serve(pipe: Connection, stacks: Path) -> None:
+    """Answer calls until the other end closes the pipe.
+
+    The group outlives an answer, until the parent has heard from all ranks: what a rank sends in
+    the background still arrives after its function has returned.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a Ctrl-C, the parent tells us
+    torch.set_num_threads(1)
+    gc.freeze()  # what the server imported is shared with it, and never garbage
+    settings = Settings.current()
+    with stacks.open("w") as file:
+        faulthandler.register(STACKS_SIGNAL, file)
+        try:
+            while True:
+                task = pickle.loads(pipe.recv_bytes())
+                outcome, usable = perform(task)
+                pipe.send_bytes(pickle.dumps(outcome))
+                if not usable:
+                    return
+                pipe.recv_bytes()
+                leave_group()
+                settings.restore()
+                gc.collect()
+                pipe.send_bytes(READY)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return
+
+
+def perform(task: Task) -> tuple[Outcome, bool]:
+    """The outcome of the call of `task`, whatever it raises, and whether there may be a next one.
+
+    Torch cannot start over where a group could not be made.
+    """
+    joined = False
+    try:
+        os.environ.clear()
+        os.environ.update(task.environ)
+        os.chdir(task.directory)
+        sys.path[:] = task.search_path
+        importlib.invalidate_caches()
+        function, args, kwargs = pickle.loads(task.call)
+        join_group(task)
+        joined = True
+        outcome = Outcome(rank=task.rank, kind="value", value=function(*args, **kwargs))
+        pickle.dumps(outcome)
+    except BaseException as error:
+        outcome = failed(task.rank, error)
+        # Peers that wait for this rank learn of it now, instead of when their time is up.
+        leave_group()
+    return outcome, joined
+
+
+def join_group(task: Task) -> None:
+    """Make the default process group, and wait until all ranks have done so.
+
+    Else a rank could leave, or die, while others are still connecting to it.
+    """
+    timeout = timedelta(seconds=task.group_timeout)
+    store = dist.FileStore(str(task.rendezvous), task.world)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        "gloo", store=store, rank=task.rank, world_size=task.world, timeout=timeout
+    )
+    if store.add("arrived", 1) == task.world:
+        store.set("all-arrived", "yes")
+    store.wait(["all-arrived"], timeout)
+
+
+def failed(rank: int, error: BaseException) -> Outcome:
+    """The outcome of a call that raised `error`."""
+    report = "".join(traceback.format_exception(error))
+    try:
+        exception = pickle.loads(pickle.dumps(error))
+    except Exception:
+        exception = None
+    return Outcome(rank=rank, kind="error", exception=exception, report=report)
+
+
+def leave_group() -> None:
+    """Destroy the process group, and forget what torch remembers of it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        # The entries hold meshes, and these hold the groups that are no more.
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What calls may change in the interpreter, and later calls must not see."""
+
+    torch_rng: torch.Tensor
+    python_rng: Any
+    numpy_rng: Any
+    dtype: torch.dtype
+    sigterm: Any
+
+    @classmethod
+    def current(cls) -> Settings:
+        """The settings as they are now."""
+        return cls(
+            torch.get_rng_state(),
+            random.getstate(),
+            np.random.get_state(),
+            torch.get_default_dtype(),
+            signal.getsignal(signal.SIGTERM),
+        )
+
+    def restore(self) -> None:
+        """Make the settings what they were."""
+        torch.set_rng_state(self.torch_rng)
+        random.setstate(self.python_rng)
+        np.random.set_state(self.numpy_rng)
+        torch.set_default_dtype(self.dtype)
+        torch.set_num_threads(1)
+        signal.signal(signal.SIGTERM, self.sigterm)

@@ -1,0 +1,24 @@
+"""Fixtures of all tests: the gang, whose workers stay warm for the whole session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from shardwise.testing import Gang
+
+PRELOAD = ("hypothesis", "pytest", "torch.distributed.fsdp")
+
+
+@pytest.fixture(scope="session")
+def gang() -> Iterator[Gang]:
+    """Four workers; those that a test needs are started when it first sends them a function."""
+    with Gang(4, preload=PRELOAD) as gang:
+        yield gang
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "gang" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ranks)

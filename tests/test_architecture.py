@@ -1,0 +1,228 @@
+"""The rules of the house that a machine can check: see CONTRIBUTING.md."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import shardwise
+
+# Imports go down, from a row to those below it; those in one row never import each other.
+LAYERS = (
+    ("__main__",),
+    ("cli",),
+    ("report",),
+    ("shardwise",),  # the package's own __init__, which hands out the public names
+    ("checkpointer",),
+    ("api",),
+    ("checkpoint",),
+    ("retention",),
+    ("memory", "formats"),
+    ("engine", "adapters"),
+    ("plan",),
+    ("manifest", "state"),
+    ("layout", "store"),
+    ("errors", "events"),
+)
+TESTING = "testing"  # may import anything, and nothing imports it
+WITHOUT_TORCH = ("layout", "manifest", "plan")
+MAY_PRINT = ("__main__", "cli", "report")
+FORBIDDEN_NAMES = {"base", "common", "helper", "helpers", "misc", "util", "utils"}
+MOST_LINES_OF_FILE = 400
+MOST_LINES_OF_FUNCTION = 60
+PUBLIC = [
+    "Box",
+    "Checkpoint",
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "Checkpointer",
+    "CorruptionError",
+    "FormatError",
+    "Keep",
+    "LayoutError",
+    "LoadReport",
+    "MismatchError",
+    "PerRank",
+    "RankError",
+    "RestoreReport",
+    "RngState",
+    "SaveHandle",
+    "SaveReport",
+    "SavedTensor",
+    "Shards",
+    "ShardwiseError",
+    "StateError",
+    "StoreError",
+    "load",
+    "open",
+    "save",
+]
+
+SOURCE = Path(shardwise.__file__).parent
+RANKS = {component: rank for rank, row in enumerate(LAYERS) for component in row}
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module of the package: its path below the package, and its source."""
+
+    path: Path
+    text: str
+
+    @property
+    def name(self) -> str:
+        """As it is imported, below the package: `plan.save`, and "" for the package itself."""
+        return ".".join(part for part in self.path.with_suffix("").parts if part != "__init__")
+
+    @property
+    def component(self) -> str:
+        return self.name.split(".")[0] or "shardwise"
+
+    def nodes(self) -> Iterator[ast.AST]:
+        return ast.walk(ast.parse(self.text))
+
+    def at(self, node: ast.AST) -> str:
+        return f"{self.path.as_posix()}:{getattr(node, 'lineno', 1)}"
+
+    def imports(self) -> Iterator[tuple[ast.AST, str]]:
+        """Full name of each import: at the top, within a function, and for types only."""
+        for node in self.nodes():
+            if isinstance(node, ast.Import):
+                yield from ((node, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                origin = self.origin(node)
+                yield from ((node, f"{origin}.{alias.name}") for alias in node.names)
+            elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__"):
+                names = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+                yield from ((node, str(name)) for name in names)
+
+    def origin(self, node: ast.ImportFrom) -> str:
+        """What is imported from, with leading dots resolved."""
+        above = ["shardwise", *self.path.parts[:-1]]
+        above = above[: len(above) - node.level + 1] if node.level else []
+        return ".".join([*above, *([node.module] if node.module else [])])
+
+    def components(self) -> Iterator[tuple[ast.AST, str]]:
+        """The components of the package that are imported; a public name is of `shardwise`."""
+        for node, name in self.imports():
+            first, second = [*name.split("."), "", ""][:2]
+            if first == "shardwise":
+                yield node, second if second in RANKS or second == TESTING else "shardwise"
+
+
+MODULES = [
+    Module(path.relative_to(SOURCE), path.read_text()) for path in sorted(SOURCE.rglob("*.py"))
+]
+
+
+def called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def wrong_imports(module: Module) -> list[str]:
+    own = module.component
+    return [
+        f"{module.at(node)}: {own} imports {component}"
+        for node, component in module.components()
+        if component != own and own != TESTING and RANKS.get(component, -1) <= RANKS[own]
+    ]
+
+
+def test_every_component_has_its_layer() -> None:
+    assert {module.component for module in MODULES} <= {*RANKS, TESTING}, "add it to LAYERS"
+
+
+def test_imports_go_one_way() -> None:
+    assert not [wrong for module in MODULES for wrong in wrong_imports(module)]
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "wrong"),
+    [
+        ("plan/save.py", "from shardwise.manifest.table import Pieces", 0),
+        ("plan/save.py", "from shardwise.plan.load import LoadPlan", 0),
+        ("plan/save.py", "from shardwise import errors", 0),
+        ("plan/save.py", "def late():\n    import shardwise.api", 1),
+        ("plan/save.py", "if TYPE_CHECKING:\n    from shardwise.engine.read import x", 1),
+        ("plan/save.py", "from ..engine import read", 1),
+        ("plan/save.py", "from .. import engine, errors", 1),
+        ("plan/__init__.py", "from .save import Share", 0),
+        ("plan/save.py", "from shardwise import load", 1),
+        ("plan/save.py", "importlib.import_module('shardwise.cli')", 1),
+        ("layout/box.py", "from shardwise.store import Store", 1),
+        ("store/url.py", "from shardwise.layout import Box", 1),
+        ("events.py", "from shardwise.errors import StoreError", 1),
+        ("cli/main.py", "import shardwise as sw", 0),
+        ("cli/main.py", "from shardwise.testing import Gang", 1),
+        ("testing/gang.py", "from shardwise.cli import main", 0),
+        ("__init__.py", "from shardwise.api import load", 0),
+    ],
+)
+def test_a_wrong_import_is_seen(path: str, text: str, wrong: int) -> None:
+    assert len(wrong_imports(Module(Path(path), text))) == wrong
+
+
+def test_torch_stays_out_of_the_arithmetic() -> None:
+    arithmetic = [module for module in MODULES if module.component in WITHOUT_TORCH]
+    names = [(module.at(node), name) for module in arithmetic for node, name in module.imports()]
+    assert names
+    assert not [where for where, name in names if name.split(".")[0] == "torch"]
+
+
+@pytest.mark.parametrize("component", WITHOUT_TORCH)
+def test_the_arithmetic_loads_without_torch(component: str) -> None:
+    names = [f"shardwise.{module.name}" for module in MODULES if module.component == component]
+    script = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
+    environ = {**os.environ, "PYTHONPATH": str(SOURCE.parent)}
+    done = subprocess.run([sys.executable, "-c", script], env=environ, check=False)
+    assert done.returncode == 0
+
+
+def test_files_and_functions_are_short() -> None:
+    files = [
+        module.path.as_posix()
+        for module in MODULES
+        if len(module.text.splitlines()) > MOST_LINES_OF_FILE
+    ]
+    functions = [
+        f"{module.at(node)}: {node.name}"
+        for module in MODULES
+        for node in module.nodes()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno >= MOST_LINES_OF_FUNCTION
+    ]
+    assert not files + functions
+
+
+def test_modules_have_names_that_say_something() -> None:
+    assert not [module.path for module in MODULES if FORBIDDEN_NAMES & set(module.name.split("."))]
+
+
+def test_no_asserts_and_no_prints() -> None:
+    asserts = [
+        module.at(node)
+        for module in MODULES
+        for node in module.nodes()
+        if isinstance(node, ast.Assert)
+    ]
+    prints = [
+        module.at(node)
+        for module in MODULES
+        for node in module.nodes()
+        if isinstance(node, ast.Call)
+        and called(node) == "print"
+        and module.component not in MAY_PRINT
+    ]
+    assert not asserts + prints
+
+
+def test_the_public_names_are_frozen() -> None:
+    assert sorted(shardwise.__all__) == PUBLIC
+    assert [name for name in PUBLIC if not hasattr(shardwise, name)] == []
