@@ -48,6 +48,7 @@ PUBLIC = [
     "Keep",
     "LayoutError",
     "LoadReport",
+    "LostRankError",
     "MismatchError",
     "PerRank",
     "RankError",

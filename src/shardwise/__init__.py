@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardwise.errors import CorruptionError as CorruptionError
     from shardwise.errors import FormatError as FormatError
     from shardwise.errors import LayoutError as LayoutError
+    from shardwise.errors import LostRankError as LostRankError
     from shardwise.errors import MismatchError as MismatchError
     from shardwise.errors import RankError as RankError
     from shardwise.errors import ShardwiseError as ShardwiseError
@@ -46,6 +47,7 @@ _HOMES = {
     "Keep": "retention",
     "LayoutError": "errors",
     "LoadReport": "engine.load",
+    "LostRankError": "errors",
     "MismatchError": "errors",
     "PerRank": "state.per_rank",
     "RankError": "errors",

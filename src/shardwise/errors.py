@@ -10,6 +10,7 @@
     ├── CorruptionError       bytes are not those that were saved
     │   └── FormatError       a manifest or header is malformed, or of another version
     └── RankError             another rank failed, so this operation was given up on all ranks
+        └── LostRankError     another rank died, or did not answer in time
 
 Each error says what is wrong, where, and what to do about it.
 """
@@ -38,6 +39,7 @@ class MismatchError(ShardwiseError, ValueError):
     """
 
     def __init__(self, summary: str, problems: Sequence[str]) -> None:
+        self.summary = summary
         self.problems = list(problems)
         shown = self.problems[:50]
         more = len(self.problems) - len(shown)
@@ -45,6 +47,9 @@ class MismatchError(ShardwiseError, ValueError):
         if more:
             lines.append(f"  … and {more} more (all in `.problems`)")
         super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[type[MismatchError], tuple[str, list[str]]]:
+        return type(self), (self.summary, self.problems)
 
 
 class StoreError(ShardwiseError, OSError):
@@ -74,6 +79,14 @@ class RankError(ShardwiseError):
     """
 
     def __init__(self, doing: str, failures: dict[int, str]) -> None:
+        self.doing = doing
         self.failures = failures
         shown = [f"  rank {rank}: {text}" for rank, text in list(failures.items())[:16]]
         super().__init__(f"{doing} failed on {len(failures)} rank(s):\n" + "\n".join(shown))
+
+    def __reduce__(self) -> tuple[type[RankError], tuple[str, dict[int, str]]]:
+        return type(self), (self.doing, self.failures)
+
+
+class LostRankError(RankError):
+    """Another rank died, or did not answer in time; what it had done by then is not known."""

@@ -92,7 +92,7 @@ def _answers(
         reply = answer([each.data for each in said])
     except Exception as error:  # it is raised again once the other ranks know
         problems = error.problems if isinstance(error, MismatchError) else []
-        message = str(error).split("\n")[0] if problems else str(error)
+        message = error.summary if isinstance(error, MismatchError) else str(error)
         return [_Answer(kind=type(error).__name__, message=message, problems=problems)], error
     if isinstance(reply, bytes):
         return [_Answer(reply)], None

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import RankError
+from shardwise.errors import LostRankError
 
 
 class Group(Protocol):
@@ -127,7 +127,7 @@ class TorchGroup:
             operation()  # type: ignore[operator]
         except RuntimeError as error:
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise RankError(
+            raise LostRankError(
                 "talking to the other ranks (one of them died, or did not answer in time)",
                 {self.rank: said},
             ) from error

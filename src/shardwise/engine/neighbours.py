@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
-from shardwise.errors import RankError
+from shardwise.errors import LostRankError, RankError
 from shardwise.plan.share import SharedReads
 from shardwise.store.store import Buffer
 
@@ -122,7 +122,7 @@ class Neighbours:
         """Raise if one of them is gone."""
         for rank, card in enumerate(self._cards):
             if not Path(f"/proc/{card.process}").exists():
-                raise RankError("reading together", {rank: "its process is gone"})
+                raise LostRankError("reading together", {rank: "its process is gone"})
 
 
 def ring_bytes(reads: int, ranks: int, slots: int, slot_bytes: int) -> int:
@@ -227,7 +227,7 @@ def _wait(ready: Callable[[], bool], alive: Callable[[], None]) -> None:
         time.sleep(PAUSE)
         now = time.monotonic()
         if now - start > PATIENCE:
-            raise RankError("reading together", {-1: f"no progress in {PATIENCE:.0f} seconds"})
+            raise LostRankError("reading together", {-1: f"no progress in {PATIENCE:.0f} s"})
         if now - checked > 0.2:
             checked = now
             alive()

@@ -19,7 +19,7 @@ from shardwise.engine.leftovers import collect_leftovers
 from shardwise.engine.memory import memory_of
 from shardwise.engine.replicas import check_replicas
 from shardwise.engine.write import PieceSource, write_data_file
-from shardwise.errors import CheckpointExistsError, MismatchError
+from shardwise.errors import CheckpointExistsError, LostRankError, MismatchError
 from shardwise.events import Recorder
 from shardwise.layout import Box
 from shardwise.manifest.datafile import DataFile, lay_out
@@ -128,7 +128,8 @@ def save_holdings(
         if options.check_replicas:
             with recorder.stage("check_replicas"):
                 check_replicas(save.described, group)
-        totals, written = save.write_and_publish(arena)
+        written = save.write(arena)
+        totals = save.publish()
     return SaveReport(
         path=str(store),
         step=options.step,
@@ -166,6 +167,7 @@ class _Save:
         self._objects: tuple[ObjectEntry, ...] = ()
         self._published: Published | None = None
         self._share: Share | None = None
+        self._files: tuple[FileEntry, ...] = ()
         self._grant = _Grant("", False, False, False)
         self.cached = False
 
@@ -220,30 +222,49 @@ class _Save:
         self._share = decode_share(answer)
         self._plans.put(self._fingerprint, self._share, self._published)
 
-    def write_and_publish(self, arena: Arena) -> tuple[_Totals, int]:
-        """Write this rank's file; once all have, rank 0 publishes the manifest."""
+    def write(self, arena: Arena) -> int:
+        """Write this rank's file, and wait for all ranks'. Returns its size.
+
+        If any rank fails, all remove what they wrote: nothing can have been published.
+        """
         key = data_file(self._group.rank, self._grant.save_id)
         size = 0
 
-        def write() -> bytes:
+        def speak() -> bytes:
             nonlocal size
             with self._recorder.stage("write"):
                 entry = self._write(key, arena)
             size = entry.size if entry else 0
             return msgspec.msgpack.encode(_Written(entry))
 
-        def publish(written: list[bytes]) -> bytes:
-            with self._recorder.stage("publish"):
-                entries = [msgspec.msgpack.decode(each, type=_Written).entry for each in written]
-                return msgspec.msgpack.encode(self._publish(entries))
+        def collect(written: list[bytes]) -> bytes:
+            entries = [msgspec.msgpack.decode(each, type=_Written).entry for each in written]
+            self._files = tuple(entry for entry in entries if entry is not None)
+            return b""
 
         try:
-            answer = exchange(self._group, "writing a save", write, publish)
-        except BaseException:
+            exchange(self._group, "writing a save", speak, collect)
+        except LostRankError:
+            raise
+        except Exception:
             with suppress(OSError):
                 self._store.delete(key)
             raise
-        return msgspec.msgpack.decode(answer, type=_Totals), size
+        return size
+
+    def publish(self) -> _Totals:
+        """Rank 0 publishes the manifest; this is the commit.
+
+        If it fails, or its outcome does not become known, the data files stay: the manifest may
+        be there. If it is not, they are leftovers, which the next save here removes.
+        """
+
+        def answer(_: list[bytes]) -> bytes:
+            with self._recorder.stage("publish"):
+                return msgspec.msgpack.encode(self._publish())
+
+        reply = exchange(self._group, "publishing a save", lambda: b"", answer)
+        return msgspec.msgpack.decode(reply, type=_Totals)
 
     def _gather_values(self) -> None:
         def speak() -> bytes:
@@ -306,11 +327,10 @@ class _Save:
             start += nbytes
         return lay_out(pieces, len(objects), metadata), sources
 
-    def _publish(self, entries: Sequence[FileEntry | None]) -> _Totals:
-        known = self._published
+    def _publish(self) -> _Totals:
+        known, files = self._published, self._files
         if known is None:
             raise RuntimeError("rank 0 publishes what it has not planned")
-        files = tuple(entry for entry in entries if entry is not None)
         manifest = Manifest(
             save_id=self._grant.save_id,
             step=self._options.step,
@@ -327,6 +347,8 @@ class _Save:
         try:
             self._store.publish(MANIFEST, encoded, replace=self._options.overwrite)
         except FileExistsError as error:
+            for file in files:
+                self._store.delete(file.name)
             raise self._exists() from error
         if self._options.overwrite:
             collect_leftovers(self._store, own_lock=lock_file(self._grant.save_id))

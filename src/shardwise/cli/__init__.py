@@ -1,0 +1,5 @@
+"""The command line: a file a command, and those that they share."""
+
+from shardwise.cli.app import main
+
+__all__ = ["main"]

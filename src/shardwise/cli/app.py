@@ -1,0 +1,77 @@
+"""The commands, and how their errors end."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.text import Text
+from typer.core import TyperGroup
+
+import shardwise
+from shardwise.cli.diff import diff
+from shardwise.cli.inspect import inspect
+from shardwise.cli.ls import ls
+from shardwise.cli.terminal import diagnostics
+from shardwise.cli.verify import verify
+from shardwise.errors import CorruptionError, ShardwiseError
+
+DAMAGED = 1
+WRONG_USE = 2
+
+
+class Commands(TyperGroup):
+    """A group of commands whose errors are one line on stderr, and an exit status."""
+
+    def invoke(self, ctx: typer.Context) -> object:
+        """Run the command that was asked for; exit with 1 for damage, 2 for any other error."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
+        except (ShardwiseError, OSError) as error:
+            diagnostics().print(Text("shardwise: ", "bold red") + Text(_said(error)))
+            damaged = isinstance(error, CorruptionError)
+            raise typer.Exit(DAMAGED if damaged else WRONG_USE) from error
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError) and not isinstance(error, ShardwiseError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shardwise {shardwise.__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    cls=Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (ls, inspect, verify, diff):
+    app.command()(command)
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Look at checkpoints that shardwise has saved.
+
+    Exit status: 0 if all is well; 1 if a checkpoint is damaged, or two differ; 2 if the command
+    could not be carried out.
+    """
+
+
+def main() -> None:
+    """Run the command line on this process's arguments."""
+    app(prog_name="shardwise")

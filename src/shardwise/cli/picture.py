@@ -1,0 +1,182 @@
+"""The boxes of a tensor, drawn: where each rank's part lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.style import Style
+from rich.text import Text
+
+from shardwise.layout import Box
+
+WIDTH = 64
+HEIGHT = 16
+LEAST_WIDTH = 5
+LEAST_HEIGHT = 2
+PALETTE = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#b07aa1", "#edc948", "#9c755f")
+SHADES = "█▓▒░"
+
+# By the sides to which a line goes on: up 1, down 2, left 4, right 8.
+LINES = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"
+UP, DOWN, LEFT, RIGHT = 1, 2, 4, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """The two dimensions of a tensor that are drawn, down and across, and the boxes seen there.
+
+    `down` is None where there is nothing but a line to draw. `boxes` are rows of top, left,
+    bottom, right, in elements; `owners` says which of the given boxes each is.
+    """
+
+    down: int | None
+    across: int
+    height: int
+    width: int
+    boxes: tuple[tuple[int, int, int, int], ...]
+    owners: tuple[int, ...]
+
+
+def rank_style(rank: int) -> Style:
+    """The colour in which a rank is drawn; ranks far apart share one."""
+    return Style(color="#ffffff", bgcolor=PALETTE[rank % len(PALETTE)])
+
+
+def plane(shape: Sequence[int], boxes: Sequence[Box]) -> Plane:
+    """The plane to draw: along the first two dimensions that are split, then the first others.
+
+    Where more are split, the boxes that lie at 0 of the other dimensions are those seen.
+    """
+    split = [d for d, n in enumerate(shape) if any(box.shape[d] != n for box in boxes)]
+    order = split + [d for d in range(len(shape)) if d not in split]
+    dims = sorted(order[:2])
+    rest = [d for d in range(len(shape)) if d not in dims]
+    seen = [i for i, box in enumerate(boxes) if all(box.offset[d] == 0 for d in rest)]
+    across = dims[-1] if dims else 0
+    down = dims[0] if len(dims) == 2 else None
+
+    def extent(box: Box, dim: int | None) -> tuple[int, int]:
+        return (0, 1) if dim is None or not dims else (box.offset[dim], box.stop[dim])
+
+    corners = []
+    for index in seen:
+        (top, bottom), (left, right) = extent(boxes[index], down), extent(boxes[index], across)
+        corners.append((top, left, bottom, right))
+    height = 1 if down is None else shape[down]
+    width = shape[across] if dims else 1
+    return Plane(down, across, height, width, tuple(corners), tuple(seen))
+
+
+def draw(view: Plane, ranks: Sequence[int]) -> list[Text]:
+    """The lines of the picture: framed boxes with their ranks in them, or, of very many, blocks.
+
+    Args:
+        ranks: of each of the boxes that the plane was made from.
+    """
+    wanted = round(WIDTH / 2 * view.height / view.width)  # a column is half as wide as it is high
+    across = _placed({edge for box in view.boxes for edge in box[1::2]}, WIDTH, LEAST_WIDTH, WIDTH)
+    down = _placed({edge for box in view.boxes for edge in box[::2]}, wanted, LEAST_HEIGHT, HEIGHT)
+    if across is None or down is None:
+        return _blocks(view, ranks)
+    picture = _frames(view, ranks, down, across)
+    margin = {} if view.down is None else {place: str(edge) for edge, place in down.items()}
+    gutter = max(map(len, margin.values()), default=-1) + 1
+    numbered = [
+        Text(margin.get(y, "").rjust(gutter - 1) + " " * min(gutter, 1), "dim").append_text(line)
+        for y, line in enumerate(picture)
+    ]
+    return [Text(" " * gutter + _ruler(across), "dim"), *numbered]
+
+
+def _placed(edges: set[int], room: int, least: int, most: int) -> dict[int, int] | None:
+    """Edges to places in the picture, in proportion, but at least `least` apart.
+
+    The last is at `room`, or as far as is needed; None if that is more than `most`.
+    """
+    ordered = sorted(edges)
+    needed = least * (len(ordered) - 1)
+    if needed > most:
+        return None
+    room = min(max(room, needed), most)
+    places = [round(edge / ordered[-1] * room) for edge in ordered]
+    for i in range(1, len(places)):
+        places[i] = max(places[i], places[i - 1] + least)
+    places[-1] = room
+    for i in range(len(places) - 2, -1, -1):
+        places[i] = min(places[i], places[i + 1] - least)
+    return dict(zip(ordered, places, strict=True))
+
+
+def _ruler(across: dict[int, int]) -> str:
+    """The edges above their places: the first and the last, and of the others those that fit."""
+    last, end = max(across.items())
+    line = ""
+    for edge, place in across.items():
+        if edge == last or place + len(f"{edge} {last}") > end + 1:
+            continue
+        if place >= len(line) + bool(line):
+            line = line.ljust(place) + str(edge)
+    return line + str(last).rjust(end + 1 - len(line))
+
+
+def _frames(
+    view: Plane, ranks: Sequence[int], down: dict[int, int], across: dict[int, int]
+) -> list[Text]:
+    lines = max(down.values()) + 1
+    columns = max(across.values()) + 1
+    sides = [[0] * columns for _ in range(lines)]
+    content = [[" "] * columns for _ in range(lines)]
+    styles = [[Style.null()] * columns for _ in range(lines)]
+    for (top, left, bottom, right), owner in zip(view.boxes, view.owners, strict=True):
+        y0, y1, x0, x1 = down[top], down[bottom], across[left], across[right]
+        _frame(sides, y0, y1, x0, x1)
+        for y in range(y0 + 1, y1):
+            styles[y][x0 + 1 : x1] = [rank_style(ranks[owner])] * (x1 - x0 - 1)
+        label = str(ranks[owner])
+        at = x0 + 1 + (x1 - x0 - 1 - len(label)) // 2
+        if len(label) < x1 - x0:
+            content[(y0 + y1) // 2][at : at + len(label)] = label
+    picture = []
+    for y in range(lines):
+        line = Text()
+        for x in range(columns):
+            line.append(LINES[sides[y][x]] if sides[y][x] else content[y][x], styles[y][x])
+        picture.append(line)
+    return picture
+
+
+def _frame(sides: list[list[int]], y0: int, y1: int, x0: int, x1: int) -> None:
+    """Add the frame of a box to the lines that are drawn already."""
+    for y in (y0, y1):
+        for x in range(x0, x1):
+            sides[y][x] |= RIGHT
+            sides[y][x + 1] |= LEFT
+    for x in (x0, x1):
+        for y in range(y0, y1):
+            sides[y][x] |= DOWN
+            sides[y + 1][x] |= UP
+
+
+def _blocks(view: Plane, ranks: Sequence[int]) -> list[Text]:
+    """A block for each small part of the plane, in the shade and colour of the rank there."""
+    lines = 1 if view.down is None else min(HEIGHT, view.height)
+    columns = min(WIDTH, view.width)
+    owners = [[-1] * columns for _ in range(lines)]
+    for (top, left, bottom, right), owner in zip(view.boxes, view.owners, strict=True):
+        for y in _cells(top, bottom, view.height, lines):
+            for x in _cells(left, right, view.width, columns):
+                owners[y][x] = ranks[owner]
+    picture = []
+    for row in owners:
+        line = Text()
+        for rank in row:
+            style = Style(color=PALETTE[rank % len(PALETTE)]) if rank >= 0 else Style.null()
+            line.append(SHADES[rank % len(SHADES)] if rank >= 0 else " ", style)
+        picture.append(line)
+    return picture
+
+
+def _cells(start: int, stop: int, extent: int, cells: int) -> range:
+    """The cells whose first element lies in `start:stop`."""
+    return range(-(-start * cells // extent), -(-stop * cells // extent))

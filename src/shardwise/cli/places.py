@@ -1,0 +1,162 @@
+"""What lies at a path: a checkpoint, a root of checkpoints, or neither; and what was meant."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.errors import CheckpointNotFoundError, FormatError
+from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
+from shardwise.manifest.names import MANIFEST, made_by_save, step_of_directory
+from shardwise.store import LocalStore, Store, open_store
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A committed checkpoint: where it is, and its manifest."""
+
+    store: Store
+    manifest: Manifest
+
+    @property
+    def bytes(self) -> int:
+        """Of all its data files."""
+        return sum(file.size for file in self.manifest.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Below:
+    """A directory below a root that holds a checkpoint, or what is left of one."""
+
+    name: str
+    store: Store
+    files: frozenset[str]
+
+    @property
+    def committed(self) -> bool:
+        """Whether there is a manifest."""
+        return MANIFEST in self.files
+
+    @property
+    def step(self) -> int | None:
+        """The step that the directory is named after, if it is."""
+        return step_of_directory(self.name)
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """Steps ascending, other names before them."""
+        return (-1 if self.step is None else self.step, self.name)
+
+
+def checkpoint_at(path: str) -> Saved:
+    """The checkpoint at a path.
+
+    Raises:
+        CheckpointNotFoundError: there is none; says what there is, and what may have been meant.
+        FormatError: its manifest cannot be trusted.
+    """
+    store = open_store(path)
+    if MANIFEST not in _names(store):
+        raise _no_checkpoint(store)
+    return read_manifest(store)
+
+
+def read_manifest(store: Store) -> Saved:
+    """The checkpoint in a store that holds one.
+
+    Raises:
+        FormatError: its manifest cannot be trusted.
+    """
+    try:
+        return Saved(store, decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST)))
+    except FormatError as error:
+        raise FormatError(f"{store}: {error}") from error
+
+
+def checkpoints_below(path: str) -> list[Below]:
+    """The directories below a root, by step.
+
+    Raises:
+        CheckpointNotFoundError: the path is a checkpoint itself, or there are none below it.
+    """
+    store = open_store(path)
+    if MANIFEST in _names(store):
+        raise CheckpointNotFoundError(
+            f"{store} is a checkpoint, not a root of checkpoints: "
+            f"see `shardwise inspect {store}`, or list the directory above it"
+        )
+    found = _below(store)
+    if not found:
+        raise _nothing(store)
+    return found
+
+
+def checkpoints_at(path: str) -> list[Below]:
+    """The checkpoint at a path, or all directories below it if it is a root.
+
+    Raises:
+        CheckpointNotFoundError: it is neither.
+    """
+    store = open_store(path)
+    names = _names(store)
+    if MANIFEST in names:
+        return [Below(Path(str(store)).name, store, frozenset(names))]
+    return checkpoints_below(path)
+
+
+def _names(store: Store) -> list[str]:
+    try:
+        return store.list()
+    except NotADirectoryError as error:
+        above = Path(str(store)).parent
+        raise CheckpointNotFoundError(
+            f"{store} is a file; a checkpoint is a directory: did you mean {above}?"
+        ) from error
+
+
+def _below(root: Store) -> list[Below]:
+    found = []
+    for name in root.list():
+        is_step = step_of_directory(name) is not None
+        try:
+            store = root.at(name)
+            files = frozenset(store.list())
+        except NotADirectoryError:
+            continue
+        except OSError:
+            if is_step:
+                raise
+            continue
+        if is_step or MANIFEST in files or any(map(made_by_save, files)):
+            found.append(Below(name, store, files))
+    return sorted(found, key=lambda each: each.order)
+
+
+def _no_checkpoint(store: Store) -> CheckpointNotFoundError:
+    """Say what there is at a place where a checkpoint was expected."""
+    committed = [each for each in _below(store) if each.committed]
+    if committed:
+        return CheckpointNotFoundError(
+            f"{store} is a root of checkpoints, not a checkpoint: name one of them; "
+            f"the newest is {committed[-1].store}"
+        )
+    return _nothing(store)
+
+
+def _nothing(store: Store) -> CheckpointNotFoundError:
+    """Say what there is at a place where there is neither a checkpoint nor a root."""
+    if any(map(made_by_save, store.list())):
+        return CheckpointNotFoundError(
+            f"{store} has no {MANIFEST}: its save is still under way, or was never finished"
+        )
+    if not isinstance(store, LocalStore) or store.path.is_dir():
+        return CheckpointNotFoundError(
+            f"{store} holds no checkpoint: neither a {MANIFEST}, nor a directory that has one"
+        )
+    above = store.path.parent
+    if not above.is_dir():
+        return CheckpointNotFoundError(f"{store} does not exist, nor does {above}")
+    near = difflib.get_close_matches(store.path.name, LocalStore(above).list(), n=3, cutoff=0.7)
+    hint = f": did you mean {' or '.join(str(above / name) for name in near)}?" if near else ""
+    return CheckpointNotFoundError(f"{store} does not exist{hint}")
