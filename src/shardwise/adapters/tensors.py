@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 
 import numpy as np
 import torch
@@ -77,13 +78,17 @@ def fragments_at(
     placements: tuple[Placement, ...],
 ) -> tuple[Fragment, ...]:
     """The same for a local tensor that lies as a DTensor of these placements would."""
-    pairs = _boxes_here(shape, mesh, placements)
-    if pairs is None:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return ()
+    splits = _splits(tuple(mesh.shape), tuple(coordinate), placements)
+    if splits is None:
         pending = next(p for p in placements if not isinstance(p, _KNOWN))
         raise StateError(
             f"{name}: its placement is {pending}: every rank has a summand, and none the value; "
             "redistribute it to Replicate() or Shard() first"
         )
+    pairs = _boxes(shape, splits)
     if sum(box.size for box, _ in pairs) != local.numel():
         raise LayoutError(
             f"{name}: the local tensor has shape {list(local.shape)}, which is not what "
@@ -94,27 +99,36 @@ def fragments_at(
     return tuple(Fragment(box, local[within.slices()]) for box, within in pairs)
 
 
+_boxes = lru_cache(maxsize=4096)(fragments_of_shard)
+
+
 @lru_cache(maxsize=4096)
-def _boxes_here(
-    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> list[tuple[Box, Box]] | None:
-    """The boxes of this rank, global and local; None where a placement is no sharding."""
+def _splits(
+    mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Placement, ...]
+) -> tuple[Split, ...] | None:
+    """How placements split a tensor, in the order of the splits; None if one is no sharding.
+
+    A strided placement whose factor is the number of later splits of its dimension was made after
+    them, as FSDP does to what tensor parallelism has sharded; it is a plain split then, and last.
+    """
     if not all(isinstance(placement, _KNOWN) for placement in placements):
         return None
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return []
-    splits = [
-        Split(
-            placement.dim % len(shape),
-            mesh.size(dim),
-            coordinate[dim],
-            int(placement.split_factor) if isinstance(placement, _StridedShard) else 1,
+    splits: list[Split] = []
+    afterwards: list[Split] = []
+    for dim, placement in enumerate(placements):
+        if isinstance(placement, Replicate):
+            continue
+        later = prod(
+            mesh[i]
+            for i in range(dim + 1, len(mesh))
+            if isinstance(placements[i], Shard) and placements[i].dim == placement.dim
         )
-        for dim, placement in enumerate(placements)
-        if isinstance(placement, (Shard, _StridedShard))
-    ]
-    return fragments_of_shard(shape, splits)
+        strides = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        if strides > 1 and strides == later:
+            afterwards.insert(0, Split(placement.dim, mesh[dim], coordinate[dim]))
+        else:
+            splits.append(Split(placement.dim, mesh[dim], coordinate[dim], strides))
+    return (*splits, *afterwards)
 
 
 def _identity(tensor: torch.Tensor, fragments: tuple[Fragment, ...]) -> object:
