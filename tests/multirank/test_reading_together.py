@@ -1,4 +1,4 @@
-"""What several ranks of a node want is read once on the node, also when ranks fail in the middle."""
+"""What several ranks of a node want is read once there, also when ranks fail in the middle."""
 
 from __future__ import annotations
 
