@@ -55,8 +55,8 @@ def find_runs(pieces: Pieces) -> Runs:
     if n > 2:
         same[2:] = joins[1:] & joins[:-1] & (delta[1:] == delta[:-1]).all(axis=1)
     heads, counts = _split_runs(same)
-    rows = np.minimum(heads, max(n - 2, 0))
-    step = np.where((counts > 1)[:, None], delta[rows] if n > 1 else 0, 0)
+    step = np.zeros((len(heads), steps.shape[1]), np.int64)
+    step[counts > 1] = delta[heads[counts > 1]]
     first = Pieces(*(column[heads] for column in _columns(pieces)))
     dims = pieces.offset.shape[1]
     return Runs(first, counts, step[:, 0], step[:, 1], step[:, 2 : 2 + dims])

@@ -65,8 +65,8 @@ def decode_description(data: bytes) -> Description:
         tuple(wire.dtypes.split("\0")) if wire.dtypes else (),
         wire.shapes,
         tensor,
-        offset.reshape(-1, wire.dims),
-        shape.reshape(-1, wire.dims),
+        offset.reshape(len(tensor), wire.dims),
+        shape.reshape(len(tensor), wire.dims),
         wire.ties,
         wire.per_rank,
     )

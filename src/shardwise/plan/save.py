@@ -35,16 +35,17 @@ class Share:
 
     def encode(self) -> bytes:
         """As bytes, for the rank whose share it is."""
-        columns = [np.ascontiguousarray(c).tobytes() for c in (self.offset, self.shape)]
-        return msgspec.msgpack.encode([self.fragment.tobytes(), *columns])
+        columns = self.fragment, self.offset, self.shape
+        encoded = [np.ascontiguousarray(column).tobytes() for column in columns]
+        return msgspec.msgpack.encode([self.offset.shape[1], encoded])
 
 
 def decode_share(data: bytes) -> Share:
     """The inverse of `Share.encode`."""
-    columns = msgspec.msgpack.decode(data, type=tuple[bytes, bytes, bytes])
+    dims, columns = msgspec.msgpack.decode(data, type=tuple[int, tuple[bytes, bytes, bytes]])
     fragment, offset, shape = (np.frombuffer(column, np.int64) for column in columns)
-    n = len(fragment)
-    return Share(fragment, offset.reshape(n, -1), shape.reshape(n, -1))
+    rows = len(fragment), dims
+    return Share(fragment, offset.reshape(rows), shape.reshape(rows))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,199 @@
+"""A store that counts its operations, and fails or dies at one of them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+from shardwise.store.local import LocalStore
+from shardwise.store.store import Buffer, ReadableFile, Store, WritableFile
+
+Action = Callable[[str], None]
+
+
+def die(operation: str) -> None:
+    """End this process at once, as `kill -9` does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def refuse(number: int) -> Action:
+    """An action that raises an `OSError` of this number, such as `errno.ENOSPC`."""
+
+    def act(operation: str) -> None:
+        raise OSError(number, os.strerror(number), operation)
+
+    return act
+
+
+@dataclass(slots=True)
+class Fault:
+    """What is to happen at which operation; shared by a store and all below it.
+
+    Args:
+        at: the number of the operation, counted from 0, before which `action` is called; None
+            only counts.
+        action: called with the operation's name, `verb key`.
+        only: counts the operations whose verb is one of these; all if empty.
+        sticky: act at all later operations too, as a disk does that is full.
+
+    Attributes:
+        seen: the names of the operations so far.
+    """
+
+    at: int | None = None
+    action: Action = die
+    only: tuple[str, ...] = ()
+    sticky: bool = False
+    seen: list[str] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, verb: str, key: str) -> None:
+        """An operation is about to happen."""
+        if self.only and verb not in self.only:
+            return
+        name = f"{verb} {key}"
+        with self._lock:
+            number = len(self.seen)
+            self.seen.append(name)
+        if self.at is not None and (number == self.at or (self.sticky and number > self.at)):
+            self.action(name)
+
+
+class FaultyStore:
+    """A store over another that tells a `Fault` of every operation before it happens."""
+
+    def __init__(self, store: Store, fault: Fault) -> None:
+        self._store = store
+        self._fault = fault
+
+    def __str__(self) -> str:
+        return str(self._store)
+
+    @property
+    def alignment(self) -> int:
+        """That of the store below."""
+        return self._store.alignment
+
+    def at(self, name: str) -> FaultyStore:
+        """The store one level below, of the same fault."""
+        return FaultyStore(self._store.at(name), self._fault)
+
+    def create(self, key: str, size: int) -> WritableFile:
+        """Begin a new file."""
+        self._fault.note("create", key)
+        return _FaultyWriter(self._store.create(key, size), key, self._fault)
+
+    def open(self, key: str) -> ReadableFile:
+        """Open a file."""
+        self._fault.note("open", key)
+        return _FaultyReader(self._store.open(key), key, self._fault)
+
+    def publish(self, key: str, data: bytes, *, replace: bool) -> None:
+        """Make a small file appear. Over a `LocalStore` its inner steps are operations too."""
+        self._fault.note("publish", key)
+        if isinstance(self._store, LocalStore):
+            with _noting_system_calls(self._fault):
+                self._store.publish(key, data, replace=replace)
+        else:
+            self._store.publish(key, data, replace=replace)
+        self._fault.note("published", key)
+
+    def read(self, key: str, *, limit: int) -> bytes:
+        """All of a small file."""
+        self._fault.note("read", key)
+        return self._store.read(key, limit=limit)
+
+    def list(self) -> list[str]:
+        """The names of the files and stores below."""
+        self._fault.note("list", "")
+        return self._store.list()
+
+    def delete(self, key: str) -> None:
+        """Remove a file."""
+        self._fault.note("delete", key)
+        self._store.delete(key)
+
+    def remove(self) -> None:
+        """Remove this store, if it is empty."""
+        self._fault.note("remove", "")
+        self._store.remove()
+
+    def sync(self) -> None:
+        """Make the presence of all files durable."""
+        self._fault.note("sync", "")
+        self._store.sync()
+
+    def hold(self, key: str, *, shared: bool) -> AbstractContextManager[bool]:
+        """Hold a file."""
+        self._fault.note("hold", key)
+        return self._store.hold(key, shared=shared)
+
+
+class _FaultyWriter:
+    def __init__(self, file: WritableFile, key: str, fault: Fault) -> None:
+        self._file = file
+        self._key = key
+        self._fault = fault
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        self._fault.note("write_at", self._key)
+        self._file.write_at(offset, data)
+
+    def commit(self) -> None:
+        self._fault.note("commit", self._key)
+        self._file.commit()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _FaultyReader:
+    def __init__(self, file: ReadableFile, key: str, fault: Fault) -> None:
+        self._file = file
+        self._key = key
+        self._fault = fault
+
+    @property
+    def size(self) -> int:
+        return self._file.size
+
+    def read_at(self, offset: int, out: Buffer) -> int:
+        self._fault.note("read_at", self._key)
+        return self._file.read_at(offset, out)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@contextmanager
+def _noting_system_calls(fault: Fault) -> Iterator[None]:
+    """Between the steps of a publication: beside the file, its sync, its place, the directory's."""
+    with (
+        mock.patch.multiple(
+            os,
+            fsync=_noting(os.fsync, "fsync", fault),
+            replace=_noting(os.replace, "replace", fault),
+            link=_noting(os.link, "link", fault),
+        ),
+        mock.patch.object(Path, "unlink", _noting(Path.unlink, "unlink", fault)),
+    ):
+        yield
+
+
+def _noting(call: Callable[..., object], verb: str, fault: Fault) -> Callable[..., object]:
+    def noted(*args: object, **kwargs: object) -> object:
+        fault.note(verb, "")
+        return call(*args, **kwargs)
+
+    return noted
+
+
+FULL_DISK = refuse(errno.ENOSPC)
+READ_ONLY = refuse(errno.EROFS)

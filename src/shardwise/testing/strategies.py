@@ -1,0 +1,85 @@
+"""Hypothesis strategies: tensors, and ways in which ranks may hold them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from shardwise.layout import Box, Split, boxes_of_range, fragments_of_shard
+from shardwise.manifest.dtypes import DTYPES
+
+Holding = tuple[tuple[Box, ...], ...]
+"""The boxes that each rank holds of a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor's name, dtype (torch's name) and global shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
+
+
+@st.composite
+def tensors(draw: st.DrawFn, *, most: int = 4) -> list[Tensor]:
+    """A few tensors of any dtype and of small shapes, 0-d and empty ones among them."""
+    pairs = draw(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), shapes), max_size=most))
+    return [Tensor(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(pairs)]
+
+
+@st.composite
+def meshes(draw: st.DrawFn, world: int) -> tuple[int, ...]:
+    """A factorization of a world size."""
+    dims = []
+    rest = world
+    while rest > 1 and draw(st.booleans()):
+        size = draw(st.sampled_from([n for n in range(2, rest + 1) if rest % n == 0]))
+        dims.append(size)
+        rest //= size
+    return (*dims, rest)
+
+
+@st.composite
+def holdings(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> Holding:
+    """Sharded over a mesh, evenly or not, strided, replicated; or flattened; or on one rank."""
+    kind = draw(st.sampled_from(["mesh", "mesh", "flat", "one"]))
+    if kind == "one":
+        owner = draw(st.integers(0, world - 1))
+        whole = (Box.whole(shape),) if math.prod(shape) else ()
+        return tuple(whole if rank == owner else () for rank in range(world))
+    if kind == "flat":
+        size = math.prod(shape)
+        cuts = sorted(draw(st.lists(st.integers(0, size), min_size=world - 1, max_size=world - 1)))
+        edges = list(itertools.pairwise([0, *cuts, size]))
+        return tuple(tuple(boxes_of_range(shape, a, b)) for a, b in edges)
+    mesh = draw(meshes(world))
+    choices = st.one_of(
+        st.none(), st.tuples(st.integers(0, max(0, len(shape) - 1)), st.integers(1, 3))
+    )
+    placements = [draw(choices) if shape else None for _ in mesh]
+    return tuple(_on_mesh(shape, mesh, placements, rank) for rank in range(world))
+
+
+def _on_mesh(
+    shape: tuple[int, ...],
+    mesh: tuple[int, ...],
+    placements: list[tuple[int, int] | None],
+    rank: int,
+) -> tuple[Box, ...]:
+    coordinate = []
+    for size in reversed(mesh):
+        rank, index = divmod(rank, size)
+        coordinate.insert(0, index)
+    splits = [
+        Split(placement[0], size, index, placement[1])
+        for size, index, placement in zip(mesh, coordinate, placements, strict=True)
+        if placement is not None
+    ]
+    return tuple(box for box, _ in fragments_of_shard(shape, splits))

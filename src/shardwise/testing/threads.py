@@ -1,0 +1,126 @@
+"""Ranks as threads of one process: a group for simulations, without process groups."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from shardwise.errors import LostRankError, RankError
+
+from shardwise.errors import LostRankError, RankError
+
+T = TypeVar("T")
+TIMEOUT = 60.0
+
+
+@dataclass(slots=True)
+class _Table:
+    """Where the ranks put what they say; the barrier keeps turns apart."""
+
+    size: int
+    timeout: float
+    barrier: threading.Barrier = field(init=False)
+    parts: list[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.size, timeout=self.timeout)
+        self.parts = [b""] * self.size
+
+
+class ThreadGroup:
+    """One rank of a group whose ranks are threads; it follows `shardwise.engine.group.Group`.
+
+    A verb raises `LostRankError` if another rank ended, or does not call it within the group's
+    timeout.
+    """
+
+    def __init__(self, rank: int, table: _Table) -> None:
+        self.rank = rank
+        self.size = table.size
+        self.bytes_sent = 0
+        self._table = table
+
+    @classmethod
+    def of_size(cls, size: int, *, timeout: float = TIMEOUT) -> list[ThreadGroup]:
+        """The ranks of a new group, each for a thread of its own; `timeout` in seconds."""
+        table = _Table(size, timeout)
+        return [cls(rank, table) for rank in range(size)]
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """All ranks' data at rank 0; an empty list elsewhere."""
+        self._table.parts[self.rank] = data
+        self._meet()
+        gathered = list(self._table.parts) if self.rank == 0 else []
+        self._meet()
+        self.bytes_sent += len(data) if self.rank else 0
+        return gathered
+
+    def scatter(self, parts: Sequence[bytes]) -> bytes:
+        """Rank 0's parts, each to its rank."""
+        if self.rank == 0:
+            self._table.parts[:] = parts
+            self.bytes_sent += sum(map(len, parts[1:]))
+        self._meet()
+        part = self._table.parts[self.rank]
+        self._meet()
+        return part
+
+    def broadcast(self, data: bytes) -> bytes:
+        """Rank 0's data to all."""
+        if self.rank == 0:
+            self._table.parts[0] = data
+            self.bytes_sent += len(data)
+        self._meet()
+        heard = self._table.parts[0]
+        self._meet()
+        return heard
+
+    def leave(self) -> None:
+        """This rank failed: nobody is to wait for it."""
+        self._table.barrier.abort()
+
+    def _meet(self) -> None:
+        try:
+            self._table.barrier.wait()
+        except threading.BrokenBarrierError as error:
+            lost = "a rank has left, or did not answer in time"
+            raise LostRankError("talking to the other ranks", {self.rank: lost}) from error
+
+
+def outcomes_of_ranks(
+    world: int, function: Callable[[ThreadGroup], T], *, timeout: float = TIMEOUT
+) -> list[T | Exception]:
+    """Call `function` on `world` threads, and return what each returned or raised, by rank.
+
+    Args:
+        timeout: of each communication, in seconds.
+    """
+
+    def attempt(group: ThreadGroup) -> T | Exception:
+        try:
+            return function(group)
+        except Exception as error:
+            group.leave()
+            return error
+
+    with ThreadPoolExecutor(world, "rank") as pool:
+        return list(pool.map(attempt, ThreadGroup.of_size(world, timeout=timeout)))
+
+
+def run_ranks(
+    world: int, function: Callable[[ThreadGroup], T], *, timeout: float = TIMEOUT
+) -> list[T]:
+    """Call `function` on `world` threads, and return the results by rank.
+
+    Raises:
+        Exception: what a rank raised; one that failed by itself goes before one that only
+            learned of it.
+    """
+    outcomes = outcomes_of_ranks(world, function, timeout=timeout)
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    for failure in sorted(failures, key=lambda error: isinstance(error, RankError)):
+        raise failure
+    return [outcome for outcome in outcomes if not isinstance(outcome, Exception)]

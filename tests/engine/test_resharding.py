@@ -1,0 +1,176 @@
+"""The property at the heart: saved in any sharding, loaded in any other, byte for byte."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import shardwise as sw
+from shardwise.manifest.checksums import BLOCK
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.store import LocalStore, ReadableFile
+from shardwise.store.store import Buffer
+from shardwise.testing.strategies import Holding, Tensor, holdings, tensors
+from shardwise.testing.threads import ThreadGroup, run_ranks
+
+
+def raw_values(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    """Random bytes, an element's in the last dimension: every element differs from its neighbours.
+
+    They stand for the values, as torch cannot even copy tensors of some dtypes.
+    """
+    shape = *tensor.shape, DTYPES[tensor.dtype].itemsize
+    return np.random.default_rng(math.prod(shape)).integers(0, 256, shape, np.uint8)
+
+
+def part_of(tensor: Tensor, box: sw.Box, *, empty: bool = False) -> torch.Tensor:
+    """A box of a tensor's values, or memory for it."""
+    raw = np.ascontiguousarray(raw_values(tensor)[box.slices()])
+    raw = np.zeros_like(raw) if empty else raw
+    return torch.from_numpy(raw).view(getattr(torch, tensor.dtype)).reshape(box.shape)
+
+
+def content(data: torch.Tensor) -> bytes:
+    """A tensor's bytes, row-major."""
+    return data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
+
+
+def state_of(
+    described: list[Tensor], held: list[Holding], rank: int, *, empty: bool
+) -> dict[str, object]:
+    """What a rank holds, with its values or with none."""
+    return {
+        tensor.name: sw.Shards(
+            tensor.shape,
+            getattr(torch, tensor.dtype),
+            [(box, part_of(tensor, box, empty=empty)) for box in boxes[rank]],
+        )
+        for tensor, boxes in zip(described, held, strict=True)
+    }
+
+
+class CountingStore(LocalStore):
+    """Counts how often each block is read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.blocks: Counter[tuple[str, int]] = Counter()
+
+    def open(self, key: str) -> ReadableFile:
+        return _CountingFile(super().open(key), key, self.blocks)
+
+
+class _CountingFile:
+    def __init__(self, file: ReadableFile, key: str, blocks: Counter[tuple[str, int]]) -> None:
+        self._file = file
+        self._key = key
+        self._blocks = blocks
+        self.size = file.size
+
+    def read_at(self, offset: int, out: Buffer) -> int:
+        if offset % BLOCK == 0:
+            last = -(-(offset + len(out)) // BLOCK)
+            self._blocks.update((self._key, block) for block in range(offset // BLOCK, last))
+        return self._file.read_at(offset, out)
+
+    def read_all(self) -> bytes:
+        return self._file.read_all()  # type: ignore[attr-defined, no-any-return]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[Tensor], int, list[Holding], int, list[Holding]]:
+    described = draw(tensors())
+    source, target = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    return (
+        described,
+        source,
+        [draw(holdings(tensor.shape, source)) for tensor in described],
+        target,
+        [draw(holdings(tensor.shape, target)) for tensor in described],
+    )
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@given(cases())
+def test_any_sharding_loads_into_any_other(
+    case: tuple[list[Tensor], int, list[Holding], int, list[Holding]],
+) -> None:
+    described, source, saved, target, wanted = case
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkpoint"
+
+        def save(group: ThreadGroup) -> sw.SaveReport:
+            state = state_of(described, saved, group.rank, empty=False)
+            return sw.save(path, state, group=group, max_buffer=1 << 20)
+
+        reports = run_ranks(source, save)
+        total = sum(math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in described)
+        assert {report.bytes_total for report in reports} == {total}
+
+        def load(group: ThreadGroup) -> None:
+            state = state_of(described, wanted, group.rank, empty=True)
+            report = sw.load(path, state, group=group, max_buffer=1 << 20)
+            for tensor, boxes in zip(described, wanted, strict=True):
+                shards = state[tensor.name]
+                assert isinstance(shards, sw.Shards)
+                for box, fragment in zip(boxes[group.rank], shards.fragments, strict=True):
+                    assert content(fragment.data) == content(part_of(tensor, box))
+            assert report.bytes_needed == sum(
+                box.size * DTYPES[tensor.dtype].itemsize
+                for tensor, boxes in zip(described, wanted, strict=True)
+                for box in boxes[group.rank]
+            )
+
+        run_ranks(target, load)
+        checkpoint = sw.open(path)
+        checkpoint.verify()
+        for tensor in described:
+            read = checkpoint[tensor.name]
+            assert isinstance(read, sw.SavedTensor)
+            assert content(read[...]) == raw_values(tensor).tobytes()
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 1), st.integers(0, 1))
+def test_no_block_is_read_twice_and_contiguous_targets_cost_little(
+    source: int, target: int, split_saved: int, split_wanted: int
+) -> None:
+    tensor = Tensor("t", "float32", (512, 1024))
+
+    def part(dim: int, world: int, rank: int) -> sw.Box:
+        size = tensor.shape[dim] // 12 * (12 // world)
+        last = rank == world - 1
+        offset = [0, 0]
+        shape = list(tensor.shape)
+        offset[dim] = rank * size
+        shape[dim] = tensor.shape[dim] - offset[dim] if last else size
+        return sw.Box(tuple(offset), tuple(shape))
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkpoint"
+
+        def save(group: ThreadGroup) -> None:
+            boxes: Holding = tuple((part(split_saved, source, r),) for r in range(source))
+            sw.save(path, state_of([tensor], [boxes], group.rank, empty=False), group=group)
+
+        run_ranks(source, save)
+        for rank in range(target):
+            store = CountingStore(path)
+            box = part(split_wanted, target, rank)
+            data = torch.empty(box.shape)
+            report = sw.load(store, {"t": sw.Shards(tensor.shape, torch.float32, [(box, data)])})
+            assert content(data) == content(part_of(tensor, box))
+            assert max(store.blocks.values()) <= 2  # a block of data, and the checksums beside it
+            if split_saved == split_wanted == 0:
+                assert report.bytes_read <= 1.05 * report.bytes_needed + 2 * BLOCK * source
