@@ -10,8 +10,6 @@ from typing import TypeVar
 
 from shardwise.errors import LostRankError, RankError
 
-from shardwise.errors import LostRankError, RankError
-
 T = TypeVar("T")
 TIMEOUT = 60.0
 
