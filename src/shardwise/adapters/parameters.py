@@ -86,7 +86,7 @@ class Parameter:
             if value.dim() == 1 and value.numel() == local.numel():
                 fragments = part.fragments(value.detach())
                 leaves.append(TensorLeaf(name, value.dtype, part.shape, fragments))
-            elif part.boxes:
+            else:
                 _refuse_unless_scalar(name, value)
                 leaves.append(tensor_leaf(name, value))
         return leaves
