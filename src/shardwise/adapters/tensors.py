@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 
 import numpy as np
@@ -38,10 +38,13 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
         raise StateError(f"{name}: {tensor.layout} tensors are not stored; save {name}.to_dense()")
     shape = tuple(tensor.shape)
     data = tensor.detach()
+    finish = None
     if data.is_conj() or data.is_neg():
-        data = data.resolve_conj().resolve_neg()
+        # Its memory holds other values than it has: fill a copy, and assign that to it.
+        lazy, data = data, data.resolve_conj().resolve_neg()
+        finish = partial(lazy.copy_, data)
     whole = (Fragment(Box.whole(shape), data),) if data.numel() else ()
-    return TensorLeaf(name, tensor.dtype, shape, whole, _identity(tensor, whole))
+    return TensorLeaf(name, tensor.dtype, shape, whole, _identity(tensor, whole), finish)
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> str:
@@ -113,21 +116,16 @@ def _splits(
     """
     if not all(isinstance(placement, _KNOWN) for placement in placements):
         return None
+    sharded = [(i, p) for i, p in enumerate(placements) if isinstance(p, (Shard, _StridedShard))]
     splits: list[Split] = []
     afterwards: list[Split] = []
-    for dim, placement in enumerate(placements):
-        if isinstance(placement, Replicate):
-            continue
-        later = prod(
-            mesh[i]
-            for i in range(dim + 1, len(mesh))
-            if isinstance(placements[i], Shard) and placements[i].dim == placement.dim
-        )
+    for i, placement in sharded:
+        later = prod(mesh[j] for j, other in sharded if j > i and other.dim == placement.dim)
         strides = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
         if strides > 1 and strides == later:
-            afterwards.insert(0, Split(placement.dim, mesh[dim], coordinate[dim]))
+            afterwards.insert(0, Split(placement.dim, mesh[i], coordinate[i]))
         else:
-            splits.append(Split(placement.dim, mesh[dim], coordinate[dim], strides))
+            splits.append(Split(placement.dim, mesh[i], coordinate[i], strides))
     return (*splits, *afterwards)
 
 

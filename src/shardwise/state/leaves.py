@@ -41,7 +41,7 @@ class TensorLeaf:
     shape: tuple[int, ...]
     fragments: tuple[Fragment, ...]
     identity: object = None
-    finish: Callable[[], None] | None = None
+    finish: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True, slots=True)

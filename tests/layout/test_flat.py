@@ -1,0 +1,57 @@
+"""Flattened ranges as boxes, against numpy's row-major order."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.errors import LayoutError
+from shardwise.layout import boxes_of_range
+
+Range = tuple[tuple[int, ...], int, int]
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> Range:
+    """A shape, and a range of its elements."""
+    shape = tuple(draw(st.lists(st.integers(0, 6), max_size=4)))
+    size = math.prod(shape)
+    start, stop = sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size))))
+    return shape, start, stop
+
+
+@given(ranges())
+def test_boxes_laid_end_to_end_are_the_range(case: Range) -> None:
+    shape, start, stop = case
+    flat = np.arange(math.prod(shape))
+    boxes = boxes_of_range(shape, start, stop)
+    parts = [flat.reshape(shape)[box.slices()].reshape(-1) for box in boxes]
+    found = np.concatenate([flat[:0], *parts])
+    assert found.tolist() == flat[start:stop].tolist()
+    assert all(box.size for box in boxes)
+
+
+@given(ranges())
+def test_boxes_are_few_and_each_is_contiguous(case: Range) -> None:
+    shape, start, stop = case
+    boxes = boxes_of_range(shape, start, stop)
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    flat = np.arange(math.prod(shape)).reshape(shape)
+    for box in boxes:
+        elements = flat[box.slices()].reshape(-1)
+        assert elements[-1] - elements[0] == len(elements) - 1
+
+
+def test_as_many_boxes_as_the_bound_allows_are_met() -> None:
+    assert len(boxes_of_range((3, 3, 3), 1, 26)) == 5
+    assert len(boxes_of_range((3, 3), 1, 8)) == 3
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 7)])
+def test_a_range_outside_is_refused(start: int, stop: int) -> None:
+    with pytest.raises(LayoutError, match="not inside"):
+        boxes_of_range((2, 3), start, stop)

@@ -1,0 +1,157 @@
+"""Plans used again: only for the same structure, on all ranks or on none, for today's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.plan.cache import PlanCache
+from shardwise.plan.save import Share
+from shardwise.testing.threads import ThreadGroup, run_ranks
+
+WORLD = 2
+ROWS = 8
+State = dict[str, object]
+Make = Callable[[int, int], State]
+
+
+def state_of(rank: int, seed: int, *, count: int = 40) -> State:
+    """Sharded and replicated tensors whose values tell the save that they belong to."""
+    half = ROWS // WORLD
+    state: State = {}
+    for i in range(count):
+        values = torch.full((half, 4), float(1000 * seed + 10 * i + rank))
+        part = sw.Box((rank * half, 0), (half, 4))
+        state[f"layers.{i}.weight"] = sw.Shards((ROWS, 4), torch.float32, [(part, values)])
+        state[f"layers.{i}.bias"] = torch.full((4,), float(1000 * seed + i))
+    return state
+
+
+def saved_twice(folder: Path, first: Make, second: Make) -> list[list[sw.SaveReport]]:
+    """The reports of two saves that share plans, by rank; the second is loaded and compared."""
+
+    def save(group: ThreadGroup) -> list[sw.SaveReport]:
+        plans = PlanCache()
+        reports = [
+            sw.save(folder / f"{i}", make(group.rank, i), group=group, plans=plans)
+            for i, make in enumerate([first, second])
+        ]
+        assert plans.hits == reports[1].plan_cached
+        assert plans.misses == 2 - plans.hits
+        return reports
+
+    reports = run_ranks(WORLD, save)
+    for rank in range(WORLD):
+        assert_holds(folder / "1", second(rank, 1))
+    return reports
+
+
+def assert_holds(place: Path, state: State) -> None:
+    """The checkpoint has the values of this state."""
+    checkpoint = sw.open(place)
+    for name, value in state.items():
+        saved = checkpoint[name]
+        assert isinstance(saved, sw.SavedTensor)
+        parts = value.fragments if isinstance(value, sw.Shards) else ()
+        for part in parts:
+            assert torch.equal(saved[part.box.slices()], part.data)
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(saved[...], value)
+
+
+def test_a_plan_is_used_again_and_moves_the_bytes_of_today(tmp_path: Path) -> None:
+    reports = saved_twice(tmp_path, state_of, state_of)
+    assert [[report.plan_cached for report in ranks] for ranks in reports] == [[False, True]] * 2
+
+
+def test_a_cached_plan_needs_little_talk(tmp_path: Path) -> None:
+    def large(rank: int, seed: int) -> State:
+        return state_of(rank, seed, count=400)
+
+    reports = saved_twice(tmp_path, large, large)
+    missed, hit = (sum(ranks[i].bytes_communicated for ranks in reports) for i in range(2))
+    assert 0 < hit <= 0.05 * missed
+
+
+def renamed(rank: int, seed: int) -> State:
+    state = state_of(rank, seed)
+    state["other"] = state.pop("layers.7.bias")
+    return state
+
+
+def reshaped(rank: int, seed: int) -> State:
+    return state_of(rank, seed) | {"layers.7.bias": torch.full((5,), float(seed))}
+
+
+def retyped(rank: int, seed: int) -> State:
+    return state_of(rank, seed) | {"layers.7.bias": torch.full((4,), seed, dtype=torch.int32)}
+
+
+def resharded(rank: int, seed: int) -> State:
+    """The same shards, but for one tensor, whose ranks have changed places."""
+    state = state_of(rank, seed)
+    state["layers.7.weight"] = state_of(1 - rank, seed)["layers.7.weight"]
+    return state
+
+
+def tied(rank: int, seed: int) -> State:
+    state = state_of(rank, seed)
+    return state | {"layers.7.bias": state["layers.6.bias"]}
+
+
+def changed_on_one_rank(rank: int, seed: int) -> State:
+    """Rank 1 no longer has its replica, and rank 0 describes what it did before."""
+    state = state_of(rank, seed)
+    if rank == 1:
+        state["layers.7.bias"] = sw.Shards((4,), torch.float32, [])
+    return state
+
+
+@pytest.mark.parametrize(
+    "second", [renamed, reshaped, retyped, resharded, tied, changed_on_one_rank]
+)
+def test_another_structure_is_planned_anew(tmp_path: Path, second: Make) -> None:
+    reports = saved_twice(tmp_path, state_of, second)
+    assert [[report.plan_cached for report in ranks] for ranks in reports] == [[False, False]] * 2
+
+
+def test_memory_that_has_moved_is_read_where_it_lies_now(tmp_path: Path) -> None:
+    def moving(rank: int, seed: int) -> State:
+        """The same names and boxes; other memory, of other strides, of other values."""
+        state = state_of(rank, seed)
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[name] = torch.stack([value, -value], dim=1)[:, 0] if seed else value
+        return state
+
+    reports = saved_twice(tmp_path, moving, moving)
+    assert reports[0][1].plan_cached
+
+
+def test_plain_values_of_a_cached_plan_are_those_of_today(tmp_path: Path) -> None:
+    def counting(rank: int, seed: int) -> State:
+        return {**state_of(rank, seed), "step": 100 + seed}
+
+    def save(group: ThreadGroup) -> None:
+        plans = PlanCache()
+        for i in range(2):
+            sw.save(tmp_path / f"{i}", counting(group.rank, i), group=group, plans=plans)
+
+    run_ranks(WORLD, save)
+    assert [sw.open(tmp_path / f"{i}")["step"] for i in range(2)] == [100, 101]
+
+
+def test_the_least_recently_used_plan_makes_room() -> None:
+    none = np.zeros(0, np.int64)
+    share = Share(none, none.reshape(0, 0), none.reshape(0, 0))
+    cache = PlanCache(capacity=2)
+    cache.put(b"a", share, None)
+    cache.put(b"b", share, None)
+    assert cache.get(b"a") is not None
+    cache.put(b"c", share, None)
+    assert [cache.get(key) is not None for key in (b"a", b"b", b"c")] == [True, False, True]

@@ -1,0 +1,218 @@
+"""What is read: each wanted element from where it lies, each block once, no block for nothing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.layout import Box
+from shardwise.manifest.table import Pieces
+from shardwise.plan.load import LoadPlan, Source, plan_load
+
+BLOCK = 64
+DIMS = 3
+Int = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tensors cut into pieces that lie in files, and boxes of them that are wanted."""
+
+    shapes: list[tuple[int, ...]]
+    itemsizes: list[int]
+    pieces: list[tuple[int, Box]]
+    files: list[int]
+    gaps: list[int]
+    wanted: list[tuple[int, Box]]
+    largest_read: int
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    edges = [sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
+    return Box(tuple(a for a, _ in edges), tuple(b - a for a, b in edges))
+
+
+def halves(box: Box, dim: int) -> list[Box]:
+    """A box cut across a dimension."""
+    at = box.shape[dim] // 2
+    first, second = list(box.shape), list(box.shape)
+    offset = list(box.offset)
+    first[dim], second[dim], offset[dim] = at, box.shape[dim] - at, box.offset[dim] + at
+    return [Box(box.offset, tuple(first)), Box(tuple(offset), tuple(second))]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    shapes = draw(st.lists(st.tuples(*[st.integers(1, 12)] * DIMS), min_size=1, max_size=3))
+    pieces: list[tuple[int, Box]] = []
+    for i, shape in enumerate(shapes):
+        parts = [Box.whole(shape)]
+        for dim in draw(st.lists(st.integers(0, DIMS - 1), max_size=3)):
+            parts = [half for part in parts for half in halves(part, dim) if half.size]
+        pieces += [(i, part) for part in parts]
+    tensors = st.integers(0, len(shapes) - 1)
+    owners = draw(st.lists(tensors, max_size=6))
+    return Case(
+        shapes,
+        [draw(st.sampled_from([1, 2, 4, 8])) for _ in shapes],
+        pieces,
+        [draw(st.integers(0, 2)) for _ in pieces],
+        [draw(st.integers(0, 40)) for _ in pieces],
+        [(i, draw(boxes(shapes[i]))) for i in owners],
+        draw(st.sampled_from([BLOCK, 3 * BLOCK, 100 * BLOCK])),
+    )
+
+
+def source_of(case: Case) -> tuple[Source, list[int]]:
+    """Pieces one after another in their files, with gaps; and the number of each file's bytes."""
+    ends = [0, 0, 0]
+    starts = []
+    for (tensor, box), file, gap in zip(case.pieces, case.files, case.gaps, strict=True):
+        starts.append(ends[file] + gap)
+        ends[file] = starts[-1] + box.size * case.itemsizes[tensor]
+    data_at = [0, 24, 4096]
+    pieces = Pieces(
+        np.array([tensor for tensor, _ in case.pieces], np.int64),
+        np.array(case.files, np.int64),
+        np.array(starts, np.int64),
+        np.array([box.offset for _, box in case.pieces], np.int64).reshape(-1, DIMS),
+        np.array([box.shape for _, box in case.pieces], np.int64).reshape(-1, DIMS),
+    )
+    covered = [at + end + 8 for at, end in zip(data_at, ends, strict=True)]
+    columns = (np.array(case.itemsizes), np.array(data_at), np.array(covered))
+    return Source(pieces, *columns), covered
+
+
+def wanted_of(case: Case) -> tuple[Int, Int, Int]:
+    return (
+        np.array([tensor for tensor, _ in case.wanted], np.int64),
+        np.array([box.offset for _, box in case.wanted], np.int64).reshape(-1, DIMS),
+        np.array([box.shape for _, box in case.wanted], np.int64).reshape(-1, DIMS),
+    )
+
+
+def needed_blocks(case: Case, source: Source) -> set[tuple[int, int]]:
+    """The blocks in which the bytes of wanted elements lie: element by element."""
+    blocks = set()
+    for (tensor, box), file, start in zip(
+        case.pieces, source.pieces.file.tolist(), source.pieces.start.tolist(), strict=True
+    ):
+        itemsize = case.itemsizes[tensor]
+        first = int(source.data_at[file]) + start
+        place = first + itemsize * np.arange(box.size).reshape(box.shape)
+        for other, wanted in case.wanted:
+            common = box.intersect(wanted) if other == tensor else None
+            if common is not None:
+                bytes_at = place[common.relative_to(box.offset).slices()].reshape(-1)
+                for low in bytes_at.tolist():
+                    last = (low + itemsize - 1) // BLOCK
+                    blocks |= {(file, low // BLOCK), (file, last)}
+    return blocks
+
+
+def read_blocks(plan: LoadPlan) -> list[tuple[int, int]]:
+    spans = plan.spans
+    return [
+        (int(file), block)
+        for file, low, high in zip(spans.file, spans.low, spans.high, strict=True)
+        for block in range(int(low) // BLOCK, -(-int(high) // BLOCK))
+    ]
+
+
+@settings(deadline=None)
+@given(cases())
+def test_blocks_are_read_once_and_whole(case: Case) -> None:
+    source, covered = source_of(case)
+    plan = plan_load(source, wanted_of(case), largest_read=case.largest_read, block=BLOCK)
+    read = read_blocks(plan)
+    assert len(read) == len(set(read))
+    assert needed_blocks(case, source) <= set(read)
+    for file, low, high in zip(plan.spans.file, plan.spans.low, plan.spans.high, strict=True):
+        assert low % BLOCK == 0
+        assert high % BLOCK == 0 or high == covered[int(file)]
+        assert 0 < high - low <= case.largest_read
+    assert plan.bytes_read == int((plan.spans.high - plan.spans.low).sum())
+
+
+@settings(deadline=None)
+@given(cases())
+def test_no_whole_block_is_read_for_nothing(case: Case) -> None:
+    source, _ = source_of(case)
+    plan = plan_load(source, wanted_of(case), largest_read=case.largest_read, block=BLOCK)
+    assert set(read_blocks(plan)) == needed_blocks(case, source)
+
+
+@settings(deadline=None)
+@given(cases())
+def test_every_wanted_element_is_transferred_once(case: Case) -> None:
+    source, _ = source_of(case)
+    plan = plan_load(source, wanted_of(case), largest_read=case.largest_read, block=BLOCK)
+    times = [np.zeros(shape, int) for shape in case.shapes]
+    expected = [np.zeros(shape, int) for shape in case.shapes]
+    for tensor, box in case.wanted:
+        expected[tensor][box.slices()] += 1
+    moves = plan.transfers
+    for i in range(len(moves)):
+        piece, wanted = int(moves.piece[i]), int(moves.fragment[i])
+        tensor, saved = case.pieces[piece]
+        box = Box(tuple(moves.offset[i].tolist()), tuple(moves.shape[i].tolist()))
+        assert case.wanted[wanted][0] == tensor
+        assert saved.contains(box)
+        assert case.wanted[wanted][1].contains(box)
+        times[tensor][box.slices()] += 1
+    assert all((a == b).all() for a, b in zip(times, expected, strict=True))
+    needed = sum(box.size * case.itemsizes[tensor] for tensor, box in case.wanted)
+    assert plan.bytes_needed == needed
+
+
+@settings(deadline=None)
+@given(cases())
+def test_a_span_serves_just_the_transfers_that_touch_it(case: Case) -> None:
+    source, _ = source_of(case)
+    plan = plan_load(source, wanted_of(case), largest_read=case.largest_read, block=BLOCK)
+    moves, spans = plan.transfers, plan.spans
+    for i in range(len(spans)):
+        served = set(spans.rows[spans.first[i] : spans.first[i + 1]].tolist())
+        touching = (moves.file == spans.file[i]) & (moves.low < spans.high[i])
+        touching &= moves.high > spans.low[i]
+        assert served == set(np.flatnonzero(touching).tolist())
+
+
+def test_a_column_of_long_rows_costs_a_block_a_row() -> None:
+    rows, columns = 32, 4096
+    pieces = Pieces(
+        np.zeros(1, np.int64),
+        np.zeros(1, np.int64),
+        np.zeros(1, np.int64),
+        np.zeros((1, 2), np.int64),
+        np.array([[rows, columns]]),
+    )
+    covered = np.array([rows * columns * 4])
+    source = Source(pieces, np.array([4]), np.array([0]), covered)
+    wanted = np.zeros(1, np.int64), np.array([[0, 7]]), np.array([[rows, 1]])
+    plan = plan_load(source, wanted, largest_read=1 << 20, block=BLOCK)
+    assert plan.bytes_read == rows * BLOCK
+    assert plan.bytes_needed == rows * 4
+
+
+def test_neighbouring_pieces_are_one_read() -> None:
+    count, nbytes = 1000, 64
+    pieces = Pieces(
+        np.arange(count),
+        np.zeros(count, np.int64),
+        np.arange(count) * nbytes,
+        np.zeros((count, 1), np.int64),
+        np.full((count, 1), nbytes),
+    )
+    total = count * nbytes
+    source = Source(pieces, np.ones(count, np.int64), np.array([0]), np.array([total]))
+    wanted = np.arange(count), np.zeros((count, 1), np.int64), np.full((count, 1), nbytes)
+    plan = plan_load(source, wanted, largest_read=1 << 20)
+    assert len(plan.spans) == 1
+    assert plan.bytes_read == math.prod((count, nbytes))

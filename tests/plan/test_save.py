@@ -1,0 +1,276 @@
+"""Who writes what: every element once, ranks evenly, the same plan every time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.errors import LayoutError, MismatchError
+from shardwise.layout import Box
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.manifest import Manifest, TensorEntry, encode_tensors, piece_runs
+from shardwise.manifest.table import Pieces, expand_runs
+from shardwise.plan.description import Description, columns_of, decode_description
+from shardwise.plan.save import SavePlan, decode_share, plan_save
+from shardwise.testing.strategies import Holding, Tensor, holdings, tensors
+
+MIB = 1 << 20
+Held = list[tuple[Tensor, list[Box]]]
+
+
+def described(held: Held, ties: tuple[tuple[str, str], ...] = ()) -> Description:
+    """What a rank that holds these boxes says of itself."""
+    dims = max((len(tensor.shape) for tensor, _ in held), default=0)
+    rows = [(i, box) for i, (_, boxes) in enumerate(held) for box in boxes]
+    return Description(
+        tuple(tensor.name for tensor, _ in held),
+        tuple(tensor.dtype for tensor, _ in held),
+        tuple(tensor.shape for tensor, _ in held),
+        np.array([i for i, _ in rows], np.int64),
+        columns_of([box.offset for _, box in rows], dims, 0),
+        columns_of([box.shape for _, box in rows], dims, 1),
+        ties,
+    )
+
+
+def pieces_of(plan: SavePlan) -> Pieces:
+    manifest = Manifest(
+        save_id="0" * 16,
+        step=None,
+        created="",
+        world_size=max(1, len(plan.shares)),
+        files=(),
+        objects=(),
+        tensors=plan.tensors,
+    )
+    return expand_runs(piece_runs(manifest))
+
+
+def written_bytes(plan: SavePlan, itemsize: int) -> list[int]:
+    """Tensor bytes that each rank writes, all of one item size."""
+    return [int(share.shape.prod(axis=1).sum()) * itemsize for share in plan.shares]
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[list[Tensor], list[Holding], int]:
+    world = draw(st.integers(1, 6))
+    listed = draw(tensors(most=5))
+    return listed, [draw(holdings(tensor.shape, world)) for tensor in listed], world
+
+
+@settings(deadline=None)
+@given(worlds())
+def test_every_element_is_written_once_by_a_rank_that_holds_it(
+    case: tuple[list[Tensor], list[Holding], int],
+) -> None:
+    listed, held, world = case
+    ranks = [
+        [(tensor, list(boxes[rank])) for tensor, boxes in zip(listed, held, strict=True)]
+        for rank in range(world)
+    ]
+    descriptions = [described(each) for each in ranks]
+    plan = plan_save(descriptions)
+    times = {tensor.name: np.zeros(tensor.shape, int) for tensor in listed}
+    for description, share in zip(descriptions, plan.shares, strict=True):
+        share = decode_share(share.encode())
+        for fragment, offset, shape in zip(
+            share.fragment.tolist(), share.offset.tolist(), share.shape.tolist(), strict=True
+        ):
+            tensor = int(description.tensor[fragment])
+            n = len(description.shapes[tensor])
+            own = Box(
+                tuple(description.offset[fragment, :n].tolist()),
+                tuple(description.shape[fragment, :n].tolist()),
+            )
+            box = Box(tuple(offset[:n]), tuple(shape[:n]))
+            assert own.contains(box)
+            times[description.names[tensor]][box.slices()] += 1
+    assert all((each == 1).all() for each in times.values())
+    sizes = {t.name: math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in listed}
+    assert plan.bytes_stored == sum(sizes.values())
+
+
+@settings(deadline=None)
+@given(worlds())
+def test_the_manifest_says_where_each_share_lies(
+    case: tuple[list[Tensor], list[Holding], int],
+) -> None:
+    listed, held, world = case
+    descriptions = [
+        described([(t, list(boxes[rank])) for t, boxes in zip(listed, held, strict=True)])
+        for rank in range(world)
+    ]
+    plan = plan_save(descriptions)
+    pieces = pieces_of(plan)
+    found = {
+        (
+            plan.files[int(pieces.file[i])],
+            int(pieces.start[i]),
+            plan.tensors[int(pieces.tensor[i])].name,
+            tuple(pieces.offset[i].tolist()),
+            tuple(pieces.shape[i].tolist()),
+        )
+        for i in range(len(pieces))
+    }
+    expected = set()
+    for rank, (description, share) in enumerate(zip(descriptions, plan.shares, strict=True)):
+        start = 0
+        for row, fragment in enumerate(share.fragment.tolist()):
+            tensor = int(description.tensor[fragment])
+            offset, shape = share.offset[row].tolist(), share.shape[row].tolist()
+            expected.add((rank, start, description.names[tensor], tuple(offset), tuple(shape)))
+            itemsize = DTYPES[description.dtypes[tensor]].itemsize
+            assert start % itemsize == 0
+            start += math.prod(shape) * itemsize
+    assert found == expected
+
+
+def replicated(rank: int) -> Held:
+    """DDP of 8 ranks: layers of several sizes, all of them on all ranks."""
+    shapes = [(4096, 4096), (4096,), (11008, 4096), (4096, 11008), (4096,)] * 4
+    return [(Tensor(f"w{i}", "float32", s), [Box.whole(s)]) for i, s in enumerate(shapes)]
+
+
+def one_giant(rank: int) -> Held:
+    """An embedding that is most of the model, and small layers."""
+    shapes = [(256_000, 4096), (1024, 1024), (1024,)]
+    return [(Tensor(f"w{i}", "float32", s), [Box.whole(s)]) for i, s in enumerate(shapes)]
+
+
+def one_flat(rank: int) -> Held:
+    """One tensor of one dimension."""
+    shape = (1_000_000_007,)
+    return [(Tensor("flat", "float32", shape), [Box.whole(shape)])]
+
+
+def few_long_rows(rank: int) -> Held:
+    """A tensor whose rows are fewer than the ranks, and far larger than a grain."""
+    shape = (3, 1 << 28)
+    return [(Tensor("rows", "float32", shape), [Box.whole(shape)])]
+
+
+def hybrid(rank: int) -> Held:
+    """HSDP: sharded over 4, replicated over 2; norms on all."""
+    part = rank % 4
+    shapes = [(8192, 2048), (2048, 8192), (2048, 2048)] * 4
+    held: Held = [
+        (Tensor(f"w{i}", "float32", (n, m)), [Box((part * n // 4, 0), (n // 4, m))])
+        for i, (n, m) in enumerate(shapes)
+    ]
+    return [*held, (Tensor("norm", "float32", (2048,)), [Box.whole((2048,))])]
+
+
+def mixture(rank: int) -> Held:
+    """Experts over 4 ranks, each on 2; a dense part on all, that evens out what experts cannot."""
+    experts = [(f"expert{i}", (1024, 4096 if i % 3 else 2048)) for i in range(16)]
+    mine = {name for i, (name, _) in enumerate(experts) if i % 4 == rank % 4}
+    dense = [(f"attention{i}", (4096, 4096)) for i in range(6)]
+    held: Held = [
+        (Tensor(name, "float32", shape), [Box.whole(shape)] if name in mine else [])
+        for name, shape in experts
+    ]
+    return held + [(Tensor(name, "float32", s), [Box.whole(s)]) for name, s in dense]
+
+
+def many_small(rank: int) -> Held:
+    """Two thousand tensors that are none of them worth cutting."""
+    shapes = [(64 + i % 7, 256) for i in range(2000)]
+    return [(Tensor(f"w{i}", "float32", s), [Box.whole(s)]) for i, s in enumerate(shapes)]
+
+
+@pytest.mark.parametrize(
+    "hold", [replicated, one_giant, one_flat, few_long_rows, hybrid, mixture, many_small]
+)
+def test_no_rank_writes_more_than_its_part(hold: Callable[[int], Held]) -> None:
+    plan = plan_save([described(hold(rank)) for rank in range(8)])
+    loads = written_bytes(plan, itemsize=4)
+    assert sum(loads) == plan.bytes_stored
+    assert max(loads) <= 1.1 * sum(loads) / len(loads)
+    assert min(loads) > 0
+
+
+def test_of_overlapping_replica_sets_no_rank_writes_two() -> None:
+    def pairs(rank: int) -> Held:
+        """Tensor i is on ranks i and i + 1, so that no two replica sets are alike."""
+        shape = (1024, 4096)
+        return [
+            (Tensor(f"w{i}", "float32", shape), [Box.whole(shape)] if rank in (i, i + 1) else [])
+            for i in range(7)
+        ]
+
+    loads = written_bytes(plan_save([described(pairs(rank)) for rank in range(8)]), itemsize=4)
+    assert max(loads) <= 16 * MIB
+
+
+@pytest.mark.parametrize("hold", [replicated, hybrid, mixture])
+def test_the_plan_is_the_same_every_time(hold: Callable[[int], Held]) -> None:
+    first, second = (plan_save([described(hold(rank)) for rank in range(8)]) for _ in range(2))
+    assert encode_tensors(first.tensors) == encode_tensors(second.tensors)
+    assert [s.encode() for s in first.shares] == [s.encode() for s in second.shares]
+
+
+def test_regular_shardings_are_folded_into_rules() -> None:
+    shape = (256, 1024)
+    plan = plan_save(
+        [
+            described(
+                [(Tensor(f"w{i}", "float32", shape), [Box((rank, 0), (1, 1024))]) for i in (0, 1)]
+            )
+            for rank in range(256)
+        ]
+    )
+    assert [len(tensor.pieces) for tensor in plan.tensors] == [1, 1]
+    assert len(pieces_of(plan)) == 512
+
+
+def refused(*ranks: Held) -> Callable[[], SavePlan]:
+    return lambda: plan_save([described(held) for held in ranks])
+
+
+def test_holes_and_uneven_overlaps_are_refused() -> None:
+    tensor = Tensor("w", "float32", (4, 4))
+    with pytest.raises(LayoutError, match="w \\[4, 4\\]"):
+        refused([(tensor, [Box((0, 0), (2, 4))])], [(tensor, [Box((3, 0), (1, 4))])])()
+    with pytest.raises(LayoutError, match="rank 1 has \\[1:4,0:4\\]"):
+        refused([(tensor, [Box((0, 0), (2, 4))])], [(tensor, [Box((1, 0), (3, 4))])])()
+
+
+def test_every_disagreement_is_listed() -> None:
+    whole = [Box.whole((2,))]
+    with pytest.raises(MismatchError) as caught:
+        refused(
+            [(Tensor("a", "float32", (2,)), whole), (Tensor("b", "int8", (2,)), whole)],
+            [(Tensor("a", "float16", (2,)), whole), (Tensor("b", "int8", (3,)), [])],
+        )()
+    assert [line.split(":")[0] for line in caught.value.problems] == ["a", "b"]
+
+
+def test_a_tie_on_one_rank_only_is_refused() -> None:
+    tensor, other = Tensor("a", "float32", (2,)), Tensor("b", "float32", (2,))
+    whole = [Box.whole((2,))]
+    tied = described([(tensor, whole)], ties=(("b", "a"),))
+    assert plan_save([tied, tied]).tensors[1] == TensorEntry("b", "float32", (2,), (), "a")
+    with pytest.raises(LayoutError, match="tie it on all ranks"):
+        plan_save([tied, described([(tensor, whole), (other, whole)])])
+
+
+@given(tensors(most=4), st.data())
+def test_a_description_survives_its_encoding(listed: Sequence[Tensor], data: st.DataObject) -> None:
+    held = [(t, list(itertools.chain(*data.draw(holdings(t.shape, 2))))) for t in listed]
+    description = described(held, ties=(("x", "t0"),))
+    again = decode_description(description.encode())
+    assert again.encode() == description.encode()
+    assert (again.names, again.dtypes, again.shapes) == (
+        description.names,
+        description.dtypes,
+        description.shapes,
+    )
+    assert (again.tensor == description.tensor).all()
+    assert (again.offset == description.offset).all()
+    assert (again.shape == description.shape).all()
