@@ -14,7 +14,7 @@ class Shape:
     """About 2.8 million parameters."""
 
     vocabulary: int = 256
-    context: int = 128
+    context: int = 64
     width: int = 192
     heads: int = 6
     blocks: int = 6

@@ -20,6 +20,7 @@ from shardwise.engine.neighbours import Neighbours
 from shardwise.engine.opened import Opened
 from shardwise.engine.read import read_alone, read_together
 from shardwise.errors import MismatchError
+from shardwise.manifest.checksums import BLOCK, block_count
 from shardwise.plan.description import columns_of
 from shardwise.plan.load import LoadPlan, Spans, assign_transfers, plan_load, wanted_columns
 from shardwise.plan.saved import SavedState
@@ -186,7 +187,9 @@ class GroupFilling:
         shared = share_reads(everyone, largest_read=self._arena.chunk)
         if len(neighbours) == 1 or bytes_saved(everyone, shared) < WORTH_SHARING:
             return fill(self.filling, opened, self._arena, verify=verify)
-        rings = neighbours.rings(shared, self._arena.threads, self._arena.chunk)
+        slots = min(self._arena.threads, int(np.bincount(shared.reader).max()))
+        largest = BLOCK * block_count(int((shared.high - shared.low).max()))
+        rings = neighbours.rings(shared, slots, largest)
         own = shared.reader == neighbours.index
         try:
             readers = _open_readers(shared.file[own], opened, self._cleanup, verify=verify)

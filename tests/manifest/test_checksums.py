@@ -1,0 +1,32 @@
+"""Checksums of blocks: zlib's, and no altered byte goes unseen."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.manifest.checksums import BLOCK, block_checksums, block_count, crc32, damaged_blocks
+
+
+@given(st.binary(max_size=300))
+def test_the_checksum_is_that_of_zlib(data: bytes) -> None:
+    assert crc32(data) == zlib.crc32(data)
+
+
+@given(st.integers(0, 3 * BLOCK), st.integers(0, 2**32))
+def test_an_altered_byte_is_found_in_its_block(size: int, where: int) -> None:
+    data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    sums = block_checksums(data)
+    assert len(sums) == block_count(size)
+    assert damaged_blocks(data, sums) == []
+    if size:
+        data[where % size] ^= 1 << where % 8
+        assert damaged_blocks(data, sums) == [where % size // BLOCK]
+
+
+def test_a_short_last_block_is_covered() -> None:
+    data = np.ones(BLOCK + 1, np.uint8)
+    assert block_checksums(data).tolist() == [zlib.crc32(data[:BLOCK]), zlib.crc32(data[BLOCK:])]

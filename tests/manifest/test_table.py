@@ -1,0 +1,93 @@
+"""Pieces folded into runs, and back."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.manifest.manifest import (
+    Manifest,
+    TensorEntry,
+    decode_manifest,
+    encode_manifest,
+    piece_entries,
+    piece_runs,
+)
+from shardwise.manifest.table import SHORTEST_RUN, Pieces, expand_runs, find_runs
+
+SHAPE = (64, 64)
+Row = tuple[int, int, int, tuple[int, int], tuple[int, int]]
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> list[Row]:
+    """Progressions, one after another, and single pieces between them."""
+    listed: list[Row] = []
+    small = st.integers(0, 3)
+    for tensor in range(draw(st.integers(0, 3))):
+        for _ in range(draw(st.integers(0, 3))):
+            file, start, offset = draw(
+                st.tuples(small, st.integers(0, 99), st.tuples(small, small))
+            )
+            shape = draw(st.tuples(st.integers(1, 2), st.integers(1, 2)))
+            step = draw(st.tuples(st.integers(0, 2), small, small, small))
+            for k in range(draw(st.integers(1, 6))):
+                box = (offset[0] + k * step[2], offset[1] + k * step[3]), shape
+                listed.append((tensor, file + k * step[0], start + k * step[1], *box))
+    return listed
+
+
+def pieces_of(listed: list[Row]) -> Pieces:
+    """Rows as columns."""
+    plain = np.array([row[:3] for row in listed], np.int64).reshape(-1, 3)
+    boxes = np.array([row[3:] for row in listed], np.int64).reshape(-1, 2, 2)
+    return Pieces(plain[:, 0], plain[:, 1], plain[:, 2], boxes[:, 0], boxes[:, 1])
+
+
+def rows_of(pieces: Pieces) -> list[Row]:
+    """Columns as rows."""
+    columns = (
+        pieces.tensor.tolist(),
+        pieces.file.tolist(),
+        pieces.start.tolist(),
+        map(tuple, pieces.offset.tolist()),
+        map(tuple, pieces.shape.tolist()),
+    )
+    return list(zip(*columns, strict=True))  # type: ignore[arg-type]
+
+
+@given(rows())
+def test_expanding_undoes_folding(listed: list[Row]) -> None:
+    runs = find_runs(pieces_of(listed))
+    assert rows_of(expand_runs(runs)) == listed
+    assert all(count == 1 or count >= SHORTEST_RUN for count in runs.count.tolist())
+
+
+@given(rows())
+def test_runs_survive_the_manifest(listed: list[Row]) -> None:
+    runs = find_runs(pieces_of(listed))
+    entries = piece_entries(runs, [2, 2, 2])
+    tensors = tuple(
+        TensorEntry(f"t{i}", "uint8", SHAPE, tuple(own)) for i, own in enumerate(entries)
+    )
+    manifest = Manifest(
+        save_id="0" * 16,
+        step=None,
+        created="",
+        world_size=1,
+        files=(),
+        objects=(),
+        tensors=tensors,
+    )
+    again = decode_manifest(encode_manifest(manifest))
+    assert again == manifest
+    assert rows_of(expand_runs(piece_runs(again))) == listed
+
+
+def test_a_regular_sharding_is_one_rule_however_many_ranks() -> None:
+    ranks = 16_384
+    listed: list[Row] = [(0, rank, 4096, (8 * rank, 0), (8, 64)) for rank in range(ranks)]
+    runs = find_runs(pieces_of(listed))
+    assert len(runs.count) == 1
+    assert rows_of(expand_runs(runs)) == listed
