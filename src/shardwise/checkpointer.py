@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType, TracebackType
@@ -283,7 +284,10 @@ class Checkpointer:
     def _collect(self, _: list[bytes]) -> bytes:
         for name in self._root.list():
             if step_of_directory(name) is not None:
-                collect_leftovers(self._root.at(name))
+                store = self._root.at(name)
+                with suppress(OSError):  # a root that is only read has leftovers too
+                    collect_leftovers(store)
+                    store.remove()  # if it is empty
         return b""
 
 

@@ -23,18 +23,15 @@ def collect_leftovers(store: Store, *, own_lock: str | None = None) -> list[str]
         The names that were removed.
     """
     names = [name for name in store.list() if name != own_lock]
-    try:
-        manifest = decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
-        committed = {file.name for file in manifest.files}
-    except FileNotFoundError:
-        committed = set()
-    except FormatError:
-        return []
     removed = []
     with ExitStack() as locks:
         for name in filter(is_lock_file, names):
             if not locks.enter_context(store.hold(name, shared=False)):
                 return []
+        # Only now, when whoever wrote a file that is listed has published it, or never will.
+        committed = _committed_files(store)
+        if committed is None:
+            return []
         for name in names:
             if made_by_save(name) and name not in committed:
                 store.delete(name)
@@ -42,3 +39,14 @@ def collect_leftovers(store: Store, *, own_lock: str | None = None) -> list[str]
         if removed and not store.list():
             store.remove()
     return removed
+
+
+def _committed_files(store: Store) -> set[str] | None:
+    """The files that the manifest names, if there is one; None if it cannot be read."""
+    try:
+        manifest = decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
+    except FileNotFoundError:
+        return set()
+    except FormatError:
+        return None
+    return {file.name for file in manifest.files}

@@ -19,7 +19,7 @@ from shardwise.engine.leftovers import collect_leftovers
 from shardwise.engine.memory import memory_of
 from shardwise.engine.replicas import check_replicas
 from shardwise.engine.write import PieceSource, write_data_file
-from shardwise.errors import CheckpointExistsError, LostRankError, MismatchError
+from shardwise.errors import CheckpointExistsError, LostRankError, MismatchError, StoreError
 from shardwise.events import Recorder
 from shardwise.layout import Box
 from shardwise.manifest.datafile import DataFile, lay_out
@@ -189,7 +189,8 @@ class _Save:
             collect_leftovers(self._store)
             save_id = new_save_id()
             cleanup.callback(self._discard_lock, save_id)
-            cleanup.enter_context(self._store.hold(lock_file(save_id), shared=False))
+            if not cleanup.enter_context(self._store.hold(lock_file(save_id), shared=False)):
+                raise StoreError(f"{self._store}: no lock could be made; is it writable?")
             cached = all(request.cached for request in requests)
             first_with = {request.values: i for i, request in reversed(list(enumerate(requests)))}
             speakers = set(first_with.values())
@@ -343,8 +344,8 @@ class _Save:
             tensors=(),
         )
         encoded = encode_manifest(manifest, known.tensors)
-        self._refuse_existing()
         try:
+            self._refuse_existing()
             self._store.publish(MANIFEST, encoded, replace=self._options.overwrite)
         except FileExistsError as error:
             for file in files:

@@ -73,7 +73,7 @@ def _on_mesh(
     placements: list[tuple[int, int] | None],
     rank: int,
 ) -> tuple[Box, ...]:
-    coordinate = []
+    coordinate: list[int] = []
     for size in reversed(mesh):
         rank, index = divmod(rank, size)
         coordinate.insert(0, index)

@@ -16,16 +16,36 @@ TIMEOUT = 60.0
 
 @dataclass(slots=True)
 class _Table:
-    """Where the ranks put what they say; the barrier keeps turns apart."""
+    """Where the ranks put what they say, and wait until all have come as often as they have."""
 
     size: int
     timeout: float
-    barrier: threading.Barrier = field(init=False)
     parts: list[bytes] = field(init=False)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _arrived: int = 0
+    _turn: int = 0
+    _ended: bool = False
 
     def __post_init__(self) -> None:
-        self.barrier = threading.Barrier(self.size, timeout=self.timeout)
         self.parts = [b""] * self.size
+
+    def meet(self) -> bool:
+        """Wait for all ranks; False if one of those still missing has ended, or time is up."""
+        with self._changed:
+            turn = self._turn
+            self._arrived += 1
+            if self._arrived == self.size:
+                self._arrived = 0
+                self._turn += 1
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._turn != turn or self._ended, self.timeout)
+            return self._turn != turn
+
+    def end(self) -> None:
+        """A rank will not come again."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
 
 
 class ThreadGroup:
@@ -76,16 +96,14 @@ class ThreadGroup:
         self._meet()
         return heard
 
-    def leave(self) -> None:
-        """This rank failed: nobody is to wait for it."""
-        self._table.barrier.abort()
+    def end(self) -> None:
+        """This rank is done, or failed: nobody is to wait for it."""
+        self._table.end()
 
     def _meet(self) -> None:
-        try:
-            self._table.barrier.wait()
-        except threading.BrokenBarrierError as error:
-            lost = "a rank has left, or did not answer in time"
-            raise LostRankError("talking to the other ranks", {self.rank: lost}) from error
+        if not self._table.meet():
+            lost = "a rank has ended, or did not answer in time"
+            raise LostRankError("talking to the other ranks", {self.rank: lost})
 
 
 def outcomes_of_ranks(
@@ -101,8 +119,9 @@ def outcomes_of_ranks(
         try:
             return function(group)
         except Exception as error:
-            group.leave()
             return error
+        finally:
+            group.end()
 
     with ThreadPoolExecutor(world, "rank") as pool:
         return list(pool.map(attempt, ThreadGroup.of_size(world, timeout=timeout)))

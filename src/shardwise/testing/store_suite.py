@@ -1,0 +1,267 @@
+"""What every store must do, as tests: subclass `StoreSuite`, give it a store, and get them all."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from shardwise.engine.arena import aligned_buffer
+from shardwise.errors import StoreError
+from shardwise.store.store import Buffer, Store
+
+KEY = "r00000-0123456789abcdef.safetensors"
+UNSAFE = ["", ".", "..", "a/b", "../a", "/a", "a\0", "a b", "a" * 256]
+
+
+def content(size: int, seed: int = 0) -> Buffer:
+    """Page-aligned random bytes."""
+    buffer = aligned_buffer(size)
+    buffer[:] = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+    return buffer
+
+
+def padded(data: Buffer, alignment: int) -> Buffer:
+    """The same bytes, and zeros up to the alignment."""
+    buffer = aligned_buffer(-(-len(data) // alignment) * alignment)
+    buffer[: len(data)] = data
+    return buffer
+
+
+def write_file(store: Store, key: str, data: Buffer) -> None:
+    """A file of these bytes, in one write."""
+    file = store.create(key, len(data))
+    try:
+        if len(data):
+            file.write_at(0, padded(data, store.alignment))
+        file.commit()
+    finally:
+        file.close()
+
+
+def read_file(store: Store, key: str) -> bytes:
+    """All bytes of a file, in one read."""
+    file = store.open(key)
+    try:
+        buffer = aligned_buffer(file.size)
+        count = file.read_at(0, buffer)
+        return buffer[:count].tobytes()
+    finally:
+        file.close()
+
+
+class StoreSuite:
+    """The conformance tests of a store.
+
+    A subclass, collected by pytest, defines a fixture `store` that yields an empty one.
+    """
+
+    @pytest.fixture
+    def store(self) -> Store:
+        """An empty store, whose place need not exist yet."""
+        raise NotImplementedError("define a fixture `store`")
+
+    @pytest.mark.parametrize("size", [0, 1, 511, 4096, 4097, 70_000])
+    def test_what_is_written_is_read(self, store: Store, size: int) -> None:
+        """At its stated size, whatever the alignment."""
+        data = content(size)
+        write_file(store, KEY, data)
+        assert read_file(store, KEY) == data.tobytes()
+        assert store.list() == [KEY]
+
+    def test_writes_may_come_in_any_order_from_any_thread(self, store: Store) -> None:
+        """Each lands where it belongs."""
+        unit = 4 * store.alignment
+        data = content(16 * unit + 100)
+        image = padded(data, store.alignment)
+        file = store.create(KEY, len(data))
+        starts = list(range(0, len(image), unit))
+
+        def write(at: int) -> None:
+            file.write_at(at, image[at : at + unit])
+
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                list(pool.map(write, reversed(starts)))
+            file.commit()
+        finally:
+            file.close()
+        assert read_file(store, KEY) == data.tobytes()
+
+    def test_reads_may_begin_anywhere_and_end_with_the_file(self, store: Store) -> None:
+        """Aligned or not, and short at the end only."""
+        data = content(20_000)
+        write_file(store, KEY, data)
+        file = store.open(KEY)
+        try:
+            assert file.size == len(data)
+            for low, count in [(0, 4096), (4096, 8192), (1, 10), (4097, 9000), (19_990, 500)]:
+                out = aligned_buffer(count)
+                expected = data[low : low + count].tobytes()
+                assert file.read_at(low, out) == len(expected)
+                assert out[: len(expected)].tobytes() == expected
+            assert file.read_at(len(data), aligned_buffer(4096)) == 0
+        finally:
+            file.close()
+
+    def test_reads_of_several_threads_may_overlap(self, store: Store) -> None:
+        """Each gets its own bytes."""
+        data = content(1 << 20)
+        write_file(store, KEY, data)
+        file = store.open(KEY)
+
+        def read(low: int) -> bool:
+            out = aligned_buffer(8192)
+            count = file.read_at(low, out)
+            return bool((out[:count] == data[low : low + count]).all()) and count == 8192
+
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                assert all(pool.map(read, range(0, (1 << 20) - 8192, 12_288)))
+        finally:
+            file.close()
+
+    def test_no_file_is_created_twice(self, store: Store) -> None:
+        """What was there stays."""
+        data = content(5000)
+        write_file(store, KEY, data)
+        with pytest.raises(FileExistsError):
+            store.create(KEY, 1)
+        assert read_file(store, KEY) == data.tobytes()
+
+    def test_what_is_not_there_is_not_found(self, store: Store) -> None:
+        """Neither below a place that exists nor elsewhere."""
+        for place in (store, store.at("below")):
+            with pytest.raises(FileNotFoundError):
+                place.open(KEY)
+            with pytest.raises(FileNotFoundError):
+                place.read(KEY, limit=10)
+            assert place.list() == []
+            with place.hold(KEY, shared=True) as held:
+                assert not held
+            place.delete(KEY)
+            place.remove()
+
+    def test_a_small_file_is_published_whole(self, store: Store) -> None:
+        """And nothing beside it stays."""
+        store.publish("manifest.json", b"one", replace=False)
+        assert store.read("manifest.json", limit=3) == b"one"
+        assert store.list() == ["manifest.json"]
+
+    def test_publishing_replaces_only_if_it_may(self, store: Store) -> None:
+        """Without `replace`, the first stays."""
+        store.publish("manifest.json", b"one", replace=False)
+        with pytest.raises(FileExistsError):
+            store.publish("manifest.json", b"two", replace=False)
+        assert store.read("manifest.json", limit=10) == b"one"
+        store.publish("manifest.json", b"three", replace=True)
+        assert store.read("manifest.json", limit=10) == b"three"
+        assert store.list() == ["manifest.json"]
+
+    def test_of_many_who_publish_at_once_one_succeeds(self, store: Store) -> None:
+        """The others learn of it."""
+        start = threading.Barrier(8)
+
+        def publish(number: int) -> bool:
+            start.wait()
+            try:
+                store.publish("manifest.json", b"%d" % number, replace=False)
+            except FileExistsError:
+                return False
+            return True
+
+        with ThreadPoolExecutor(8) as pool:
+            published = list(pool.map(publish, range(8)))
+        assert sum(published) == 1
+        assert store.read("manifest.json", limit=1) == b"%d" % published.index(True)
+        assert store.list() == ["manifest.json"]
+
+    def test_readers_never_see_half_a_publication(self, store: Store) -> None:
+        """Only what was there before, or what is there after."""
+        versions = [bytes([i]) * 50_000 for i in range(2)]
+        store.publish("manifest.json", versions[0], replace=False)
+        done = threading.Event()
+
+        def read() -> bool:
+            seen = True
+            while not done.is_set():
+                seen &= store.read("manifest.json", limit=50_000) in versions
+            return seen
+
+        with ThreadPoolExecutor(2) as pool:
+            readers = [pool.submit(read) for _ in range(2)]
+            try:
+                for i in range(20):
+                    store.publish("manifest.json", versions[(i + 1) % 2], replace=True)
+            finally:
+                done.set()
+            assert all(reader.result() for reader in readers)
+
+    def test_a_file_that_is_too_large_is_not_read_whole(self, store: Store) -> None:
+        """The limit is what the reader can bear."""
+        store.publish("manifest.json", b"12345", replace=False)
+        with pytest.raises(StoreError):
+            store.read("manifest.json", limit=4)
+
+    def test_stores_below_are_apart(self, store: Store) -> None:
+        """A file of one is no file of another; the one below is listed by its name."""
+        store.at("step-1").publish("a", b"1", replace=False)
+        store.at("step-2").publish("a", b"2", replace=False)
+        assert store.list() == ["step-1", "step-2"]
+        assert store.at("step-1").read("a", limit=1) == b"1"
+        assert store.at("step-2").list() == ["a"]
+        store.at("step-1").delete("a")
+        store.at("step-1").remove()
+        assert store.list() == ["step-2"]
+        assert store.at("step-2").read("a", limit=1) == b"2"
+
+    def test_deleting_and_syncing(self, store: Store) -> None:
+        """What is deleted is gone, and need not be there."""
+        for key in ("b", "a", "c"):
+            write_file(store, key, content(10))
+        store.sync()
+        assert store.list() == ["a", "b", "c"]
+        store.delete("b")
+        store.delete("b")
+        store.sync()
+        assert store.list() == ["a", "c"]
+
+    def test_a_store_that_is_not_empty_is_not_removed(self, store: Store) -> None:
+        """No file goes with it."""
+        below = store.at("below")
+        write_file(below, KEY, content(10))
+        with pytest.raises(OSError):  # noqa: PT011 - what it says is the store's own
+            below.remove()
+        assert below.list() == [KEY]
+
+    def test_one_holds_exclusively_or_many_share(self, store: Store) -> None:
+        """And whoever cannot have it learns so at once."""
+        with store.hold("lock", shared=False) as first:
+            assert first
+            for shared in (True, False):
+                with store.hold("lock", shared=shared) as second:
+                    assert not second
+        with store.hold("lock", shared=True) as first, store.hold("lock", shared=True) as second:
+            assert first
+            assert second
+            with store.hold("lock", shared=False) as third:
+                assert not third
+        with store.hold("lock", shared=False) as again:
+            assert again
+
+    @pytest.mark.parametrize("key", UNSAFE)
+    def test_only_plain_names_are_keys(self, store: Store, key: str) -> None:
+        """Nothing leads out of a store."""
+        with pytest.raises(StoreError):
+            store.at(key)
+        with pytest.raises(StoreError):
+            store.create(key, 1)
+        with pytest.raises(StoreError):
+            store.open(key)
+        with pytest.raises(StoreError):
+            store.publish(key, b"", replace=True)
+        with pytest.raises(StoreError):
+            store.delete(key)
+        assert store.list() == []

@@ -1,0 +1,97 @@
+"""The local store: conformance on disk and in memory, and what is its own."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardwise.engine.arena import aligned_buffer
+from shardwise.errors import StoreError
+from shardwise.store import LocalStore, Store, open_store
+from shardwise.testing.faulty import Fault, FaultyStore
+from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file, write_file
+
+MEMORY = Path("/dev/shm")
+
+
+class TestOnDisk(StoreSuite):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return LocalStore(tmp_path / "store")
+
+
+@pytest.mark.skipif(not MEMORY.is_dir(), reason="this system has no file system in memory")
+class TestInMemory(StoreSuite):
+    """A file system that knows no direct I/O."""
+
+    @pytest.fixture
+    def store(self) -> Iterator[Store]:
+        with tempfile.TemporaryDirectory(dir=MEMORY, prefix="shardwise-store-") as folder:
+            yield LocalStore(Path(folder, "store"))
+
+
+class TestFaultyWithoutFault(StoreSuite):
+    """A faulty store whose fault never comes is a store like any other."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return FaultyStore(LocalStore(tmp_path / "store"), Fault())
+
+
+def test_places_are_paths_urls_or_stores(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    assert open_store(store) is store
+    for place in (tmp_path, str(tmp_path), f"file://{tmp_path}"):
+        assert str(open_store(place)) == str(tmp_path)
+    with pytest.raises(StoreError, match="no store serves s3://"):
+        open_store("s3://bucket/run")
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"secret")
+    (tmp_path / "link").symlink_to(tmp_path / "secret")
+    store = LocalStore(tmp_path)
+    with pytest.raises(StoreError, match="symbolic link"):
+        store.open("link")
+    with pytest.raises(StoreError, match="symbolic link"):
+        store.read("link", limit=100)
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe"])
+def test_only_plain_files_are_opened(tmp_path: Path, kind: str) -> None:
+    if kind == "directory":
+        (tmp_path / "it").mkdir()
+    else:
+        os.mkfifo(tmp_path / "it")
+    with pytest.raises(StoreError, match="not a plain file"):
+        LocalStore(tmp_path).open("it")
+
+
+def test_a_file_whose_pages_are_cached_is_read_the_same(tmp_path: Path) -> None:
+    store, data = LocalStore(tmp_path), content(100_000)
+    write_file(store, KEY, data)
+    assert (tmp_path / KEY).read_bytes() == data.tobytes()
+    assert read_file(store, KEY) == data.tobytes()
+
+
+def test_what_was_not_committed_promises_nothing_but_is_listed(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    file = store.create(KEY, 5000)
+    file.write_at(0, aligned_buffer(4096))
+    file.close()
+    assert store.list() == [KEY]
+
+
+def test_a_failed_publication_leaves_nothing_beside(tmp_path: Path) -> None:
+    def fail(operation: str) -> None:
+        raise OSError(operation)
+
+    for verb in ("fsync", "link"):
+        store = FaultyStore(LocalStore(tmp_path), Fault(0, fail, only=(verb,)))
+        with pytest.raises(OSError, match=verb):
+            store.publish("manifest.json", b"one", replace=False)
+        assert store.list() == []

@@ -1,0 +1,49 @@
+"""What the pages show runs, and where they point there is something."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.S)
+    assert len(blocks) >= 5
+    for block in blocks:
+        exec(compile(block, "docs/guide.md", "exec"), names)
+
+
+def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    import shardwise as sw
+
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    names: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    names |= {"total": 200, "train": lambda *_: None}
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    exec(compile(block, "README.md", "exec"), names)
+    assert sw.Checkpointer("runs/a").steps() == [100, 200]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).exists(), target
+
+
+def test_the_readme_names_tests_that_exist() -> None:
+    for path in re.findall(r"`(tests/[\w/.]+)`", (ROOT / "README.md").read_text()):
+        assert (ROOT / path).exists(), path

@@ -1,0 +1,80 @@
+"""docs/format.md is enough to write a reader: the one on the page, held against the library."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.testing.threads import ThreadGroup, run_ranks
+
+PAGE = Path(__file__).parent.parent / "docs" / "format.md"
+
+
+@pytest.fixture(scope="module")
+def reader() -> dict[str, Any]:
+    """The functions of the page's reader, which uses json, zlib and numpy."""
+    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[-1]
+    lines = [line for line in code.splitlines() if line.strip()]
+    assert len(lines) <= 50
+    assert set(re.findall(r"^(?:import|from) (\w+)", code, re.M)) == {
+        "json",
+        "zlib",
+        "pathlib",
+        "numpy",
+    }
+    names: dict[str, Any] = {}
+    exec(compile(code, str(PAGE), "exec"), names)
+    return names
+
+
+def save(group: ThreadGroup, path: Path) -> None:
+    """Every dtype sharded by rows, a large tensor of many blocks, a tie, values of both kinds."""
+    rows = sw.Box((2 * group.rank, 0), (2, 3))
+    state: dict[str, object] = {}
+    for name, dtype in DTYPES.items():
+        raw = torch.arange(6 * dtype.itemsize, dtype=torch.uint8).reshape(2, 3 * dtype.itemsize)
+        local = (raw + group.rank).view(getattr(torch, name))
+        state[name] = sw.Shards((8, 3), local.dtype, [(rows, local)])
+    generator = torch.Generator().manual_seed(group.rank)
+    part = torch.randn(100, 1000, generator=generator)
+    box = sw.Box((100 * group.rank, 0), (100, 1000))
+    large = sw.Shards((400, 1000), torch.float32, [(box, part)])
+    tied = torch.arange(5.0)
+    state |= {"large": large, "empty": torch.zeros(0, 3), "scalar": torch.tensor(7)}
+    state |= {"a": tied, "b": tied, "epoch": 3, "mine": sw.PerRank(group.rank)}
+    sw.save(path, state, group=group)
+
+
+def test_the_reader_of_the_page_reads_what_the_library_wrote(
+    reader: dict[str, Any], tmp_path: Path
+) -> None:
+    run_ranks(4, lambda group: save(group, tmp_path))
+    manifest = reader["read_manifest"](tmp_path)
+    checkpoint = sw.open(tmp_path)
+    assert {entry["name"] for entry in manifest["tensors"]} == set(checkpoint.tensors())
+    assert any("repeat" in p for t in manifest["tensors"] for p in t.get("pieces", []))
+    assert any("same_as" in t for t in manifest["tensors"])
+    for name, tensor in checkpoint.tensors().items():
+        values = tensor[...]
+        expected = values.reshape(-1).view(torch.uint8).numpy().tobytes() if values.numel() else b""
+        assert reader["read_tensor"](tmp_path, manifest, name).tobytes() == expected, name
+    assert {o["name"]: o["value"] for o in manifest["objects"]}["epoch"] == 3
+
+
+@pytest.mark.parametrize("position", [0.1, 0.5, 0.9, 0.9999])
+def test_it_notices_a_flipped_bit_wherever_it_is(
+    reader: dict[str, Any], tmp_path: Path, position: float
+) -> None:
+    sw.save(tmp_path, {"w": torch.randn(300, 1000)})
+    victim = next(tmp_path.glob("*.safetensors"))
+    content = bytearray(victim.read_bytes())
+    content[int(position * len(content))] ^= 4
+    victim.write_bytes(content)
+    with pytest.raises(AssertionError):
+        reader["read_tensor"](tmp_path, reader["read_manifest"](tmp_path), "w")
