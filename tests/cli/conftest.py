@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.states import save_sharded, save_steps
 from typer.testing import CliRunner
 
 from shardwise.cli.app import app
 from shardwise.testing import Gang
+from tests.cli.states import save_sharded, save_steps
 
 
 @dataclass(frozen=True, slots=True)

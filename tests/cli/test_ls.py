@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.cli.conftest import Run
 
 import shardwise as sw
+from tests.cli.conftest import Run
 
 
 def data_file(checkpoint: Path) -> Path:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextlib
 import enum
 import math
 import pickle
-from collections import Counter, OrderedDict
+from base64 import b64encode
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
 
-from shardwise.errors import StateError
+from shardwise.errors import FormatError, StateError
 from shardwise.state.objects import decode, differences, encode
 
 
@@ -29,6 +34,11 @@ class Colour(enum.Enum):
 
 class Level(enum.IntEnum):
     LOW = 0
+
+
+class Flags(enum.Flag):
+    A = 1
+    B = 2
 
 
 @dataclass
@@ -92,31 +102,51 @@ def test_values_come_back_as_they_were(value: object) -> None:
     assert same(round_trip(value), value)
 
 
+tags = st.sampled_from(
+    "tensor array numpy enum tuple size dict ordered counter int float complex bytes bytearray "
+    "dtype device pickle unknown".split()
+)
+words = st.sampled_from(
+    ["", "AAAA", "float32", "qint8", "bits8", "_dynamo", "<f4", "|O", "(,)f4", "f4,f4", "cuda:-1"]
+    + ["os:system", "builtins:eval", "enum:Enum", "nan", "9" * 5000, "\ud800", "é"]
+)
+numbers = st.integers(-2, 3) | st.sampled_from([2**31, 2**62, 2**63, 2**70])
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["$", "v", "dtype", "shape", "class", "name", "x"]),
-            inner
-            | st.sampled_from(
-                ["tensor", "array", "enum", "numpy", "dict", "counter", "tuple", "size"]
-            )
-            | st.sampled_from(["int", "float", "complex", "bytes", "dtype", "device", "pickle"])
-            | st.sampled_from(["float32", "<f4", "|O", "AAAA", "os:system", "builtins:eval"]),
-            max_size=4,
-        )
+    st.none() | st.booleans() | numbers | st.floats() | words,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(st.lists(inner, min_size=2, max_size=2), max_size=2),
+        st.fixed_dictionaries(
+            {"$": tags | inner},
+            optional={
+                "v": inner,
+                "dtype": words | inner,
+                "shape": st.lists(numbers, max_size=3) | inner,
+                "class": words,
+                "name": words,
+            },
+        ),
     ),
     max_leaves=10,
 )
 
 
+@settings(max_examples=1000)
 @given(json_values)
 def test_whatever_a_file_says_is_a_value_or_a_clear_error(encoded: object) -> None:
-    try:
+    with contextlib.suppress(StateError):
         decode(encoded, "value", lambda name: torch.zeros(1))
-    except StateError:
-        pass
+
+
+@given(values, st.data())
+def test_what_was_saved_and_then_damaged_is_a_value_or_a_clear_error(
+    value: object, data: st.DataObject
+) -> None:
+    encoded = msgspec.json.encode(encode([value, torch.ones(2), np.ones(2)], "value"))
+    at = data.draw(st.integers(0, len(encoded) - 1))
+    damaged = encoded[:at] + data.draw(st.binary(max_size=3)) + encoded[at + 1 :]
+    with contextlib.suppress(StateError, msgspec.DecodeError):
+        decode(msgspec.json.decode(damaged), "value")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "bool", "complex64"])
@@ -156,21 +186,87 @@ def test_tensors_can_be_stored_elsewhere() -> None:
         (object(), "state_dict"),
         (lambda: 0, "allow_pickle"),
         (torch.Generator(), "get_state"),
+        (PurePosixPath("a"), "str(value)"),
+        (defaultdict(list), "dict(value)"),
+        (type("Text", (str,), {})("a"), "str(value)"),
+        (Flags.A | Flags.B, "save its value"),
+        (enum.Enum("Elsewhere", "A", module="nowhere").A, "save its value"),  # type: ignore[attr-defined]
         ("\ud800", "Unicode"),
+        ({"\ud800": 1}, "Unicode"),
+        (10**5000, "digits"),
         (np.array([object()]), "only numbers"),
+        (np.zeros(2, "i4,f4"), "only numbers"),
+        (np.datetime64("2020-01-01"), "only numbers"),
+        (torch.eye(2).to_sparse(), "dense"),
+        (torch.empty(2, device="meta"), "without memory"),
+        ({torch.ones(1): 0}, "key"),
     ],
 )
 def test_what_has_no_plain_form_is_refused_by_name_with_a_hint(value: object, hint: str) -> None:
-    with pytest.raises(StateError, match=r"state\.deep\.1") as refused:
+    with pytest.raises(StateError, match=r"^state\.deep\.1") as refused:
         encode({"deep": [0, value]}, "state")
     assert hint in str(refused.value)
+
+
+def test_two_tensors_never_take_one_name() -> None:
+    for value in (
+        {1: torch.ones(1), "1": torch.zeros(1)},
+        {"a": {"b": np.ones(1)}, "a.b": torch.ones(1)},
+    ):
+        with pytest.raises(StateError, match=r"^x\.(1|a\.b): two tensors"):
+            encode(value, "x", lambda name, tensor: None)
+
+
+WRAPS: list[Callable[[object], object]] = [
+    lambda value: [value],
+    lambda value: (value,),
+    lambda value: {"a": value},
+    lambda value: {1: value},
+    lambda value: OrderedDict(a=value),
+]
+
+
+def nested(depth: int, wrap: Callable[[object], object]) -> object:
+    value: object = 1.5
+    for _ in range(depth):
+        value = wrap(value)
+    return value
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_what_can_be_saved_so_deep_can_be_loaded(wrap: Callable[[object], object]) -> None:
+    value = nested(150, wrap)
+    assert same(round_trip(value), value)
+    encoded = encode(value, "value")
+    assert differences(encoded, encode(value, "value"), "value") == []
+    with pytest.raises(StateError, match="more than 200 deep"):
+        encode(nested(201, wrap), "value")
+
+
+def test_a_file_nested_too_deep_is_refused() -> None:
+    for encoded in (nested(201, WRAPS[0]), nested(5000, WRAPS[0]), nested(5000, WRAPS[2])):
+        with pytest.raises(StateError, match="more than 200 deep"):
+            decode(encoded, "value")
+
+
+def test_a_stack_that_is_full_is_an_error_of_ours() -> None:
+    def deep_in_a_program(frames: int, what: Callable[[], object]) -> object:
+        return deep_in_a_program(frames - 1, what) if frames else what()
+
+    value = nested(190, WRAPS[1])
+    encoded = encode(value, "value")
+    for what in (lambda: encode(value, "value"), lambda: decode(encoded, "value")):
+        with pytest.raises(StateError, match="stack"):
+            deep_in_a_program(700, what)
 
 
 def test_what_contains_itself_is_refused() -> None:
     value: list[object] = []
     value.append(value)
-    with pytest.raises(StateError, match="within itself"):
-        encode(value, "value")
+    for cycle in (value, (value,), {1: value}):
+        for allow_pickle in (False, True):
+            with pytest.raises(StateError, match="within itself"):
+                encode(cycle, "value", allow_pickle=allow_pickle)
 
 
 def test_pickle_needs_consent_both_ways() -> None:
@@ -178,8 +274,28 @@ def test_pickle_needs_consent_both_ways() -> None:
         encode(Settings(0.5), "value")
     assert round_trip(Settings(0.5), allow_pickle=True) == Settings(0.5)
     encoded = encode(Settings(0.5), "value", allow_pickle=True)
-    with pytest.raises(StateError, match="runs code"):
+    with pytest.raises(StateError, match=r"^value: .*runs code.*allow_pickle=True"):
         decode(encoded, "value")
+
+
+def test_only_what_has_no_plain_form_is_pickled() -> None:
+    value = {"plain": (1, 2), "set": {1, 2}, "flags": Flags.A | Flags.B}
+    encoded = encode(value, "value", allow_pickle=True)
+    assert encoded["plain"] == {"$": "tuple", "v": [1, 2]}
+    assert encoded["set"]["$"] == encoded["flags"]["$"] == "pickle"
+    assert round_trip(value, allow_pickle=True) == value
+
+
+def test_what_pickle_refuses_too_is_an_error_of_ours() -> None:
+    with pytest.raises(StateError, match=r"^value\.f: it cannot be pickled"):
+        encode({"f": lambda: 0}, "value", allow_pickle=True)
+    for text in (
+        "AAAA",
+        b64encode(pickle.dumps([1])[:-2]).decode(),
+        b64encode(b"cno\nno\n.").decode(),
+    ):
+        with pytest.raises(StateError, match=r"^value: it cannot be unpickled"):
+            decode({"$": "pickle", "v": text}, "value", allow_pickle=True)
 
 
 class _Attack:
@@ -190,7 +306,7 @@ class _Attack:
 
 
 def test_a_pickle_in_a_file_does_not_run() -> None:
-    data = {"$": "pickle", "v": __import__("base64").b64encode(pickle.dumps(_Attack())).decode()}
+    data = {"$": "pickle", "v": b64encode(pickle.dumps(_Attack())).decode()}
     with pytest.raises(StateError):
         decode(data, "value")
     assert not _Attack.ran
@@ -202,11 +318,26 @@ def test_an_enum_is_found_only_if_it_is_imported_and_an_enum() -> None:
             decode({"$": "enum", "class": place, "v": "RED"}, "value")
 
 
+def test_a_dtype_is_looked_up_and_nothing_is_imported_for_it() -> None:
+    lazy = next(name for name in ("onnx", "_export") if name not in vars(torch))
+    with pytest.raises(StateError, match="no dtype"):
+        decode({"$": "dtype", "v": lazy}, "value")
+    assert lazy not in vars(torch)
+
+
+def test_errors_of_the_caller_s_storage_are_not_taken_for_malformed_values() -> None:
+    def broken(name: str) -> torch.Tensor:
+        raise FormatError(f"{name}: damaged")
+
+    with pytest.raises(FormatError):
+        decode({"$": "tensor", "name": "x"}, "x", broken)
+
+
 def test_lying_lengths_are_refused_before_memory_is_taken() -> None:
-    for shape in ([2**60], [2**40, 2**40], [-1], [1.5], ["1"]):
-        lie = {"$": "tensor", "dtype": "float32", "shape": shape, "v": "AAAA"}
-        with pytest.raises(StateError):
-            decode(lie, "value")
+    for shape in ([2**60], [2**40, 2**40], [0, 2**62], [1] * 65, [-1], [1.5], [True], ["1"]):
+        for kind, dtype in (("tensor", "float32"), ("array", "<f4")):
+            with pytest.raises(StateError, match=r"^value: this (tensor|array) cannot be read"):
+                decode({"$": kind, "dtype": dtype, "shape": shape, "v": "AAAAAA=="}, "value")
 
 
 def _schedulers(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -255,5 +386,10 @@ def test_differences_are_named() -> None:
         "x.b",
         "x.c",
     ]
+    assert differences(encode({"a": (1, 2)}, "x"), encode({"a": (1, 3)}, "x"), "x") == ["x.a.1"]
+    assert differences(encode([(1,)], "x"), encode([[1]], "x"), "x") == ["x.0"]
+    assert differences(encode(b"a", "x"), encode(b"b", "x"), "x") == ["x"]
+    assert differences({"a": True}, {"a": 1}, "x") == ["x.a"]
+    assert differences({"a": None}, {}, "x") == ["x.a"]
     assert differences(1, 1.0, "x") == ["x"]
     assert differences([1], [1], "x") == []

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.state.per_rank import PerRankValue
 from shardwise.testing.threads import ThreadGroup, run_ranks
 
 
@@ -46,9 +47,100 @@ def test_further_ranks_get_streams_of_their_own() -> None:
     assert draw() == streams[4]
 
 
-def test_what_is_no_state_is_refused() -> None:
-    with pytest.raises(sw.StateError):
-        sw.RngState().restore({"python": 1})
+def test_seeds_differ_even_where_a_generator_takes_32_bits_of_them() -> None:
+    rng = sw.RngState()
+    state = rng.capture()
+    seeds = [rng.for_rank([state], rank, 100) for rank in range(1, 100)]
+    low = [seed % 2**32 for seed in seeds if isinstance(seed, int)]
+    assert [(b - a) % 2**32 for a, b in zip(low, low[1:], strict=False)] == [1] * 98
+    assert len({seed >> 32 for seed in seeds if isinstance(seed, int)}) == 99
+    random.random()
+    assert rng.for_rank([rng.capture()], 1, 100) != seeds[0]
+
+
+def test_what_is_no_state_is_refused_and_sets_no_generator() -> None:
+    rng = sw.RngState()
+    before = rng.state_dict()
+    expected = draw()
+    random.seed(5)
+    other = rng.state_dict()
+    for key, wrong in [("python", 1), ("numpy", [1]), ("torch", "x"), ("torch", torch.zeros(3))]:
+        rng.load_state_dict(before)
+        for bad in ({**other, key: wrong}, {k: v for k, v in other.items() if k != key}):
+            with pytest.raises(sw.StateError, match="no state of random"):
+                rng.restore(bad)
+        assert draw() == expected
+
+
+class FakeAccelerator:
+    """Two devices, of which each has one byte of state."""
+
+    def __init__(self, *states: int) -> None:
+        self.states = list(states)
+
+    def device_count(self) -> int:
+        return len(self.states)
+
+    def get_rng_state(self, device: int) -> torch.Tensor:
+        return torch.tensor([self.states[device]], dtype=torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor, device: int) -> None:
+        self.states[device] = int(state)
+
+
+def test_every_device_of_the_process_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = FakeAccelerator(1, 2)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: devices)
+    rng = sw.RngState()
+    saved = rng.capture()
+    for now, then in [([7, 8], [1, 2]), ([7], [1]), ([7, 8, 9], [1, 2, 9])]:
+        devices.states = now
+        rng.restore(saved)
+        assert devices.states == then
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_an_accelerator_goes_on_bit_for_bit() -> None:
+    rng = sw.RngState()
+    saved = rng.capture()
+    device = torch.accelerator.current_accelerator()
+    expected = torch.randn(8, device=device)
+    rng.restore(saved)
+    assert torch.equal(torch.randn(8, device=device), expected)
+
+
+class Loader:
+    """What saves and restores itself."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.at = state_dict["at"]
+
+
+def test_a_per_rank_value_that_saves_itself_restores_itself() -> None:
+    loader = Loader(3)
+    mine = sw.PerRank(loader)
+    assert isinstance(mine, PerRankValue)
+    assert isinstance(sw.RngState(), PerRankValue)
+    assert mine.capture() == {"at": 3}
+    mine.restore({"at": 5})
+    assert mine.value is loader
+    assert loader.at == 5
+
+
+def test_what_only_saves_itself_is_a_plain_value() -> None:
+    class Half:
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+    half = Half()
+    assert sw.PerRank(half).capture() is half
 
 
 def test_each_rank_gets_its_own_value_back(tmp_path: Path) -> None:

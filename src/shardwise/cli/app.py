@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 from typer.core import TyperGroup
 
 import shardwise
 from shardwise.cli.diff import diff
 from shardwise.cli.inspect import inspect
 from shardwise.cli.ls import ls
-from shardwise.cli.terminal import diagnostics
+from shardwise.cli.terminal import complain
 from shardwise.cli.verify import verify
 from shardwise.errors import CorruptionError, ShardwiseError
 
@@ -23,14 +22,14 @@ WRONG_USE = 2
 class Commands(TyperGroup):
     """A group of commands whose errors are one line on stderr, and an exit status."""
 
-    def invoke(self, ctx: typer.Context) -> object:
+    def invoke(self, ctx: Any) -> object:
         """Run the command that was asked for; exit with 1 for damage, 2 for any other error."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
             raise
         except (ShardwiseError, OSError) as error:
-            diagnostics().print(Text("shardwise: ", "bold red") + Text(_said(error)))
+            complain(_said(error))
             damaged = isinstance(error, CorruptionError)
             raise typer.Exit(DAMAGED if damaged else WRONG_USE) from error
 

@@ -6,18 +6,17 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli import wording
-from shardwise.cli.contents import contents, show_header, show_tree
+from shardwise.cli.contents import below, contents, show_header, show_tree
 from shardwise.cli.named import find, show
 from shardwise.cli.outline import leaves, tree
-from shardwise.cli.places import checkpoint_at
+from shardwise.cli.places import checkpoint_at, trusted_pieces
 from shardwise.cli.terminal import output, print_json
 
 
 def inspect(
     path: Annotated[str, typer.Argument(metavar="PATH", help="The directory of a checkpoint.")],
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A name in it, or the start of names.")
+        str | None, typer.Argument(metavar="NAME", help="A name in it, or the start of names.")
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Leave nothing out: collapse no layers, list all boxes.")
@@ -36,3 +35,18 @@ def inspect(
     "shape", "bytes", "same_as", "boxes": [{"offset", "shape", "rank", "file", "bytes"}]}; of one
     value: {"path", "name", "value"}; of a value of each rank: {"path", "name", "values"}.
     """
+    saved = checkpoint_at(path)
+    pieces = trusted_pieces(saved)
+    if name is not None:
+        found = find(saved, pieces, name)
+        if found is not None:
+            print_json(found) if as_json else show(found, output(), everything=everything)
+            return
+        saved = below(saved, name)
+    if as_json:
+        print_json(contents(saved))
+    else:
+        console = output()
+        if name is None:
+            show_header(saved, console)
+        show_tree(tree(leaves(saved.manifest), collapse=not everything), console)

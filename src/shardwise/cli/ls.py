@@ -85,7 +85,9 @@ def _missing_files(below: Below, saved: Saved) -> str | None:
     missing = [file.name for file in saved.manifest.files if file.name not in below.files]
     if not missing:
         return None
-    return f"{below.store}: {wording.count(len(missing), 'file')} missing: {wording.listed(missing)}"
+    return (
+        f"{below.store}: {wording.count(len(missing), 'file')} missing: {wording.listed(missing)}"
+    )
 
 
 def _show(lines: Sequence[Listed], console: Console) -> None:
@@ -103,7 +105,11 @@ def _show(lines: Sequence[Listed], console: Console) -> None:
         cells = [line.directory] if named else []
         cells += [_number(line.step), wording.moment(line.saved_at) if line.saved_at else "–"]
         cells += [_number(line.tensors), "–" if line.bytes is None else wording.size(line.bytes)]
-        cells += [_number(line.files), _number(line.world_size), wording.metrics(line.metrics or {})]
+        cells += [
+            _number(line.files),
+            _number(line.world_size),
+            wording.metrics(line.metrics or {}),
+        ]
         table.add_row(*map(Text, cells), Text(line.state, STYLES[line.state]))
     console.print(table)
     for line in lines:

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from shardwise.cli import wording
+from shardwise.cli.values import spelled
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Manifest, TensorEntry
 
@@ -71,11 +72,8 @@ class _Draft:
 
 def leaves(manifest: Manifest) -> list[Leaf]:
     """All that a manifest names: tensors, shared values, and values that each rank has."""
-    shared = [Leaf(entry.name, wording.value(entry.value)) for entry in manifest.objects]
-    each = [
-        Leaf(name, f"a value of each of {wording.count(manifest.world_size, 'rank')}")
-        for name in manifest.per_rank
-    ]
+    shared = [Leaf(entry.name, spelled(entry.value)) for entry in manifest.objects]
+    each = [Leaf(name, "a value of each rank") for name in manifest.per_rank]
     return [*map(_tensor_leaf, manifest.tensors), *shared, *each]
 
 
@@ -118,11 +116,18 @@ def _tensor_leaf(entry: TensorEntry) -> Leaf:
 
 def _finished(label: str, draft: _Draft, *, collapse: bool) -> Node:
     nodes = [_finished(part, each, collapse=collapse) for part, each in draft.children.items()]
-    children = tuple(_collapsed(nodes) if collapse else nodes)
-    if label and draft.leaf is None and len(children) == 1 and children[0].count == 1:
-        only = children[0]
-        return replace(only, label=f"{label}.{only.label}")
-    return Node(label, draft.leaf, children)
+    children = _collapsed(nodes) if collapse else nodes
+    return Node(label, draft.leaf, tuple(map(_joined, children)))
+
+
+def _joined(node: Node) -> Node:
+    """A node that holds nothing itself, and its only child, as one."""
+    if node.leaf is not None or len(node.children) != 1:
+        return node
+    (only,) = node.children
+    if node.count > 1 and only.count > 1:
+        return node
+    return replace(only, label=f"{node.label}.{only.label}", count=node.count * only.count)
 
 
 def _collapsed(nodes: list[Node]) -> Iterator[Node]:

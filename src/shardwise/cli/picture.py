@@ -14,8 +14,16 @@ WIDTH = 64
 HEIGHT = 16
 LEAST_WIDTH = 5
 LEAST_HEIGHT = 2
-PALETTE = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#b07aa1", "#edc948", "#9c755f")
-SHADES = "█▓▒░"
+COLOURS = (
+    "bright_blue",
+    "bright_yellow",
+    "bright_green",
+    "bright_magenta",
+    "bright_cyan",
+    "bright_red",
+    "bright_white",
+)
+SHADES = "█▒░"
 
 # By the sides to which a line goes on: up 1, down 2, left 4, right 8.
 LINES = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"
@@ -27,7 +35,8 @@ class Plane:
     """The two dimensions of a tensor that are drawn, down and across, and the boxes seen there.
 
     `down` is None where there is nothing but a line to draw. `boxes` are rows of top, left,
-    bottom, right, in elements; `owners` says which of the given boxes each is.
+    bottom, right, in elements; `owners` says which of the given boxes each is. `hidden` are the
+    other dimensions that are split, of which only a part is seen.
     """
 
     down: int | None
@@ -36,11 +45,12 @@ class Plane:
     width: int
     boxes: tuple[tuple[int, int, int, int], ...]
     owners: tuple[int, ...]
+    hidden: tuple[int, ...]
 
 
 def rank_style(rank: int) -> Style:
-    """The colour in which a rank is drawn; ranks far apart share one."""
-    return Style(color="#ffffff", bgcolor=PALETTE[rank % len(PALETTE)])
+    """The colours of a rank's boxes; there are seven, so that few neighbours share one."""
+    return Style(color="black", bgcolor=COLOURS[rank % len(COLOURS)])
 
 
 def plane(shape: Sequence[int], boxes: Sequence[Box]) -> Plane:
@@ -65,7 +75,8 @@ def plane(shape: Sequence[int], boxes: Sequence[Box]) -> Plane:
         corners.append((top, left, bottom, right))
     height = 1 if down is None else shape[down]
     width = shape[across] if dims else 1
-    return Plane(down, across, height, width, tuple(corners), tuple(seen))
+    hidden = tuple(d for d in rest if d in split)
+    return Plane(down, across, height, width, tuple(corners), tuple(seen), hidden)
 
 
 def draw(view: Plane, ranks: Sequence[int]) -> list[Text]:
@@ -74,19 +85,20 @@ def draw(view: Plane, ranks: Sequence[int]) -> list[Text]:
     Args:
         ranks: of each of the boxes that the plane was made from.
     """
-    wanted = round(WIDTH / 2 * view.height / view.width)  # a column is half as wide as it is high
+    # A column is half as wide as a line is high.
+    wanted = 0 if view.down is None else round(WIDTH / 2 * view.height / view.width)
     across = _placed({edge for box in view.boxes for edge in box[1::2]}, WIDTH, LEAST_WIDTH, WIDTH)
     down = _placed({edge for box in view.boxes for edge in box[::2]}, wanted, LEAST_HEIGHT, HEIGHT)
     if across is None or down is None:
         return _blocks(view, ranks)
     picture = _frames(view, ranks, down, across)
-    margin = {} if view.down is None else {place: str(edge) for edge, place in down.items()}
-    gutter = max(map(len, margin.values()), default=-1) + 1
-    numbered = [
-        Text(margin.get(y, "").rjust(gutter - 1) + " " * min(gutter, 1), "dim").append_text(line)
+    margin = {} if view.down is None else {place: f"{edge} " for edge, place in down.items()}
+    gutter = max(map(len, margin.values()), default=0)
+    lines = [
+        Text.assemble((margin.get(y, "").rjust(gutter), "dim"), line)
         for y, line in enumerate(picture)
     ]
-    return [Text(" " * gutter + _ruler(across), "dim"), *numbered]
+    return [Text(" " * gutter + _ruler(across), "dim"), *lines]
 
 
 def _placed(edges: set[int], room: int, least: int, most: int) -> dict[int, int] | None:
@@ -171,7 +183,7 @@ def _blocks(view: Plane, ranks: Sequence[int]) -> list[Text]:
     for row in owners:
         line = Text()
         for rank in row:
-            style = Style(color=PALETTE[rank % len(PALETTE)]) if rank >= 0 else Style.null()
+            style = Style(color=COLOURS[rank % len(COLOURS)]) if rank >= 0 else Style.null()
             line.append(SHADES[rank % len(SHADES)] if rank >= 0 else " ", style)
         picture.append(line)
     return picture

@@ -9,6 +9,8 @@ from pathlib import Path
 from shardwise.errors import CheckpointNotFoundError, FormatError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, made_by_save, step_of_directory
+from shardwise.manifest.table import Pieces
+from shardwise.manifest.validate import validated_pieces
 from shardwise.store import LocalStore, Store, open_store
 
 
@@ -72,6 +74,18 @@ def read_manifest(store: Store) -> Saved:
         return Saved(store, decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST)))
     except FormatError as error:
         raise FormatError(f"{store}: {error}") from error
+
+
+def trusted_pieces(saved: Saved) -> Pieces:
+    """The pieces of a checkpoint, once all is checked that can be without its files.
+
+    Raises:
+        FormatError: its manifest cannot be trusted.
+    """
+    try:
+        return validated_pieces(saved.manifest)
+    except FormatError as error:
+        raise FormatError(f"{saved.store}: {error}") from error
 
 
 def checkpoints_below(path: str) -> list[Below]:
@@ -157,6 +171,6 @@ def _nothing(store: Store) -> CheckpointNotFoundError:
     above = store.path.parent
     if not above.is_dir():
         return CheckpointNotFoundError(f"{store} does not exist, nor does {above}")
-    near = difflib.get_close_matches(store.path.name, LocalStore(above).list(), n=3, cutoff=0.7)
+    near = difflib.get_close_matches(store.path.name, LocalStore(above).list(), n=3)
     hint = f": did you mean {' or '.join(str(above / name) for name in near)}?" if near else ""
     return CheckpointNotFoundError(f"{store} does not exist{hint}")

@@ -17,6 +17,9 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.text import Text
+
+from shardwise.cli import wording
 
 UNBOUNDED = 100_000
 """Columns of what is no terminal: nothing is cut off there."""
@@ -34,6 +37,12 @@ def diagnostics() -> Console:
     return _console(sys.stderr)
 
 
+def complain(message: str) -> None:
+    """Say on stderr what went wrong."""
+    said = "\n".join(map(wording.printable, message.split("\n")))
+    diagnostics().print(Text.assemble(("shardwise: ", "bold red"), said))
+
+
 def print_json(document: object) -> None:
     """Print one JSON document, indented; not-a-number and infinities become null."""
     encoded = msgspec.json.encode(document)
@@ -48,7 +57,7 @@ def progress(total: int) -> Iterator[Advance]:
     """
     console = diagnostics()
     bar = Progress(
-        TextColumn("{task.description}", style="dim"),
+        TextColumn("{task.description}", style="dim", markup=False),
         BarColumn(bar_width=None),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
@@ -62,7 +71,7 @@ def progress(total: int) -> Iterator[Advance]:
         task = bar.add_task("", total=total)
 
         def advance(doing: str, nbytes: int) -> None:
-            bar.update(task, advance=nbytes, description=doing)
+            bar.update(task, advance=nbytes, description=wording.printable(doing))
 
         yield advance
 

@@ -1,14 +1,12 @@
-"""How numbers, times, names and values are spelled for people."""
+"""How numbers, times and names are spelled for people."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
+from itertools import pairwise
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-LONGEST_STRING = 40
-MOST_ITEMS = 4
-DEEPEST = 4
 
 
 def size(nbytes: int) -> str:
@@ -59,7 +57,7 @@ def indices(numbers: Iterable[int]) -> str:
     """Ascending integers, short: `0…31`, `0, 2…30` by their step, `0…3, 7`."""
     rest = list(numbers)
     step = rest[1] - rest[0] if len(rest) > 2 else 1
-    if step > 1 and all(b - a == step for a, b in zip(rest, rest[1:], strict=False)):
+    if step > 1 and all(b - a == step for a, b in pairwise(rest)):
         return f"{rest[0]}, {rest[1]}…{rest[-1]}"
     runs: list[list[int]] = []
     for number in rest:
@@ -80,34 +78,3 @@ def printable(text: str) -> str:
 def clipped(text: str, limit: int) -> str:
     """At most `limit` characters of a text."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def value(encoded: object, depth: int = 0) -> str:
-    """A plain value as it stands in a manifest, in a few words, much as Python would write it."""
-    if isinstance(encoded, str):
-        return printable(repr(clipped(encoded, LONGEST_STRING)))
-    if not isinstance(encoded, (list, dict)):
-        return repr(encoded)
-    if encoded and depth == DEEPEST:
-        return "[…]" if isinstance(encoded, list) else "{…}"
-    if isinstance(encoded, list):
-        return f"[{_items([value(item, depth + 1) for item in encoded[:MOST_ITEMS]], encoded)}]"
-    if "$" in encoded:
-        return _tagged(encoded, depth)
-    fields = list(encoded.items())[:MOST_ITEMS]
-    spelled = [f"{printable(str(key))}: {value(item, depth + 1)}" for key, item in fields]
-    return "{" + _items(spelled, encoded) + "}"
-
-
-def _items(shown: list[str], whole: Sequence[object] | dict[str, object]) -> str:
-    more = len(whole) - len(shown)
-    return ", ".join([*shown, f"… {more:,} more"] if more else shown)
-
-
-def _tagged(encoded: dict[str, object], depth: int) -> str:
-    """A value that JSON has no form for, such as `{"$": "tuple", "v": […]}`."""
-    kind = printable(clipped(str(encoded["$"]), LONGEST_STRING))
-    fields = {key: item for key, item in encoded.items() if key not in ("$", "data")}
-    if list(fields) == ["v"]:
-        return f"{kind}({value(fields['v'], depth + 1)})"
-    return f"{kind}({', '.join(value(item, depth + 1) for item in fields.values())})"

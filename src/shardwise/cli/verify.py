@@ -1,0 +1,112 @@
+"""`shardwise verify`: every byte against its checksum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from shardwise.cli import wording
+from shardwise.cli.damage import Damage, Search
+from shardwise.cli.places import Below, checkpoints_at, read_manifest, trusted_pieces
+from shardwise.cli.terminal import complain, output, print_json, progress
+from shardwise.engine.arena import Arena
+from shardwise.errors import FormatError
+from shardwise.manifest.names import MANIFEST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What became of the check of one checkpoint; `bytes` of its data files, 0 if unknown."""
+
+    path: str
+    step: int | None
+    intact: bool
+    bytes: int
+    files: int
+    damage: list[Damage]
+
+
+def verify(
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A checkpoint, or a directory above several.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Check every byte of the checkpoint at PATH, or of all below it.
+
+    Exits with 1 if anything is damaged, and says which bytes of which file those are, and which
+    tensors they belong to. Saves that were never finished are no damage.
+
+    With --json: {"path", "intact", "unfinished": [directories], "checkpoints": [{"path", "step",
+    "intact", "bytes", "files", "damage": [{"file", "start", "stop", "problem", "tensors"}]}]};
+    "start" and "stop" are null where all of a file is lost, "file" is null for the manifest.
+    """
+    found = checkpoints_at(path)
+    unfinished = [each.name for each in found if not each.committed]
+    console = output()
+    arena = Arena()
+    verdicts = []
+    for each in found:
+        if each.committed:
+            verdicts.append(_verdict(each, arena))
+            if not as_json:
+                _show(verdicts[-1], console)
+    damaged = sum(not each.intact for each in verdicts)
+    if as_json:
+        document = {"path": path, "intact": not damaged, "unfinished": unfinished}
+        print_json({**document, "checkpoints": verdicts})
+    else:
+        for name in unfinished:
+            console.print(Text(f"– {name}  unfinished, not checked", "yellow"))
+    if damaged:
+        total = wording.count(len(verdicts), "checkpoint")
+        message = f"{damaged} of {total} {'is' if damaged == 1 else 'are'} damaged"
+        complain(message)
+        raise typer.Exit(1)
+
+
+def _verdict(below: Below, arena: Arena) -> Verdict:
+    path = str(below.store)
+    with below.store.hold(MANIFEST, shared=True):
+        try:
+            saved = read_manifest(below.store)
+            search = Search(saved, trusted_pieces(saved))
+        except FormatError as error:
+            damage = [Damage(file=None, problem=str(error), tensors=[])]
+            return Verdict(
+                path=path, step=below.step, intact=False, bytes=0, files=0, damage=damage
+            )
+        with progress(saved.bytes) as advance:
+            damage = list(search.run(arena, advance))
+    return Verdict(
+        path=path,
+        step=saved.manifest.step,
+        intact=not damage,
+        bytes=saved.bytes,
+        files=len(saved.manifest.files),
+        damage=damage,
+    )
+
+
+def _show(verdict: Verdict, console: Console) -> None:
+    mark = ("✓ ", "green") if verdict.intact else ("✗ ", "bold red")
+    files = wording.count(verdict.files, "file")
+    detail = f"  {wording.size(verdict.bytes)} in {files}" if verdict.files else ""
+    console.print(Text.assemble(mark, verdict.path, (detail, "dim")))
+    for each in verdict.damage:
+        console.print(_told(each))
+
+
+def _told(damage: Damage) -> Text:
+    if damage.start is None:
+        text = Text(f"  {damage.problem}")
+    else:
+        text = Text(f"  {damage.file}, bytes {damage.start}:{damage.stop}: {damage.problem}")
+    if damage.tensors:
+        tensors = wording.count(len(damage.tensors), "tensor")
+        text.append(f"\n    {tensors}: {wording.listed(damage.tensors)}", "bold")
+    return text

@@ -1,0 +1,148 @@
+"""The command line as a whole: help, errors, how it starts."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from tests.cli.conftest import Run
+
+COMMANDS = ("ls", "inspect", "verify", "diff")
+PROBE = """
+import sys
+from shardwise.cli import main
+try:
+    main()
+finally:
+    sys.stderr.write(f"torch: {'torch' in sys.modules}")
+"""
+
+
+def shell(*args: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run in a process of its own, which is no terminal."""
+    return subprocess.run(
+        [sys.executable, *map(str, args)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(shardwise.__file__).parents[1]), **environ},
+    )
+
+
+def test_help_names_the_commands_and_the_keys(run: Run) -> None:
+    shown = run("--help")
+    assert shown.status == 0
+    assert all(name in shown.out for name in COMMANDS)
+    for name in COMMANDS:
+        shown = run(name, "-h")
+        assert shown.status == 0
+        assert "With --json:" in shown.out
+
+
+def test_the_version_is_told(run: Run) -> None:
+    assert run("--version").out == f"shardwise {shardwise.__version__}\n"
+
+
+@pytest.mark.parametrize("args", [("frobnicate",), ("ls",), ("diff", "one"), ("ls", "--what")])
+def test_wrong_use_exits_with_two(run: Run, args: tuple[str, ...]) -> None:
+    ran = run(*args)
+    assert (ran.out, ran.status) == ("", 2)
+    assert "Error" in ran.err
+
+
+@pytest.mark.parametrize("command", ["inspect", "diff"])
+def test_a_root_is_no_checkpoint(run: Run, root: Path, command: str) -> None:
+    ran = run(command, root, *([root] if command == "diff" else []))
+    newest = root / "step-00000300"
+    assert ran.err == (
+        f"shardwise: {root} is a root of checkpoints, not a checkpoint: name one of them; "
+        f"the newest is {newest}\n"
+    )
+    assert (ran.out, ran.status) == ("", 2)
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
+def test_wrong_paths_have_hints(run: Run, root: Path, command: str) -> None:
+    (root / "step-00000500").mkdir()
+    (root / "step-00000500" / "r00000-0123456789abcdef.safetensors").touch()
+    checkpoint = root / "step-00000300"
+    for path, hint in [
+        (f"{root.parent}/rum", f"does not exist: did you mean {root}?"),
+        (f"{root.parent}/no/where", f"nor does {root.parent}/no"),
+        (f"{root}/step-00000500", "still under way, or was never finished"),
+        (f"{checkpoint}/manifest.json", f"a checkpoint is a directory: did you mean {checkpoint}?"),
+        ("s3://bucket", "no store serves s3://"),
+    ]:
+        ran = run(command, path)
+        assert hint in ran.err
+        assert (ran.out, ran.status, ran.err.count("\n")) == ("", 2, 1)
+
+
+def test_what_the_system_refuses_is_one_line(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").symlink_to(tmp_path / "elsewhere")
+    ran = run("inspect", tmp_path)
+    assert "symbolic link" in ran.err
+    assert (ran.status, ran.err.count("\n")) == (2, 1)
+    (tmp_path / "loop").symlink_to("loop")
+    ran = run("ls", tmp_path / "loop")
+    assert ran.err.startswith(f"shardwise: {tmp_path / 'loop'}")
+    assert ran.status == 2
+
+
+def test_the_module_runs(root: Path) -> None:
+    done = shell("-m", "shardwise", "ls", root, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert '"step-00000300"' in done.stdout
+
+
+@pytest.mark.parametrize("args", ["--help", "ls", "inspect", "verify"])
+def test_it_starts_without_torch(root: Path, args: str) -> None:
+    place = {"ls": [root], "verify": [root], "inspect": [root / "step-00000100"]}.get(args, [])
+    done = shell("-c", PROBE, args, *place)
+    assert done.stderr == "torch: False"
+    assert done.returncode == 0
+
+
+def test_errors_leave_no_traceback(tmp_path: Path) -> None:
+    done = shell("-m", "shardwise", "verify", tmp_path / "nothing")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("shardwise: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_colour_is_for_terminals(root: Path) -> None:
+    checkpoint = root / "step-00000100"
+    assert "\x1b" not in shell("-m", "shardwise", "inspect", checkpoint).stdout
+    ours, theirs = pty.openpty()
+    environ = {**os.environ, "PYTHONPATH": str(Path(shardwise.__file__).parents[1])}
+    environ |= {"TERM": "xterm-256color", "COLUMNS": "100"}
+    environ.pop("NO_COLOR", None)
+    command = [sys.executable, "-m", "shardwise", "inspect", checkpoint]
+    child = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environ)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # Linux's way to say that the other end is closed
+            break
+        if not part:
+            break
+        shown += part
+    os.close(ours)
+    assert child.wait() == 0
+    assert b"\x1b[" in shown
+
+
+def test_a_closed_pipe_is_no_error(root: Path) -> None:
+    command = f"{sys.executable} -m shardwise inspect {root / 'step-00000100'} --all | true"
+    environ = {**os.environ, "PYTHONPATH": str(Path(shardwise.__file__).parents[1])}
+    done = subprocess.run(command, shell=True, capture_output=True, env=environ, check=False)
+    assert done.stderr == b""
