@@ -24,7 +24,7 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.offset) != len(self.shape):
             raise LayoutError(f"offset {self.offset} and shape {self.shape} differ in length")
-        if any(n < 0 for n in self.offset) or any(n < 0 for n in self.shape):
+        if min(self.offset, default=0) < 0 or min(self.shape, default=0) < 0:
             raise LayoutError(f"a box has no negative numbers: {self.offset}, {self.shape}")
 
     @classmethod

@@ -1,0 +1,197 @@
+"""What is saved when, what is kept, and what is restored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardwise as sw
+from shardwise.manifest.names import MANIFEST, step_directory
+from shardwise.store import LocalStore
+from shardwise.testing import Gang
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"t": torch.full((1000,), float(value)), "step": int(value)}
+
+
+def fill(root: Path, *steps: int, **options: Any) -> None:
+    with sw.Checkpointer(root, **options) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, state(step))
+
+
+def damage(root: Path, step: int, name: str = "*.safetensors") -> None:
+    """Flip a bit in the middle of a file."""
+    victim = next((root / step_directory(step)).glob(name))
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+
+
+def test_it_saves_when_it_is_due_and_restores_the_newest(tmp_path: Path) -> None:
+    with sw.Checkpointer(tmp_path, every=5) as checkpointer:
+        handles = [checkpointer.save(step, state(step)) for step in range(1, 13)]
+        due = [handle for handle in handles if handle is not None]
+        assert all(handle.done() for handle in due)
+        assert [handle.result().step for handle in due] == [5, 10]
+        assert (checkpointer.steps(), checkpointer.latest()) == ([5, 10], 10)
+        target = state(0)
+        assert checkpointer.restore(target) == 10
+        assert target["step"] == 10
+        assert target["t"].tolist() == [10.0] * 1000
+        assert checkpointer.restore(target, step=5) == 5
+        assert target["t"][0] == 5
+        with pytest.raises(sw.CheckpointNotFoundError, match="step 7"):
+            checkpointer.restore(target, step=7)
+
+
+def test_an_empty_root_restores_nothing(tmp_path: Path) -> None:
+    with sw.Checkpointer(tmp_path / "new") as checkpointer:
+        assert checkpointer.restore(state(0)) is None
+        assert checkpointer.latest() is None
+
+
+@pytest.mark.parametrize("name", ["*.safetensors", MANIFEST])
+def test_damage_falls_back_to_the_one_before_and_says_why(tmp_path: Path, name: str) -> None:
+    fill(tmp_path, 1, 2, 3)
+    damage(tmp_path, 3, name)
+    with sw.Checkpointer(tmp_path) as checkpointer:
+        target = state(0)
+        assert checkpointer.restore(target) == 2
+        assert target["t"].tolist() == [2.0] * 1000
+        report = checkpointer.last_restore
+        assert report is not None
+        ((step, reason),) = report.skipped
+        assert step == 3
+        assert str(tmp_path / step_directory(3)) in reason
+        checkpointer.save(3, state(3))  # what was found damaged may be replaced
+        assert checkpointer.restore(target) == 3
+
+
+def test_if_all_are_damaged_that_is_an_error_that_lists_them(tmp_path: Path) -> None:
+    fill(tmp_path, 1, 2)
+    damage(tmp_path, 1)
+    damage(tmp_path, 2)
+    with sw.Checkpointer(tmp_path) as checkpointer, pytest.raises(sw.CorruptionError) as caught:
+        checkpointer.restore(state(0))
+    assert "step 1:" in str(caught.value)
+    assert "step 2:" in str(caught.value)
+
+
+def test_what_is_intact_but_does_not_fit_is_no_damage(tmp_path: Path) -> None:
+    fill(tmp_path, 1, 2)
+    with sw.Checkpointer(tmp_path) as checkpointer, pytest.raises(sw.MismatchError):
+        checkpointer.restore({"t": torch.zeros(3)})
+
+
+def test_a_step_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    fill(tmp_path, 1)
+    with sw.Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(sw.CheckpointExistsError):
+            checkpointer.save(1, state(5))
+        checkpointer.save(1, state(5), overwrite=True)
+        target = state(0)
+        checkpointer.restore(target)
+        assert target["step"] == 5
+    assert len(list((tmp_path / step_directory(1)).iterdir())) == 2
+
+
+def test_retention_keeps_by_every_rule(tmp_path: Path) -> None:
+    keep = sw.Keep(last=2, every=4, best="loss")
+    with sw.Checkpointer(tmp_path, keep=keep) as checkpointer:
+        for step, loss in enumerate([5.0, 1.0, 4.0, 3.0, 6.0, 7.0, 8.0], start=1):
+            checkpointer.save(step, state(step), metrics={"loss": loss})
+        assert checkpointer.steps() == [2, 4, 6, 7]
+
+
+def test_what_is_being_read_is_not_removed(tmp_path: Path) -> None:
+    with sw.Checkpointer(tmp_path, keep=sw.Keep(last=1)) as checkpointer:
+        checkpointer.save(1, state(1))
+        with LocalStore(tmp_path / step_directory(1)).hold(MANIFEST, shared=True):
+            checkpointer.save(2, state(2))
+            assert checkpointer.steps() == [1, 2]
+        checkpointer.save(3, state(3))
+        assert checkpointer.steps() == [3]
+
+
+def test_a_damaged_newest_never_costs_the_newest_that_is_intact(tmp_path: Path) -> None:
+    fill(tmp_path, 1, 2, 9)
+    damage(tmp_path, 9)
+    with sw.Checkpointer(tmp_path, keep=sw.Keep(last=1)) as checkpointer:
+        assert checkpointer.restore(state(0)) == 2
+        checkpointer.save(3, state(3))
+        assert checkpointer.restore(state(0)) == 3
+        assert set(checkpointer.steps()) == {3, 9}
+
+
+def test_leftovers_are_collected_and_nothing_else(tmp_path: Path) -> None:
+    fill(tmp_path, 1)
+    first, second = tmp_path / step_directory(1), tmp_path / step_directory(2)
+    second.mkdir()
+    leftovers = [
+        first / "r00000-0123456789abcdef.safetensors",
+        first / ".manifest.json.01234567",
+        second / "saving-0123456789abcdef.lock",
+        second / "r00001-0123456789abcdef.safetensors",
+    ]
+    for path in [*leftovers, first / "notes.txt"]:
+        path.write_text("x")
+    with sw.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.steps() == [1]
+        assert not any(path.exists() for path in leftovers)
+        assert (first / "notes.txt").exists()
+        assert not second.exists()
+        assert checkpointer.restore(state(0)) == 1
+
+
+def test_bad_options_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="every"):
+        sw.Checkpointer(tmp_path, every=0)
+    with pytest.raises(ValueError, match="last"):
+        sw.Keep(last=0)
+    with pytest.raises(ValueError, match="negative"), sw.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(-1, {})
+
+
+steps = st.lists(st.integers(0, 50), min_size=1, unique=True)
+positive = st.none() | st.integers(1, 5)
+
+
+@given(steps, positive, positive, st.booleans())
+def test_the_newest_is_always_kept(
+    steps: list[int], last: int | None, every: int | None, best: bool
+) -> None:
+    metrics = {step: {"loss": float(step % 7)} for step in steps}
+    keep = sw.Keep(last=last, every=every, best="loss" if best else None)
+    kept = keep.kept(steps, metrics)
+    assert max(steps) in kept
+    assert kept <= set(steps)
+    assert set(sorted(steps)[-(last or 1) :]) <= kept
+    if every is not None:
+        assert {step for step in steps if step % every == 0} <= kept
+    if best:
+        assert min(metrics[step]["loss"] for step in steps) in {
+            metrics[step]["loss"] for step in kept
+        }
+
+
+def fall_back(root: str) -> tuple[int | None, float, str]:
+    target = {"t": torch.zeros(1000)}
+    with sw.Checkpointer(root) as checkpointer:
+        step = checkpointer.restore(target, strict=False)
+        report = checkpointer.last_restore
+        return step, float(target["t"].sum()), report.skipped[0][1] if report else ""
+
+
+def test_all_ranks_fall_back_together(gang: Gang, tmp_path: Path) -> None:
+    fill(tmp_path, 1, 2)
+    damage(tmp_path, 2)
+    results = gang.run(fall_back, str(tmp_path), world=3)
+    assert {(step, total) for step, total, _ in results} == {(1, 1000.0)}
+    assert len({reason for _, _, reason in results}) == 1
