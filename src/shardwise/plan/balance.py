@@ -12,7 +12,8 @@ from shardwise.layout import Box, boxes_of_range
 
 Int = npt.NDArray[np.int64]
 Float = npt.NDArray[np.float64]
-GRAIN = 1 << 20
+LARGEST_GRAIN = 1 << 20
+SMALLEST_GRAIN = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,13 @@ def divide(
     holders: Sequence[int],
     loads: Float,
     *,
-    grain: int = GRAIN,
+    grain: int | None = None,
 ) -> list[Cut]:
     """Give replicas, in their order, to their holders, and cut those that lie on a boundary.
 
     Each holder gets one contiguous part of the sequence, as long as levels the loads. Replicas
-    are cut at multiples of about `grain` bytes, smaller ones not at all.
+    are cut at multiples of about `grain` bytes, smaller ones not at all; without it the grain is a
+    thirty-second of what a holder gets, within bounds.
 
     Args:
         replicas: index, shape and itemsize of each, all held by the same ranks.
@@ -54,6 +56,9 @@ def divide(
         loads: bytes that each rank of the world has been given so far; added to in place.
     """
     sizes = [int(np.prod(shape, dtype=np.int64)) * itemsize for _, shape, itemsize in replicas]
+    if grain is None:
+        part = sum(sizes) // (32 * len(holders))
+        grain = max(SMALLEST_GRAIN, min(LARGEST_GRAIN, part))
     ends = np.cumsum(fill_levels(loads[list(holders)], float(sum(sizes)))).tolist()
     ends[-1] = float("inf")
     cuts: list[Cut] = []

@@ -1,0 +1,151 @@
+"""Ranks that do not agree are told so, on all ranks; plans that they agree on are used again."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+from shardwise.plan.cache import PlanCache
+from shardwise.testing import Gang
+from shardwise.testing.worker import Outcome
+
+
+def all_refused(outcomes: list[Outcome], *needles: str) -> None:
+    """Every rank raised a MismatchError that says all of this."""
+    for outcome in outcomes:
+        assert isinstance(outcome.exception, sw.MismatchError), outcome
+        for needle in needles:
+            assert needle in str(outcome.exception)
+
+
+def save_different_values(path: str) -> None:
+    rank = dist.get_rank()
+    sw.save(path, {"same": 1, "loss": float(rank), "deep": {"list": [0, rank]}})
+
+
+def test_plain_values_that_differ_are_all_named(gang: Gang, tmp_path: Path) -> None:
+    outcomes = gang.outcomes(save_different_values, str(tmp_path), world=3)
+    all_refused(outcomes, "loss", "deep.list.1", "sw.PerRank")
+
+
+def save_elsewhere(path: str) -> None:
+    sw.save(f"{path}/{dist.get_rank()}", {"t": torch.ones(1)})
+
+
+def test_ranks_that_save_to_different_places_are_told(gang: Gang, tmp_path: Path) -> None:
+    all_refused(gang.outcomes(save_elsewhere, str(tmp_path), world=2), "rank 1", "/1")
+
+
+def save_different_shapes(path: str) -> None:
+    sw.save(path, {"t": torch.ones(2 + dist.get_rank())})
+
+
+def test_ranks_with_different_shapes_are_told(gang: Gang, tmp_path: Path) -> None:
+    all_refused(gang.outcomes(save_different_shapes, str(tmp_path), world=2), "t:", "[3]")
+
+
+def save_flipped(path: str) -> None:
+    """Replicas of which one differs in one bit."""
+    data = torch.ones(1000)
+    if dist.get_rank() == 1:
+        data.view(torch.int32)[500] ^= 1
+    sw.save(path, {"fine": torch.zeros(3), "flipped": data}, check_replicas=True)
+
+
+def test_a_replica_that_differs_in_one_bit_is_found(gang: Gang, tmp_path: Path) -> None:
+    outcomes = gang.outcomes(save_flipped, str(tmp_path), world=2)
+    all_refused(outcomes, "flipped[0:1000]: rank 0 and rank 1")
+    assert "fine" not in str(outcomes[0].exception)
+
+
+def save_replicas(path: str) -> sw.SaveReport:
+    return sw.save(path, {"a": torch.ones(3_000_000), "b": torch.ones(1_000_000)})
+
+
+def test_replicas_are_divided_by_bytes(gang: Gang, tmp_path: Path) -> None:
+    reports = gang.run(save_replicas, str(tmp_path), world=4)
+    written = [report.bytes_written for report in reports]
+    assert max(written) <= 1.1 * sum(written) / 4
+    assert reports[0].bytes_total == 16_000_000
+    assert reports[0].bytes_deduplicated == 48_000_000
+
+
+def save_repeatedly(path: str) -> list[tuple[bool, int, int]]:
+    """With one cache: again, with other values elsewhere in memory, with another structure."""
+    plans = PlanCache()
+    seen = []
+
+    def save(name: str, state: dict[str, Any]) -> None:
+        report = sw.save(f"{path}/{name}", state, plans=plans)
+        seen.append((report.plan_cached, report.bytes_communicated, plans.hits))
+
+    def tensors(value: float, count: int = 500) -> dict[str, Any]:
+        return {f"t{i}": torch.full((10,), value + i) for i in range(count)}
+
+    save("first", tensors(0))
+    moved = tensors(1000)
+    save("moved", moved)
+    loaded = tensors(0)
+    sw.load(f"{path}/moved", loaded)
+    assert all(torch.equal(loaded[name], moved[name]) for name in moved)
+    save("larger", tensors(0, 501))
+    save("retyped", {name: value.double() for name, value in tensors(0).items()})
+    save("again", tensors(0))
+    # On one rank alone another structure: then no rank uses its plan.
+    extra = {"extra": torch.ones(2)} if dist.get_rank() == 1 else {}
+    save("uneven", tensors(0) | extra)
+    return seen
+
+
+def test_plans_are_used_again_for_the_same_structure_only(gang: Gang, tmp_path: Path) -> None:
+    for rank, seen in enumerate(gang.run(save_repeatedly, str(tmp_path), world=2)):
+        assert [cached for cached, _, _ in seen] == [False, True, False, False, True, False]
+        assert seen[-1][2] == 2
+        first, second = seen[0][1], seen[1][1]
+        assert second <= 0.05 * first, (rank, first, second)
+
+
+def train_with_dropout(path: str) -> None:
+    """A run that stops and goes on draws what the uninterrupted one draws."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    random.seed(rank)
+    dropout = nn.Dropout(0.5)
+    draw = [dropout(torch.ones(8)) for _ in range(3)]
+    state = {"rng": sw.RngState(), "mine": sw.PerRank([rank])}
+    sw.save(path, state)
+    expected = [(dropout(torch.ones(8)), random.random()) for _ in range(3)]
+    torch.manual_seed(123)
+    sw.load(path, state)
+    for mask, number in expected:
+        assert torch.equal(dropout(torch.ones(8)), mask)
+        assert random.random() == number
+    assert len(draw) == 3
+
+
+def test_every_rank_goes_on_with_its_own_randomness(gang: Gang, tmp_path: Path) -> None:
+    gang.run(train_with_dropout, str(tmp_path), world=3)
+
+
+def load_different(path: str) -> None:
+    """A name that only rank 1 wants, and that is not there."""
+    target: dict[str, Any] = {"t": torch.zeros(4)}
+    if dist.get_rank() == 1:
+        target["more"] = torch.zeros(1)
+    try:
+        sw.load(path, target)
+    finally:
+        assert target["t"].sum() == 0
+
+
+def test_a_mismatch_on_one_rank_stops_all_before_anything_is_written(
+    gang: Gang, tmp_path: Path
+) -> None:
+    sw.save(tmp_path, {"t": torch.ones(4)})
+    all_refused(gang.outcomes(load_different, str(tmp_path), world=2), "more")
