@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.cli import compare
-from shardwise.cli.compare import parts_of
+from shardwise.cli import elements
+from shardwise.cli.elements import batches, boxes_of
+from shardwise.manifest.manifest import TensorEntry
 from tests.cli.conftest import Run
 from tests.cli.states import Model
 
@@ -146,8 +147,8 @@ def test_differences_are_counted_in_elements(
 def test_large_tensors_are_compared_in_parts(
     run: Run, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "LARGEST_PART", 64)
-    monkeypatch.setattr(compare, "LARGEST_CONVERSION", 3)
+    monkeypatch.setattr(elements, "LARGEST_BATCH", 64)
+    monkeypatch.setattr(elements, "LARGEST_CONVERSION", 3)
     x = torch.arange(5 * 7 * 6, dtype=torch.float32).reshape(5, 7, 6)
     y = x.clone()
     y[::2, 1:, 3:] += torch.arange(1.0, 4.0)
@@ -160,12 +161,24 @@ def test_large_tensors_are_compared_in_parts(
 
 
 @given(st.lists(st.integers(0, 9), max_size=4), st.integers(1, 50))
-def test_parts_are_small_and_cover_once(shape: list[int], most: int) -> None:
+def test_boxes_are_small_and_cover_once(shape: list[int], most: int) -> None:
     seen = torch.zeros(shape, dtype=torch.int32)
-    for index in parts_of(tuple(shape), most):
-        assert 0 < seen[index].numel() <= most
-        seen[index] += 1
+    for box in boxes_of(tuple(shape), most):
+        assert 0 < box.size <= most
+        seen[box.slices()] += 1
     assert bool((seen == 1).all())
+
+
+@given(st.lists(st.integers(0, 40 << 20), max_size=8))
+def test_batches_are_bounded_and_hold_everything(lengths: list[int]) -> None:
+    tensors = [TensorEntry(str(i), "bfloat16", (n,)) for i, n in enumerate(lengths)]
+    found = list(batches(tensors))
+    assert all(0 < sum(part.nbytes for part in batch) <= 16 << 20 for batch in found)
+    sizes = dict.fromkeys(map(str, range(len(lengths))), 0)
+    for batch in found:
+        for part in batch:
+            sizes[part.tensor.name] += part.box.size
+    assert list(sizes.values()) == lengths
 
 
 def test_tied_tensors_differ_together(run: Run, pair: tuple[Path, Path]) -> None:

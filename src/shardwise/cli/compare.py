@@ -1,27 +1,17 @@
-"""Two checkpoints, name by name and byte by byte, in bounded memory. Imports torch."""
+"""Two checkpoints, name by name and byte by byte. Imports torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor
-
-from shardwise.api import open as open_checkpoint
-from shardwise.checkpoint import Checkpoint, SavedTensor
+from shardwise.cli.elements import compare_tensors
 from shardwise.cli.named import rank_values
 from shardwise.cli.outline import tensor_bytes
 from shardwise.cli.places import Saved
 from shardwise.cli.terminal import progress
-from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Manifest, TensorEntry
-
-LARGEST_PART = 16 << 20
-"""Bytes of each of the two tensors that are compared at once."""
-LARGEST_CONVERSION = 1 << 20
-"""Elements whose difference is taken at once, as float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +27,7 @@ class Unlike:
 class Differing:
     """A tensor of which `differing` of its `elements` have other bytes.
 
-    `max_abs_difference` is the largest |a - b| in float64, not a number where one of them is none,
-    and None where the dtype has no arithmetic.
+    `max_abs_difference` is the largest |a - b| among them; see `Tally.largest`.
     """
 
     name: str
@@ -119,7 +108,7 @@ def compare(a: Saved, b: Saved) -> Comparison:
         dtypes=[Unlike(x.name, x.dtype, y.dtype) for x, y in pairs if x.dtype != y.dtype],
         shapes=[Unlike(x.name, x.shape, y.shape) for x, y in pairs if x.shape != y.shape],
         values=values.unlike,
-        tensors=list(_differing(a, b, fitting)),
+        tensors=_differing(a, b, fitting),
     )
     return replace(found, same=found.differences == 0)
 
@@ -150,83 +139,15 @@ def _compare_values(a: Saved, b: Saved) -> _Values:
 
 def _differing(
     a: Saved, b: Saved, pairs: Sequence[tuple[TensorEntry, TensorEntry]]
-) -> Iterator[Differing]:
-    """The tensors whose bytes differ; those that are tied to one are read once."""
-    opened_a, opened_b = open_checkpoint(a.store), open_checkpoint(b.store)
-    done: dict[tuple[str, str], tuple[int, float | None]] = {}
-    with progress(sum(tensor_bytes(x) for x, _ in pairs)) as advance:
-        for x, y in pairs:
-            stored = x.same_as or x.name, y.same_as or y.name
-            if stored not in done:
-                parts = _parts(opened_a, opened_b, x)
-                done[stored] = _difference(parts, getattr(torch, x.dtype))
-            advance(x.name, tensor_bytes(x))
-            differing, largest = done[stored]
-            if differing:
-                yield Differing(x.name, math.prod(x.shape), differing, largest)
-
-
-def _parts(a: Checkpoint, b: Checkpoint, entry: TensorEntry) -> Iterator[tuple[Tensor, Tensor]]:
-    """A tensor of both checkpoints, part after part, as bytes of shape (elements, itemsize)."""
-    x, y = a[entry.name], b[entry.name]
-    if not isinstance(x, SavedTensor) or not isinstance(y, SavedTensor):
-        return
-    itemsize = DTYPES[entry.dtype].itemsize
-    for index in parts_of(entry.shape, LARGEST_PART // itemsize):
-        yield _as_bytes(x[index], itemsize), _as_bytes(y[index], itemsize)
-
-
-def _as_bytes(part: Tensor, itemsize: int) -> Tensor:
-    return part.reshape(-1).view(torch.uint8).reshape(-1, itemsize)
-
-
-def parts_of(shape: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:
-    """Indices of parts of a tensor, disjoint and in order, of at most `most` elements each."""
-    row = math.prod(shape[1:])
-    if math.prod(shape) <= most:
-        if 0 not in shape:
-            yield tuple(slice(0, n) for n in shape)
-    elif row <= most:
-        several = most // row
-        for low in range(0, shape[0], several):
-            rest = (slice(0, n) for n in shape[1:])
-            yield (slice(low, min(low + several, shape[0])), *rest)
-    else:
-        for at in range(shape[0]):
-            for below in parts_of(shape[1:], most):
-                yield (slice(at, at + 1), *below)
-
-
-def _difference(
-    parts: Iterator[tuple[Tensor, Tensor]], dtype: torch.dtype
-) -> tuple[int, float | None]:
-    """How many elements have other bytes, and the largest absolute difference between them."""
-    differing = 0
-    largest: float | None = 0.0
-    for x, y in parts:
-        rows = (x != y).any(1)
-        count = int(rows.sum())
-        differing += count
-        if not count or largest is None:
-            continue
-        some, others = x[rows], y[rows]
-        for low in range(0, count, LARGEST_CONVERSION):
-            part = slice(low, low + LARGEST_CONVERSION)
-            largest = _larger(largest, _largest_difference(some[part], others[part], dtype))
-    return differing, largest
-
-
-def _largest_difference(x: Tensor, y: Tensor, dtype: torch.dtype) -> float | None:
-    wide = torch.complex128 if dtype.is_complex else torch.float64
-    try:
-        values = [each.contiguous().view(dtype).to(wide) for each in (x, y)]
-    except (RuntimeError, NotImplementedError):
-        return None  # dtypes that hold bits, not numbers
-    return float((values[0] - values[1]).abs().max())
-
-
-def _larger(a: float | None, b: float | None) -> float | None:
-    """The larger; not a number if one of them is none."""
-    if a is None or b is None:
-        return None
-    return max(a, b) if a == a and b == b else math.nan
+) -> list[Differing]:
+    """The tensors whose bytes differ; those that are tied in both are compared once."""
+    stored = {(x.same_as or x.name, y.same_as or y.name): x for x, y in pairs}
+    with progress(sum(map(tensor_bytes, stored.values()))) as advance:
+        found = compare_tensors(a.store, b.store, list(stored.values()), advance)
+    differing = []
+    for x, y in pairs:
+        tally = found[stored[x.same_as or x.name, y.same_as or y.name].name]
+        if tally.differing:
+            elements = math.prod(x.shape)
+            differing.append(Differing(x.name, elements, tally.differing, tally.largest))
+    return differing
