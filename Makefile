@@ -28,11 +28,11 @@ format: $(READY) ## put the code into its one style
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
 
-demo: $(READY) ## show what shardwise does, in a minute
+demo: $(READY) ## show what shardwise does, in a minute and a half
 	$(RUN) examples/demo.py $(ARGS)
 
 bench: $(READY) ## measure against the peers and the machine's own limits
-	@set -e; for question in benchmarks/[!_]*.py; do echo "== $$question"; $(RUN) "$$question" $(ARGS); done
+	$(RUN) benchmarks/run.py $(ARGS)
 
 clean: ## remove everything that was made here
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

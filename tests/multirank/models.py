@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -77,49 +78,58 @@ def stage(model: Model, blocks: range) -> Model:
 
 
 def build(kind: str, seed: int) -> dict[str, Any]:
-    """A state of this parallelism: model, optimizer, scheduler, step."""
+    """A state of this parallelism: model, optimizer, scheduler, step. `seed` tells it apart."""
     torch.manual_seed(seed)
-    models = _parallelize(kind, Model())
-    optimizers = [
-        torch.optim.AdamW(
-            [
-                {"params": [p for n, p in m.named_parameters() if "norm" not in n], "lr": 0.01},
-                {"params": [p for n, p in m.named_parameters() if "norm" in n], "lr": 0.02},
-            ]
-            if kind != "fsdp1_flat"
-            else m.parameters(),
-            lr=0.01,
-        )
-        for m in models
-    ]
-    optimizers = [o for o in optimizers if any(g["params"] for g in o.param_groups)]
+    models = parallelize(kind, Model())
+    optimizers = [adamw(model, 0.01 * seed) for model in models]
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in optimizers]
     modules: list[Any] = list(models)
     if kind in ("pipeline", "interleaved"):
         modules = [
-            PipelineStage(m, i, DEPTH, torch.device("cpu"), group=dist.group.WORLD)
-            for i, m in enumerate(models)
+            PipelineStage(
+                model,
+                dist.get_rank() + i * dist.get_world_size(),
+                len(models) * dist.get_world_size(),
+                torch.device("cpu"),
+            )
+            for i, model in enumerate(models)
         ]
     alone = len(models) == 1
     return {
         "model": modules[0] if alone else modules,
         "optimizer": optimizers[0] if alone else optimizers,
+        "scheduler": schedulers[0],
         "step": seed,
     }
 
 
+def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """Two groups: the norms learn faster, and do not decay."""
+    named = list(model.named_parameters())
+    return torch.optim.AdamW(
+        [
+            {"params": [p for name, p in named if "norm" not in name]},
+            {"params": [p for name, p in named if "norm" in name], "lr": 2 * lr, "weight_decay": 0},
+        ],
+        lr=lr,
+    )
+
+
 def train(state: dict[str, Any], steps: int = 2) -> None:
-    """Steps whose gradients are made up, the same way for every parallelism of one mesh."""
+    """Steps with gradients that are made up, element by element, so that all kinds step alike."""
     optimizers = state["optimizer"]
-    for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
-        for step in range(steps):
+    for step in range(steps):
+        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    parameter.grad = (parameter.detach() * (step + 1)).sin()
+                    parameter.grad = parameter.detach() * (step + 1)
             optimizer.step()
             optimizer.zero_grad()
+        state["scheduler"].step()
 
 
-def _parallelize(kind: str, model: Model) -> list[nn.Module]:
+def parallelize(kind: str, model: Model) -> list[nn.Module]:
+    """The modules that this rank has of a model under a parallelism: several are stages."""
     if kind == "plain":
         return [model]
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -127,7 +137,10 @@ def _parallelize(kind: str, model: Model) -> list[nn.Module]:
         return [DistributedDataParallel(model)]
     if kind.startswith("fsdp1"):
         wrapped: nn.Module = FullyShardedDataParallel(
-            model, use_orig_params=kind == "fsdp1", device_id=torch.device("cpu")
+            model,
+            use_orig_params=kind == "fsdp1",
+            auto_wrap_policy=ModuleWrapPolicy({nn.LayerNorm}),
+            device_id=torch.device("cpu"),
         )
         return [wrapped]
     if kind in ("pipeline", "interleaved"):

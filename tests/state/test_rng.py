@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def test_seeds_differ_even_where_a_generator_takes_32_bits_of_them() -> None:
     state = rng.capture()
     seeds = [rng.for_rank([state], rank, 100) for rank in range(1, 100)]
     low = [seed % 2**32 for seed in seeds if isinstance(seed, int)]
-    assert [(b - a) % 2**32 for a, b in zip(low, low[1:], strict=False)] == [1] * 98
+    assert [(b - a) % 2**32 for a, b in itertools.pairwise(low)] == [1] * 98
     assert len({seed >> 32 for seed in seeds if isinstance(seed, int)}) == 99
     random.random()
     assert rng.for_rank([rng.capture()], 1, 100) != seeds[0]

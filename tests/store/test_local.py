@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
@@ -95,3 +96,17 @@ def test_a_failed_publication_leaves_nothing_beside(tmp_path: Path) -> None:
         with pytest.raises(OSError, match=verb):
             store.publish("manifest.json", b"one", replace=False)
         assert store.list() == []
+
+
+def test_a_lock_that_was_deleted_before_it_was_locked_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = fcntl.flock
+
+    def deleted_first(fd: int, operation: int) -> None:
+        (tmp_path / "lock").unlink()
+        lock(fd, operation)
+
+    monkeypatch.setattr("shardwise.store.local.fcntl.flock", deleted_first)
+    with LocalStore(tmp_path).hold("lock", shared=False) as held:
+        assert not held

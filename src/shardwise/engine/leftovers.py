@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from shardwise.errors import FormatError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
@@ -36,8 +36,9 @@ def collect_leftovers(store: Store, *, own_lock: str | None = None) -> list[str]
             if made_by_save(name) and name not in committed:
                 store.delete(name)
                 removed.append(name)
-        if removed and not store.list():
-            store.remove()
+        if removed:
+            with suppress(OSError):  # it is not empty
+                store.remove()
     return removed
 
 

@@ -39,6 +39,8 @@ from shardwise.plan.save import Share, decode_share, plan_save
 from shardwise.state.leaves import Holdings
 from shardwise.store import Store
 
+LOCK_ATTEMPTS = 8  # a lock is lost to a collector that comes between its making and its locking
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
@@ -187,10 +189,7 @@ class _Save:
             _refuse_unlike(requests)
             self._refuse_existing()
             collect_leftovers(self._store)
-            save_id = new_save_id()
-            cleanup.callback(self._discard_lock, save_id)
-            if not cleanup.enter_context(self._store.hold(lock_file(save_id), shared=False)):
-                raise StoreError(f"{self._store}: no lock could be made; is it writable?")
+            save_id = self._lock(cleanup)
             cached = all(request.cached for request in requests)
             first_with = {request.values: i for i, request in reversed(list(enumerate(requests)))}
             speakers = set(first_with.values())
@@ -202,6 +201,15 @@ class _Save:
         answer = exchange(self._group, "agreeing on a save", ask, grant)
         self._grant = msgspec.msgpack.decode(answer, type=_Grant)
         self.cached = self._grant.cached
+
+    def _lock(self, cleanup: ExitStack) -> str:
+        """An id for this save, whose lock is held until `cleanup` is closed."""
+        for _ in range(LOCK_ATTEMPTS):
+            save_id = new_save_id()
+            cleanup.callback(self._discard_lock, save_id)
+            if cleanup.enter_context(self._store.hold(lock_file(save_id), shared=False)):
+                return save_id
+        raise StoreError(f"{self._store}: no lock could be made; is it writable?")
 
     def _request(self) -> _Request:
         self._encoded = self.described.description.encode()

@@ -1,34 +1,51 @@
 """Plain Python values to JSON values and back, without pickle.
 
 What JSON has is itself: None, bool, int, finite float, str, list, and dict with names as keys.
-Everything else is `{"$": kind, …}`; docs/format.md lists the kinds.
+Everything else is `{"$": kind, …}`; docs/format.md lists the kinds, and `_KINDS` makes them.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import enum
 import math
 import pickle
-import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, is_dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from shardwise.errors import StateError
+from shardwise.errors import ShardwiseError, StateError
+from shardwise.state.enums import member_fields, member_of
+from shardwise.state.numbers import (
+    Array,
+    Fields,
+    array_fields,
+    array_of,
+    bytes_of,
+    bytes_text,
+    dtype_of,
+    dtype_text,
+    is_numeric,
+    list_of,
+    scalar_fields,
+    scalar_of,
+    tensor_fields,
+    tensor_of,
+    text_of,
+)
+from shardwise.state.refused import why
 
-JsonValue = Any
+JsonValue: TypeAlias = Any
 OnTensor = Callable[[str, Any], None]
 GetTensor = Callable[[str], torch.Tensor]
 
 TAG = "$"
 DEEPEST = 200
 _INT64 = 2**63
+_ABSENT = object()
 
 
 def encode(
@@ -47,9 +64,13 @@ def encode(
         allow_pickle: store what has no plain form as pickle.
 
     Raises:
-        StateError: a value has no plain form; names it, and says what to do.
+        StateError: a value has no plain form, or two tensors one name; says where, and what to do.
     """
-    return _Encoder(on_tensor, allow_pickle).encode(value, name, 0)
+    give = None if on_tensor is None else _once_each(on_tensor)
+    try:
+        return _encode(value, _Encoding(name, 0, give, allow_pickle))
+    except RecursionError as error:
+        raise StateError(f"{name}: nested deeper than Python's stack allows here") from error
 
 
 def decode(
@@ -68,283 +89,285 @@ def decode(
     Raises:
         StateError: it is malformed, or holds pickle and `allow_pickle` is not set.
     """
-    return _Decoder(get_tensor, allow_pickle).decode(encoded, name, 0)
+    try:
+        return _decode(encoded, _Decoding(name, 0, get_tensor, allow_pickle))
+    except RecursionError as error:
+        raise StateError(f"{name}: nested deeper than Python's stack allows here") from error
 
 
 def differences(a: JsonValue, b: JsonValue, name: str) -> list[str]:
     """The dotted names at which two encoded values differ."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        keys = dict.fromkeys([*a, *b])
-        return [
-            line
-            for key in keys
-            for line in (
-                differences(a[key], b[key], f"{name}.{key}")
-                if key in a and key in b
-                else [f"{name}.{key}"]
-            )
-        ]
-    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        pairs = enumerate(zip(a, b, strict=True))
-        return [line for i, (x, y) in pairs for line in differences(x, y, f"{name}.{i}")]
-    return [] if type(a) is type(b) and a == b else [name]
-
-
-@dataclass(slots=True)
-class _Encoder:
-    on_tensor: OnTensor | None
-    allow_pickle: bool
-
-    def encode(self, value: object, name: str, depth: int) -> JsonValue:
-        if depth > DEEPEST:
-            raise StateError(f"{name}: nested more than {DEEPEST} deep, or within itself")
-        kind = type(value)
-        if value is None or kind is bool or kind is str:
-            return _checked_text(value, name) if kind is str else value
-        if kind is int:
-            return value if -_INT64 <= value < _INT64 else {TAG: "int", "v": str(value)}  # type: ignore[operator]
-        if kind is float:
-            return value if math.isfinite(value) else {TAG: "float", "v": repr(value)}  # type: ignore[arg-type]
-        if kind is list:
-            return self._items(value, name, depth)
-        if kind is dict and all(type(key) is str for key in value) and TAG not in value:  # type: ignore[attr-defined,operator]
-            return {
-                _checked_text(key, name): self.encode(item, f"{name}.{key}", depth + 1)
-                for key, item in value.items()  # type: ignore[attr-defined]
-            }
-        return self._tagged(value, name, depth)
-
-    def _tagged(self, value: Any, name: str, depth: int) -> JsonValue:
-        if isinstance(value, enum.Enum):
-            place = f"{type(value).__module__}:{type(value).__qualname__}"
-            return {TAG: "enum", "class": place, "v": value.name}
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value, name)
-        if type(value) is np.ndarray:
-            return self._array(value, name)
-        if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-            return {TAG: "numpy", "dtype": value.dtype.str, "v": _to_text(value.tobytes())}
-        if type(value) in (tuple, torch.Size):
-            tag = "tuple" if type(value) is tuple else "size"
-            return {TAG: tag, "v": self._items(value, name, depth)}
-        if type(value) in _MAPPINGS:
-            pairs = [
-                [
-                    self.encode(k, f"{name}.<key>", depth + 1),
-                    self.encode(v, f"{name}.{k}", depth + 1),
-                ]
-                for k, v in value.items()
-            ]
-            return {TAG: _MAPPINGS[type(value)], "v": pairs}
-        simple = _SIMPLE.get(type(value))
-        if simple is not None:
-            return {TAG: simple[0], "v": simple[1](value)}
-        if self.allow_pickle:
-            return {TAG: "pickle", "v": _to_text(pickle.dumps(value))}
-        raise StateError(f"{name}: {_hint(value)}")
-
-    def _items(self, values: Any, name: str, depth: int) -> list[JsonValue]:
-        return [self.encode(v, f"{name}.{i}", depth + 1) for i, v in enumerate(values)]
-
-    def _tensor(self, value: torch.Tensor, name: str) -> JsonValue:
-        if self.on_tensor is not None:
-            self.on_tensor(name, value)
-            return {TAG: "tensor", "name": name}
-        if hasattr(value, "placements"):
-            raise StateError(f"{name}: a DTensor cannot be stored within a value of one rank")
-        whole = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        data = whole.reshape(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b""
-        dtype = str(value.dtype).removeprefix("torch.")
-        return {TAG: "tensor", "dtype": dtype, "shape": list(value.shape), "v": _to_text(data)}
-
-    def _array(self, value: np.ndarray[Any, np.dtype[Any]], name: str) -> JsonValue:
-        if value.dtype.kind not in "biufc":
-            raise StateError(f"{name}: numpy array of {value.dtype}: only numbers are stored")
-        if self.on_tensor is not None:
-            self.on_tensor(name, value)
-            return {TAG: "array", "name": name}
-        data = _to_text(np.ascontiguousarray(value).tobytes())
-        return {TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "v": data}
-
-
-@dataclass(slots=True)
-class _Decoder:
-    get_tensor: GetTensor | None
-    allow_pickle: bool
-
-    def decode(self, encoded: JsonValue, name: str, depth: int) -> object:
-        if depth > DEEPEST:
-            raise StateError(f"{name}: nested more than {DEEPEST} deep")
-        if encoded is None or isinstance(encoded, (bool, int, float, str)):
-            return encoded
-        if isinstance(encoded, list):
-            return [self.decode(v, f"{name}.{i}", depth + 1) for i, v in enumerate(encoded)]
-        if not isinstance(encoded, dict):
-            raise StateError(f"{name}: {type(encoded).__name__} is no JSON value")
-        if TAG not in encoded:
-            return {k: self.decode(v, f"{name}.{k}", depth + 1) for k, v in encoded.items()}
-        try:
-            return self._tagged(encoded[TAG], encoded, name, depth)
-        except (KeyError, TypeError, ValueError, OverflowError, binascii.Error) as error:
-            if isinstance(error, StateError):
-                raise
-            raise StateError(f"{name}: malformed value ({error})") from error
-
-    def _tagged(self, kind: object, encoded: dict[str, Any], name: str, depth: int) -> object:
-        if kind in ("tensor", "array"):
-            return self._tensor(kind == "array", encoded, name)
-        if kind == "pickle":
-            return self._pickle(encoded["v"], name)
-        if kind == "enum":
-            return _enum_member(_text(encoded["class"]), _text(encoded["v"]), name)
-        if kind == "numpy":
-            return _array_of(encoded["dtype"], (), encoded["v"], name)[()]
-        if kind in ("tuple", "size"):
-            items = self.decode(_list(encoded["v"]), name, depth + 1)
-            return tuple(items) if kind == "tuple" else torch.Size(items)  # type: ignore[arg-type]
-        for made, tag in _MAPPINGS.items():
-            if kind == tag:
-                return self._mapping(made, encoded["v"], name, depth)
-        for tag, _, decoder in _SIMPLE.values():
-            if kind == tag:
-                return decoder(_text(encoded["v"]))
-        raise StateError(f"{name}: unknown kind of value {str(kind)[:40]!r}")
-
-    def _mapping(self, made: type[dict[Any, Any]], pairs: object, name: str, depth: int) -> object:
-        items = made()
-        for pair in _list(pairs):
-            key, value = _list(pair)
-            decoded = self.decode(key, f"{name}.<key>", depth + 1)
-            items[decoded] = self.decode(value, f"{name}.{decoded}", depth + 1)
-        return items
-
-    def _tensor(self, array: bool, encoded: dict[str, Any], name: str) -> object:
-        if "name" in encoded:
-            if self.get_tensor is None:
-                raise StateError(f"{name}: names a tensor where none can be")
-            tensor = self.get_tensor(_text(encoded["name"]))
-            return tensor.numpy() if array else tensor
-        shape = tuple(_list(encoded["shape"]))
-        if array:
-            return _array_of(encoded["dtype"], shape, encoded["v"], name)
-        dtype = getattr(torch, _text(encoded["dtype"]), None)
-        if not isinstance(dtype, torch.dtype) or str(dtype).startswith("torch.q"):
-            raise StateError(f"{name}: unknown dtype")
-        data = _array_of("|u1", (_size(shape) * dtype.itemsize,), encoded["v"], name)
-        if not len(data):
-            return torch.empty(shape, dtype=dtype)
-        return torch.from_numpy(data).view(dtype).reshape(shape)
-
-    def _pickle(self, data: object, name: str) -> object:
-        if not self.allow_pickle:
-            raise StateError(
-                f"{name}: it was saved as pickle, which runs code from the file when it is loaded; "
-                "if you trust the file, pass allow_pickle=True"
-            )
-        return pickle.loads(_from_text(data))
-
-
-def _array_of(
-    dtype: object, shape: tuple[int, ...], data: object, name: str
-) -> np.ndarray[Any, np.dtype[Any]]:
-    kind = np.dtype(_text(dtype))
-    if kind.kind not in "biufc":
-        raise StateError(f"{name}: dtype {kind} is not stored")
-    content = _from_text(data)
-    if len(content) != _size(shape) * kind.itemsize:
-        raise StateError(f"{name}: {len(content)} bytes are not {kind} of shape {shape}")
-    return np.frombuffer(bytearray(content), kind).reshape(shape)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    if not all(type(n) is int and n >= 0 for n in shape):
-        raise StateError("a shape has only whole numbers")
-    return math.prod(shape)
-
-
-def _enum_member(place: str, member: str, name: str) -> object:
-    module, _, qualname = place.partition(":")
-    found: object = sys.modules.get(module)
-    for part in qualname.split("."):
-        found = vars(found).get(part) if hasattr(found, "__dict__") else None
-    if not (isinstance(found, type) and issubclass(found, enum.Enum)):
-        raise StateError(
-            f"{name}: a member of enum {place}, which is not imported: import it first"
-        )
-    if member not in found.__members__:
-        raise StateError(f"{name}: enum {place} has no member {member}")
-    return found.__members__[member]
-
-
-def _hint(value: object) -> str:
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    if is_dataclass(value):
-        return f"dataclass {kind} is not stored: save dataclasses.asdict(value)"
-    if isinstance(value, (set, frozenset)):
-        return f"{kind} has no order and is not stored: save sorted(value)"
-    if isinstance(value, tuple):
-        return f"{kind} would come back as a plain tuple: save tuple(value) or value._asdict()"
-    if isinstance(value, dict):
-        return f"{kind} would come back as a plain dict: save dict(value)"
-    if isinstance(value, torch.Generator):
-        return "a torch.Generator is not stored: save generator.get_state()"
-    return (
-        f"{kind} is not stored: give it state_dict() and load_state_dict(), save plain values, or "
-        "pass allow_pickle=True when saving and when loading"
-    )
-
-
-def _checked_text(text: Any, name: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise StateError(f"{name}: text that is not valid Unicode: {error}") from error
-    return str(text)
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise StateError(f"{type(value).__name__} where text is needed")
-    return value
-
-
-def _list(value: object) -> list[Any]:
-    if not isinstance(value, list):
-        raise StateError(f"{type(value).__name__} where a list is needed")
-    return value
-
-
-def _to_text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-def _from_text(text: object) -> bytes:
-    return base64.b64decode(_text(text), validate=True)
-
-
-def _dtype(text: str) -> torch.dtype:
-    found = getattr(torch, text, None)
-    if not isinstance(found, torch.dtype):
-        raise StateError(f"torch has no dtype {text[:40]!r}")
+    found = []
+    stack = [(name, a, b)]
+    while stack:
+        at, x, y = stack.pop()
+        if isinstance(x, list) and isinstance(y, list) and len(x) == len(y):
+            stack += reversed([(f"{at}.{i}", x[i], y[i]) for i in range(len(x))])
+        elif not (isinstance(x, dict) and isinstance(y, dict)):
+            if type(x) is not type(y) or x != y:
+                found.append(at)
+        elif TAG not in x and TAG not in y:
+            keys = reversed(dict.fromkeys([*x, *y]))
+            stack += [(f"{at}.{key}", x.get(key, _ABSENT), y.get(key, _ABSENT)) for key in keys]
+        elif {**x, "v": None} != {**y, "v": None}:
+            found.append(at)
+        else:
+            stack.append((at, x.get("v"), y.get("v")))
     return found
 
 
-def _complex(text: str) -> complex:
-    return complex(text)
+@dataclass(frozen=True, slots=True)
+class _Encoding:
+    """Where in a value the encoding is, and what it may do there."""
+
+    name: str
+    depth: int
+    on_tensor: OnTensor | None
+    allow_pickle: bool
+
+    def within(self, part: object) -> _Encoding:
+        name = f"{self.name}.{part}"
+        return _Encoding(name, self.depth + 1, self.on_tensor, self.allow_pickle)
+
+    def key(self) -> _Encoding:
+        return _Encoding(f"{self.name}.<key>", self.depth + 1, _refuse_key, False)
 
 
-_MAPPINGS: Mapping[type[dict[Any, Any]], str] = {
-    dict: "dict",
-    OrderedDict: "ordered",
-    Counter: "counter",
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """Where in a value the decoding is, and what it may do there."""
+
+    name: str
+    depth: int
+    get_tensor: GetTensor | None
+    allow_pickle: bool
+
+    def within(self, part: object) -> _Decoding:
+        name = f"{self.name}.{part}"
+        return _Decoding(name, self.depth + 1, self.get_tensor, self.allow_pickle)
+
+
+def _encode(value: Any, at: _Encoding) -> JsonValue:
+    if at.depth > DEEPEST:
+        raise StateError(f"{at.name}: nested more than {DEEPEST} deep, or within itself")
+    made = type(value)
+    if value is None or made is bool:
+        return value
+    if made is str:
+        return _valid(value, at)
+    if (made is int and -_INT64 <= value < _INT64) or (made is float and math.isfinite(value)):
+        return value
+    if made is list:
+        return _encode_items(value, at)
+    if made is dict and TAG not in value and all(type(key) is str for key in value):
+        return {_valid(key, at): _encode(item, at.within(key)) for key, item in value.items()}
+    tag = _tag_of(value)
+    fields = _KINDS[tag].encode(value, at) if tag else None
+    if fields is not None:
+        return {TAG: tag, **fields}
+    if at.allow_pickle:
+        return {TAG: "pickle", **_pickled(value, at)}
+    raise StateError(f"{at.name}: {why(value)}")
+
+
+def _decode(encoded: JsonValue, at: _Decoding) -> object:
+    if at.depth > DEEPEST:
+        raise StateError(f"{at.name}: nested more than {DEEPEST} deep")
+    if encoded is None or isinstance(encoded, (bool, int, float, str)):
+        return encoded
+    if isinstance(encoded, list):
+        return _decode_items(encoded, at)
+    if not isinstance(encoded, dict):
+        raise StateError(f"{at.name}: {type(encoded).__name__} is no JSON value")
+    if TAG not in encoded:
+        return {key: _decode(item, at.within(key)) for key, item in encoded.items()}
+    tag = encoded[TAG]
+    if not isinstance(tag, str) or tag not in _KINDS:
+        raise StateError(f"{at.name}: {str(tag)[:40]!r} is no kind of value that is known here")
+    try:
+        return _KINDS[tag].decode(encoded, at)
+    except (ShardwiseError, RecursionError):
+        raise
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise StateError(f"{at.name}: this {tag} cannot be read: {error}") from error
+
+
+def _tag_of(value: object) -> str | None:
+    exact = _EXACT.get(type(value))
+    return exact or next((tag for made, tag in _DERIVED if isinstance(value, made)), None)
+
+
+def _valid(text: str, at: _Encoding) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise StateError(f"{at.name}: text that is not valid Unicode: {error}") from error
+    return text
+
+
+def _encode_items(values: Any, at: _Encoding) -> list[JsonValue]:
+    return [_encode(value, at.within(i)) for i, value in enumerate(values)]
+
+
+def _decode_items(encoded: object, at: _Decoding) -> list[Any]:
+    return [_decode(value, at.within(i)) for i, value in enumerate(list_of(encoded))]
+
+
+def _encode_pairs(value: Mapping[object, object], at: _Encoding) -> Fields:
+    pairs = []
+    for key, item in value.items():
+        pairs.append([_encode(key, at.key()), _encode(item, at.within(key))])
+    return {"v": pairs}
+
+
+def _decode_pairs(encoded: Fields, at: _Decoding) -> dict[object, object]:
+    pairs: dict[object, object] = {}
+    for pair in list_of(encoded["v"]):
+        key, item = list_of(pair)
+        decoded = _decode(key, at.within("<key>"))
+        if decoded in pairs:
+            raise ValueError(f"it has the key {str(decoded)[:40]!r} twice")
+        pairs[decoded] = _decode(item, at.within(decoded))
+    return pairs
+
+
+def _encode_int(value: int, at: _Encoding) -> Fields | None:
+    try:
+        return {"v": str(value)}
+    except ValueError:
+        return None
+
+
+def _size(items: list[Any]) -> torch.Size:
+    if not all(type(n) is int and -_INT64 <= n < _INT64 for n in items):
+        raise ValueError("it takes integers of 64 bits")
+    return torch.Size(items)
+
+
+def _encode_tensor(value: torch.Tensor, at: _Encoding) -> Fields | None:
+    if at.on_tensor is not None:
+        at.on_tensor(at.name, value)
+        return {"name": at.name}
+    if hasattr(value, "placements"):
+        raise StateError(
+            f"{at.name}: a DTensor cannot be stored within a value of one rank: save its full "
+            "tensor, or let it hang in the state by itself"
+        )
+    return tensor_fields(value)
+
+
+def _decode_tensor(encoded: Fields, at: _Decoding) -> torch.Tensor:
+    return _named_tensor(encoded, at) if "name" in encoded else tensor_of(encoded)
+
+
+def _encode_array(value: Array, at: _Encoding) -> Fields | None:
+    if at.on_tensor is None or not is_numeric(value.dtype):
+        return array_fields(value)
+    at.on_tensor(at.name, value)
+    return {"name": at.name}
+
+
+def _decode_array(encoded: Fields, at: _Decoding) -> Array:
+    return _named_tensor(encoded, at).numpy() if "name" in encoded else array_of(encoded)
+
+
+def _named_tensor(encoded: Fields, at: _Decoding) -> torch.Tensor:
+    if at.get_tensor is None:
+        raise StateError(f"{at.name}: names a tensor where none can be")
+    return at.get_tensor(text_of(encoded["name"]))
+
+
+def _once_each(on_tensor: OnTensor) -> OnTensor:
+    names: set[str] = set()
+
+    def give(name: str, value: object) -> None:
+        if name in names:
+            raise StateError(f"{name}: two tensors have this name: rename a key that leads to one")
+        names.add(name)
+        on_tensor(name, value)
+
+    return give
+
+
+def _refuse_key(name: str, value: object) -> None:
+    raise StateError(f"{name}: a tensor cannot be the key of a value that is stored")
+
+
+def _pickled(value: object, at: _Encoding) -> Fields:
+    try:
+        return {"v": bytes_text(pickle.dumps(value))}
+    except Exception as error:  # pickling runs the value's own code
+        raise StateError(f"{at.name}: it cannot be pickled either: {error}") from error
+
+
+def _unpickled(encoded: Fields, at: _Decoding) -> object:
+    if not at.allow_pickle:
+        raise StateError(
+            f"{at.name}: it was saved as pickle, which runs code from the file when it is loaded; "
+            "if you trust the file, pass allow_pickle=True"
+        )
+    data = bytes_of(encoded["v"])
+    try:
+        return pickle.loads(data)
+    except Exception as error:  # and so does unpickling
+        raise StateError(f"{at.name}: it cannot be unpickled: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How values are spelled beside the tag, and read; `encode` gives None if one has no spelling.
+
+    Of the type itself, or with `derived` also of types derived from it.
+    """
+
+    made: type
+    encode: Callable[[Any, _Encoding], Fields | None]
+    decode: Callable[[Fields, _Decoding], object]
+    derived: bool = False
+
+
+def _in_fields(
+    made: type, to: Callable[[Any], Fields | None], of: Callable[[Fields], object]
+) -> _Kind:
+    return _Kind(made, lambda value, at: to(value), lambda encoded, at: of(encoded), derived=True)
+
+
+def _in_text(made: type, to: Callable[[Any], str], of: Callable[[str], object]) -> _Kind:
+    def decode_text(encoded: Fields, at: _Decoding) -> object:
+        return of(text_of(encoded["v"]))
+
+    return _Kind(made, lambda value, at: {"v": to(value)}, decode_text)
+
+
+def _in_items(made: type, of: Callable[[list[Any]], object]) -> _Kind:
+    def decode_items(encoded: Fields, at: _Decoding) -> object:
+        return of(_decode_items(encoded["v"], at))
+
+    return _Kind(made, lambda value, at: {"v": _encode_items(value, at)}, decode_items)
+
+
+def _in_pairs(made: type[dict[Any, Any]]) -> _Kind:
+    return _Kind(made, _encode_pairs, lambda encoded, at: made(_decode_pairs(encoded, at)))
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "enum": _in_fields(enum.Enum, member_fields, member_of),
+    "numpy": _in_fields(np.generic, scalar_fields, scalar_of),
+    "tensor": _Kind(torch.Tensor, _encode_tensor, _decode_tensor, derived=True),
+    "array": _Kind(np.ndarray, _encode_array, _decode_array),
+    "tuple": _in_items(tuple, tuple),
+    "size": _in_items(torch.Size, _size),
+    "dict": _in_pairs(dict),
+    "ordered": _in_pairs(OrderedDict),
+    "counter": _in_pairs(Counter),
+    "int": _Kind(int, _encode_int, lambda encoded, at: int(text_of(encoded["v"]))),
+    "float": _in_text(float, repr, float),
+    "complex": _in_text(complex, repr, complex),
+    "bytes": _in_text(bytes, bytes_text, bytes_of),
+    "bytearray": _in_text(bytearray, bytes_text, lambda text: bytearray(bytes_of(text))),
+    "dtype": _in_text(torch.dtype, dtype_text, dtype_of),
+    "device": _in_text(torch.device, str, torch.device),
+    "pickle": _Kind(object, _pickled, _unpickled),
 }
-
-_SIMPLE: Mapping[type, tuple[str, Callable[[Any], str], Callable[[str], object]]] = {
-    int: ("int", str, int),
-    float: ("float", repr, float),
-    complex: ("complex", repr, _complex),
-    bytes: ("bytes", _to_text, _from_text),
-    bytearray: ("bytearray", _to_text, lambda text: bytearray(_from_text(text))),
-    torch.dtype: ("dtype", lambda value: str(value).removeprefix("torch."), _dtype),
-    torch.device: ("device", str, torch.device),
-}
+_EXACT = {kind.made: tag for tag, kind in _KINDS.items() if tag != "pickle"}
+_DERIVED = [(kind.made, tag) for tag, kind in _KINDS.items() if kind.derived]

@@ -55,14 +55,14 @@ class PerRank:
 
     def capture(self) -> object:
         """The value, or its state_dict."""
-        state_dict = getattr(self.value, "state_dict", None)
-        return state_dict() if callable(state_dict) else self.value
+        value: Any = self.value
+        return value.state_dict() if _is_stateful(value) else value
 
     def restore(self, value: object) -> None:
         """Set the value, or have it load a state_dict."""
-        load_state_dict = getattr(self.value, "load_state_dict", None)
-        if callable(load_state_dict):
-            load_state_dict(value)
+        mine: Any = self.value
+        if _is_stateful(mine):
+            mine.load_state_dict(value)
         else:
             self.value = value
 
@@ -80,3 +80,8 @@ class PerRank:
                 "say what to do: sw.PerRank(value, resize=lambda values, rank, world: …)"
             )
         return self._resize(list(values), rank, world)
+
+
+def _is_stateful(value: object) -> bool:
+    methods = ("state_dict", "load_state_dict")
+    return all(callable(getattr(value, method, None)) for method in methods)

@@ -14,13 +14,21 @@ import torch
 from shardwise.errors import StateError
 from shardwise.state.objects import encode
 
+_BITS_32 = 2**32 - 1
+_BITS_64 = 2**64 - 1
+# What the generators raise when they are given something else.
+_NO_STATE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
 
 class RngState:
     """Randomness of python, numpy, torch on the CPU and on this rank's accelerators; per rank.
 
+    numpy's is its global generator; what `numpy.random.default_rng` made is the caller's to save.
+
     In a world of the same size each rank goes on with its own streams, bit for bit. In another,
-    ranks that existed do so too, and each further rank starts streams of its own, seeded from
-    rank 0's saved state and its own number, so that no two ranks share one.
+    ranks that existed do so too. Each further rank starts streams of its own, from a seed that is
+    a BLAKE2 digest of rank 0's saved state and its own number, in whose lower 32 bits the ranks
+    are counted: so no two of them share a stream, even where a generator takes 32 bits only.
     """
 
     def capture(self) -> object:
@@ -28,53 +36,56 @@ class RngState:
         return self.state_dict()
 
     def restore(self, value: object) -> None:
-        """Take on a saved state, or a seed."""
+        """Take on a saved state, or a seed.
+
+        Raises:
+            StateError: it is neither.
+        """
         if isinstance(value, int):
-            _seed(value)
+            _seed(value & _BITS_64)
         else:
             self.load_state_dict(value)
 
     def for_rank(self, values: Sequence[object], rank: int, world: int) -> object:
-        """The rank's own state, or a seed if there was no such rank."""
-        if rank < len(values):
-            return values[rank]
-        plain = msgspec.json.encode(encode(values[0], "rng"))
-        digest = hashlib.blake2b(plain + b"rank %d" % rank, digest_size=8).digest()
-        return int.from_bytes(digest, "little")
+        """The rank's own state, or a seed of 64 bits if there was no such rank."""
+        return values[rank] if rank < len(values) else _seed_of(values[0], rank)
 
     def state_dict(self) -> dict[str, object]:
         """The state of every generator."""
         version, words, gauss = random.getstate()
-        kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         return {
             "python": [version, np.array(words, np.uint64), gauss],
-            "numpy": [kind, keys, position, has_gauss, cached],
+            "numpy": np.random.get_state(legacy=False),
             "torch": torch.get_rng_state(),
             "devices": _device_states(),
         }
 
     def load_state_dict(self, state_dict: object) -> None:
-        """Set every generator; those of devices that this process does not have are left out.
+        """Set every generator, or none.
+
+        The first saved device is set on the first of this process, and so on; those that only one
+        side has are left as they are.
 
         Raises:
             StateError: it is no such state.
         """
+        before = self.state_dict()
         try:
-            state = cast(dict[str, Any], state_dict)
-            version, words, gauss = state["python"]
-            random.setstate((version, tuple(words.tolist()), gauss))
-            np.random.set_state(tuple(state["numpy"]))
-            torch.set_rng_state(state["torch"])
-            _set_device_states(state["devices"])
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            _set(cast("dict[str, Any]", state_dict))
+        except _NO_STATE as error:
+            _set(before)
             raise StateError(f"this is no state of random number generators: {error}") from error
 
 
-def _accelerator() -> Any:
-    device = torch.accelerator.current_accelerator()
-    if device is None or not torch.accelerator.is_available():
-        return None
-    return torch.get_device_module(device)
+def _set(state: dict[str, Any]) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    module = _accelerator()
+    if module is not None:
+        for i, each in enumerate(state["devices"][: module.device_count()]):
+            module.set_rng_state(each, i)
 
 
 def _device_states() -> list[torch.Tensor]:
@@ -84,15 +95,22 @@ def _device_states() -> list[torch.Tensor]:
     return [module.get_rng_state(i).cpu() for i in range(module.device_count())]
 
 
-def _set_device_states(states: Sequence[torch.Tensor]) -> None:
-    module = _accelerator()
-    if module is None:
-        return
-    for i, state in enumerate(states[: module.device_count()]):
-        module.set_rng_state(state, i)
+def _accelerator() -> Any:
+    if not torch.accelerator.is_available():
+        return None
+    return torch.get_device_module(torch.accelerator.current_accelerator())
+
+
+def _seed_of(first: object, rank: int) -> int:
+    plain = msgspec.json.encode(encode(first, "rng"))
+    return _digest(plain + b"rank %d" % rank) & ~_BITS_32 | (_digest(plain) + rank) & _BITS_32
+
+
+def _digest(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def _seed(seed: int) -> None:
     random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed % 2**63)
+    np.random.seed([seed & _BITS_32, seed >> 32])
+    torch.manual_seed(seed)

@@ -109,7 +109,8 @@ class LocalStore:
             flags = os.O_RDONLY
         else:
             flags = os.O_RDWR | os.O_CREAT
-            self.path.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):  # it was there, but another removed it
+                self.path.mkdir(parents=True, exist_ok=True)
         try:
             fd = os.open(self._path(key), flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:
@@ -117,7 +118,7 @@ class LocalStore:
             return
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            held = True
+            held = os.fstat(fd).st_nlink > 0  # else another deleted it before it was locked
         except OSError as error:
             # A file system without locks cannot tell; only another holder is a refusal.
             held = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)

@@ -1,0 +1,127 @@
+"""Tensors, arrays and numpy scalars as the fields of a JSON object, their bytes as base64.
+
+What is read is not trusted: each reader raises ValueError, TypeError, LookupError or RuntimeError
+on fields that no writer here makes, before it allocates more than the text it was given.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+Fields: TypeAlias = dict[str, Any]
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+_MOST_DIMS = 64
+_MOST_LENGTH = 2**62
+# All that numpy writes of numbers. Its own parser of dtypes reads far more, as far as expressions.
+_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")
+
+
+def is_numeric(dtype: np.dtype[Any]) -> bool:
+    """Whether arrays of this dtype are stored."""
+    return _DTYPE.fullmatch(dtype.str) is not None
+
+
+def tensor_fields(tensor: torch.Tensor) -> Fields | None:
+    """`dtype`, `shape` and `v`; None of a tensor that is sparse, quantized or without memory."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        return None
+    whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    data = whole.reshape(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b""
+    return {"dtype": dtype_text(tensor.dtype), "shape": list(tensor.shape), "v": bytes_text(data)}
+
+
+def tensor_of(fields: Fields) -> torch.Tensor:
+    """A CPU tensor with memory of its own."""
+    shape, dtype = _shape(fields["shape"]), dtype_of(fields["dtype"])
+    if fields["dtype"].startswith("q"):
+        raise ValueError("quantized tensors are not stored")
+    data = _numbers("|u1", (math.prod(shape) * dtype.itemsize,), fields["v"])
+    if not len(data):
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(data).view(dtype).reshape(shape)
+
+
+def array_fields(array: Array) -> Fields | None:
+    """`dtype`, `shape` and `v`; None of an array of anything but numbers."""
+    if not is_numeric(array.dtype):
+        return None
+    data = bytes_text(array.tobytes())
+    return {"dtype": array.dtype.str, "shape": list(array.shape), "v": data}
+
+
+def array_of(fields: Fields) -> Array:
+    """An array with memory of its own."""
+    return _numbers(text_of(fields["dtype"]), _shape(fields["shape"]), fields["v"])
+
+
+def scalar_fields(scalar: np.generic) -> Fields | None:
+    """`dtype` and `v`; None of anything but a number."""
+    if not is_numeric(scalar.dtype):
+        return None
+    return {"dtype": scalar.dtype.str, "v": bytes_text(scalar.tobytes())}
+
+
+def scalar_of(fields: Fields) -> object:
+    """The numpy scalar."""
+    return _numbers(text_of(fields["dtype"]), (), fields["v"])[()]
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """torch's name of a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(text: object) -> torch.dtype:
+    """The dtype of that name."""
+    # Not getattr, for the torch module imports some of what it is asked for.
+    found = vars(torch).get(text_of(text))
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch has no dtype {str(text)[:40]!r}")
+    return found
+
+
+def bytes_text(data: bytes) -> str:
+    """Bytes as base64."""
+    return base64.b64encode(data).decode()
+
+
+def bytes_of(text: object) -> bytes:
+    """The bytes of a base64 text."""
+    return base64.b64decode(text_of(text), validate=True)
+
+
+def text_of(value: object) -> str:
+    """The value, if it is text."""
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} where text is needed")
+    return value
+
+
+def list_of(value: object) -> list[Any]:
+    """The value, if it is a list."""
+    if not isinstance(value, list):
+        raise TypeError(f"{type(value).__name__} where a list is needed")
+    return value
+
+
+def _shape(encoded: object) -> tuple[int, ...]:
+    shape = list_of(encoded)
+    if len(shape) > _MOST_DIMS or not all(type(n) is int and 0 <= n < _MOST_LENGTH for n in shape):
+        raise ValueError("this is no shape")
+    return tuple(shape)
+
+
+def _numbers(dtype: str, shape: tuple[int, ...], text: object) -> Array:
+    if not _DTYPE.fullmatch(dtype):
+        raise ValueError(f"{dtype[:40]!r} is no dtype of numbers")
+    kind, data = np.dtype(dtype), bytes_of(text)
+    if len(data) != math.prod(shape) * kind.itemsize:
+        raise ValueError(f"{len(data)} bytes are not {dtype} of shape {list(shape)}")
+    return np.frombuffer(bytearray(data), kind).reshape(shape)
