@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import Bench, arguments
+from harness import LARGE, ROWS, Bench, arguments
+from limits import direct_write, sync_files
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
-from shardwise.plan.cache import PlanCache
 
 try:
     import torch_checkpointing
@@ -17,35 +20,58 @@ except ImportError:
 
 
 def main() -> None:
-    bench = Bench("durable_save", arguments())
-    state = bench.state()
-    plans = PlanCache()
-    ours, theirs = bench.dir / "ours", bench.dir / "theirs"
-    for _ in range(bench.options.rounds + 1):
-        bench.measure("direct write", bench.direct_write)
-        bench.measure("sw.save", lambda: sw.save(ours, {"model": state}, plans=plans))
-        # FileSystemWriter syncs its files by default, not the directory.
-        bench.measure("dcp.save", lambda: dcp.save({"model": state}, checkpoint_id=theirs))
-        if torch_checkpointing is not None:
-            bench.measure(
-                "torch_checkpointing", lambda: save_with_torch_checkpointing(bench, state)
-            )
-    for seconds in bench.seconds.values():
-        del seconds[0]  # the round that fills caches and starts what is started once
-    peers = [name for name in bench.seconds if name != "sw.save"]
-    bench.finish("sw.save", *peers)
+    bench = Bench("durable_save", LARGE, arguments())
+    jobs = saves(bench, bench.model(ROWS))
+    for job in jobs.values():  # starts what is started once, and fills caches
+        bench.clear()
+        job()
+    for _ in bench.rounds:
+        for name, job in jobs.items():
+            bench.clear()
+            bench.measure(name, job)
+    bench.compare("sw.save", *jobs)
+    bench.goal("bandwidth, of direct writes", bench.ratio("direct write", "sw.save"), least=0.85)
+    for peer in ("dcp.save", "torch_checkpointing"):
+        if peer in jobs:
+            bench.goal(f"times faster than {peer}", bench.ratio(peer, "sw.save"), least=2.5)
+    bench.finish()
 
 
-def save_with_torch_checkpointing(bench: Bench, state: dict[str, DTensor]) -> None:
-    """Until it is durable: synchronously, and buffered, as its direct writes fail on ext4."""
-    local = {name: tensor.to_local() for name, tensor in state.items()}
+def saves(bench: Bench, model: dict[str, DTensor]) -> dict[str, Callable[[], object]]:
+    """What is timed. Each begins in an empty directory."""
+    state: dict[str, object] = {"model": model}
+    to, share = bench.dir / "step", bench.size.total // bench.world
+
+    def save_by_dcp(*, synced: bool) -> None:
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(to, sync_files=synced))
+
+    jobs: dict[str, Callable[[], object]] = {
+        "direct write": lambda: direct_write(bench.dir / f"limit-{bench.rank}", share),
+        "sw.save": lambda: sw.save(to, state),
+        "dcp.save": lambda: save_by_dcp(synced=True),
+        "dcp.save, not synced": lambda: save_by_dcp(synced=False),
+    }
+    if torch_checkpointing is not None:
+        jobs["torch_checkpointing"] = torch_checkpointing_save(bench, model)
+    elif bench.rank == 0:
+        print("torch_checkpointing is not installed, and left out")
+    return jobs
+
+
+def torch_checkpointing_save(bench: Bench, model: dict[str, DTensor]) -> Callable[[], None]:
+    """Until it is durable: it does not sync. Buffered, as its direct writes fail on ext4."""
     config = torch_checkpointing.CheckpointManager.Config.with_sync_save()
     config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)
     manager = config.build()
-    saved = manager.save(str(bench.dir / "theirs"), {"model": local})
-    if saved is not None:
-        saved.result()
-    manager.close()
+    local = {name: tensor.to_local() for name, tensor in model.items()}
+    to = bench.dir / "step"
+
+    def save() -> None:
+        manager.save(to, {"model": local})
+        dist.barrier()
+        sync_files(to, bench.rank, bench.world)
+
+    return save
 
 
 if __name__ == "__main__":

@@ -4,178 +4,204 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
+import math
 import os
 import platform
 import shutil
 import statistics
-import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from limits import drop_cached, read_all
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 RESULTS = Path(__file__).parent / "results"
-CHUNK = 8 << 20
-ROWS = Shard(0)
+ROWS, COLUMNS = Shard(0), Shard(1)
+T = TypeVar("T")
 
 
-def arguments(rounds: int = 5) -> argparse.Namespace:
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How many tensors of how many bytes a state has, in rows of `columns` elements."""
+
+    tensors: int = 128
+    nbytes: int = 16 << 20
+    columns: int = 2048
+
+    @property
+    def total(self) -> int:
+        """Bytes of the whole state."""
+        return self.tensors * self.nbytes
+
+
+LARGE = Size()
+MANY = Size(tensors=10_000, nbytes=16 << 10, columns=64)
+
+
+def arguments() -> argparse.Namespace:
     """The options that every benchmark has."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--dir", type=Path, default=Path("bench-out"))
-    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--dir", type=Path, default=Path("bench-out"), help="emptied, and used")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--tensors", type=int, default=128)
-    parser.add_argument("--side", type=int, default=2048, help="tensors are square")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="two rounds of an eighth of the tensors; results to --dir",
+    )
     return parser.parse_args()
 
 
 class Bench:
     """One benchmark on all ranks: what is measured takes turns, round by round."""
 
-    def __init__(self, question: str, options: argparse.Namespace) -> None:
+    def __init__(self, question: str, size: Size, options: argparse.Namespace) -> None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.mesh: DeviceMesh = init_device_mesh("cpu", (self.world,))
         self.question = question
-        self.options = options
+        self.dtype: torch.dtype = getattr(torch, options.dtype)
+        tensors = size.tensors // 8 if options.quick else size.tensors
+        self.size = Size(tensors=tensors, nbytes=size.nbytes, columns=size.columns)
+        self.rounds = range(min(options.rounds, 2) if options.quick else options.rounds)
+        self.results = options.dir / "results" if options.quick else RESULTS
         self.dir = options.dir.resolve() / question
         self.seconds: dict[str, list[float]] = {}
-        self.facts: dict[str, object] = {}
+        self._ratios: dict[str, dict[str, object]] = {}
+        self._goals: list[dict[str, object]] = []
+        self._tables: dict[str, list[dict[str, object]]] = {}
+        self.clear()
 
-    def state(self, placement: Placement = ROWS, *, fill: bool = True) -> dict[str, DTensor]:
-        """Tensors divided over the ranks."""
-        side, dtype = self.options.side, getattr(torch, self.options.dtype)
-        shape = [side, side]
-        if isinstance(placement, Shard):
-            shape[placement.dim] //= self.world
-        make = torch.randn if fill else torch.zeros
-        return {
-            f"w{i}": DTensor.from_local(
-                make(shape, dtype=dtype), self.mesh, [placement], run_check=False
-            )
-            for i in range(self.options.tensors)
-        }
+    def state(self, *placements: Shard, mesh: DeviceMesh | None = None) -> dict[str, object]:
+        """What is saved: the model."""
+        return {"model": self.model(*placements, mesh=mesh)}
 
-    @property
-    def bytes(self) -> int:
-        """Of the whole state."""
-        size = self.options.tensors * self.options.side**2
-        return size * getattr(torch, self.options.dtype).itemsize
+    def model(self, *placements: Shard, mesh: DeviceMesh | None = None) -> dict[str, DTensor]:
+        """Random tensors, divided over the ranks of a mesh by the placements in turn."""
+        mesh = mesh or self.mesh
+        rows = self.size.nbytes // self.dtype.itemsize // self.size.columns
+        model = {}
+        for i in range(self.size.tensors):
+            shard = placements[i % len(placements)]
+            shape = [rows, self.size.columns]
+            shape[shard.dim] //= mesh.size()
+            values = torch.randn(shape, dtype=self.dtype)
+            model[f"w{i}"] = DTensor.from_local(values, mesh, [shard], run_check=False)
+        return model
 
-    def measure(self, name: str, work: Callable[[], object], *, clear: bool = True) -> None:
+    def measure(self, name: str, work: Callable[[], T]) -> T:
         """Time one thing on all ranks, from a quiet disk on; the slowest rank counts."""
-        if clear and self.rank == 0:
+        self.settle()
+        start = time.perf_counter()
+        done = work()
+        dist.barrier()
+        self.seconds.setdefault(name, []).append(time.perf_counter() - start)
+        return done
+
+    def clear(self) -> None:
+        """Delete what was written."""
+        if self.rank == 0:
             shutil.rmtree(self.dir, ignore_errors=True)
             self.dir.mkdir(parents=True)
         self.settle()
-        start = time.perf_counter()
-        work()
-        dist.barrier()
-        self.seconds.setdefault(name, []).append(time.perf_counter() - start)
 
     def settle(self) -> None:
         """Let what was written or deleted before reach the disk."""
         dist.barrier()
-        os.sync()
-        time.sleep(0.5)
+        if self.rank == 0:
+            os.sync()
+            time.sleep(0.5)
         dist.barrier()
 
-    def drop_caches(self) -> None:
-        """Forget all cached files (as root), or at least ours."""
+    def cool(self) -> None:
+        """Have none of our files in the page cache."""
         self.settle()
         if self.rank == 0:
-            try:
-                Path("/proc/sys/vm/drop_caches").write_text("1")
-            except OSError:
-                for path in self.dir.rglob("*"):
-                    if path.is_file():
-                        fd = os.open(path, os.O_RDONLY)
-                        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                        os.close(fd)
+            drop_cached(self.dir)
         dist.barrier()
 
-    def warm_caches(self) -> None:
+    def warm(self) -> None:
         """Have all our files in the page cache."""
         if self.rank == 0:
-            for path in self.dir.rglob("*"):
-                if path.is_file():
-                    path.read_bytes()
+            read_all(self.dir)
         dist.barrier()
 
-    def direct_write(self, threads: int = 2) -> None:
-        """The machine's limit: each rank's bytes from memory to a new file, past the cache."""
-        self._direct(os.O_CREAT | os.O_EXCL | os.O_WRONLY, os.pwrite, threads, sync=True)
+    def gathered(self, value: T) -> list[T]:
+        """Every rank's value."""
+        values: list[T] = [value] * self.world
+        dist.all_gather_object(values, value)
+        return values
 
-    def direct_read(self, threads: int = 2) -> None:
-        """The machine's limit: each rank's bytes from the file that `direct_write` left."""
-        self._direct(os.O_RDONLY, lambda fd, view, at: os.preadv(fd, [view], at), threads)
+    def ratio(self, name: str, base: str) -> float:
+        """The median over the rounds of one thing's seconds over another's."""
+        pairs = zip(self.seconds[name], self.seconds[base], strict=True)
+        return statistics.median(a / b for a, b in pairs)
 
-    def _direct(
-        self,
-        flags: int,
-        move: Callable[[int, memoryview, int], int],
-        threads: int,
-        *,
-        sync: bool = False,
+    def compare(self, base: str, *names: str) -> None:
+        """Have the results say how many times as long as `base` each takes."""
+        for name in names:
+            self._ratios[name] = {"to": base, "median": rounded(self.ratio(name, base))}
+
+    def goal(
+        self, text: str, measured: float, *, least: float = -math.inf, most: float = math.inf
     ) -> None:
-        fd = os.open(self.dir / f"limit-{self.rank}", flags | os.O_DIRECT, 0o600)
-        views = [memoryview(mmap.mmap(-1, CHUNK)) for _ in range(threads)]
-        chunks = self.bytes // self.world // CHUNK
+        """Have the results say whether a goal is reached."""
+        wanted = f"≥ {least:g}" if least > -math.inf else f"≤ {most:g}"
+        reached = least <= measured <= most
+        goal = {"goal": text, "wanted": wanted, "measured": rounded(measured), "reached": reached}
+        self._goals.append(goal)
 
-        def work(k: int) -> None:
-            for i in range(k, chunks, threads):
-                move(fd, views[k], i * CHUNK)
+    def table(self, title: str, rows: list[dict[str, object]]) -> None:
+        """Have the results show these rows, which have the same keys."""
+        self._tables[title] = rows
 
-        workers = [threading.Thread(target=work, args=(k,)) for k in range(threads)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        if sync:
-            os.fsync(fd)
-        os.close(fd)
-
-    def finish(self, ours: str, *others: str) -> None:
-        """Write medians, and medians of the ratios of each round, to the results."""
+    def finish(self) -> None:
+        """Write the results, and clean up."""
         if self.rank == 0:
             shutil.rmtree(self.dir, ignore_errors=True)
-            result = {
-                "question": self.question,
-                "processes": self.world,
-                "dtype": self.options.dtype,
-                "tensors": self.options.tensors,
-                "megabytes": round(self.bytes / 1e6, 1),
-                "rounds": self.options.rounds,
-                "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-                "torch": torch.__version__,
-                "median_seconds": {
-                    name: round(statistics.median(all_), 4) for name, all_ in self.seconds.items()
-                },
-                "spread_seconds": {
-                    name: [round(min(all_), 4), round(max(all_), 4)]
-                    for name, all_ in self.seconds.items()
-                },
-                "median_ratio_to_ours": {
-                    name: round(
-                        statistics.median(
-                            b / a
-                            for a, b in zip(self.seconds[ours], self.seconds[name], strict=True)
-                        ),
-                        3,
-                    )
-                    for name in others
-                },
-                **self.facts,
-            }
-            RESULTS.mkdir(exist_ok=True)
-            name = f"{self.question}-{self.world}-{self.options.dtype}.json"
-            (RESULTS / name).write_text(json.dumps(result, indent=1) + "\n")
-            print(json.dumps(result, indent=1), flush=True)
+            dtype = str(self.dtype).removeprefix("torch.")
+            self.results.mkdir(parents=True, exist_ok=True)
+            path = self.results / f"{self.question}-{self.world}-{dtype}.json"
+            text = json.dumps(self._result(dtype), indent=1, ensure_ascii=False)
+            path.write_text(text + "\n")
+            print(text, flush=True)
         dist.destroy_process_group()
+
+    def _result(self, dtype: str) -> dict[str, object]:
+        return {
+            "question": self.question,
+            "processes": self.world,
+            "dtype": dtype,
+            "tensors": self.size.tensors,
+            "tensor_bytes": self.size.nbytes,
+            "rounds": len(self.rounds),
+            "machine": machine(),
+            "seconds": {name: list(map(rounded, all_)) for name, all_ in self.seconds.items()},
+            "ratios": self._ratios,
+            "goals": self._goals,
+            "tables": self._tables,
+        }
+
+
+def rounded(value: float) -> float:
+    """Four significant digits, which is more than these measurements have."""
+    return float(f"{value:.4g}")
+
+
+def machine() -> dict[str, object]:
+    """What it was measured on."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cpu": f"{platform.machine()}, {os.cpu_count()} cores",
+        "memory": f"{pages / 1e9:.0f} GB",
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from functools import partial
 
 import numpy as np
-from harness import Bench, arguments
+from harness import MANY, ROWS, Bench, arguments, rounded
 
 import shardwise as sw
 from shardwise.manifest.manifest import encode_tensors
@@ -14,53 +14,51 @@ from shardwise.plan.cache import PlanCache
 from shardwise.plan.description import Description, columns_of
 from shardwise.plan.save import plan_save
 
+SIMULATED = (64, 1024, 16384)
+
 
 def main() -> None:
-    options = arguments()
-    options.tensors, options.side = 10_000, 64
-    bench = Bench("planning", options)
-    state = {"model": bench.state()}
-    first, second = [], []
-    for _ in range(options.rounds):
+    bench = Bench("planning", MANY, arguments())
+    state = bench.state(ROWS)
+    seconds, sent = [], []
+    for _ in bench.rounds:
         plans = PlanCache()
-        for reports in (first, second):
-            bench.measure("save", partial(save, bench, state, plans, reports))
-    bench.facts["second_over_first"] = {
-        "planning_seconds": round(
-            float(
-                np.median(
-                    [
-                        b.seconds["plan"] / a.seconds["plan"]
-                        for a, b in zip(first, second, strict=True)
-                    ]
-                )
-            ),
-            4,
-        ),
-        "bytes_communicated": round(
-            max(
-                b.bytes_communicated / max(a.bytes_communicated, 1)
-                for a, b in zip(first, second, strict=True)
-            ),
-            4,
-        ),
-    }
+        reports = []
+        for name in ("first save", "second save"):
+            bench.clear()
+            reports.append(
+                bench.measure(name, lambda p=plans: sw.save(bench.dir / "ours", state, plans=p))
+            )
+        both = [bench.gathered((r.seconds["plan"], r.bytes_communicated)) for r in reports]
+        seconds.append([max(rank[0] for rank in ranks) for ranks in both])
+        sent.append([sum(rank[1] for rank in ranks) for ranks in both])
+    bench.table(
+        f"Planning a save of {bench.size.tensors:,} tensors",
+        [row(k, seconds, sent) for k in (0, 1)],
+    )
+    times = statistics.median(second / first for first, second in seconds)
+    bench.goal("seconds of planning, second save of first", times, most=0.05)
+    share = max(second / first for first, second in sent)
+    bench.goal("bytes communicated, second save of first", share, most=0.05)
     if bench.rank == 0:
-        bench.facts["simulated"] = [simulate(ranks) for ranks in (64, 1024, 16384)]
-    bench.finish("save")
+        simulated = [simulate(ranks) for ranks in SIMULATED]
+        bench.table("Planning for a thousand tensors, FSDP, simulated on one process", simulated)
+    bench.finish()
 
 
-def save(
-    bench: Bench, state: dict[str, object], plans: PlanCache, reports: list[sw.SaveReport]
-) -> None:
-    """Save, and keep the report."""
-    reports.append(sw.save(bench.dir / "ours", state, plans=plans))
+def row(k: int, seconds: list[list[float]], sent: list[list[int]]) -> dict[str, object]:
+    """Of the first or the second save: medians of the slowest rank's and of all ranks' bytes."""
+    return {
+        "save": k + 1,
+        "planning, seconds": rounded(statistics.median(each[k] for each in seconds)),
+        "bytes communicated": int(statistics.median(each[k] for each in sent)),
+    }
 
 
 def simulate(ranks: int, tensors: int = 1000) -> dict[str, float]:
     """Plan the save of a model of so many tensors, FSDP over so many ranks, on one process."""
     names = tuple(f"model.layers.{i // 10}.weight{i % 10}" for i in range(tensors))
-    shape = (16384, 64)
+    shape = (max(SIMULATED), 64)
     rows = shape[0] // ranks
     descriptions = [
         Description(
@@ -74,14 +72,9 @@ def simulate(ranks: int, tensors: int = 1000) -> dict[str, float]:
         for rank in range(ranks)
     ]
     start = time.perf_counter()
-    plan = plan_save(descriptions)
-    manifest = encode_tensors(plan.tensors)
-    return {
-        "ranks": ranks,
-        "tensors": tensors,
-        "seconds": round(time.perf_counter() - start, 2),
-        "manifest_bytes": len(manifest),
-    }
+    manifest = encode_tensors(plan_save(descriptions).tensors)
+    seconds = time.perf_counter() - start
+    return {"ranks": ranks, "seconds": rounded(seconds), "manifest, bytes": len(manifest)}
 
 
 if __name__ == "__main__":

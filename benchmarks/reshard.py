@@ -1,57 +1,59 @@
-"""Saved by four ranks, loaded by two of them; and FSDP's shards loaded as tensor-parallel ones."""
+"""Saved by rows on all ranks; loaded by columns, by half the ranks, and FSDP as tensor-parallel."""
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import Bench, arguments
-from load import save_both
+from harness import COLUMNS, LARGE, ROWS, Bench, arguments
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import Shard
 
 import shardwise as sw
 
+SAME = "same sharding"
+TARGETS = {
+    SAME: ([ROWS], False),
+    "rows to columns": ([COLUMNS], False),
+    "half the ranks": ([ROWS], True),
+    "half the ranks, FSDP to TP": ([COLUMNS, ROWS], True),
+}
+
 
 def main() -> None:
-    bench = Bench("reshard", arguments())
-    ours, theirs = bench.dir / "ours", bench.dir / "theirs"
-    bench.measure("setup", lambda: save_both(bench))
-    del bench.seconds["setup"]
-    pair = dist.new_group([0, 1])
-    targets = {
-        "4 to 4, same": ({"model": bench.state(fill=False)}, None),
-        "4 to 2": (on_two(bench, pair, [Shard(0), Shard(0)]), pair),
-        "FSDP on 4 to TP on 2": (on_two(bench, pair, [Shard(0), Shard(1)]), pair),
+    bench = Bench("reshard", LARGE, arguments())
+    state = bench.state(ROWS)
+    sw.save(bench.dir / "sw", state)
+    dcp.save(state, checkpoint_id=bench.dir / "dcp")
+    del state
+    half = dist.new_group(list(range(bench.world // 2)))
+    for _ in bench.rounds:
+        for name, (placements, halved) in TARGETS.items():
+            measure(bench, name, placements, half if halved else dist.group.WORLD)
+    for cache in ("cold", "warm"):
+        base = f"{cache}: sw.load, {SAME}"
+        for name in TARGETS:
+            ours, theirs = f"{cache}: sw.load, {name}", f"{cache}: dcp.load, {name}"
+            bench.compare(base, ours, theirs)
+            if name != SAME:
+                bench.goal(f"{cache}: {name}, of {SAME}", bench.ratio(ours, base), most=1.2)
+            times = bench.ratio(theirs, ours)
+            bench.goal(f"{cache}: {name}, times faster than dcp.load", times, least=1)
+    bench.finish()
+
+
+def measure(bench: Bench, name: str, placements: list[Shard], group: dist.ProcessGroup) -> None:
+    """Load one target by both libraries, cold and warm; ranks that are not in the group wait."""
+    mine = group != dist.GroupMember.NON_GROUP_MEMBER
+    mesh = DeviceMesh.from_group(group, "cpu") if mine else None
+    state = bench.state(*placements, mesh=mesh) if mine else {}
+    loads = {
+        "sw": lambda: sw.load(bench.dir / "sw", state, group=group),
+        "dcp": lambda: dcp.load(state, checkpoint_id=bench.dir / "dcp", process_group=group),
     }
-    for _ in range(bench.options.rounds):
-        for name, (target, group) in targets.items():
-            for library, load in (
-                ("sw.load", lambda t=target, g=group: sw.load(ours, t, group=g)),
-                ("dcp.load", lambda t=target, g=group: dcp.load(
-                    t, checkpoint_id=theirs, process_group=g
-                )),
-            ):  # fmt: skip
-                bench.drop_caches()
-                mine = group is None or bench.rank < 2
-                bench.measure(f"{name}: {library}", load if mine else lambda: None, clear=False)
-    bench.finish("4 to 4, same: sw.load", *bench.seconds)
-
-
-def on_two(bench: Bench, pair: dist.ProcessGroup, cycle: list[Placement]) -> dict[str, object]:
-    """The same tensors, divided over ranks 0 and 1 alone."""
-    if bench.rank > 1:
-        return {}
-    mesh = DeviceMesh.from_group(pair, "cpu")
-    side, dtype = bench.options.side, getattr(torch, bench.options.dtype)
-    state = {}
-    for i in range(bench.options.tensors):
-        placement = cycle[i % len(cycle)]
-        shape = [side, side]
-        shape[placement.dim] //= 2  # type: ignore[attr-defined]
-        local = torch.zeros(shape, dtype=dtype)
-        state[f"w{i}"] = DTensor.from_local(local, mesh, [placement], run_check=False)
-    return {"model": state}
+    for cache, prepare in (("cold", bench.cool), ("warm", bench.warm)):
+        for library, load in loads.items():
+            prepare()
+            bench.measure(f"{cache}: {library}.load, {name}", load if mine else lambda: None)
 
 
 if __name__ == "__main__":

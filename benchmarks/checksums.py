@@ -1,0 +1,29 @@
+"""What it costs to verify every byte of a load."""
+
+from __future__ import annotations
+
+from harness import LARGE, ROWS, Bench, arguments
+
+import shardwise as sw
+
+
+def main() -> None:
+    bench = Bench("checksums", LARGE, arguments())
+    state = bench.state(ROWS)
+    path = bench.dir / "ours"
+    sw.save(path, state)
+    for _ in bench.rounds:
+        for cache, prepare in (("cold", bench.cool), ("warm", bench.warm)):
+            for verify, name in ((True, "verified"), (False, "not verified")):
+                prepare()
+                bench.measure(f"{cache}: {name}", lambda v=verify: sw.load(path, state, verify=v))
+    for cache in ("cold", "warm"):
+        without = f"{cache}: not verified"
+        bench.compare(f"{cache}: verified", without)
+        cost = 1 - bench.ratio(without, f"{cache}: verified")
+        bench.goal(f"{cache}: checksums, of the load's time", cost, most=0.1)
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What the machine itself can do: direct writes and reads; and the state of its page cache."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+CHUNK = 8 << 20
+THREADS = 2
+
+
+def direct_write(path: Path, nbytes: int) -> None:
+    """Write a new file past the page cache, from page-aligned memory, and sync it."""
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT, 0o600)
+    try:
+        _in_chunks(nbytes, lambda buffer, at: os.pwrite(fd, buffer, at))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def direct_read(path: Path, nbytes: int) -> None:
+    """Read a file past the page cache into page-aligned memory."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        _in_chunks(nbytes, lambda buffer, at: os.preadv(fd, [buffer], at))
+    finally:
+        os.close(fd)
+
+
+def _in_chunks(nbytes: int, move: Callable[[memoryview, int], int]) -> None:
+    """Move all chunks, by several threads with a buffer each."""
+
+    def work(thread: int) -> None:
+        buffer = memoryview(mmap.mmap(-1, CHUNK))
+        for at in range(thread * CHUNK, nbytes, THREADS * CHUNK):
+            size = min(CHUNK, nbytes - at)
+            if move(buffer[:size], at) != size:
+                raise OSError(f"moved fewer than {size} bytes at {at}")
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for job in [pool.submit(work, thread) for thread in range(THREADS)]:
+            job.result()
+
+
+def sync_files(directory: Path, rank: int, world: int) -> None:
+    """Make files durable that were written without: this rank's part of them."""
+    for path in [*_files(directory), directory][rank::world]:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def drop_cached(directory: Path) -> None:
+    """Take files, which must be synced, out of the page cache."""
+    for path in _files(directory):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_all(directory: Path) -> None:
+    """Bring files into the page cache."""
+    for path in _files(directory):
+        with path.open("rb", buffering=0) as file:
+            while file.read(CHUNK):
+                pass
+
+
+def _files(directory: Path) -> list[Path]:
+    return [path for path in sorted(directory.rglob("*")) if path.is_file()]

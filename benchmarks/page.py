@@ -1,0 +1,85 @@
+"""Results as the tables of docs/benchmarks.md, between its markers."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+Result = dict[str, Any]
+MARKED = re.compile(r"(?<=<!-- measured: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+def rewrite(page: Path, results: Path) -> None:
+    """Replace what stands between the markers by what the results say."""
+    found = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
+
+    def content(match: re.Match[str]) -> str:
+        name = match[1]
+        own = [result for result in found if result["question"] == name]
+        text = {"machine": machine, "goals": goals}.get(name, answers)(
+            found if name in ("machine", "goals") else own
+        )
+        return f"{name}{match[2]}\n{text}\n\n"
+
+    page.write_text(MARKED.sub(content, page.read_text()))
+
+
+def machine(results: list[Result]) -> str:
+    """What all of it was measured on; more than one line if not all on the same."""
+    machines = dict.fromkeys(
+        ", ".join(f"{k} {v}" if k in ("python", "torch") else v for k, v in r["machine"].items())
+        for r in results
+    )
+    return "\n\n".join(f"{each}." for each in machines)
+
+
+def goals(results: list[Result]) -> str:
+    """All goals under all settings."""
+    rows = [
+        [r["question"], setting(r), g["goal"], g["wanted"], f"{g['measured']:.3g}", reached(g)]
+        for r in results
+        for g in r["goals"]
+    ]
+    return table(["question", "setting", "", "goal", "measured", "reached"], rows)
+
+
+def answers(results: list[Result]) -> str:
+    """The tables of one question: seconds under all settings, then what else it found."""
+    if not results:
+        return "Not measured yet."
+    names = list(dict.fromkeys(name for result in results for name in result["seconds"]))
+    rows = [[name, *(cell(result, name) for result in results)] for name in names]
+    parts = [table(["seconds (× the base)", *map(setting, results)], rows)]
+    for result in results:
+        for title, found in result["tables"].items():
+            lines = [[f"{value:,}" for value in row.values()] for row in found]
+            parts.append(f"{title} ({setting(result)}):\n\n{table(list(found[0]), lines)}")
+    return "\n\n".join(parts)
+
+
+def cell(result: Result, name: str) -> str:
+    """The median, and the median of the ratios if it was compared."""
+    if name not in result["seconds"]:
+        return ""
+    seconds = f"{statistics.median(result['seconds'][name]):.3g}"
+    ratio = result["ratios"].get(name)
+    return f"{seconds} (× {ratio['median']:.3g})" if ratio else seconds
+
+
+def setting(result: Result) -> str:
+    """Processes and dtype."""
+    return f"{result['processes']} × {result['dtype']}"
+
+
+def reached(goal: dict[str, Any]) -> str:
+    """In a word."""
+    return "yes" if goal["reached"] else "**no**"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

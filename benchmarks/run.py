@@ -1,0 +1,71 @@
+"""Ask all questions, each under the settings that matter to it, and write the page."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from page import rewrite
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "benchmarks.md"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One question, asked of so many processes with tensors of one dtype."""
+
+    question: str
+    processes: int = 2
+    dtype: str = "float32"
+
+
+RUNS = [
+    *(
+        Run(q, n, t)
+        for q in ("durable_save", "load")
+        for n in (2, 4)
+        for t in ("float32", "bfloat16")
+    ),
+    *(Run("reshard", 4, dtype) for dtype in ("float32", "bfloat16")),
+    *(Run(question) for question in ("many_tensors", "memory", "planning", "checksums")),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    questions = list(dict.fromkeys(run.question for run in RUNS))
+    parser.add_argument("questions", nargs="*", help=f"of {', '.join(questions)}; all if none")
+    parser.add_argument("--dir", default="bench-out", help="where to write checkpoints")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="only to see that it works")
+    parser.add_argument("--page", action="store_true", help="write the page from old results")
+    options = parser.parse_args()
+    unknown = set(options.questions) - set(questions)
+    if unknown:
+        parser.error(f"there is no question {', '.join(sorted(unknown))}")
+    chosen = [run for run in RUNS if not options.questions or run.question in options.questions]
+    failed = [] if options.page else [run for run in chosen if not ask(run, options)]
+    if not options.quick:
+        rewrite(PAGE, HERE / "results")
+    if failed:
+        sys.exit("failed: " + "; ".join(map(str, failed)))
+
+
+def ask(run: Run, options: argparse.Namespace) -> bool:
+    """Run one benchmark under torchrun. Returns whether it ended well."""
+    print(f"== {run.question}, {run.processes} processes, {run.dtype}", flush=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={run.processes}", str(HERE / f"{run.question}.py")]
+    command += [f"--dir={options.dir}", f"--rounds={options.rounds}", f"--dtype={run.dtype}"]
+    command += ["--quick"] if options.quick else []
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(command, env=environment, check=False).returncode == 0
+
+
+if __name__ == "__main__":
+    main()
