@@ -15,6 +15,7 @@ DEFAULT_MAX_BUFFER = 64 << 20
 THREADS = 4
 LARGEST_CHUNK = 8 << 20
 SMALLEST_CHUNK = 1 << 20
+LARGEST_READ = 2 << 20  # verified and copied while it is in the cache
 
 
 class Arena:
@@ -33,6 +34,7 @@ class Arena:
         self.threads = max(1, min(THREADS, max_buffer // SMALLEST_CHUNK))
         share = min(LARGEST_CHUNK, max_buffer // self.threads)
         self.chunk = share // SMALLEST_CHUNK * SMALLEST_CHUNK
+        self.read_size = min(self.chunk, LARGEST_READ)
         self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         for _ in range(self.threads):
             self._free.put(aligned_buffer(self.chunk))

@@ -95,7 +95,7 @@ def plan_filling(
         columns_of([box.shape for box in boxes], dims, 1),
         opened.pieces.offset.shape[1],
     )
-    plan = plan_load(opened.source(), columns, largest_read=arena.chunk)
+    plan = plan_load(opened.source(), columns, largest_read=arena.read_size)
     return Filling(leaves, wanted, plan)
 
 
@@ -184,7 +184,7 @@ class GroupFilling:
         """
         neighbours, opened = self._neighbours, self._opened
         everyone = [_decode_spans(message) for message in neighbours.messages]
-        shared = share_reads(everyone, largest_read=self._arena.chunk)
+        shared = share_reads(everyone, largest_read=self._arena.read_size)
         if len(neighbours) == 1 or bytes_saved(everyone, shared) < WORTH_SHARING:
             return fill(self.filling, opened, self._arena, verify=verify)
         slots = min(self._arena.threads, int(np.bincount(shared.reader).max()))
