@@ -110,6 +110,18 @@ def test_retention_keeps_by_every_rule(tmp_path: Path) -> None:
         assert checkpointer.steps() == [2, 4, 6, 7]
 
 
+def test_a_run_that_diverges_keeps_its_checkpoints(tmp_path: Path) -> None:
+    with sw.Checkpointer(tmp_path, keep=sw.Keep(last=1, best="loss")) as checkpointer:
+        for step, loss in enumerate([2.0, float("nan"), float("inf"), 3.0], start=1):
+            checkpointer.save(step, state(step), metrics={"loss": loss, "done": True})
+        assert checkpointer.steps() == [1, 4]
+        assert checkpointer.restore(state(0)) == 4
+    checkpoint = sw.open(tmp_path / step_directory(4))
+    assert checkpoint.manifest.metrics == {"loss": 3.0, "done": 1.0}
+    sw.save(tmp_path / "alone", state(1), metrics={"loss": float("-inf")})
+    assert sw.open(tmp_path / "alone").manifest.metrics == {"loss": None}
+
+
 def test_what_is_being_read_is_not_removed(tmp_path: Path) -> None:
     with sw.Checkpointer(tmp_path, keep=sw.Keep(last=1)) as checkpointer:
         checkpointer.save(1, state(1))

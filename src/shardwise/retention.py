@@ -13,6 +13,9 @@ from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
 from shardwise.store import Store
 
 
+Metrics = Mapping[str, float | None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
     """Which checkpoints to keep: those that any rule keeps, and always the newest.
@@ -43,7 +46,7 @@ class Keep:
         if self.mode not in ("min", "max"):
             raise ValueError(f"Keep(mode={self.mode!r}): 'min' or 'max' is needed")
 
-    def kept(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
+    def kept(self, steps: Sequence[int], metrics: Mapping[int, Metrics]) -> set[int]:
         """Which of these steps are kept."""
         ordered = sorted(steps)
         if self.last is None and self.every is None and self.best is None:
@@ -53,8 +56,8 @@ class Keep:
             kept |= {step for step in ordered if step % self.every == 0}
         if self.best is not None:
             sign = 1 if self.mode == "min" else -1
-            values = {s: sign * metrics[s][self.best] for s in ordered if self.best in metrics[s]}
-            ranked = sorted((v, -s) for s, v in values.items() if v == v)
+            values = ((metrics[step].get(self.best), step) for step in ordered)
+            ranked = sorted((sign * v, -step) for v, step in values if v is not None)
             kept |= {-negative for _, negative in ranked[: self.best_of]}
         return kept
 
@@ -90,7 +93,7 @@ def remove_checkpoint(store: Store) -> bool:
     return True
 
 
-def _metrics(store: Store) -> Mapping[str, float]:
+def _metrics(store: Store) -> Metrics:
     try:
         return decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST)).metrics
     except (FormatError, FileNotFoundError):

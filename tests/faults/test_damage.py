@@ -193,6 +193,15 @@ def test_damage_is_passed_over_for_the_step_before(
     assert_values(state, OLD)
 
 
+@pytest.mark.parametrize("damage", [truncate, empty, extend])
+def test_a_file_of_another_size_is_said_to_be(root: Path, damage: Callable[[Path], None]) -> None:
+    step = step_directory(root, 2)
+    file = entries_of(step)[1]
+    damage(step)
+    with pytest.raises(sw.CorruptionError, match=rf"bytes where {file['size']} were saved"):
+        load(step)
+
+
 def test_a_damaged_step_is_saved_again(root: Path) -> None:
     swap_ranks(step_directory(root, 2))
     state = state_of(0)

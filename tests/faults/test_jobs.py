@@ -77,6 +77,14 @@ def test_a_job_that_publishes_second_is_refused_and_tidies_up(gang: Gang, place:
     assert leftovers(place) == []
 
 
+def test_where_a_checkpoint_is_nothing_is_written(place: Path) -> None:
+    sw.save(place / "it", state_of(1))
+    fault = Fault(only=("create", "publish", "delete"))
+    with pytest.raises(sw.CheckpointExistsError):
+        sw.save(FaultyStore(LocalStore(place / "it"), fault), state_of(2))
+    assert fault.seen == []
+
+
 def train_until_told_to_go(root: Path, told: int, when: str) -> None:
     """On a rank: steps of which none is due; one rank is told, between saves or within one."""
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -57,7 +57,7 @@ class Contents:
     save_id: str
     world_size: int
     bytes: int
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
     files: list[File]
     tensors: list[Tensor]
     values: list[Value]

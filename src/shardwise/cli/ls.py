@@ -34,7 +34,7 @@ class Listed:
     bytes: int | None = None
     files: int | None = None
     world_size: int | None = None
-    metrics: dict[str, float] | None = None
+    metrics: dict[str, float | None] | None = None
 
 
 def ls(

@@ -36,9 +36,10 @@ def moment(created: str) -> str:
     return when.astimezone(timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def metrics(values: dict[str, float]) -> str:
+def metrics(values: dict[str, float | None]) -> str:
     """Names and values: `loss 0.0123  lr 1e-05`."""
-    return "  ".join(f"{printable(name)} {value:.4g}" for name, value in values.items())
+    shown = {name: "?" if value is None else f"{value:.4g}" for name, value in values.items()}
+    return "  ".join(f"{printable(name)} {value}" for name, value in shown.items())
 
 
 def shape(dims: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -345,7 +346,10 @@ class _Save:
             step=self._options.step,
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             world_size=self._group.size,
-            metrics=self._options.metrics,
+            metrics={
+                name: float(value) if math.isfinite(value) else None
+                for name, value in self._options.metrics.items()
+            },
             per_rank=known.per_rank,
             files=files,
             objects=self._objects,

@@ -71,7 +71,10 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All of a checkpoint. `per_rank` names the values that each rank has of its own."""
+    """All of a checkpoint.
+
+    `per_rank` names the values that each rank has of its own; a metric that was not finite is None.
+    """
 
     format: str = "shardwise"
     version: int = VERSION
@@ -79,7 +82,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     step: int | None
     created: str
     world_size: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float | None] = {}
     per_rank: tuple[Name, ...] = ()
     files: tuple[FileEntry, ...]
     objects: tuple[ObjectEntry, ...]

@@ -17,6 +17,7 @@ from shardwise.manifest.table import Int, Pieces, expand_runs
 
 MOST_PIECES = 2**24
 MOST_SPLIT_DIMS = 12
+MOST_CORNERS = 2**27
 
 
 def validated_pieces(manifest: Manifest) -> Pieces:
@@ -169,6 +170,8 @@ def uncovered(
     dims = np.flatnonzero(partial).tolist()
     if len(dims) > MOST_SPLIT_DIMS:
         raise FormatError(f"tensors are split in {len(dims)} dimensions; at most {MOST_SPLIT_DIMS}")
+    if len(tensor) << len(dims) > MOST_CORNERS:
+        raise FormatError(f"{len(tensor)} pieces split in {len(dims)} dimensions are too many")
     _add_corners(sums, tensor, offset, shape, dims, seeds)
     expected = np.zeros(len(shapes), np.uint64)
     _add_corners(expected, everything, 0 * shapes[holds], shapes[holds], dims, seeds)
