@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+import shardwise as sw
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guide_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And ends where it says."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.S)
     assert len(blocks) >= 5
     for block in blocks:
         exec(compile(block, "docs/guide.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert "[40, 50]\n" in printed
+    for tuned, base in zip(names["tuned"].children(), names["model"].children(), strict=True):
+        if isinstance(base, torch.nn.Linear):
+            assert torch.equal(tuned.weight, base.weight)
+            assert torch.equal(tuned.bias, base.bias)
 
 
 def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    import shardwise as sw
-
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -47,3 +56,21 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_readme_names_tests_that_exist() -> None:
     for path in re.findall(r"`(tests/[\w/.]+)`", (ROOT / "README.md").read_text()):
         assert (ROOT / path).exists(), path
+
+
+def test_the_house_has_what_its_page_names() -> None:
+    """`package.function` in docs/architecture.md is defined in that package."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    source = ROOT / "src" / "shardwise"
+    named = re.findall(r"`(\w+)\.(?!py`)(\w+)`", page)
+    assert len(named) >= 15
+    for package, name in named:
+        files = [*(source / package).glob("*.py")]
+        defined = re.compile(rf"^(?:def|class) {name}\b", re.M)
+        assert any(defined.search(file.read_text()) for file in files), f"{package}.{name}"
+
+
+def test_the_picture_is_what_its_script_draws() -> None:
+    images = ROOT / "docs" / "images"
+    drawn = runpy.run_path(str(images / "idea.py"))["drawing"]()
+    assert (images / "idea.svg").read_text() == "\n".join(drawn) + "\n"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import shardwise as sw
+from shardwise.manifest.checksums import crc32
 from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.manifest import decode_manifest, encode_manifest
+from shardwise.manifest.validate import validated_pieces
 from shardwise.testing.threads import ThreadGroup, run_ranks
 
 PAGE = Path(__file__).parent.parent / "docs" / "format.md"
@@ -47,7 +52,7 @@ def save(group: ThreadGroup, path: Path) -> None:
     large = sw.Shards((400, 1000), torch.float32, [(box, part)])
     tied = torch.arange(5.0)
     state |= {"large": large, "empty": torch.zeros(0, 3), "scalar": torch.tensor(7)}
-    state |= {"a": tied, "b": tied, "epoch": 3, "mine": sw.PerRank(group.rank)}
+    state |= {"a": tied, "b": tied, "epoch": 3, "mine": sw.PerRank((group.rank, 4))}
     sw.save(path, state, group=group)
 
 
@@ -65,6 +70,27 @@ def test_the_reader_of_the_page_reads_what_the_library_wrote(
         expected = values.reshape(-1).view(torch.uint8).numpy().tobytes() if values.numel() else b""
         assert reader["read_tensor"](tmp_path, manifest, name).tobytes() == expected, name
     assert {o["name"]: o["value"] for o in manifest["objects"]}["epoch"] == 3
+
+
+def test_it_reads_what_each_rank_has_of_its_own(reader: dict[str, Any], tmp_path: Path) -> None:
+    run_ranks(4, lambda group: save(group, tmp_path))
+    manifest = reader["read_manifest"](tmp_path)
+    assert manifest["per_rank"] == ["mine"]
+    for file in manifest["files"]:
+        data = reader["read_bytes"](tmp_path, file, file["objects_at"], file["checksums_at"])
+        assert json.loads(data) == {"mine": {"$": "tuple", "v": [file["rank"], 4]}}
+
+
+def test_the_example_is_a_manifest() -> None:
+    """With the three files that the page leaves out."""
+    (example,) = re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.S)
+    body = example[: example.index('"crc32":')].encode()
+    short = decode_manifest(body + b'"crc32":%d}\n' % crc32(body))
+    assert encode_manifest(short) == body + b'"crc32":%d}\n' % crc32(body)
+    (first,) = short.files
+    files = tuple(replace(first, name=f"r{i:05d}{first.name[6:]}", rank=i) for i in range(4))
+    pieces = validated_pieces(replace(short, files=files))
+    assert pieces.offset.tolist() == [[0, 0], [16, 0], [32, 0], [48, 0]]
 
 
 @pytest.mark.parametrize("position", [0.1, 0.5, 0.9, 0.9999])

@@ -12,7 +12,6 @@ from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
 from shardwise.store import Store
 
-
 Metrics = Mapping[str, float | None]
 
 

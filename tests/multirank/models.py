@@ -1,19 +1,21 @@
-"""A small model under every parallelism of torch, with an optimizer that has stepped."""
+"""A small model under every parallelism of torch, with an optimizer and a scheduler."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -22,21 +24,42 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 WIDTH, VOCABULARY, DEPTH = 6, 11, 4
+CPU = torch.device("cpu")
+MakeOptimizer = Callable[[nn.Module, float], torch.optim.Optimizer]
 
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A device mesh, and which of its dimensions are for stages, tensor and data parallelism."""
+
+    shape: tuple[int, ...]
+    stages: str | None = None
+    tensors: str | None = None
+    data: str | tuple[str, str] | None = None
+
+    def mesh(self) -> DeviceMesh:
+        """The mesh; its dimensions are called a, b, c."""
+        return init_device_mesh("cpu", self.shape, mesh_dim_names=tuple("abc"[: len(self.shape)]))
+
+
+GRIDS = {
+    "fsdp2": Grid((2,), data="a"),
+    "fsdp2_uneven": Grid((4,), data="a"),
+    "hsdp": Grid((2, 2), data=("a", "b")),
+    "tp": Grid((2,), tensors="a"),
+    "fsdp_tp": Grid((2, 2), data="a", tensors="b"),
+    "hsdp_tp": Grid((1, 2, 2), data=("a", "b"), tensors="c"),
+    "pipeline_fsdp": Grid((2, 2), stages="a", data="b"),
+}
 WORLDS = {
     "plain": 1,
     "ddp": 2,
+    "ddp_of_four": 4,
     "fsdp1": 2,
     "fsdp1_flat": 4,
-    "fsdp2": 2,
-    "fsdp2_uneven": 4,
-    "hsdp": 4,
-    "tp": 2,
-    "fsdp_tp": 4,
     "pipeline": 2,
     "interleaved": 2,
-    "pipeline_fsdp": 4,
-}
+} | {kind: prod(grid.shape) for kind, grid in GRIDS.items()}
 
 
 class Block(nn.Module):
@@ -52,7 +75,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Also a part of one: stages are made by leaving the rest out, names stay."""
+    """Also a part of one: a stage leaves the rest out, and names stay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,59 +90,72 @@ class Model(nn.Module):
             x = block(x)
         return x if self.head is None else self.head(x)
 
+    def part(self, index: int, count: int) -> Model:
+        """What the stage `index` of `count` has."""
+        part = copy.deepcopy(self)
+        size = DEPTH // count
+        part.blocks = nn.ModuleDict(dict([*part.blocks.items()][index * size : (index + 1) * size]))
+        part.embed = part.embed if index == 0 else None
+        part.head = part.head if index == count - 1 else None
+        return part
 
-def stage(model: Model, blocks: range) -> Model:
-    """The part of a model that has these blocks, and what comes before the first and last."""
-    part = copy.deepcopy(model)
-    part.blocks = nn.ModuleDict({str(i): part.blocks[str(i)] for i in blocks})
-    part.embed = part.embed if 0 in blocks else None
-    part.head = part.head if DEPTH - 1 in blocks else None
-    return part
 
+class Schedulers:
+    """A scheduler for each optimizer; all are in one state."""
 
-def build(kind: str, seed: int) -> dict[str, Any]:
-    """A state of this parallelism: model, optimizer, scheduler, step. `seed` tells it apart."""
-    torch.manual_seed(seed)
-    models = parallelize(kind, Model())
-    optimizers = [adamw(model, 0.01 * seed) for model in models]
-    schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in optimizers]
-    modules: list[Any] = list(models)
-    if kind in ("pipeline", "interleaved"):
-        modules = [
-            PipelineStage(
-                model,
-                dist.get_rank() + i * dist.get_world_size(),
-                len(models) * dist.get_world_size(),
-                torch.device("cpu"),
-            )
-            for i, model in enumerate(models)
-        ]
-    alone = len(models) == 1
-    return {
-        "model": modules[0] if alone else modules,
-        "optimizer": optimizers[0] if alone else optimizers,
-        "scheduler": schedulers[0],
-        "step": seed,
-    }
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.all = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in optimizers]
+
+    def step(self) -> None:
+        for scheduler in self.all:
+            scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.all[0].state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for scheduler in self.all:
+            scheduler.load_state_dict(state)
 
 
 def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     """Two groups: the norms learn faster, and do not decay."""
     named = list(model.named_parameters())
-    return torch.optim.AdamW(
-        [
-            {"params": [p for name, p in named if "norm" not in name]},
-            {"params": [p for name, p in named if "norm" in name], "lr": 2 * lr, "weight_decay": 0},
-        ],
-        lr=lr,
-    )
+    norms = [parameter for name, parameter in named if "norm" in name]
+    rest = [parameter for name, parameter in named if "norm" not in name]
+    groups = [{"params": rest}, {"params": norms, "lr": 2 * lr, "weight_decay": 0}]
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+def build(kind: str, seed: int, make: MakeOptimizer = adamw) -> dict[str, Any]:
+    """A state of this parallelism: model, optimizer, scheduler, step. `seed` tells it apart."""
+    torch.manual_seed(seed)
+    parts = parallelize(kind, Model())
+    optimizers = [make(module, 0.01 * seed) for module in map(module_of, parts)]
+    alone = len(parts) == 1
+    return {
+        "model": parts[0] if alone else parts,
+        "optimizer": optimizers[0] if alone else optimizers,
+        "scheduler": Schedulers(optimizers),
+        "step": seed,
+    }
+
+
+def module_of(part: nn.Module | PipelineStage) -> nn.Module:
+    """The module, or that of a stage."""
+    return part.submod if isinstance(part, PipelineStage) else part
+
+
+def optimizers_of(state: dict[str, Any]) -> list[torch.optim.Optimizer]:
+    """The optimizers of a state, as a list."""
+    optimizers = state["optimizer"]
+    return optimizers if isinstance(optimizers, list) else [optimizers]
 
 
 def train(state: dict[str, Any], steps: int = 2) -> None:
     """Steps with gradients that are made up, element by element, so that all kinds step alike."""
-    optimizers = state["optimizer"]
     for step in range(steps):
-        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+        for optimizer in optimizers_of(state):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = parameter.detach() * (step + 1)
@@ -128,44 +164,45 @@ def train(state: dict[str, Any], steps: int = 2) -> None:
         state["scheduler"].step()
 
 
-def parallelize(kind: str, model: Model) -> list[nn.Module]:
-    """The modules that this rank has of a model under a parallelism: several are stages."""
+def parallelize(kind: str, model: Model) -> list[Any]:
+    """What this rank has of a model under a parallelism: modules, or stages of a pipeline."""
     if kind == "plain":
         return [model]
-    world, rank = dist.get_world_size(), dist.get_rank()
-    if kind == "ddp":
+    if kind in GRIDS:
+        return [_on_mesh(model, GRIDS[kind])]
+    if kind.startswith("ddp"):
         return [DistributedDataParallel(model)]
     if kind.startswith("fsdp1"):
+        policy = ModuleWrapPolicy({nn.LayerNorm})
         wrapped: nn.Module = FullyShardedDataParallel(
-            model,
-            use_orig_params=kind == "fsdp1",
-            auto_wrap_policy=ModuleWrapPolicy({nn.LayerNorm}),
-            device_id=torch.device("cpu"),
+            model, use_orig_params=kind == "fsdp1", auto_wrap_policy=policy, device_id=CPU
         )
         return [wrapped]
-    if kind in ("pipeline", "interleaved"):
-        mine = [rank, rank + world] if kind == "interleaved" else [rank]
-        size = DEPTH // (world * len(mine))
-        return [stage(model, range(i * size, (i + 1) * size)) for i in mine]
-    shape = {"hsdp": (2, 2), "fsdp_tp": (2, 2), "pipeline_fsdp": (2, 2)}.get(kind, (world,))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
-    if kind == "pipeline_fsdp":
-        half = DEPTH // 2
-        model = stage(model, range(half * (rank // 2), half * (rank // 2 + 1)))
-        fully_shard(model, mesh=mesh["b"])
-    if kind in ("tp", "fsdp_tp"):
-        tensor = mesh["b"] if kind == "fsdp_tp" else mesh
-        for block in model.blocks.values():
-            parallelize_module(block, tensor, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    if kind in ("fsdp2", "fsdp2_uneven", "hsdp"):
-        for block in model.blocks.values():
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    elif kind == "fsdp_tp":
-        fully_shard(model, mesh=mesh["a"])
-    return [model]
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mine = [rank, rank + world] if kind == "interleaved" else [rank]
+    count = world * len(mine)
+    return [PipelineStage(model.part(i, count), i, count, CPU) for i in mine]
 
 
-def full(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _on_mesh(model: Model, grid: Grid) -> nn.Module | PipelineStage:
+    """A model, or this rank's stage of it, whose parameters are DTensors."""
+    mesh = grid.mesh()
+    if grid.stages is not None:
+        pipeline = mesh[grid.stages]
+        index, count = pipeline.get_local_rank(), pipeline.size()
+        part = model.part(index, count)
+        _shard(part, mesh, grid)
+        return PipelineStage(part, index, count, CPU, group=pipeline.get_group())
+    _shard(model, mesh, grid)
+    return model
+
+
+def _shard(model: Model, mesh: DeviceMesh, grid: Grid) -> None:
+    for block in model.blocks.values():
+        if grid.tensors is not None:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh[grid.tensors], plan)
+        if grid.data is not None:
+            fully_shard(block, mesh=mesh[grid.data])
+    if grid.data is not None:
+        fully_shard(model, mesh=mesh[grid.data])

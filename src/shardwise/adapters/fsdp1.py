@@ -7,17 +7,28 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._flat_param import FlatParameter
+from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 
 from shardwise.adapters.names import clean_name
 from shardwise.adapters.parameters import FlatPart, Parameter
-from shardwise.layout import boxes_of_range
+from shardwise.layout import Box, boxes_of_range
 from shardwise.state.leaves import TensorLeaf
 
 
 def is_fsdp1(module: nn.Module) -> bool:
     """Whether any part of a module is wrapped in FullyShardedDataParallel."""
     return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
+
+
+def reshard(module: nn.Module) -> None:
+    """Let go of gathered parameters, which an evaluation leaves, before shards are loaded into.
+
+    Else the next forward would take them for the values, and never see what was loaded.
+    """
+    for _, handle in _units(module):
+        initialized = hasattr(handle.flat_param, "_local_shard")
+        if initialized and handle.uses_sharded_strategy and not handle.needs_unshard():
+            handle.reshard(free_unsharded_flat_param=True)
 
 
 def flat_tensors(module: nn.Module, root: str) -> tuple[list[TensorLeaf], dict[str, str]]:
@@ -56,22 +67,27 @@ def flat_parameters(module: nn.Module, root: str) -> Iterator[Parameter]:
 
 def _handles(module: nn.Module) -> Iterator[tuple[FlatParameter, str, list[FlatPart]]]:
     """Each flat parameter of a module, the path of its FSDP unit, and its parts by full name."""
-    for path, part in module.named_modules():
-        handle = getattr(part, "_handle", None)
-        if not isinstance(part, FullyShardedDataParallel) or handle is None:
-            continue
+    for path, handle in _units(module):
         flat = handle.flat_param
         prefix = f"{path}." if path else ""
         parts = []
         infos = zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
         for fqn, shape, info in infos:
-            boxes = []
-            if info.in_shard:
-                stop = info.intra_param_end_idx + 1
-                boxes = boxes_of_range(tuple(shape), info.intra_param_start_idx, stop)
+            boxes: list[Box] = []
+            first, last = info.intra_param_start_idx, info.intra_param_end_idx
+            if first is not None and last is not None:
+                boxes = boxes_of_range(tuple(shape), first, last + 1)
             name = clean_name(module, prefix + fqn)
             parts.append(FlatPart(name, tuple(shape), info.offset_in_shard or 0, tuple(boxes)))
         yield flat, prefix, parts
+
+
+def _units(module: nn.Module) -> Iterator[tuple[str, FlatParamHandle]]:
+    """The units of a module that have parameters, by path."""
+    for path, part in module.named_modules():
+        handle = getattr(part, "_handle", None)
+        if isinstance(part, FullyShardedDataParallel) and handle is not None:
+            yield path, handle
 
 
 def _local_shard(flat: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.adapters.fsdp1 import flat_parameters, flat_tensors, is_fsdp1
+from shardwise.adapters.fsdp1 import flat_parameters, flat_tensors, is_fsdp1, reshard
 from shardwise.adapters.names import clean_name, unwrapped
 from shardwise.adapters.parameters import Parameter
 from shardwise.adapters.tensors import tensor_leaf
@@ -53,6 +53,7 @@ class ModuleBinding:
         """What to fill. Meta tensors are given memory first; `saved` is not asked."""
         for module in self._modules:
             _materialize(module, self.name)
+            reshard(module)
         self._copies = {}
         return self.holdings()
 

@@ -110,12 +110,11 @@ class OptimizerBinding:
         parameter: Parameter,
         saved: SavedState,
     ) -> None:
-        if parameter.empty:
-            return
         name = f"{self.name}.{parameter.names[0]}"
         keys = saved.below(name)
         if not keys:
             optimizer.state.pop(parameter.tensor, None)
+        if not keys or parameter.empty:
             return
         present = {key for key, _ in leaves_of(optimizer.state.get(parameter.tensor, {}))}
         made: dict[str, object] = {}
