@@ -21,7 +21,6 @@ from limits import drop_cached, read_all
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-RESULTS = Path(__file__).parent / "results"
 ROWS, COLUMNS = Shard(0), Shard(1)
 T = TypeVar("T")
 
@@ -50,11 +49,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=Path("bench-out"), help="emptied, and used")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="two rounds of an eighth of the tensors; results to --dir",
-    )
+    parser.add_argument("--quick", action="store_true", help="two rounds, an eighth of the tensors")
+    parser.add_argument("--results", type=Path, help="where results go, if not below --dir")
     return parser.parse_args()
 
 
@@ -71,7 +67,7 @@ class Bench:
         tensors = size.tensors // 8 if options.quick else size.tensors
         self.size = Size(tensors=tensors, nbytes=size.nbytes, columns=size.columns)
         self.rounds = range(min(options.rounds, 2) if options.quick else options.rounds)
-        self.results = options.dir / "results" if options.quick else RESULTS
+        self.results = options.results or options.dir / "results"
         self.dir = options.dir.resolve() / question
         self.seconds: dict[str, list[float]] = {}
         self._ratios: dict[str, dict[str, object]] = {}

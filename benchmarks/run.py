@@ -13,6 +13,7 @@ from page import rewrite
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
+RESULTS = HERE / "results"
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def main() -> None:
     chosen = [run for run in RUNS if not options.questions or run.question in options.questions]
     failed = [] if options.page else [run for run in chosen if not ask(run, options)]
     if not options.quick:
-        rewrite(PAGE, HERE / "results")
+        rewrite(PAGE, RESULTS)
     if failed:
         sys.exit("failed: " + "; ".join(map(str, failed)))
 
@@ -62,7 +63,7 @@ def ask(run: Run, options: argparse.Namespace) -> bool:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={run.processes}", str(HERE / f"{run.question}.py")]
     command += [f"--dir={options.dir}", f"--rounds={options.rounds}", f"--dtype={run.dtype}"]
-    command += ["--quick"] if options.quick else []
+    command += ["--quick"] if options.quick else [f"--results={RESULTS}"]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONWARNINGS": "ignore"}
     return subprocess.run(command, env=environment, check=False).returncode == 0
 

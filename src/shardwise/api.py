@@ -22,6 +22,7 @@ from shardwise.engine.load import GroupFilling, LoadOptions, LoadReport, plan_fi
 from shardwise.engine.match import Matched, agree_on_match, match
 from shardwise.engine.opened import Opened, open_manifest, read_per_rank
 from shardwise.engine.save import SaveOptions, SaveReport, save_holdings
+from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.manifest.names import MANIFEST
 from shardwise.plan.cache import PlanCache
@@ -185,7 +186,12 @@ def resolved_group(group: dist.ProcessGroup | Group | None) -> Iterator[Group]:
 
 def _united(parts: Iterable[Holdings]) -> Holdings:
     held = Holdings()
+    seen: set[str] = set()
     for part in parts:
+        for name in part.names():
+            if name in seen:
+                raise StateError(f"{name!r}: two values of the state have this name")
+            seen.add(name)
         held.add(part)
     return held
 
@@ -209,8 +215,8 @@ class _Load:
 
         def look() -> Matched:
             bindings.extend(bind_state(self.state, allow_pickle=self.allow_pickle))
-            held = _united(binding.targets(saved) for binding in bindings)
-            return match(self.selection.of(held), saved, cast=self.options.cast)
+            held = _united(binding.targets(saved, self.selection) for binding in bindings)
+            return match(held, saved, cast=self.options.cast)
 
         with self.recorder.stage("match"):
             scope = [saved.saved_name(key) for key in self.state]

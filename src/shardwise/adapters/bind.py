@@ -27,6 +27,7 @@ from shardwise.plan.saved import SavedState
 from shardwise.state.leaves import Holdings
 from shardwise.state.objects import JsonValue
 from shardwise.state.per_rank import PerRankValue
+from shardwise.state.selection import Selection
 from shardwise.state.shards import Shards
 
 
@@ -39,12 +40,15 @@ class Binding(Protocol):
         """What there is to save now."""
         ...
 
-    def targets(self, saved: SavedState) -> Holdings:
-        """What a load fills; made first where it does not exist yet."""
+    def targets(self, saved: SavedState, selection: Selection) -> Holdings:
+        """What a load fills, of what is chosen; made first where it does not exist yet."""
         ...
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
-        """Set plain values, once the tensors are filled. `values` go by the target's names."""
+        """Set what was made, and plain values, once the tensors are filled.
+
+        `values` go by the target's names.
+        """
         ...
 
 
@@ -60,7 +64,12 @@ def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
         StateError: something in it is of no kind that can be saved.
     """
     modules: list[ModuleBinding] = []
-    bindings = list(_bind(state, "", modules, allow_pickle))
+    try:
+        bindings = list(_bind(state, "", modules, allow_pickle))
+    except RecursionError as error:
+        raise StateError(
+            "a dict in the state is nested deeper than Python's stack allows, or holds itself"
+        ) from error
     order = {ModuleBinding: 0, OptimizerBinding: 1}
     return sorted(bindings, key=lambda binding: order.get(type(binding), 2))
 

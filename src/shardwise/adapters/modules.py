@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from shardwise.errors import StateError
 from shardwise.plan.saved import SavedState
 from shardwise.state.leaves import Holdings, TensorLeaf
 from shardwise.state.objects import JsonValue, decode, encode
+from shardwise.state.selection import Selection
 
 
 class ModuleBinding:
@@ -38,24 +39,35 @@ class ModuleBinding:
     def holdings(self) -> Holdings:
         """Tensors by their clean names, and extra state as plain values."""
         held = Holdings()
+        seen: set[str] = set()
         for index, module in enumerate(self._modules):
             for name, value in self._entries(index, module):
+                if name in seen:
+                    raise StateError(
+                        f"{name}: two modules in the list {self.name!r} have it; a list is one "
+                        "model in parts, whose names differ: give several models a dict, and a "
+                        "key each"
+                    )
+                seen.add(name)
                 if isinstance(value, torch.Tensor):
                     held.tensors.append(tensor_leaf(name, value))
                 elif isinstance(value, TensorLeaf):
                     held.tensors.append(value)
                 else:
                     held.objects[name] = encode(value, name, allow_pickle=self._allow_pickle)
-        _refuse_twice(self.name, [leaf.name for leaf in held.tensors])
         return held
 
-    def targets(self, saved: SavedState) -> Holdings:
-        """What to fill. Meta tensors are given memory first; `saved` is not asked."""
+    def targets(self, saved: SavedState, selection: Selection) -> Holdings:
+        """What to fill. What lies on the meta device, and will be filled, is given memory first."""
+
+        def filled(name: str) -> bool:
+            return saved.tensor(name) is not None and selection.chooses(name)
+
         for module in self._modules:
-            _materialize(module, self.name)
+            _materialize(module, self.name, filled)
             reshard(module)
         self._copies = {}
-        return self.holdings()
+        return selection.of(self.holdings())
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
         """Set the extra state, once the tensors are filled, and what the module only lent."""
@@ -101,19 +113,30 @@ class ModuleBinding:
                     yield f"{self.name}.{clean_name(module, full)}", buffer
 
 
-def _refuse_twice(name: str, names: Sequence[str]) -> None:
-    seen: set[str] = set()
-    for each in names:
-        if each in seen:
-            raise StateError(
-                f"{each}: two modules in the list {name!r} have it; a list is one model in parts, "
-                "whose names differ: give several models a dict, and a key each"
-            )
-        seen.add(each)
-
-
-def _materialize(module: nn.Module, name: str) -> None:
+def _materialize(module: nn.Module, name: str, filled: Callable[[str], bool]) -> None:
     """Give memory to what is on the meta device, in place: ties and optimizers keep hold of it."""
+    named = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    meta = [
+        (path, tensor)
+        for path, tensor in named
+        if tensor.is_meta and filled(f"{name}.{clean_name(module, path)}")
+    ]
+    if meta:
+        _refuse_lost(module, name)
+    for _, tensor in meta:
+        if not tensor.is_meta:
+            continue  # it was another name of one before
+        where = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else _device()
+        made = torch.empty_like(tensor, device=where)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+
+
+def _refuse_lost(module: nn.Module, name: str) -> None:
     lost = [
         f"{path}.{key}" if path else key
         for path, part in module.named_modules()
@@ -125,14 +148,6 @@ def _materialize(module: nn.Module, name: str) -> None:
             f"{name}: {', '.join(lost)} lie on the meta device and are not persistent, so that no "
             "checkpoint has them: compute them on a real device before loading"
         )
-    for tensor in [*module.parameters(), *module.buffers()]:
-        if not tensor.is_meta:
-            continue
-        where = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else _device()
-        made = torch.empty_like(tensor, device=where)
-        if isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-        torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
 
 
 def _device() -> torch.device:

@@ -10,9 +10,11 @@ from torch.optim import Optimizer
 from shardwise.adapters.parameters import Parameter
 from shardwise.adapters.state_tree import leaves_of, rebuilt
 from shardwise.errors import StateError
+from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.saved import SavedState
 from shardwise.state.leaves import GroupedValue, Holdings
 from shardwise.state.objects import JsonValue, decode, differences, encode
+from shardwise.state.selection import Selection
 
 ParameterMap = Mapping[int, Parameter]
 GROUPS = "param_groups"
@@ -38,6 +40,7 @@ class OptimizerBinding:
         self._optimizers = optimizers
         self._parameters = parameters
         self._allow_pickle = allow_pickle
+        self._fitted: dict[int, dict[str, object]] = {}
 
     def holdings(self) -> Holdings:
         """State tensors sharded as their parameters are, plain state, and param groups."""
@@ -50,22 +53,39 @@ class OptimizerBinding:
         held.grouped[f"{self.name}.{GROUPS}"] = self._groups(known)
         return held
 
-    def targets(self, saved: SavedState) -> Holdings:
-        """What to fill: the state that the checkpoint has, made where it does not exist yet."""
+    def targets(self, saved: SavedState, selection: Selection) -> Holdings:
+        """What to fill: the state that the checkpoint has, made where it does not exist yet.
+
+        The optimizer is given what is made by `restore`; until then it is as it was.
+        """
+        held = Holdings()
         known = self._parameters()
-        problems = [line for each in self._optimizers for line in self._fit(each, known, saved)]
-        held = self.holdings()
-        held.problems += problems
-        return held
+        self._fitted = {}
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for tensor in group["params"]:
+                    parameter = _known(known, tensor, self.name)
+                    state = dict(leaves_of(optimizer.state.get(tensor, {})))
+                    fitted = self._fit(group, parameter, state, saved, selection)
+                    if fitted is not state:
+                        self._fitted[id(tensor)] = fitted
+                    for key, value in fitted.items():
+                        self._hold(held, parameter, key, value)
+        groups = f"{self.name}.{GROUPS}"
+        held.grouped[groups] = self._groups(known)
+        if selection.chooses(groups) and saved.has_object(groups):
+            settings = _by_member(saved.object(groups))
+            held.problems += _disagreements(groups, held.grouped[groups], settings)
+        return selection.of(held)
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
-        """Set plain state and hyperparameters, once the tensors are filled."""
+        """Set state that was made, plain state and hyperparameters, once the tensors are filled."""
         known = self._parameters()
         groups = f"{self.name}.{GROUPS}"
         settings = _by_member(values[groups]) if groups in values else {}
         for optimizer in self._optimizers:
             for parameter in self._each_parameter(optimizer, known):
-                self._restore_plain(optimizer, parameter, values)
+                self._restore_state(optimizer, parameter, values)
             for group in optimizer.param_groups if settings else ():
                 names = self._names_in(group, known)
                 if names:
@@ -89,63 +109,44 @@ class OptimizerBinding:
                 grouped.append(GroupedValue(tuple(self._names_in(group, known)), value))
         return grouped
 
-    def _fit(self, optimizer: Optimizer, known: ParameterMap, saved: SavedState) -> Iterator[str]:
-        """Give the optimizer the state that the checkpoint has; say what cannot be done."""
-        groups = f"{self.name}.{GROUPS}"
-        settings = _by_member(saved.object(groups)) if saved.has_object(groups) else {}
-        for group in optimizer.param_groups:
-            names = self._names_in(group, known)
-            missing = [name for name in names if name not in settings]
-            if missing and settings:
-                yield f"{groups}: the checkpoint knows no hyperparameters of {_few(missing)}"
-            elif settings:
-                yield from _disagreements(groups, names, settings)
-            for tensor in group["params"]:
-                self._fit_state(optimizer, group, _known(known, tensor, self.name), saved)
-
-    def _fit_state(
+    def _fit(
         self,
-        optimizer: Optimizer,
         group: dict[str, object],
         parameter: Parameter,
+        state: dict[str, object],
         saved: SavedState,
-    ) -> None:
+        selection: Selection,
+    ) -> dict[str, object]:
+        """The state of a parameter with what the checkpoint has of it, or without, if nothing."""
         name = f"{self.name}.{parameter.names[0]}"
-        keys = saved.below(name)
-        if not keys:
-            optimizer.state.pop(parameter.tensor, None)
-        if not keys or parameter.empty:
-            return
-        present = {key for key, _ in leaves_of(optimizer.state.get(parameter.tensor, {}))}
+        if not saved.below(name):
+            kept = {k: v for k, v in state.items() if not selection.chooses(f"{name}.{k}")}
+            return kept if len(kept) < len(state) else state
         made: dict[str, object] = {}
-        for key in keys:
-            entry = saved.tensor(f"{name}.{key}")
-            if key in present or (entry is None and not saved.has_object(f"{name}.{key}")):
+        for key in () if parameter.empty else saved.below(name):
+            full = f"{name}.{key}"
+            entry = saved.tensor(full)
+            wanted = entry is not None or saved.has_object(full)
+            fits = key in state and isinstance(state[key], torch.Tensor) == (entry is not None)
+            if fits or not wanted or not selection.chooses(full):
                 continue
-            if entry is None:
-                made[key] = None
-                continue
-            device = parameter.tensor.device
-            if key == "step" and not (group.get("capturable") or group.get("fused")):
-                device = torch.device("cpu")
-            made[key] = parameter.new_state(getattr(torch, entry.dtype), entry.shape, device)
-        if made:
-            state = optimizer.state[parameter.tensor]
-            state.update(rebuilt(dict(leaves_of(state)) | made))
+            made[key] = None if entry is None else _new(parameter, key, entry, group)
+        return {**state, **made} if made else state
 
-    def _restore_plain(
+    def _restore_state(
         self, optimizer: Optimizer, parameter: Parameter, values: Mapping[str, JsonValue]
     ) -> None:
-        state = optimizer.state.get(parameter.tensor)
-        if not state:
-            return
+        state = dict(leaves_of(optimizer.state.get(parameter.tensor, {})))
+        fitted = self._fitted.get(id(parameter.tensor), state)
         plain: dict[str, object] = {}
-        for key, value in leaves_of(state):
+        for key, value in fitted.items():
             name = f"{self.name}.{parameter.names[0]}.{key}"
             if not isinstance(value, torch.Tensor) and name in values:
                 plain[key] = decode(values[name], name, allow_pickle=self._allow_pickle)
-        if plain:
-            state.update(rebuilt(dict(leaves_of(state)) | plain))
+        if plain or fitted is not state:
+            optimizer.state[parameter.tensor] = rebuilt(fitted | plain)
+        if not optimizer.state.get(parameter.tensor):
+            optimizer.state.pop(parameter.tensor, None)
 
     def _set_group(self, group: dict[str, object], encoded: JsonValue, name: str) -> None:
         settings = decode(encoded, name, allow_pickle=self._allow_pickle)
@@ -169,6 +170,16 @@ class OptimizerBinding:
         if not isinstance(tensors, list):
             raise StateError(f"{self.name}: a param group has no list of params")
         return [name for tensor in tensors for name in _known(known, tensor, self.name).names]
+
+
+def _new(
+    parameter: Parameter, key: str, entry: TensorEntry, group: Mapping[str, object]
+) -> torch.Tensor:
+    """Memory for a state tensor, where the optimizer would have put it."""
+    counts_on_device = group.get("capturable") or group.get("fused")
+    on_host = key == "step" and not counts_on_device
+    device = torch.device("cpu") if on_host else parameter.tensor.device
+    return parameter.new_state(getattr(torch, entry.dtype), entry.shape, device)
 
 
 def _known(known: ParameterMap, tensor: torch.Tensor, name: str) -> Parameter:
@@ -195,17 +206,23 @@ def _by_member(encoded: object) -> dict[str, JsonValue]:
 
 
 def _disagreements(
-    name: str, members: Sequence[str], settings: Mapping[str, JsonValue]
+    name: str, groups: Sequence[GroupedValue], settings: Mapping[str, JsonValue]
 ) -> Iterator[str]:
-    first = settings[members[0]] if members else None
-    for member in members:
-        if settings[member] is not first and settings[member] != first:
-            keys = differences(first, settings[member], "")
-            yield (
-                f"{name}: {members[0]} and {member} are in one group here, and were saved with "
-                f"different {', '.join(key.lstrip('.') for key in keys)}"
-            )
-            return
+    """Why groups cannot be given the settings of their members."""
+    for members in [group.members for group in groups]:
+        missing = [member for member in members if member not in settings]
+        if missing:
+            yield f"{name}: the checkpoint knows no hyperparameters of {_few(missing)}"
+            continue
+        for member in members[1:]:
+            first, other = settings[members[0]], settings[member]
+            if first is not other and first != other:
+                keys = ", ".join(key.lstrip(".") for key in differences(first, other, ""))
+                yield (
+                    f"{name}: {members[0]} and {member} are in one group here, and were saved "
+                    f"with different {keys}"
+                )
+                break
 
 
 def _few(names: Sequence[str]) -> str:

@@ -102,10 +102,10 @@ class Parameter:
         tensor = self.tensor
         if self.flat and shape in {part.shape for part in self.flat} and shape != ():
             return torch.zeros(_local(tensor).shape, dtype=dtype, device=_local(tensor).device)
+        if shape == tuple(tensor.shape) and shape != ():
+            return torch.zeros_like(tensor, dtype=dtype)
         if not isinstance(tensor, DTensor) or shape == ():
             return torch.zeros(shape, dtype=dtype, device=device)
-        if shape == tuple(tensor.shape):
-            return torch.zeros_like(tensor, dtype=dtype)
         return torch.distributed.tensor.zeros(
             *shape,
             dtype=dtype,

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn.parameter import is_lazy
 
 from shardwise.errors import LayoutError, StateError
 from shardwise.layout import Box, Split, fragments_of_shard
@@ -31,6 +32,8 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
         check_dtype(name, tensor.dtype)
         return TensorLeaf(name, tensor.dtype, tensor.shape, tensor.fragments, id(tensor))
     check_dtype(name, tensor.dtype)
+    if is_lazy(tensor):
+        raise StateError(f"{name}: it has no shape before the module's first forward")
     if isinstance(tensor, DTensor):
         shape, fragments = tuple(tensor.shape), dtensor_fragments(name, tensor)
         return TensorLeaf(name, tensor.dtype, shape, fragments, _identity(tensor, fragments))

@@ -14,6 +14,7 @@ from shardwise.plan.saved import SavedState
 from shardwise.state.leaves import Fragment, Holdings, TensorLeaf
 from shardwise.state.objects import JsonValue, decode, encode
 from shardwise.state.per_rank import PerRankValue
+from shardwise.state.selection import Selection
 
 Found = dict[str, "TensorLike | np.ndarray"]
 
@@ -42,9 +43,9 @@ class TensorBinding:
         """The tensor."""
         return Holdings(tensors=[_leaf(self.name, self._value)])
 
-    def targets(self, saved: SavedState) -> Holdings:
+    def targets(self, saved: SavedState, selection: Selection) -> Holdings:
         """The tensor, or memory to be copied to it where its own cannot be filled."""
-        return Holdings(tensors=[fillable(_leaf(self.name, self._value))])
+        return selection.of(Holdings(tensors=[fillable(_leaf(self.name, self._value))]))
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
         """Nothing is left to do."""
@@ -81,16 +82,21 @@ class ObjectBinding:
         leaves = [_leaf(name, value) for name, value in self._found.items()]
         return Holdings(tensors=leaves, objects={self.name: encoded})
 
-    def targets(self, saved: SavedState) -> Holdings:
-        """The tensors that the saved value has: those that are here are filled, others made."""
+    def targets(self, saved: SavedState, selection: Selection) -> Holdings:
+        """The tensors that the saved value has: those that are here are filled, others made.
+
+        A value is chosen together with the tensors in it: a part of it would be no value.
+        """
         held = self.holdings()
         if not saved.has_object(self.name):
-            return held
-        wanted = saved_tensors(saved.object(self.name))
+            return selection.of(held)
         origin = saved.saved_name(self.name)
+        wanted = saved_tensors(saved.object(self.name))
+        names = [self.name + name.removeprefix(origin) for name in wanted]
+        if not selection.chooses(self.name, *names):
+            return Holdings(left=[self.name, *names])
         leaves = []
-        for name in wanted:
-            mine = self.name + name.removeprefix(origin)
+        for mine in names:
             entry = saved.tensor(mine)
             if entry is None:
                 held.problems.append(f"{mine}: the checkpoint's value names it, but lacks it")
@@ -133,9 +139,9 @@ class PerRankBinding:
         encoded = encode(self.value.capture(), self.name, allow_pickle=self._allow_pickle)
         return Holdings(per_rank={self.name: encoded})
 
-    def targets(self, saved: SavedState) -> Holdings:
+    def targets(self, saved: SavedState, selection: Selection) -> Holdings:
         """Only that the name is wanted: the value at hand may be of any kind."""
-        return Holdings(per_rank={self.name: None})
+        return selection.of(Holdings(per_rank={self.name: None}))
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
         """Nothing: see `restore_ranks`."""

@@ -50,7 +50,8 @@ def match(held: Holdings, saved: SavedState, *, cast: bool) -> Matched:
         (found.objects if saved.has_object(name) else found.missing).append(name)
     for name in held.per_rank:
         (found.per_rank if saved.has_per_rank(name) else found.missing).append(name)
-    found.claimed.update(saved.saved_name(name) for name in [*found.objects, *found.per_rank])
+    others = [*found.objects, *found.per_rank, *held.left]
+    found.claimed.update(saved.saved_name(name) for name in others)
     return found
 
 

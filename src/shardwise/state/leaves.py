@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,7 +57,8 @@ class Holdings:
     """What this rank has below some name of the state.
 
     `objects` are the same on all ranks; of `grouped` values each rank has those of its members;
-    `per_rank` values are each rank's own. `problems` are reasons why it cannot be loaded into.
+    `per_rank` values are each rank's own. `problems` are reasons why it cannot be loaded into;
+    `left` are names that a load leaves alone, as it was told to.
     """
 
     tensors: list[TensorLeaf] = field(default_factory=list)
@@ -65,6 +66,7 @@ class Holdings:
     grouped: dict[str, list[GroupedValue]] = field(default_factory=dict)
     per_rank: dict[str, JsonValue] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
 
     def add(self, other: Holdings) -> None:
         """Take in what is held below another name."""
@@ -73,6 +75,12 @@ class Holdings:
         self.grouped |= other.grouped
         self.per_rank |= other.per_rank
         self.problems += other.problems
+        self.left += other.left
+
+    def names(self) -> Iterator[str]:
+        """The names of all that is held."""
+        yield from (leaf.name for leaf in self.tensors)
+        yield from (*self.objects, *self.grouped, *self.per_rank)
 
 
 def as_carrier(data: torch.Tensor) -> torch.Tensor:

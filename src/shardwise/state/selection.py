@@ -16,11 +16,11 @@ class Selection:
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
 
-    def chooses(self, name: str) -> bool:
-        """Whether a name is chosen."""
-        if self.only and not any(fnmatchcase(name, pattern) for pattern in self.only):
+    def chooses(self, *names: str) -> bool:
+        """Whether a name is chosen; of several that go together, any by `only`, none by `skip`."""
+        if self.only and not _any_matches(names, self.only):
             return False
-        return not any(fnmatchcase(name, pattern) for pattern in self.skip)
+        return not _any_matches(names, self.skip)
 
     def of(self, held: Holdings) -> Holdings:
         """What is chosen of some holdings."""
@@ -32,7 +32,12 @@ class Selection:
             {name: value for name, value in held.grouped.items() if self.chooses(name)},
             {name: value for name, value in held.per_rank.items() if self.chooses(name)},
             held.problems,
+            held.left,
         )
+
+
+def _any_matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
 
 def is_below(name: str, scope: Iterable[str]) -> bool:

@@ -1,0 +1,82 @@
+"""Every element type that a checkpoint may hold, in every shape of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import shardwise as sw
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.state.leaves import as_carrier
+from shardwise.testing import Gang
+
+ROWS, COLUMNS = 6, 5
+# Types that torch has under this name; others wait for a later release.
+NAMES = [name for name in DTYPES if hasattr(torch, name)]
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """All bytes, row by row."""
+    carrier = as_carrier(tensor).contiguous().reshape(-1)
+    return carrier.view(torch.uint8).numpy().tobytes() if carrier.numel() else b""
+
+
+def made(name: str, *, zero: bool = False) -> torch.Tensor:
+    """Any bits at all: infinities and values that are no numbers among them."""
+    generator = torch.Generator().manual_seed(len(name))
+    size = ROWS * COLUMNS * DTYPES[name].itemsize
+    high = 2 if name == "bool" else 256
+    raw = torch.randint(0, high, (size,), dtype=torch.uint8, generator=generator)
+    raw = torch.zeros_like(raw) if zero else raw
+    return raw.view(getattr(torch, name)).view(ROWS, COLUMNS)
+
+
+def shapes_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "whole": tensor,
+        "turned": tensor.t(),
+        "strided": tensor[1::2, ::2],
+        "scalar": tensor[3, 2],
+        "empty": tensor[:0],
+    }
+
+
+def test_all_types_are_known() -> None:
+    assert len(NAMES) >= 40
+    assert DTYPES["float32"].itemsize == torch.float32.itemsize
+    assert all(DTYPES[name].itemsize == getattr(torch, name).itemsize for name in NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bits_come_back_as_they_were(tmp_path: Path, name: str) -> None:
+    saved = shapes_of(made(name))
+    sw.save(tmp_path, dict(saved))
+    # Of memory of its own, each: those of one tensor would overlap.
+    loaded = {key: shapes_of(made(name, zero=True))[key] for key in saved}
+    sw.load(tmp_path, dict(loaded))
+    read = sw.open(tmp_path).tensors()
+    for key, value in saved.items():
+        assert bytes_of(loaded[key]) == bytes_of(value), key
+        assert read[key].dtype == getattr(torch, name)
+        assert bytes_of(read[key][...]) == bytes_of(value), key
+
+
+def save_rows(path: str) -> None:
+    """Each as a DTensor that is divided by rows."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    parts = {name: made(name).chunk(world)[rank] for name in NAMES}
+    sw.save(path, {n: DTensor.from_local(part, mesh, [Shard(0)]) for n, part in parts.items()})
+
+
+def test_shards_of_every_type(gang: Gang, tmp_path: Path) -> None:
+    gang.run(save_rows, str(tmp_path), world=2)
+    loaded = {name: made(name, zero=True) for name in NAMES}
+    sw.load(tmp_path, dict(loaded))
+    for name, value in loaded.items():
+        assert bytes_of(value) == bytes_of(made(name)), name
