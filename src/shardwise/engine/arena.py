@@ -24,6 +24,12 @@ class Arena:
     Args:
         max_buffer: bound on the host memory of all buffers together, in bytes; at least 1 MiB.
 
+    Attributes:
+        threads: how many move bytes at a time.
+        chunk: bytes of a buffer.
+        read_size: the longest single read, in bytes.
+        reads: how many reads may be held at a time.
+
     Raises:
         ValueError: `max_buffer` is smaller than that.
     """
@@ -35,6 +41,7 @@ class Arena:
         share = min(LARGEST_CHUNK, max_buffer // self.threads)
         self.chunk = share // SMALLEST_CHUNK * SMALLEST_CHUNK
         self.read_size = min(self.chunk, LARGEST_READ)
+        self.reads = min(2 * self.threads, self.threads * self.chunk // self.read_size)
         self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         for _ in range(self.threads):
             self._free.put(aligned_buffer(self.chunk))

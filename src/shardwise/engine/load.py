@@ -187,7 +187,7 @@ class GroupFilling:
         shared = share_reads(everyone, largest_read=self._arena.read_size)
         if len(neighbours) == 1 or bytes_saved(everyone, shared) < WORTH_SHARING:
             return fill(self.filling, opened, self._arena, verify=verify)
-        slots = min(self._arena.threads, int(np.bincount(shared.reader).max()))
+        slots = min(self._arena.reads, int(np.bincount(shared.reader).max()))
         largest = BLOCK * block_count(int((shared.high - shared.low).max()))
         rings = neighbours.rings(shared, slots, largest)
         own = shared.reader == neighbours.index

@@ -4,13 +4,15 @@ Every rank has a ring of slots in memory that the others can map. It reads its p
 reads into its slots, in the common order, and uses those of the others from theirs. A slot is
 used again when all who want its content are done with it. As all ranks keep to one order, the
 earliest read that is not done can always go on, so that no ranks wait for each other in a circle.
+Whoever has nothing to do sleeps until another rings its bell.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import time
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,15 +23,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.engine.doorbell import Doorbell, find_bell, ring
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.errors import LostRankError, RankError
 from shardwise.plan.share import SharedReads
 from shardwise.store.store import Buffer
 
-PAUSE = 100e-6
-PATIENCE = 600.0
 READY, FAILED = 1, 2
+LAST = -1
 
 
 class _Card(msgspec.Struct, array_like=True):
@@ -39,6 +41,7 @@ class _Card(msgspec.Struct, array_like=True):
     process: int
     message: int
     ring: int
+    bell: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,8 @@ class Neighbours:
     def __init__(self, group: Group, speak: Callable[[], bytes], cleanup: ExitStack) -> None:
         spoken = _Memory.create("shardwise-message", cleanup)
         self._ring = _Memory.create("shardwise-ring", cleanup)
-        mine = _Card(_node(), os.getpid(), spoken.fd, self._ring.fd)
+        self._bell = Doorbell(cleanup)
+        mine = _Card(_node(), os.getpid(), spoken.fd, self._ring.fd, self._bell.fd)
 
         def say() -> bytes:
             os.write(spoken.fd, speak())
@@ -105,14 +109,19 @@ class Neighbours:
     def rings(self, reads: SharedReads, slots: int, slot_bytes: int) -> Rings:
         """Map everyone's ring, large enough for these reads."""
         counts = np.bincount(reads.reader, minlength=len(self)).tolist()
-        sizes = [ring_bytes(count, len(self), slots, slot_bytes) for count in counts]
+        layout = RingLayout(counts, slots, slot_bytes)
+        sizes = [layout.size(rank) for rank in range(len(self))]
         os.posix_fallocate(self._ring.fd, 0, sizes[self.index])
+        bells = [find_bell(card.process, card.bell, self._cleanup) for card in self._cards]
+        for bell in bells:
+            ring(bell)
         maps = []
         for card, size in zip(self._cards, sizes, strict=True):
-            ring = _Memory.of(card.process, card.ring, self._cleanup)
-            _wait(partial(_has_size, ring.fd, size), self._alive)
-            maps.append(np.frombuffer(mmap.mmap(ring.fd, size), np.uint8))
-        return Rings(reads, self.index, maps, counts, slots, slot_bytes, self._alive)
+            memory = _Memory.of(card.process, card.ring, self._cleanup)
+            self._bell.wait(partial(_has_size, memory.fd, size), self._alive)
+            maps.append(np.frombuffer(mmap.mmap(memory.fd, size), np.uint8))
+        wait = partial(self._bell.wait, alive=self._alive)
+        return Rings(reads, self.index, maps, layout, bells, wait)
 
     def _message(self, card: _Card) -> bytes:
         memory = _Memory.of(card.process, card.message, self._cleanup)
@@ -125,91 +134,133 @@ class Neighbours:
                 raise LostRankError("reading together", {rank: "its process is gone"})
 
 
-def ring_bytes(reads: int, ranks: int, slots: int, slot_bytes: int) -> int:
-    """Size of a ring: slots, then a state for each read, then one for each read and user."""
-    return slots * slot_bytes + reads * (1 + ranks)
+@dataclass(frozen=True, slots=True)
+class RingLayout:
+    """A rank's ring: slots, then a state for each of its reads, then one for each read and user.
+
+    Attributes:
+        counts: of each rank, how many reads it makes.
+    """
+
+    counts: list[int]
+    slots: int
+    slot_bytes: int
+
+    def size(self, rank: int) -> int:
+        """Bytes of a ring."""
+        return self.slots * self.slot_bytes + self.counts[rank] * (1 + len(self.counts))
 
 
 class Rings:
-    """The rings of all neighbours, and how far each read has come."""
+    """The rings of all neighbours, and how far each read has come.
+
+    Args:
+        maps: the ring of each rank.
+        bells: of each rank; rung when something has changed that it may wait for.
+        wait: sleeps until a look finds something; looks whenever this rank's bell rings.
+    """
 
     def __init__(
         self,
         reads: SharedReads,
         index: int,
         maps: Sequence[Buffer],
-        counts: Sequence[int],
-        slots: int,
-        slot_bytes: int,
-        alive: Callable[[], None],
+        layout: RingLayout,
+        bells: Sequence[int],
+        wait: Callable[[Callable[[], int | None]], int],
     ) -> None:
         self._reads = reads
         self._index = index
-        self._slots = slots
-        self._slot_bytes = slot_bytes
-        self._alive = alive
+        self._layout = layout
+        self._bells = bells
+        self._wait = wait
         self._maps = maps
-        start = slots * slot_bytes
-        self._state = [m[start : start + n] for m, n in zip(maps, counts, strict=True)]
-        ranks = len(maps)
-        self._done = [m[start + n :].reshape(n, ranks) for m, n in zip(maps, counts, strict=True)]
-        self._number = _number_by_reader(reads.reader)
+        start = layout.slots * layout.slot_bytes
+        pairs = list(zip(maps, layout.counts, strict=True))
+        self._state = [m[start : start + n] for m, n in pairs]
+        self._done = [m[start + n :].reshape(n, len(maps)) for m, n in pairs]
+        self._number = _number_by_reader(reads.reader).tolist()
         self._reader = reads.reader.tolist()
         self._mine = np.flatnonzero(reads.reader == index).tolist()
+        self._turn = threading.Lock()
+        self._given_up = False
+        others = [rank for rank in range(len(maps)) if rank != index]
+        self._waiting = {rank: self._uses_of(rank) for rank in [index, *others]}
 
-    def mine(self) -> list[int]:
-        """The reads that this rank makes, in order."""
-        return self._mine
+    def next(self) -> int | None:
+        """The next read that this rank makes or uses, once it can go on; None after the last.
 
-    def others(self) -> list[int]:
-        """The reads of others that this rank uses, in order."""
-        used = self._reads.wanted[:, self._index] & (self._reads.reader != self._index)
-        return np.flatnonzero(used).tolist()
-
-    def slot_for(self, read: int) -> Buffer:
-        """The slot to read into, once all are done with what was there before."""
-        number = int(self._number[read])
-        if number >= self._slots:
-            before = self._before(read)
-            done = self._done[self._index][number - self._slots]
-            _wait(lambda: bool(done[before].all()), self._alive)
-        return self._slot(self._index, number)
-
-    def publish(self, read: int, *, failed: bool = False) -> None:
-        """The slot of a read is filled; or never will be."""
-        self._state[self._index][self._number[read]] = FAILED if failed else READY
-
-    def take(self, read: int) -> Buffer:
-        """The slot of another rank's read, once it is filled.
+        One of its own can go on when its slot is free, one of another rank when that has filled
+        its slot. Sleeps while none can. Threads take turns.
 
         Raises:
-            RankError: that rank could not read it, or is gone.
+            RankError: another rank could not read its part, or is gone.
         """
-        reader, number = self._reader[read], int(self._number[read])
-        state = self._state[reader]
-        _wait(lambda: bool(state[number]), self._alive)
-        if state[number] == FAILED:
-            raise RankError("reading together", {reader: "it could not read what it shares"})
-        return self._slot(reader, number)
+        with self._turn:
+            found = self._wait(self._look)
+            return None if found == LAST else found
+
+    def leads(self, read: int) -> bool:
+        """Whether this rank makes a read."""
+        return bool(self._reader[read] == self._index)
+
+    def slot(self, read: int) -> Buffer:
+        """Where a read's bytes are put, and taken from."""
+        at = self._number[read] % self._layout.slots * self._layout.slot_bytes
+        memory: Buffer = self._maps[self._reader[read]]
+        return memory[at : at + self._layout.slot_bytes]
+
+    def publish(self, read: int) -> None:
+        """The slot of a read of this rank is filled."""
+        self._state[self._index][self._number[read]] = READY
+        for user in np.flatnonzero(self._reads.wanted[read]).tolist():
+            if user != self._index:
+                ring(self._bells[user])
 
     def finish(self, read: int) -> None:
-        """This rank is done with a read."""
-        self._done[self._reader[read]][self._number[read], self._index] = 1
+        """This rank is done with a read. The last one to be wakes the reader."""
+        reader = self._reader[read]
+        done = self._done[reader][self._number[read]]
+        done[self._index] = 1
+        if done[self._reads.wanted[read]].all():
+            ring(self._bells[reader])
 
     def fail(self) -> None:
-        """This rank gives up: nobody is to wait for it."""
+        """This rank gives up: nobody is to wait for it, and there is no next read."""
+        self._given_up = True
         self._state[self._index][self._state[self._index] == 0] = FAILED
         for done in self._done:
             done[:, self._index] = 1
+        for bell in self._bells:
+            ring(bell)
 
-    def _before(self, read: int) -> npt.NDArray[np.bool_]:
-        previous = self._mine[int(self._number[read]) - self._slots]
-        users: npt.NDArray[np.bool_] = self._reads.wanted[previous]
-        return users
+    def _look(self) -> int | None:
+        if self._given_up or not any(self._waiting.values()):
+            return LAST
+        for reader, waiting in self._waiting.items():
+            can_go_on = self._is_free if reader == self._index else self._is_filled
+            if waiting and can_go_on(waiting[0]):
+                return waiting.popleft()
+        return None
 
-    def _slot(self, rank: int, number: int) -> Buffer:
-        at = number % self._slots * self._slot_bytes
-        return self._maps[rank][at : at + self._slot_bytes]
+    def _uses_of(self, reader: int) -> deque[int]:
+        used = self._reads.wanted[:, self._index] & (self._reads.reader == reader)
+        return deque(np.flatnonzero(used).tolist())
+
+    def _is_free(self, read: int) -> bool:
+        """Whether all are done with what was in the slot of a read before."""
+        before = self._number[read] - self._layout.slots
+        if before < 0:
+            return True
+        users = self._reads.wanted[self._mine[before]]
+        return bool(self._done[self._index][before][users].all())
+
+    def _is_filled(self, read: int) -> bool:
+        reader = self._reader[read]
+        state = self._state[reader][self._number[read]]
+        if state == FAILED:
+            raise RankError("reading together", {reader: "it could not read what it shares"})
+        return bool(state == READY)
 
 
 def _number_by_reader(reader: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -221,20 +272,8 @@ def _number_by_reader(reader: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return number
 
 
-def _wait(ready: Callable[[], bool], alive: Callable[[], None]) -> None:
-    start = checked = time.monotonic()
-    while not ready():
-        time.sleep(PAUSE)
-        now = time.monotonic()
-        if now - start > PATIENCE:
-            raise LostRankError("reading together", {-1: f"no progress in {PATIENCE:.0f} s"})
-        if now - checked > 0.2:
-            checked = now
-            alive()
-
-
-def _has_size(fd: int, size: int) -> bool:
-    return os.fstat(fd).st_size >= size
+def _has_size(fd: int, size: int) -> bool | None:
+    return os.fstat(fd).st_size >= size or None
 
 
 def _node() -> str:

@@ -45,32 +45,27 @@ def read_together(
         RankError: another rank could not read its part, or is gone.
     """
 
-    def lead(span: int) -> None:
-        data = _read(spans, span, readers, copies, rings.slot_for(span))
-        rings.publish(span)
+    def serve(span: int) -> None:
+        slot = rings.slot(span)
+        if rings.leads(span):
+            data = _read(spans, span, readers, copies, slot)
+            rings.publish(span)
+        else:
+            data = slot[: int(spans.high[span] - spans.low[span])]
         copies.copy(span, data)
         rings.finish(span)
 
-    def follow(span: int) -> None:
-        size = int(spans.high[span] - spans.low[span])
-        copies.copy(span, rings.take(span)[:size])
-        rings.finish(span)
-
-    # Two pools: a rank that waits for a free slot must not keep itself from using others'.
-    with (
-        ThreadPoolExecutor(threads, "shardwise-lead") as leading,
-        ThreadPoolExecutor(threads, "shardwise-follow") as following,
-    ):
+    def work() -> None:
         try:
-            ahead = [leading.submit(lead, span) for span in rings.mine()]
-            behind = [following.submit(follow, span) for span in rings.others()]
-            for job in [*ahead, *behind]:
-                job.result()
+            while (span := rings.next()) is not None:
+                serve(span)
         except BaseException:
-            leading.shutdown(wait=False, cancel_futures=True)
-            following.shutdown(wait=False, cancel_futures=True)
             rings.fail()
             raise
+
+    with ThreadPoolExecutor(threads, "shardwise-read") as pool:
+        for job in [pool.submit(work) for _ in range(threads)]:
+            job.result()
 
 
 def _read(spans: Spans, span: int, readers: Readers, copies: Copies, buffer: Buffer) -> Buffer:
