@@ -219,7 +219,7 @@ class _Load:
             return match(held, saved, cast=self.options.cast)
 
         with self.recorder.stage("match"):
-            scope = [saved.saved_name(key) for key in self.state]
+            scope = {saved.saved_name(key) for key in self.state}
             found, unexpected = agree_on_match(
                 look, saved, self.selection, scope, group, strict=self.options.strict
             )

@@ -94,8 +94,8 @@ def fragments_at(
             f"{name}: its placement is {pending}: every rank has a summand, and none the value; "
             "redistribute it to Replicate() or Shard() first"
         )
-    pairs = _boxes(shape, splits)
-    if sum(box.size for box, _ in pairs) != local.numel():
+    pairs, size = _boxes(shape, splits)
+    if size != local.numel():
         raise LayoutError(
             f"{name}: the local tensor has shape {list(local.shape)}, which is not what "
             f"{placements} of {list(shape)} over mesh {tuple(mesh.shape)} gives this rank"
@@ -105,7 +105,10 @@ def fragments_at(
     return tuple(Fragment(box, local[within.slices()]) for box, within in pairs)
 
 
-_boxes = lru_cache(maxsize=4096)(fragments_of_shard)
+@lru_cache(maxsize=4096)
+def _boxes(shape: tuple[int, ...], splits: tuple[Split, ...]) -> tuple[list[tuple[Box, Box]], int]:
+    pairs = fragments_of_shard(shape, splits)
+    return pairs, sum(box.size for box, _ in pairs)
 
 
 @lru_cache(maxsize=4096)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
 import msgspec
@@ -72,7 +72,7 @@ def agree_on_match(
     look: Callable[[], Matched],
     saved: SavedState,
     selection: Selection,
-    scope: Sequence[str],
+    scope: Set[str],
     group: Group,
     *,
     strict: bool,

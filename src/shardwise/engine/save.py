@@ -332,7 +332,7 @@ class _Save:
             dtype = description.dtypes[tensor]
             pieces.append((description.names[tensor], dtype, description.shapes[tensor], box))
             nbytes = box.size * DTYPES[dtype].itemsize
-            within = box.relative_to(fragment.box.offset).offset
+            within = tuple(o - p for o, p in zip(box.offset, fragment.box.offset, strict=True))
             sources.append(PieceSource(start, nbytes, memories[index], within, box.shape))
             start += nbytes
         return lay_out(pieces, len(objects), metadata), sources

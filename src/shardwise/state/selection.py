@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -40,6 +40,10 @@ def _any_matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
 
-def is_below(name: str, scope: Iterable[str]) -> bool:
+def is_below(name: str, scope: Set[str]) -> bool:
     """Whether a name is one of `scope`, or lies below one."""
-    return any(name == each or name.startswith(each + ".") for each in scope)
+    while name not in scope:
+        name, dot, _ = name.rpartition(".")
+        if not dot:
+            return False
+    return True
