@@ -110,6 +110,26 @@ def test_retention_keeps_by_every_rule(tmp_path: Path) -> None:
         assert checkpointer.steps() == [2, 4, 6, 7]
 
 
+def test_a_metric_that_keep_needs_must_be_given(tmp_path: Path) -> None:
+    with sw.Checkpointer(tmp_path, keep=sw.Keep(best="loss")) as checkpointer:
+        with pytest.raises(sw.StateError, match="loss"):
+            checkpointer.save(1, state(1), metrics={"los": 1.0})
+        checkpointer.save(1, state(1), metrics={"loss": float("nan")})
+    with pytest.raises(ValueError, match="best_of"):
+        sw.Keep(best_of=3)
+    with pytest.raises(ValueError, match="last"):
+        sw.Keep(last=2.5)  # type: ignore[arg-type]
+
+
+def test_a_step_that_was_not_there_is_not_taken_for_damaged(tmp_path: Path) -> None:
+    with sw.Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(sw.CheckpointNotFoundError, match="step 9"):
+            checkpointer.restore(state(0), step=9)
+        fill(tmp_path, 9)
+        with pytest.raises(sw.CheckpointExistsError):
+            checkpointer.save(9, state(5))
+
+
 def test_a_run_that_diverges_keeps_its_checkpoints(tmp_path: Path) -> None:
     with sw.Checkpointer(tmp_path, keep=sw.Keep(last=1, best="loss")) as checkpointer:
         for step, loss in enumerate([2.0, float("nan"), float("inf"), 3.0], start=1):
@@ -167,7 +187,7 @@ def test_bad_options_are_refused(tmp_path: Path) -> None:
         sw.Checkpointer(tmp_path, every=0)
     with pytest.raises(ValueError, match="last"):
         sw.Keep(last=0)
-    with pytest.raises(ValueError, match="negative"), sw.Checkpointer(tmp_path) as checkpointer:
+    with pytest.raises(ValueError, match="step -1"), sw.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(-1, {})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,21 +12,23 @@ from functools import partial
 import torch.distributed as dist
 
 from shardwise.adapters import Binding, bind_state
+from shardwise.adapters.overlapping import fillable_leaves
 from shardwise.adapters.values import PerRankBinding
 from shardwise.checkpoint import Checkpoint
 from shardwise.engine.arena import DEFAULT_MAX_BUFFER, Arena
 from shardwise.engine.collection import without_collection
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group, SoloGroup, TorchGroup, moves_cpu_tensors
-from shardwise.engine.load import GroupFilling, LoadOptions, LoadReport, plan_filling
+from shardwise.engine.load import GroupFilling, LoadReport, plan_filling
 from shardwise.engine.match import Matched, agree_on_match, match
 from shardwise.engine.opened import Opened, open_manifest, read_per_rank
-from shardwise.engine.save import SaveOptions, SaveReport, save_holdings
+from shardwise.engine.options import LoadOptions, SaveOptions
+from shardwise.engine.save import Save, SaveReport, save_all
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
-from shardwise.manifest.names import MANIFEST
+from shardwise.manifest.names import MANIFEST, checked_name
 from shardwise.plan.cache import PlanCache
-from shardwise.plan.saved import Rename, SavedState
+from shardwise.plan.saved import Rename, SavedState, renaming
 from shardwise.state.leaves import Holdings
 from shardwise.state.selection import Selection
 from shardwise.store import Store, open_store
@@ -75,18 +77,17 @@ def save(
         RankError: another rank failed. Whatever fails, nothing is published.
     """
     recorder = Recorder(on_event)
-    store = open_store(place)
-    options = SaveOptions(
-        step=step, overwrite=overwrite, check_replicas=check_replicas, metrics=dict(metrics or {})
-    )
+
+    def prepare() -> Save:
+        options = SaveOptions.checked(step, overwrite, check_replicas, metrics)
+        store, arena = open_store(place), Arena(max_buffer)
+        held = _united(b.holdings() for b in bind_state(state, allow_pickle=allow_pickle))
+        for name in held.names():
+            checked_name(name)
+        return Save(held=held, store=store, arena=arena, options=options)
+
     with without_collection(), resolved_group(group) as ranks:
-        arena = Arena(max_buffer)
-        cache = PlanCache() if plans is None else plans
-
-        def held() -> Holdings:
-            return _united(b.holdings() for b in bind_state(state, allow_pickle=allow_pickle))
-
-        return save_holdings(held, store, ranks, arena, cache, options, recorder)
+        return save_all(prepare, ranks, PlanCache() if plans is None else plans, recorder)
 
 
 def load(
@@ -134,17 +135,17 @@ def load(
         StateError: a plain value cannot be restored.
         RankError: another rank failed.
     """
-    store = open_store(place)
     job = _Load(
         state,
         Recorder(on_event),
         LoadOptions(strict=strict, cast=cast, verify=verify),
-        Selection(tuple(only), tuple(skip)),
+        partial(Selection.by, only, skip),
+        partial(renaming, rename),
+        max_buffer,
         allow_pickle,
     )
-    hold = store.hold(MANIFEST, shared=True)
-    with without_collection(), resolved_group(group) as ranks, hold:
-        return job.run(store, rename, ranks, Arena(max_buffer))
+    with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
+        return job.run(place, ranks, cleanup)
 
 
 def open(place: Place, *, verify: bool = True) -> Checkpoint:  # noqa: A001 - shardwise.open
@@ -159,7 +160,7 @@ def open(place: Place, *, verify: bool = True) -> Checkpoint:  # noqa: A001 - sh
         FormatError: its manifest cannot be trusted.
     """
     with without_collection():
-        return Checkpoint(open_manifest(open_store(place), SoloGroup()), verify=verify)
+        return Checkpoint(open_manifest(partial(open_store, place), SoloGroup()), verify=verify)
 
 
 @contextmanager
@@ -168,6 +169,8 @@ def resolved_group(group: dist.ProcessGroup | Group | None) -> Iterator[Group]:
 
     A group that moves no CPU tensors is not used; a gloo group of all ranks is made for the time.
     """
+    if isinstance(group, int):  # what torch gives those that are not in a new group
+        raise StateError("this rank is not in the group: only its members save and load with it")
     if group is None and not (dist.is_available() and dist.is_initialized()):
         yield SoloGroup()
     elif group is None or isinstance(group, dist.ProcessGroup):
@@ -203,43 +206,54 @@ class _Load:
     state: State
     recorder: Recorder
     options: LoadOptions
-    selection: Selection
+    select: Callable[[], Selection]
+    rename: Callable[[], Callable[[str], str]]
+    max_buffer: int
     allow_pickle: bool
 
-    def run(self, store: Store, rename: Rename | None, group: Group, arena: Arena) -> LoadReport:
+    def run(self, place: Place, group: Group, cleanup: ExitStack) -> LoadReport:
         """Open, match on all ranks, read, and restore plain values."""
+        checked: list[tuple[Selection, Callable[[str], str], Arena]] = []
+
+        def enter() -> Store:
+            # What may fail on this rank alone fails where the others hear of it.
+            checked.append((self.select(), self.rename(), Arena(self.max_buffer)))
+            store = open_store(place)
+            cleanup.enter_context(store.hold(MANIFEST, shared=True))
+            return store
+
         with self.recorder.stage("open"):
-            opened = open_manifest(store, group)
+            opened = open_manifest(enter, group, f"{self.options}, max_buffer={self.max_buffer}")
+        selection, rename, arena = checked[0]
         saved = SavedState(opened.manifest, rename)
         bindings: list[Binding] = []
 
         def look() -> Matched:
             bindings.extend(bind_state(self.state, allow_pickle=self.allow_pickle))
-            held = _united(binding.targets(saved, self.selection) for binding in bindings)
-            return match(held, saved, cast=self.options.cast)
+            held = _united(binding.targets(saved, selection) for binding in bindings)
+            held.tensors = fillable_leaves(held.tensors)
+            return match(held, saved, selection, cast=self.options.cast)
 
         with self.recorder.stage("match"):
-            scope = {saved.saved_name(key) for key in self.state}
             found, unexpected = agree_on_match(
-                look, saved, self.selection, scope, group, strict=self.options.strict
+                look, saved, selection, self.state, group, strict=self.options.strict
             )
-        with ExitStack() as cleanup:
-            with self.recorder.stage("plan"):
-                prepare = partial(plan_filling, found.leaves, saved, opened, arena)
-                filling = GroupFilling(prepare, opened, arena, group, cleanup)
-            counted: list[int] = []
+        with self.recorder.stage("plan"):
+            prepare = partial(plan_filling, found.leaves, saved, opened, arena)
+            filling = GroupFilling(prepare, opened, arena, group, cleanup)
+        counted: list[int] = []
 
-            def move() -> bytes:
-                with self.recorder.stage("read"):
-                    counted.append(filling.fill(verify=self.options.verify))
-                with self.recorder.stage("restore"):
-                    self._restore(bindings, found, saved, opened, group)
-                return b""
+        def move() -> bytes:
+            with self.recorder.stage("read"):
+                counted.append(filling.fill(verify=self.options.verify))
+            with self.recorder.stage("restore"):
+                self._restore(bindings, found, saved, opened, group)
+            return b""
 
-            exchange(group, "loading", move, lambda _: b"")
+        exchange(group, "loading", move, lambda _: b"")
         plan = filling.filling.plan
         return LoadReport(
-            path=str(store),
+            path=str(opened.store),
             step=opened.manifest.step,
             bytes_needed=plan.bytes_needed,
             bytes_read=counted[0],

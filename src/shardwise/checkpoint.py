@@ -127,10 +127,24 @@ class Checkpoint(Mapping[str, object]):
         ]
 
     def read_into(self, name: str, box: Box, out: torch.Tensor) -> None:
-        """Fill `out`, of the box's shape and the tensor's dtype, from a box of a tensor."""
+        """Fill `out`, of the box's shape and the tensor's dtype, from a box of a tensor.
+
+        Raises:
+            KeyError: there is no tensor of this name.
+            StateError: the box is not inside the tensor, or `out` is not of its shape and dtype.
+            CorruptionError: bytes are not those that were saved.
+        """
         entry = self._saved.tensor(name)
-        if entry is None or tuple(out.shape) != box.shape:
-            raise StateError(f"{name}: no tensor of this name, or not of the shape of {box}")
+        if entry is None:
+            raise KeyError(name)
+        whole = Box.whole(entry.shape)
+        if len(box.shape) != len(entry.shape) or not whole.contains(box):
+            raise StateError(f"{name}: {box} is not inside a tensor of shape {list(entry.shape)}")
+        if tuple(out.shape) != box.shape or str(out.dtype) != f"torch.{entry.dtype}":
+            raise StateError(
+                f"{name}: {box} of it is {entry.dtype} of shape {list(box.shape)}, which "
+                f"{out.dtype} of shape {list(out.shape)} is not"
+            )
         leaf = TensorLeaf(name, out.dtype, entry.shape, (Fragment(box, out),))
         filling = plan_filling([leaf], self._saved, self._opened, self._arena)
         fill(filling, self._opened, self._arena, verify=self.verified)

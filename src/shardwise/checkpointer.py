@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,12 +20,15 @@ from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group, SoloGroup, TorchGroup, own_process_group
 from shardwise.engine.leftovers import collect_leftovers
 from shardwise.engine.load import LoadReport
+from shardwise.engine.options import SaveOptions
 from shardwise.engine.save import SaveReport
 from shardwise.errors import (
     CheckpointNotFoundError,
     CorruptionError,
+    MismatchError,
     RankError,
     ShardwiseError,
+    StateError,
 )
 from shardwise.events import Sink
 from shardwise.manifest.names import step_directory, step_of_directory
@@ -75,7 +78,8 @@ class Checkpointer:
         timeout: how long ranks wait for each other, before they raise.
 
     Raises:
-        ValueError: `every` is not positive, or `on_sigterm` is unknown.
+        ValueError: `every` is not positive, `on_sigterm` is unknown, or cannot be had outside of
+            the main thread.
     """
 
     def __init__(
@@ -91,8 +95,8 @@ class Checkpointer:
         timeout: timedelta = api.TIMEOUT,
         on_event: Sink | None = None,
     ) -> None:
-        if every < 1:
-            raise ValueError(f"every={every}: at least 1 is needed")
+        if type(every) is not int or every < 1:
+            raise ValueError(f"every={every!r}: a whole number from 1 on is needed")
         if on_sigterm not in (None, "save"):
             raise ValueError(f"on_sigterm={on_sigterm!r}: 'save' or None is needed")
         self._root = open_store(root)
@@ -107,6 +111,7 @@ class Checkpointer:
         self._own = own_process_group(timeout)
         self._group: Group = SoloGroup() if self._own is None else TorchGroup(self._own)
         self._preemption = _Preemption() if on_sigterm == "save" else None
+        self._closed = False
         self.last_restore: RestoreReport | None = None
         exchange(self._group, "opening a root", lambda: b"", self._collect)
 
@@ -122,13 +127,15 @@ class Checkpointer:
         self.close()
 
     def close(self) -> None:
-        """Let go of what the ranks talk over, and of signals."""
-        if self._preemption is not None:
-            self._preemption.stop()
-            self._preemption = None
+        """Let go of what the ranks talk over, and of signals: one that came too late for a save
+        takes its course."""
+        self._closed = True
+        preemption, self._preemption = self._preemption, None
         if self._own is not None and dist.is_initialized():
             dist.destroy_process_group(self._own)
         self._own = None
+        if preemption is not None:
+            preemption.stop()
 
     @property
     def plans(self) -> PlanCache:
@@ -148,7 +155,8 @@ class Checkpointer:
         Args:
             step: the training step, not negative.
             state: as for `shardwise.save`.
-            metrics: numbers to keep beside it; `Keep(best=…)` chooses by them.
+            metrics: numbers to keep beside it; `Keep(best=…)` chooses by them (give
+            `float("nan")` where it was not measured).
             overwrite: replace a checkpoint of this step; without it, that is an error, unless
                 `restore` found it to be damaged.
 
@@ -156,12 +164,11 @@ class Checkpointer:
             A handle, or None if the step was not due.
 
         Raises:
-            ValueError: `step` is negative.
+            StateError: the step is no whole number from 0 on, ranks do not agree on it, or
+                `metrics` lacks what `Keep(best=…)` chooses by.
             ShardwiseError: as `shardwise.save` says.
         """
-        if step < 0:
-            raise ValueError(f"step {step} is negative")
-        preempted = self._preemption is not None and self._any(self._preemption.pending)
+        preempted = self._agree_on_save(step, metrics)
         if step % self._every and not preempted:
             return None
         report = api.save(
@@ -205,7 +212,11 @@ class Checkpointer:
                 written.
             MismatchError: checkpoint and state do not fit.
         """
-        candidates = self._agreed_steps() if step is None else [step]
+        self._refuse_closed()
+        committed = self._agreed_steps(step)
+        if step is not None and step not in committed:
+            raise CheckpointNotFoundError(f"{self._root} has no checkpoint of step {step}")
+        candidates = committed if step is None else [step]
         skipped: list[tuple[int, str]] = []
         for candidate in reversed(candidates):
             report, reason = self._try_load(candidate, state, strict=strict)
@@ -217,8 +228,6 @@ class Checkpointer:
         if not skipped:
             return None
         reasons = "\n".join(f"  - step {number}: {reason}" for number, reason in skipped)
-        if step is not None and step not in self._agreed_steps():
-            raise CheckpointNotFoundError(f"{self._root} has no checkpoint of step {step}")
         raise CorruptionError(f"no checkpoint below {self._root} is intact:\n{reasons}")
 
     def steps(self) -> list[int]:
@@ -234,7 +243,7 @@ class Checkpointer:
     ) -> tuple[LoadReport | None, str]:
         """Load a step on all ranks; the reason if it is damaged on any."""
         report: LoadReport | None = None
-        failure: ShardwiseError | None = None
+        failure: Exception | None = None
         try:
             report = api.load(
                 self._root.at(step_directory(step)),
@@ -245,7 +254,7 @@ class Checkpointer:
                 group=self._group,
                 on_event=self._on_event,
             )
-        except ShardwiseError as error:
+        except Exception as error:  # it is raised again once the other ranks know
             failure = error
 
         def speak() -> bytes:
@@ -263,23 +272,50 @@ class Checkpointer:
             raise failure
         return report, reason
 
-    def _agreed_steps(self) -> list[int]:
-        def answer(_: list[bytes]) -> bytes:
+    def _agreed_steps(self, wanted: int | None) -> list[int]:
+        """The steps that are committed; all ranks want the same one of them, or none."""
+
+        def answer(said: list[bytes]) -> bytes:
+            _refuse_unlike([msgspec.msgpack.decode(each) for each in said])
             return msgspec.msgpack.encode(self.steps())
 
-        reply = exchange(self._group, "listing steps", lambda: b"", answer)
+        reply = exchange(
+            self._group, "listing steps", lambda: msgspec.msgpack.encode(wanted), answer
+        )
         return msgspec.msgpack.decode(reply, type=list[int])
 
-    def _any(self, mine: bool) -> bool:
-        def answer(said: list[bytes]) -> bytes:
-            return b"1" if b"1" in said else b"0"
+    def _agree_on_save(self, step: int, metrics: Mapping[str, float] | None) -> bool:
+        """All save the same step; whether any rank was told to end."""
+        self._refuse_closed()
 
-        return exchange(self._group, "asking for signals", lambda: b"%d" % mine, answer) == b"1"
+        def speak() -> bytes:
+            checked = SaveOptions.checked(step, False, False, metrics)
+            if self._keep.best is not None and self._keep.best not in checked.metrics:
+                raise StateError(
+                    f"metrics= has no {self._keep.best!r}, which Keep chooses by; "
+                    'give float("nan") if it was not measured'
+                )
+            pending = self._preemption is not None and self._preemption.pending
+            return msgspec.msgpack.encode((checked.step, pending))
+
+        def answer(said: list[bytes]) -> bytes:
+            heard = [msgspec.msgpack.decode(each, type=tuple[int, bool]) for each in said]
+            _refuse_unlike([number for number, _ in heard])
+            return b"1" if any(pending for _, pending in heard) else b""
+
+        return bool(exchange(self._group, "beginning a save", speak, answer))
 
     def _retain(self, newest: int) -> None:
-        if self._group.rank == 0:
+        def answer(_: list[bytes]) -> bytes:
             damaged = frozenset(self._damaged)
             apply_retention(self._root, self._keep, newest=newest, damaged=damaged)
+            return b""
+
+        exchange(self._group, "removing old checkpoints", lambda: b"", answer)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise ShardwiseError(f"the Checkpointer of {self._root} is closed")
 
     def _collect(self, _: list[bytes]) -> bytes:
         for name in self._root.list():
@@ -291,25 +327,43 @@ class Checkpointer:
         return b""
 
 
+def _refuse_unlike(steps: Sequence[object]) -> None:
+    if any(step != steps[0] for step in steps):
+        asked = [f"rank {rank}: step {step}" for rank, step in enumerate(steps)]
+        raise MismatchError("ranks do not mean the same step:", asked)
+
+
 class _Preemption:
     """SIGTERM, put off until there was time to save."""
 
     def __init__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("on_sigterm: only the main thread can be told of signals")
         self.pending = False
-        self._installed = threading.current_thread() is threading.main_thread()
-        if self._installed:
-            self._before = signal.signal(signal.SIGTERM, self._note)
+        self._stopped = False
+        self._handler = self._note  # one bound method, to be known again
+        self._before = signal.signal(signal.SIGTERM, self._handler) or signal.SIG_DFL
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.pending = True
+        if self._stopped:  # another handler, installed after this one, has given it back
+            self._pass_on()
 
     def stop(self) -> None:
-        """Handle the signal as before."""
-        if self._installed:
+        """Handle the signal as before, and one that waits at once."""
+        self._stopped = True
+        if signal.getsignal(signal.SIGTERM) is self._handler:
             signal.signal(signal.SIGTERM, self._before)
-            self._installed = False
+        if self.pending:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        self.pending = False
+        if signal.getsignal(signal.SIGTERM) is self._handler:
+            signal.signal(signal.SIGTERM, self._before)
+        signal.raise_signal(signal.SIGTERM)
 
     def deliver(self) -> None:
         """Let the signal take its course now, on every rank."""
+        self.pending = True
         self.stop()
-        signal.raise_signal(signal.SIGTERM)

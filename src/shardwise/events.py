@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,14 @@ class Event:
 
 
 Sink = Callable[[Event], None]
+
+
+def _tell(sink: Sink, event: Event) -> None:
+    """A sink that fails is no failure of what it is told of: that may be committed already."""
+    try:
+        sink(event)
+    except Exception as error:
+        warnings.warn(f"on_event raised {error!r}", RuntimeWarning, stacklevel=3)
 
 
 @dataclass(slots=True)
@@ -39,7 +48,7 @@ class Recorder:
             event = Event(name, start, time.perf_counter() - start, nbytes)
             self.events.append(event)
             if self.sink is not None:
-                self.sink(event)
+                _tell(self.sink, event)
 
     def seconds(self) -> dict[str, float]:
         """Seconds by stage, in the order in which they first ended, and their `total`."""

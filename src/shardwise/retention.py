@@ -29,7 +29,7 @@ class Keep:
         mode: whether smaller (`"min"`) or larger (`"max"`) is better.
 
     Raises:
-        ValueError: a number is not positive.
+        ValueError: a number is not positive, or rules do not go together.
     """
 
     last: int | None = None
@@ -40,8 +40,10 @@ class Keep:
 
     def __post_init__(self) -> None:
         for name, value in (("last", self.last), ("every", self.every), ("best_of", self.best_of)):
-            if value is not None and value < 1:
-                raise ValueError(f"Keep({name}={value}): at least 1 is needed")
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"Keep({name}={value!r}): a whole number from 1 on is needed")
+        if self.best is None and self.best_of != 1:
+            raise ValueError(f"Keep(best_of={self.best_of}) needs best=, the name of a metric")
         if self.mode not in ("min", "max"):
             raise ValueError(f"Keep(mode={self.mode!r}): 'min' or 'max' is needed")
 
@@ -95,5 +97,5 @@ def remove_checkpoint(store: Store) -> bool:
 def _metrics(store: Store) -> Metrics:
     try:
         return decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST)).metrics
-    except (FormatError, FileNotFoundError):
+    except (FormatError, OSError):
         return {}

@@ -125,3 +125,31 @@ def handler_after(root: Path) -> bool:
 
 def test_without_a_signal_nothing_stays(gang: Gang, place: Path) -> None:
     assert gang.run(handler_after, place, world=1) == [True]
+
+
+def too_late(root: Path) -> None:
+    """On a rank: told to go after the last save."""
+    with sw.Checkpointer(root, on_sigterm="save") as checkpointer:
+        checkpointer.save(1, {"x": 1})
+        os.kill(os.getpid(), signal.SIGTERM)
+    raise AssertionError("the signal was swallowed")
+
+
+def test_a_signal_after_the_last_save_is_not_swallowed(gang: Gang, place: Path) -> None:
+    outcomes = gang.outcomes(too_late, place, world=2)
+    assert [outcome.signal for outcome in outcomes] == [signal.SIGTERM] * 2
+
+
+def two_at_once(root: Path) -> None:
+    """On a rank: two that are closed in the order in which they were made; then told to go."""
+    first = sw.Checkpointer(root / "a", on_sigterm="save")
+    second = sw.Checkpointer(root / "b", on_sigterm="save")
+    first.close()
+    second.close()
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise AssertionError("the signal was swallowed")
+
+
+def test_two_checkpointers_leave_no_handler_behind(gang: Gang, place: Path) -> None:
+    (outcome,) = gang.outcomes(two_at_once, place, world=1)
+    assert outcome.signal == signal.SIGTERM

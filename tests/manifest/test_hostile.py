@@ -235,5 +235,5 @@ def test_a_data_file_that_is_no_plain_file_is_not_opened(through: str, small: Pa
 def test_a_manifest_that_is_a_link_is_not_followed(small: Path) -> None:
     (small / "manifest.json").rename(small.parent / "elsewhere")
     (small / "manifest.json").symlink_to(small.parent / "elsewhere")
-    with pytest.raises(sw.StoreError, match="symbolic link"):
+    with pytest.raises(sw.FormatError, match="symbolic link"):
         sw.open(small)

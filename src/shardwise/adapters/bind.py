@@ -63,6 +63,11 @@ def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
     Raises:
         StateError: something in it is of no kind that can be saved.
     """
+    if not isinstance(state, MutableMapping):
+        raise StateError(
+            f"the state is a {type(state).__name__}: it must be a dict, such as "
+            '{"model": model, "optimizer": optimizer}'
+        )
     modules: list[ModuleBinding] = []
     try:
         bindings = list(_bind(state, "", modules, allow_pickle))
@@ -103,7 +108,7 @@ def _bind_value(
         yield TensorBinding(name, value)
     elif isinstance(value, PerRankValue):
         yield PerRankBinding(name, value, allow_pickle=allow_pickle)
-    elif isinstance(value, Stateful):
+    elif isinstance(value, Stateful) and not isinstance(value, type):
         stateful = value
         yield ObjectBinding(
             name, stateful.state_dict, stateful.load_state_dict, allow_pickle=allow_pickle

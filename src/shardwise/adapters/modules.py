@@ -78,9 +78,11 @@ class ModuleBinding:
                 raw = f"{path}." if path else ""
                 name = f"{self.name}.{clean_name(module, raw + '_extra_state')}"
                 if name in values:
-                    part.set_extra_state(
-                        decode(values[name], name, allow_pickle=self._allow_pickle)
-                    )
+                    state = decode(values[name], name, allow_pickle=self._allow_pickle)
+                    try:
+                        part.set_extra_state(state)
+                    except Exception as error:
+                        raise StateError(f"{name}: set_extra_state() raised {error!r}") from error
 
     def _entries(self, index: int, module: nn.Module) -> Iterator[tuple[str, object]]:
         if is_fsdp1(module):

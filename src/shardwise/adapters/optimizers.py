@@ -18,6 +18,7 @@ from shardwise.state.selection import Selection
 
 ParameterMap = Mapping[int, Parameter]
 GROUPS = "param_groups"
+OF_SCHEDULES = ("_lr", "_momentum")
 
 
 class OptimizerBinding:
@@ -76,6 +77,7 @@ class OptimizerBinding:
         if selection.chooses(groups) and saved.has_object(groups):
             settings = _by_member(saved.object(groups))
             held.problems += _disagreements(groups, held.grouped[groups], settings)
+            held.problems += self._strangers(groups, settings)
         return selection.of(held)
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
@@ -132,6 +134,22 @@ class OptimizerBinding:
                 continue
             made[key] = None if entry is None else _new(parameter, key, entry, group)
         return {**state, **made} if made else state
+
+    def _strangers(self, name: str, settings: Mapping[str, JsonValue]) -> Iterator[str]:
+        """Whether the checkpoint is of an optimizer of another kind.
+
+        A newer torch may have added settings, or removed some; another kind has others instead.
+        """
+        wanted = {key for each in self._optimizers for key in each.defaults}
+        known = {key for each in settings.values() if isinstance(each, dict) for key in each}
+        present = {key for each in self._optimizers for g in each.param_groups for key in g}
+        others = {key for key in known - present if not key.endswith(OF_SCHEDULES)}
+        lacking = wanted - known
+        if settings and others and lacking:
+            yield (
+                f"{name}: saved by another kind of optimizer: it has {', '.join(sorted(others))}, "
+                f"and not {', '.join(sorted(lacking))}"
+            )
 
     def _restore_state(
         self, optimizer: Optimizer, parameter: Parameter, values: Mapping[str, JsonValue]

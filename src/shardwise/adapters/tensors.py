@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import lru_cache, partial
 from math import prod
 
@@ -37,6 +38,8 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
     if isinstance(tensor, DTensor):
         shape, fragments = tuple(tensor.shape), dtensor_fragments(name, tensor)
         return TensorLeaf(name, tensor.dtype, shape, fragments, _identity(tensor, fragments))
+    if tensor.is_nested:
+        raise StateError(f"{name}: nested tensors are not stored; save {name}.to_padded_tensor(0)")
     if tensor.layout != torch.strided:
         raise StateError(f"{name}: {tensor.layout} tensors are not stored; save {name}.to_dense()")
     shape = tuple(tensor.shape)
@@ -155,7 +158,9 @@ def tensor_of_array(name: str, array: np.ndarray) -> torch.Tensor:
         StateError: torch has no such type, or no such memory layout.
     """
     try:
-        return torch.from_numpy(array)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(array)
     except (TypeError, ValueError) as error:
         raise StateError(
             f"{name}: numpy array of {array.dtype} with strides {array.strides}: {error}"

@@ -11,7 +11,7 @@ import torch
 from shardwise.adapters.tensors import TensorLike, tensor_leaf, tensor_of_array
 from shardwise.errors import StateError
 from shardwise.plan.saved import SavedState
-from shardwise.state.leaves import Fragment, Holdings, TensorLeaf
+from shardwise.state.leaves import Holdings, TensorLeaf
 from shardwise.state.objects import JsonValue, decode, encode
 from shardwise.state.per_rank import PerRankValue
 from shardwise.state.selection import Selection
@@ -44,8 +44,10 @@ class TensorBinding:
         return Holdings(tensors=[_leaf(self.name, self._value)])
 
     def targets(self, saved: SavedState, selection: Selection) -> Holdings:
-        """The tensor, or memory to be copied to it where its own cannot be filled."""
-        return selection.of(Holdings(tensors=[fillable(_leaf(self.name, self._value))]))
+        """The tensor."""
+        if isinstance(self._value, np.ndarray) and not self._value.flags.writeable:
+            raise StateError(f"{self.name}: the array is read-only, and cannot be loaded into")
+        return selection.of(self.holdings())
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
         """Nothing is left to do."""
@@ -76,9 +78,11 @@ class ObjectBinding:
     def holdings(self) -> Holdings:
         """The encoded value, and the tensors in it."""
         self._found = {}
-        encoded = encode(
-            self._get(), self.name, self._found.__setitem__, allow_pickle=self._allow_pickle
-        )
+        try:
+            value = self._get()
+        except Exception as error:
+            raise StateError(f"{self.name}: its state_dict() raised {error!r}") from error
+        encoded = encode(value, self.name, self._found.__setitem__, allow_pickle=self._allow_pickle)
         leaves = [_leaf(name, value) for name, value in self._found.items()]
         return Holdings(tensors=leaves, objects={self.name: encoded})
 
@@ -102,10 +106,10 @@ class ObjectBinding:
                 held.problems.append(f"{mine}: the checkpoint's value names it, but lacks it")
                 continue
             here = self._found.get(mine)
-            if here is None or tuple(here.shape) != entry.shape:
+            if here is None or tuple(here.shape) != entry.shape or not _can_be_filled(here):
                 here = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
                 self._found[mine] = here
-            leaves.append(fillable(_leaf(mine, here)))
+            leaves.append(_leaf(mine, here))
         held.tensors = leaves
         return held
 
@@ -115,7 +119,10 @@ class ObjectBinding:
             value = decode(
                 values[self.name], self.name, self._filled, allow_pickle=self._allow_pickle
             )
-            self._put(value)
+            try:
+                self._put(value)
+            except Exception as error:
+                raise StateError(f"{self.name}: its load_state_dict() raised {error!r}") from error
 
     def _filled(self, name: str) -> torch.Tensor:
         found = self._found.get(name)
@@ -152,6 +159,12 @@ class PerRankBinding:
         self.value.restore(self.value.for_rank(values, rank, world))
 
 
+def _can_be_filled(value: TensorLike | np.ndarray) -> bool:
+    if isinstance(value, np.ndarray):
+        return bool(value.flags.writeable)
+    return not (isinstance(value, torch.Tensor) and value.is_meta)
+
+
 def object_in(
     container: MutableMapping[str, object], key: str, name: str, *, allow_pickle: bool
 ) -> ObjectBinding:
@@ -177,48 +190,6 @@ def saved_tensors(encoded: object) -> list[str]:
                 names.append(name)
             stack.extend(reversed(list(value.values())))
     return names
-
-
-def fillable(leaf: TensorLeaf) -> TensorLeaf:
-    """The leaf itself, or a copy that is moved to it when filled: of memory that overlaps itself.
-
-    An expanded tensor holds one element in many places. It is filled from a copy, and only if the
-    saved values allow it.
-    """
-    if len(leaf.fragments) != 1:
-        return leaf
-    box, data = leaf.fragments[0].box, leaf.fragments[0].data
-    if not _overlaps_itself(data):
-        return leaf
-    copy = torch.empty(data.shape, dtype=data.dtype, device=data.device)
-
-    def finish() -> None:
-        _move_overlapping(leaf.name, copy, data)
-
-    return TensorLeaf(leaf.name, leaf.dtype, leaf.shape, (Fragment(box, copy),), None, finish)
-
-
-def _overlaps_itself(data: torch.Tensor) -> bool:
-    reach = 0
-    for stride, n in sorted(zip(data.stride(), data.shape, strict=True)):
-        if n > 1 and stride <= reach:
-            return True
-        reach += stride * (n - 1)
-    return False
-
-
-def _move_overlapping(name: str, copy: torch.Tensor, data: torch.Tensor) -> None:
-    first = tuple(slice(0, 1) if s == 0 else slice(None) for s in data.stride())
-    base = data[first]
-    for index in torch.cartesian_prod(*(torch.arange(n) for n in base.shape)).reshape(
-        -1, base.dim()
-    ):
-        base[tuple(index)] = copy[first][tuple(index)]
-    if not torch.equal(data, copy):
-        raise StateError(
-            f"{name}: the tensor overlaps itself in memory, and the saved values differ where one "
-            "element lies in several places; load into a clone() instead"
-        )
 
 
 def _leaf(name: str, value: TensorLike | np.ndarray) -> TensorLeaf:

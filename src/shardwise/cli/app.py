@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +19,7 @@ from shardwise.errors import CorruptionError, ShardwiseError
 
 DAMAGED = 1
 WRONG_USE = 2
+PIPE_CLOSED = 141  # as the shell reports SIGPIPE
 
 
 class Commands(TyperGroup):
@@ -26,8 +29,9 @@ class Commands(TyperGroup):
         """Run the command that was asked for; exit with 1 for damage, 2 for any other error."""
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:
-            raise
+        except BrokenPipeError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(PIPE_CLOSED) from error
         except (ShardwiseError, OSError) as error:
             complain(_said(error))
             damaged = isinstance(error, CorruptionError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.saved import SavedState
 from shardwise.state.leaves import Fragment, TensorLeaf
-from shardwise.store import Store
+from shardwise.store import Store, open_store
 
 LARGEST_BATCH = 16 << 20
 """Bytes of each of the two checkpoints that are compared at once."""
@@ -83,7 +84,9 @@ def compare_tensors(
         CorruptionError: one of the checkpoints is damaged.
     """
     arena = Arena(BUFFER)
-    sides = [_Side(open_manifest(store, SoloGroup()), arena) for store in (a, b)]
+    sides = [
+        _Side(open_manifest(partial(open_store, store), SoloGroup()), arena) for store in (a, b)
+    ]
     found = {entry.name: Tally() for entry in tensors}
     for batch in batches(tensors):
         read = [side.read(batch) for side in sides]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.engine.arena import aligned_buffer
-from shardwise.errors import CorruptionError
+from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.checksums import BLOCK, block_count, crc32, damaged_blocks
 from shardwise.manifest.manifest import FileEntry
 from shardwise.store import ReadableFile, Store
@@ -29,6 +31,8 @@ class DataReader:
             self._file: ReadableFile = store.open(entry.name)
         except FileNotFoundError as error:
             raise CorruptionError(f"{self._where} is missing; the manifest names it") from error
+        except StoreError as error:
+            raise CorruptionError(str(error)) from error
         self._table: npt.NDArray[np.uint32] | None = None
         try:
             if self._file.size != entry.size:
@@ -49,7 +53,7 @@ class DataReader:
             CorruptionError: they are not the bytes that were saved.
         """
         room = min(-(-(high - low) // ALIGNMENT) * ALIGNMENT, len(buffer))
-        count = self._file.read_at(low, buffer[:room])
+        count = self._read_at(low, buffer[:room])
         if count < high - low:
             raise CorruptionError(f"{self._where} ends at byte {low + count}, in mid-read")
         data = buffer[: high - low]
@@ -75,10 +79,18 @@ class DataReader:
         """Close the file."""
         self._file.close()
 
+    def _read_at(self, offset: int, buffer: Buffer) -> int:
+        try:
+            return self._file.read_at(offset, buffer)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise CorruptionError(f"{self._where} cannot be read at byte {offset}") from error
+
     def _read_table(self) -> npt.NDArray[np.uint32]:
         low = self.entry.checksums_at // ALIGNMENT * ALIGNMENT
         buffer = aligned_buffer(-(-(self.entry.size - low) // ALIGNMENT) * ALIGNMENT)
-        count = self._file.read_at(low, buffer)
+        count = self._read_at(low, buffer)
         encoded = buffer[self.entry.checksums_at - low : count]
         if crc32(encoded) != self.entry.checksums_crc32:
             raise CorruptionError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardwise.engine.memory import check_memory
 from shardwise.errors import StateError
 from shardwise.plan.description import Description, columns_of
 from shardwise.state.leaves import Fragment, TensorLeaf
@@ -25,19 +26,18 @@ def describe(leaves: Sequence[TensorLeaf], per_rank: Sequence[str]) -> Described
     """Describe leaves; of several with one identity only the first is listed, the rest is tied.
 
     Raises:
-        StateError: two leaves have the same name, or one lies on the meta device.
+        StateError: two leaves have the same name, or one has no memory.
     """
     listed, ties = untied(leaves)
     fragments: list[Fragment] = []
     owner: list[int] = []
     seen: set[str] = {name for name, _ in ties}
     for i, leaf in enumerate(listed):
-        if leaf.name in seen or "\0" in leaf.name:
+        if leaf.name in seen:
             raise StateError(f"{leaf.name!r}: two values of the state have this name")
         seen.add(leaf.name)
         for fragment in leaf.fragments:
-            if fragment.data.is_meta:
-                raise StateError(f"{leaf.name}: it is on the meta device and has no values")
+            check_memory(leaf.name, fragment.data)
             fragments.append(fragment)
             owner.append(i)
     dims = max((len(leaf.shape) for leaf in listed), default=0)

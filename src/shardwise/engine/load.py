@@ -15,7 +15,7 @@ from shardwise.engine.copies import Copies, PieceTable, Wanted
 from shardwise.engine.datareader import DataReader
 from shardwise.engine.describe import untied
 from shardwise.engine.group import Group
-from shardwise.engine.memory import memory_of
+from shardwise.engine.memory import check_memory, memory_of
 from shardwise.engine.neighbours import Neighbours
 from shardwise.engine.opened import Opened
 from shardwise.engine.read import read_alone, read_together
@@ -25,18 +25,9 @@ from shardwise.plan.description import columns_of
 from shardwise.plan.load import LoadPlan, Spans, assign_transfers, plan_load, wanted_columns
 from shardwise.plan.saved import SavedState
 from shardwise.plan.share import bytes_saved, share_reads
-from shardwise.state.leaves import Fragment, TensorLeaf
+from shardwise.state.leaves import Fragment, TensorLeaf, same_bytes
 
 WORTH_SHARING = 0.05
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """How to load; see `shardwise.load`."""
-
-    strict: bool = True
-    cast: bool = False
-    verify: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +76,7 @@ def plan_filling(
         index = saved.stored_index(leaf.name)
         dtype = getattr(torch, saved.manifest.tensors[index].dtype)
         for fragment in leaf.fragments:
+            check_memory(leaf.name, fragment.data)
             memory = memory_of(fragment.data, dtype)
             wanted.append(Wanted(leaf.name, fragment.box.offset, memory))
             tensor.append(index)
@@ -132,7 +124,7 @@ def _comparison(leaf: TensorLeaf, first: str) -> TensorLeaf:
 
     def finish() -> None:
         for here, copy in zip(leaf.fragments, copies, strict=True):
-            if not torch.equal(here.data, copy.data):
+            if not same_bytes(here.data, copy.data):
                 raise MismatchError(
                     "names share one memory in the target, and differ in the checkpoint; the "
                     "target has the first one's values:",

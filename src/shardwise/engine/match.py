@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -21,7 +21,7 @@ from shardwise.state.selection import Selection, is_below
 class Matched:
     """What of the target the checkpoint fills, by the target's names, and what does not fit.
 
-    `claimed` are names of the checkpoint.
+    `claimed` are names of the checkpoint, `unused` patterns that match neither side's names.
     """
 
     leaves: list[TensorLeaf] = field(default_factory=list)
@@ -30,15 +30,20 @@ class Matched:
     missing: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     claimed: set[str] = field(default_factory=set)
+    unused: list[str] = field(default_factory=list)
 
 
-def match(held: Holdings, saved: SavedState, *, cast: bool) -> Matched:
-    """Find what fills every target, and list whatever does not fit."""
+def match(held: Holdings, saved: SavedState, selection: Selection, *, cast: bool) -> Matched:
+    """Find what fills every target, and list whatever does not fit.
+
+    Args:
+        held: what `selection` has chosen of the targets.
+    """
     found = Matched(problems=list(held.problems))
     for leaf in held.tensors:
         entry = saved.tensor(leaf.name)
         if entry is None:
-            found.missing.append(leaf.name)
+            _miss(found, leaf.name, "a tensor", saved)
             continue
         found.claimed.add(entry.name)
         problem = _misfit(leaf, entry, cast=cast)
@@ -47,12 +52,29 @@ def match(held: Holdings, saved: SavedState, *, cast: bool) -> Matched:
         else:
             found.problems.append(problem)
     for name in [*held.objects, *held.grouped]:
-        (found.objects if saved.has_object(name) else found.missing).append(name)
+        if saved.has_object(name):
+            found.objects.append(name)
+        else:
+            _miss(found, name, "a plain value", saved)
     for name in held.per_rank:
-        (found.per_rank if saved.has_per_rank(name) else found.missing).append(name)
+        if saved.has_per_rank(name):
+            found.per_rank.append(name)
+        else:
+            _miss(found, name, "a value of each rank", saved)
     others = [*found.objects, *found.per_rank, *held.left]
     found.claimed.update(saved.saved_name(name) for name in others)
+    found.unused.extend(selection.unused([*held.names(), *held.left, *saved.all_names()]))
     return found
+
+
+def _miss(found: Matched, name: str, here: str, saved: SavedState) -> None:
+    """Note a target that nothing fills, or that something of another kind would."""
+    there = saved.kind(name)
+    if there is None:
+        found.missing.append(name)
+        return
+    found.claimed.add(saved.saved_name(name))
+    found.problems.append(f"{name}: {there} in the checkpoint, {here} in the target")
 
 
 def _misfit(leaf: TensorLeaf, entry: TensorEntry, *, cast: bool) -> str | None:
@@ -72,7 +94,7 @@ def agree_on_match(
     look: Callable[[], Matched],
     saved: SavedState,
     selection: Selection,
-    scope: Set[str],
+    targets: Iterable[str],
     group: Group,
     *,
     strict: bool,
@@ -82,7 +104,7 @@ def agree_on_match(
     Args:
         look: matches this rank's targets.
         selection: names that it does not choose are never unexpected.
-        scope: names of the checkpoint; what lies below them and no rank claims is unexpected.
+        targets: the target's names; what lies below them and no rank claims is unexpected.
 
     Returns:
         What matched on this rank, and the unexpected names.
@@ -97,10 +119,11 @@ def agree_on_match(
     def speak() -> bytes:
         found = look()
         matched.append(found)
+        scope = {saved.saved_name(name) for name in targets}
         claimed = np.array([n in found.claimed or not selection.chooses(n) for n in names], bool)
         inside = np.array([is_below(n, scope) for n in names], bool)
         bits = np.packbits(claimed).tobytes(), np.packbits(inside).tobytes()
-        return msgspec.msgpack.encode((*bits, found.missing, found.problems))
+        return msgspec.msgpack.encode((*bits, found.missing, found.problems, found.unused))
 
     def answer(said: list[bytes]) -> bytes:
         return msgspec.msgpack.encode(_unite(names, said, strict=strict))
@@ -113,10 +136,12 @@ def _unite(names: list[str], said: list[bytes], *, strict: bool) -> list[str]:
     claimed = np.zeros(len(names), bool)
     scope = np.zeros(len(names), bool)
     problems: dict[str, None] = {}
+    unused: list[set[str]] = []
     for data in said:
-        mine, inside, missing, wrong = msgspec.msgpack.decode(
-            data, type=tuple[bytes, bytes, list[str], list[str]]
+        mine, inside, missing, wrong, idle = msgspec.msgpack.decode(
+            data, type=tuple[bytes, bytes, list[str], list[str], list[str]]
         )
+        unused.append(set(idle))
         claimed |= np.unpackbits(np.frombuffer(mine, np.uint8), count=len(names)).astype(bool)
         scope |= np.unpackbits(np.frombuffer(inside, np.uint8), count=len(names)).astype(bool)
         problems |= dict.fromkeys(wrong)
@@ -125,6 +150,8 @@ def _unite(names: list[str], said: list[bytes], *, strict: bool) -> list[str]:
     unexpected = [names[i] for i in np.flatnonzero(scope & ~claimed).tolist()]
     if strict:
         problems |= dict.fromkeys(f"{name}: in the checkpoint only" for name in unexpected)
+    for pattern in sorted(set.intersection(*unused)):
+        problems[f"{pattern!r} in only= or skip=: no name matches it"] = None
     if problems:
         raise MismatchError(
             "checkpoint and target do not fit; nothing was written. strict=False accepts missing "

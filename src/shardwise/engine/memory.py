@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shardwise.errors import StateError
 from shardwise.state.leaves import as_carrier, host_array
 
 Array = npt.NDArray[np.generic]
@@ -83,6 +84,24 @@ class CastingMemory:
         """Convert `source` into a box."""
         values = torch.from_numpy(np.ascontiguousarray(source)).view(self._saved)
         self._data[index] = values.reshape(source.shape).to(self._data.device, self._data.dtype)
+
+
+def check_memory(name: str, data: torch.Tensor) -> None:
+    """Refuse a fragment that has no memory.
+
+    Raises:
+        StateError: it is on the meta device, or its storage was freed.
+    """
+    if data.is_meta:
+        raise StateError(f"{name}: it is on the meta device, and has no values and no memory")
+    if data.numel():
+        reach = sum(s * (n - 1) for s, n in zip(data.stride(), data.shape, strict=True))
+        needed = (data.storage_offset() + reach + 1) * data.element_size()
+        if data.untyped_storage().nbytes() < needed:
+            raise StateError(
+                f"{name}: its storage was freed (a framework has put its values elsewhere, such "
+                "as FSDP into shards): save or load what holds the values"
+            )
 
 
 def memory_of(data: torch.Tensor, saved: torch.dtype | None = None) -> Memory:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -11,7 +11,13 @@ import numpy as np
 from shardwise.engine.datareader import DataReader
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
-from shardwise.errors import CheckpointNotFoundError, CorruptionError, FormatError
+from shardwise.errors import (
+    CheckpointNotFoundError,
+    CorruptionError,
+    FormatError,
+    MismatchError,
+    StoreError,
+)
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
@@ -41,26 +47,44 @@ class Opened:
         )
 
 
-def open_manifest(store: Store, group: Group) -> Opened:
+def open_manifest(enter: Callable[[], Store], group: Group, terms: str = "") -> Opened:
     """Read the manifest once, on rank 0, and check it on every rank.
+
+    Args:
+        enter: gives the store; a failure of it is a failure on all ranks.
+        terms: what else must be the same on all ranks.
 
     Raises:
         CheckpointNotFoundError: there is none.
         FormatError: it cannot be trusted.
+        MismatchError: ranks open different places, or on different terms.
     """
+    entered: list[Store] = []
 
-    def answer(_: list[bytes]) -> bytes:
+    def speak() -> bytes:
+        entered.append(enter())
+        return f"{entered[0]} {terms}".encode()
+
+    def answer(said: list[bytes]) -> bytes:
+        store = entered[0]
+        if len(set(said)) > 1:
+            asked = [f"rank {rank}: {each.decode()}" for rank, each in enumerate(said)]
+            raise MismatchError("ranks do not load the same checkpoint in the same way:", asked)
         try:
             return store.read(MANIFEST, limit=LARGEST_MANIFEST)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(_not_found(store)) from error
+        except NotADirectoryError as error:
+            raise CheckpointNotFoundError(f"{store} is a file, not a checkpoint") from error
+        except StoreError as error:
+            raise FormatError(str(error)) from error
 
-    data = exchange(group, "opening a checkpoint", lambda: b"", answer)
+    data = exchange(group, "opening a checkpoint", speak, answer)
     try:
         manifest = decode_manifest(data)
-        return Opened(store, manifest, validated_pieces(manifest))
+        return Opened(entered[0], manifest, validated_pieces(manifest))
     except FormatError as error:
-        raise FormatError(f"{store}: {error}") from error
+        raise FormatError(f"{entered[0]}: {error}") from error
 
 
 def _not_found(store: Store) -> str:

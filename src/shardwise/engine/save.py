@@ -6,25 +6,28 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 
 import msgspec
 
 from shardwise.engine.agree import SharedValues, unite_values
 from shardwise.engine.arena import Arena
+from shardwise.engine.content import content_of
 from shardwise.engine.describe import describe
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.leftovers import collect_leftovers
-from shardwise.engine.memory import memory_of
+from shardwise.engine.options import SaveOptions
 from shardwise.engine.replicas import check_replicas
-from shardwise.engine.write import PieceSource, write_data_file
-from shardwise.errors import CheckpointExistsError, LostRankError, MismatchError, StoreError
+from shardwise.engine.write import write_data_file
+from shardwise.errors import (
+    CheckpointExistsError,
+    LostRankError,
+    MismatchError,
+    StoreError,
+)
 from shardwise.events import Recorder
-from shardwise.layout import Box
-from shardwise.manifest.datafile import DataFile, lay_out
-from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import (
     VERSION,
     FileEntry,
@@ -44,13 +47,13 @@ LOCK_ATTEMPTS = 8  # a lock is lost to a collector that comes between its making
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOptions:
-    """How to save; see `shardwise.save`."""
+class Save:
+    """What one rank brings to a save."""
 
-    step: int | None = None
-    overwrite: bool = False
-    check_replicas: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
+    held: Holdings
+    store: Store
+    arena: Arena
+    options: SaveOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +84,7 @@ class SaveReport:
 
 
 class _Request(msgspec.Struct, array_like=True):
-    place: str
-    step: int | None
+    terms: str
     fingerprint: bytes
     cached: bool
     values: bytes
@@ -105,37 +107,30 @@ class _Totals(msgspec.Struct, array_like=True):
     files: int
 
 
-def save_holdings(
-    hold: Callable[[], Holdings],
-    store: Store,
-    group: Group,
-    arena: Arena,
-    plans: PlanCache,
-    options: SaveOptions,
-    recorder: Recorder,
+def save_all(
+    prepare: Callable[[], Save], group: Group, plans: PlanCache, recorder: Recorder
 ) -> SaveReport:
     """Save what all ranks hold as one checkpoint; called by all of them.
 
     Args:
-        hold: says what this rank holds; a failure of it is a failure on all ranks.
+        prepare: says what this rank brings; a failure of it is a failure on all ranks.
 
     Raises:
         ShardwiseError: as `shardwise.save` says; on every rank, and nothing is published.
     """
     sent = group.bytes_sent
     with ExitStack() as cleanup:
-        save = _Save(store, group, plans, options, recorder)
-        save.agree(hold, cleanup)
+        save = _agree(prepare, group, plans, recorder, cleanup)
         with recorder.stage("plan"):
             save.plan()
-        if options.check_replicas:
+        if save.options.check_replicas:
             with recorder.stage("check_replicas"):
                 check_replicas(save.described, group)
-        written = save.write(arena)
+        written = save.write()
         totals = save.publish()
     return SaveReport(
-        path=str(store),
-        step=options.step,
+        path=str(save.store),
+        step=save.options.step,
         bytes_total=totals.bytes_total,
         bytes_written=written,
         bytes_deduplicated=totals.bytes_held - totals.bytes_total,
@@ -146,27 +141,44 @@ def save_holdings(
     )
 
 
+def _agree(
+    prepare: Callable[[], Save],
+    group: Group,
+    plans: PlanCache,
+    recorder: Recorder,
+    cleanup: ExitStack,
+) -> _Save:
+    """All ranks save the same to the same place, which rank 0 takes possession of."""
+    saves: list[_Save] = []
+
+    def ask() -> bytes:
+        with recorder.stage("describe"):
+            saves.append(_Save(prepare(), group, plans, recorder))
+        with recorder.stage("plan"):
+            return saves[0].request()
+
+    answer = exchange(
+        group, "agreeing on a save", ask, lambda asked: saves[0].grant_all(asked, cleanup)
+    )
+    saves[0].accept(answer)
+    return saves[0]
+
+
 class _Save:
     """One save on one rank, from the first exchange to the last."""
 
-    def __init__(
-        self,
-        store: Store,
-        group: Group,
-        plans: PlanCache,
-        options: SaveOptions,
-        recorder: Recorder,
-    ) -> None:
-        self._store = store
+    def __init__(self, job: Save, group: Group, plans: PlanCache, recorder: Recorder) -> None:
+        self.store = job.store
+        self.options = job.options
+        self._arena = job.arena
+        self._held = job.held
         self._group = group
         self._plans = plans
-        self._options = options
         self._recorder = recorder
-        self._held = Holdings()
-        self.described = describe((), ())
-        self._values = SharedValues({}, {})
-        self._encoded = b""
-        self._fingerprint = b""
+        self.described = describe(job.held.tensors, tuple(job.held.per_rank))
+        self._values = SharedValues.of(job.held)
+        self._encoded = self.described.description.encode()
+        self._fingerprint = hashlib.blake2b(self._encoded, digest_size=16).digest()
         self._objects: tuple[ObjectEntry, ...] = ()
         self._published: Published | None = None
         self._share: Share | None = None
@@ -174,32 +186,33 @@ class _Save:
         self._grant = _Grant("", False, False, False)
         self.cached = False
 
-    def agree(self, hold: Callable[[], Holdings], cleanup: ExitStack) -> None:
-        """All ranks save the same step to the same place, which rank 0 takes possession of."""
+    def request(self) -> bytes:
+        """What this rank asks for."""
+        options = self.options
+        terms = f"step {options.step} to {self.store}"
+        terms += " with overwrite=True" if options.overwrite else ""
+        terms += " with check_replicas=True" if options.check_replicas else ""
+        known = self._plans.get(self._fingerprint) is not None
+        request = _Request(terms, self._fingerprint, known, self._values.digest())
+        return msgspec.msgpack.encode(request)
 
-        def ask() -> bytes:
-            with self._recorder.stage("describe"):
-                self._held = hold()
-                self.described = describe(self._held.tensors, tuple(self._held.per_rank))
-                self._values = SharedValues.of(self._held)
-            with self._recorder.stage("plan"):
-                return msgspec.msgpack.encode(self._request())
+    def grant_all(self, asked: Sequence[bytes], cleanup: ExitStack) -> list[bytes]:
+        """Rank 0's answer to what all ask for."""
+        requests = [msgspec.msgpack.decode(each, type=_Request) for each in asked]
+        _refuse_unlike(requests)
+        self._refuse_existing()
+        collect_leftovers(self.store)
+        save_id = self._lock(cleanup)
+        cached = all(request.cached for request in requests)
+        first_with = {request.values: i for i, request in reversed(list(enumerate(requests)))}
+        speakers = set(first_with.values())
+        return [
+            msgspec.msgpack.encode(_Grant(save_id, cached, i in speakers, len(speakers) > 1))
+            for i in range(len(requests))
+        ]
 
-        def grant(asked: list[bytes]) -> list[bytes]:
-            requests = [msgspec.msgpack.decode(each, type=_Request) for each in asked]
-            _refuse_unlike(requests)
-            self._refuse_existing()
-            collect_leftovers(self._store)
-            save_id = self._lock(cleanup)
-            cached = all(request.cached for request in requests)
-            first_with = {request.values: i for i, request in reversed(list(enumerate(requests)))}
-            speakers = set(first_with.values())
-            return [
-                msgspec.msgpack.encode(_Grant(save_id, cached, i in speakers, len(speakers) > 1))
-                for i in range(len(requests))
-            ]
-
-        answer = exchange(self._group, "agreeing on a save", ask, grant)
+    def accept(self, answer: bytes) -> None:
+        """Take what was granted."""
         self._grant = msgspec.msgpack.decode(answer, type=_Grant)
         self.cached = self._grant.cached
 
@@ -208,16 +221,9 @@ class _Save:
         for _ in range(LOCK_ATTEMPTS):
             save_id = new_save_id()
             cleanup.callback(self._discard_lock, save_id)
-            if cleanup.enter_context(self._store.hold(lock_file(save_id), shared=False)):
+            if cleanup.enter_context(self.store.hold(lock_file(save_id), shared=False)):
                 return save_id
-        raise StoreError(f"{self._store}: no lock could be made; is it writable?")
-
-    def _request(self) -> _Request:
-        self._encoded = self.described.description.encode()
-        self._fingerprint = hashlib.blake2b(self._encoded, digest_size=16).digest()
-        known = self._plans.get(self._fingerprint) is not None
-        place, step = str(self._store), self._options.step
-        return _Request(place, step, self._fingerprint, known, self._values.digest())
+        raise StoreError(f"{self.store}: no lock could be made; is it writable?")
 
     def plan(self) -> None:
         """Take the plan from the cache, or have rank 0 make one out of all descriptions."""
@@ -232,7 +238,7 @@ class _Save:
         self._share = decode_share(answer)
         self._plans.put(self._fingerprint, self._share, self._published)
 
-    def write(self, arena: Arena) -> int:
+    def write(self) -> int:
         """Write this rank's file, and wait for all ranks'. Returns its size.
 
         If any rank fails, all remove what they wrote: nothing can have been published.
@@ -243,7 +249,7 @@ class _Save:
         def speak() -> bytes:
             nonlocal size
             with self._recorder.stage("write"):
-                entry = self._write(key, arena)
+                entry = self._write(key)
             size = entry.size if entry else 0
             return msgspec.msgpack.encode(_Written(entry))
 
@@ -258,7 +264,7 @@ class _Save:
             raise
         except Exception:
             with suppress(OSError):
-                self._store.delete(key)
+                self.store.delete(key)
             raise
         return size
 
@@ -298,44 +304,17 @@ class _Save:
         )
         return [share.encode() for share in plan.shares]
 
-    def _write(self, key: str, arena: Arena) -> FileEntry | None:
+    def _write(self, key: str) -> FileEntry | None:
         share = self._share
         if share is None or not (len(share.fragment) or self._held.per_rank):
             return None
         objects = msgspec.json.encode(self._held.per_rank) if self._held.per_rank else b""
         rank = self._group.rank
         metadata = {"shardwise": str(VERSION), "save_id": self._grant.save_id, "rank": str(rank)}
-        layout, sources = self._sources(share, objects, metadata)
-        crc = write_data_file(self._store, key, layout, sources, objects, arena)
-        return FileEntry(
-            key, rank, layout.size, layout.data_at, layout.objects_at, layout.checksums_at, crc
-        )
-
-    def _sources(
-        self, share: Share, objects: bytes, metadata: dict[str, str]
-    ) -> tuple[DataFile, list[PieceSource]]:
-        description = self.described.description
-        memories = {
-            i: memory_of(self.described.fragments[i].data) for i in set(share.fragment.tolist())
-        }
-        pieces = []
-        sources = []
-        start = 0
-        rows = zip(
-            share.fragment.tolist(), share.offset.tolist(), share.shape.tolist(), strict=True
-        )
-        for index, offset, shape in rows:
-            fragment = self.described.fragments[index]
-            tensor = int(description.tensor[index])
-            ndim = len(description.shapes[tensor])
-            box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
-            dtype = description.dtypes[tensor]
-            pieces.append((description.names[tensor], dtype, description.shapes[tensor], box))
-            nbytes = box.size * DTYPES[dtype].itemsize
-            within = tuple(o - p for o, p in zip(box.offset, fragment.box.offset, strict=True))
-            sources.append(PieceSource(start, nbytes, memories[index], within, box.shape))
-            start += nbytes
-        return lay_out(pieces, len(objects), metadata), sources
+        content = content_of(share, self.described, objects, metadata)
+        crc = write_data_file(self.store, key, content, self._arena)
+        at = content.layout
+        return FileEntry(key, rank, at.size, at.data_at, at.objects_at, at.checksums_at, crc)
 
     def _publish(self) -> _Totals:
         known, files = self._published, self._files
@@ -343,12 +322,12 @@ class _Save:
             raise RuntimeError("rank 0 publishes what it has not planned")
         manifest = Manifest(
             save_id=self._grant.save_id,
-            step=self._options.step,
+            step=self.options.step,
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             world_size=self._group.size,
             metrics={
-                name: float(value) if math.isfinite(value) else None
-                for name, value in self._options.metrics.items()
+                name: value if math.isfinite(value) else None
+                for name, value in self.options.metrics.items()
             },
             per_rank=known.per_rank,
             files=files,
@@ -358,39 +337,33 @@ class _Save:
         encoded = encode_manifest(manifest, known.tensors)
         try:
             self._refuse_existing()
-            self._store.publish(MANIFEST, encoded, replace=self._options.overwrite)
+            self.store.publish(MANIFEST, encoded, replace=self.options.overwrite)
         except FileExistsError as error:
             for file in files:
-                self._store.delete(file.name)
+                self.store.delete(file.name)
             raise self._exists() from error
-        if self._options.overwrite:
-            collect_leftovers(self._store, own_lock=lock_file(self._grant.save_id))
+        if self.options.overwrite:
+            collect_leftovers(self.store, own_lock=lock_file(self._grant.save_id))
         return _Totals(known.bytes_stored, known.bytes_held, len(files))
 
     def _refuse_existing(self) -> None:
-        if not self._options.overwrite and MANIFEST in self._store.list():
+        if not self.options.overwrite and MANIFEST in self.store.list():
             raise self._exists()
 
     def _exists(self) -> CheckpointExistsError:
         return CheckpointExistsError(
-            f"{self._store} holds a committed checkpoint already; "
+            f"{self.store} holds a committed checkpoint already; "
             "pass overwrite=True to replace it, or save elsewhere"
         )
 
     def _discard_lock(self, save_id: str) -> None:
         with suppress(OSError):
-            self._store.delete(lock_file(save_id))
-            if not self._store.list():
-                self._store.remove()
+            self.store.delete(lock_file(save_id))
+            if not self.store.list():
+                self.store.remove()
 
 
 def _refuse_unlike(requests: Sequence[_Request]) -> None:
-    first = requests[0]
-    problems = [
-        f"rank {rank}: step {request.step} to {request.place}"
-        for rank, request in enumerate(requests)
-        if (request.place, request.step) != (first.place, first.step)
-    ]
-    if problems:
-        ours = f"rank 0: step {first.step} to {first.place}"
-        raise MismatchError("ranks do not save the same checkpoint:", [ours, *problems])
+    if len({request.terms for request in requests}) > 1:
+        asked = [f"rank {rank}: {request.terms}" for rank, request in enumerate(requests)]
+        raise MismatchError("ranks do not save the same checkpoint in the same way:", asked)

@@ -10,6 +10,7 @@ import numpy as np
 
 from shardwise.errors import FormatError
 from shardwise.manifest.checksums import crc32
+from shardwise.manifest.names import LONGEST_NAME
 from shardwise.manifest.table import Pieces, Runs
 
 VERSION = 1
@@ -18,7 +19,7 @@ LARGEST_MANIFEST = 2**31
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 Step = Annotated[int, msgspec.Meta(ge=-LARGEST, le=LARGEST)]
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_NAME)]
 Dims = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
 
 

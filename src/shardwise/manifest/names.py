@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import secrets
 
-from shardwise.errors import FormatError
+from shardwise.errors import FormatError, StateError
 
 MANIFEST = "manifest.json"
 RESERVED = "__shardwise__"
+LONGEST_NAME = 4096
 OBJECTS_KEY = f"{RESERVED}.objects"
 CHECKSUMS_KEY = f"{RESERVED}.checksums"
 
@@ -66,6 +67,24 @@ def checked_file(name: str) -> str:
     """
     if not _FILE.fullmatch(name) or name == MANIFEST:
         raise FormatError(f"manifest names an unsafe file {name!r}: expected one plain component")
+    return name
+
+
+def checked_name(name: str) -> str:
+    """The name of a value, if a manifest can have it.
+
+    Raises:
+        StateError: it is too long, reserved, or no text.
+    """
+    if len(name) > LONGEST_NAME:
+        raise StateError(f"{name[:60]}...: this name has over {LONGEST_NAME} characters")
+    if name.startswith(RESERVED) or "\0" in name:
+        raise StateError(f"{name!r}: names have no NUL, and do not begin with {RESERVED}")
+    if not name.isascii():
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise StateError(f"{name!r}: this name is not Unicode text: {error}") from error
     return name
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 
+from shardwise.errors import StateError
 from shardwise.manifest.manifest import Manifest, TensorEntry
 
 Rename = Callable[[str], str] | Mapping[str, str]
@@ -15,11 +16,18 @@ def renaming(rename: Rename | None) -> Callable[[str], str]:
 
     A mapping renames the names that are its keys, and all names below them; the longest key
     counts.
+
+    Raises:
+        StateError: it is neither a function nor a mapping of names.
     """
     if rename is None:
         return lambda name: name
     if callable(rename):
         return rename
+    if not isinstance(rename, Mapping) or not all(
+        isinstance(each, str) for pair in rename.items() for each in pair
+    ):
+        raise StateError(f"rename={rename!r}: a function or a mapping of names is needed")
     pairs = sorted(rename.items(), key=lambda pair: -len(pair[0]))
 
     def by_prefix(name: str) -> str:
@@ -34,9 +42,11 @@ def renaming(rename: Rename | None) -> Callable[[str], str]:
 class SavedState:
     """What a checkpoint holds, asked for by the names of the target."""
 
-    def __init__(self, manifest: Manifest, rename: Rename | None = None) -> None:
+    def __init__(
+        self, manifest: Manifest, saved_name: Callable[[str], str] = lambda name: name
+    ) -> None:
         self.manifest = manifest
-        self.saved_name = renaming(rename)
+        self.saved_name = saved_name
         self._tensors = {tensor.name: i for i, tensor in enumerate(manifest.tensors)}
         self._objects = {entry.name: entry.value for entry in manifest.objects}
 
@@ -61,6 +71,14 @@ class SavedState:
     def has_per_rank(self, name: str) -> bool:
         """Whether each rank has a value of this name."""
         return self.saved_name(name) in self.manifest.per_rank
+
+    def kind(self, name: str) -> str | None:
+        """What has this name, in words; None if nothing has."""
+        if self.tensor(name) is not None:
+            return "a tensor"
+        if self.has_object(name):
+            return "a plain value"
+        return "a value of each rank" if self.has_per_rank(name) else None
 
     def below(self, name: str) -> list[str]:
         """The rest, after `name` and a dot, of the names of all tensors and objects below it."""

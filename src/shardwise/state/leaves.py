@@ -100,6 +100,12 @@ def byte_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(reversed(strides[: len(shape)]))
 
 
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have the same bits, not-a-numbers included."""
+    flat = [each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b)]
+    return torch.equal(*flat)
+
+
 def host_array(data: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
     """A CPU tensor's memory as a numpy array of a plain type, of the same geometry."""
     array: np.ndarray[tuple[int, ...], np.dtype[np.generic]] = as_carrier(data).numpy()

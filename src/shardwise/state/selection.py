@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from shardwise.errors import StateError
 from shardwise.state.leaves import Holdings
 
 
@@ -16,23 +17,41 @@ class Selection:
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
 
+    @classmethod
+    def by(cls, only: Iterable[str], skip: Iterable[str]) -> Selection:
+        """The selection by some patterns.
+
+        Raises:
+            StateError: they are no lists of patterns.
+        """
+        for name, patterns in (("only", only), ("skip", skip)):
+            listed = isinstance(patterns, Iterable) and not isinstance(patterns, str)
+            if not listed or not all(isinstance(each, str) for each in patterns):
+                raise StateError(f"{name}={patterns!r}: a list of patterns is needed")
+        return cls(tuple(only), tuple(skip))
+
     def chooses(self, *names: str) -> bool:
         """Whether a name is chosen; of several that go together, any by `only`, none by `skip`."""
         if self.only and not _any_matches(names, self.only):
             return False
         return not _any_matches(names, self.skip)
 
+    def unused(self, names: Collection[str]) -> list[str]:
+        """The patterns that match none of these names."""
+        return [each for each in (*self.only, *self.skip) if not _any_matches(names, [each])]
+
     def of(self, held: Holdings) -> Holdings:
-        """What is chosen of some holdings."""
+        """What is chosen of some holdings; the names of the others are left."""
         if not (self.only or self.skip):
             return held
+        left = [name for name in held.names() if not self.chooses(name)]
         return Holdings(
             [leaf for leaf in held.tensors if self.chooses(leaf.name)],
             {name: value for name, value in held.objects.items() if self.chooses(name)},
             {name: value for name, value in held.grouped.items() if self.chooses(name)},
             {name: value for name, value in held.per_rank.items() if self.chooses(name)},
             held.problems,
-            held.left,
+            [*held.left, *left],
         )
 
 

@@ -40,7 +40,7 @@ class LocalStore:
 
     def create(self, key: str, size: int) -> _LocalWriter:
         """Begin a new file of `size` bytes."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._make()
         return _LocalWriter(self._path(key), size)
 
     def open(self, key: str) -> _LocalReader:
@@ -49,7 +49,7 @@ class LocalStore:
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:
         """Write beside, sync, then rename or link into place, and sync the directory."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._make()
         target = self._path(key)
         beside = self._path(f".{key}.{secrets.token_hex(4)}")
         try:
@@ -94,13 +94,8 @@ class LocalStore:
             os.rmdir(self.path)
 
     def sync(self) -> None:
-        """Sync the directory, and its entry in the one above."""
-        for directory in (self.path, self.path.parent):
-            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        """Sync the directory."""
+        _sync(self.path)
 
     @contextmanager
     def hold(self, key: str, *, shared: bool) -> Iterator[bool]:
@@ -110,12 +105,16 @@ class LocalStore:
         else:
             flags = os.O_RDWR | os.O_CREAT
             with suppress(FileExistsError):  # it was there, but another removed it
-                self.path.mkdir(parents=True, exist_ok=True)
+                self._make()
         try:
             fd = os.open(self._path(key), flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:
             yield False
             return
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise StoreError(f"{self._path(key)} is a symbolic link: not followed") from error
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             held = os.fstat(fd).st_nlink > 0  # else another deleted it before it was locked
@@ -127,10 +126,26 @@ class LocalStore:
         finally:
             os.close(fd)
 
+    def _make(self) -> None:
+        """Make the directory, and those above it, durably."""
+        missing = [each for each in (self.path, *self.path.parents) if not each.exists()]
+        self.path.mkdir(parents=True, exist_ok=True)
+        for each in missing:
+            with suppress(PermissionError):  # what may not be listed may not be synced
+                _sync(each.parent)
+
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name) or name in (".", ".."):
             raise StoreError(f"{name!r} is no plain file name (below {self.path})")
         return self.path / name
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 class _LocalWriter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,7 @@ class ReadableFile(Protocol):
         ...
 
 
+@runtime_checkable
 class Store(Protocol):
     """A flat set of files under one place, named by plain file names.
 

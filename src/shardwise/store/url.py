@@ -9,21 +9,28 @@ from shardwise.errors import StoreError
 from shardwise.store.local import LocalStore
 from shardwise.store.store import Store
 
-_SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)://")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
 def open_store(place: str | os.PathLike[str] | Store) -> Store:
     """The store at a place: a directory, a `file://` URL, or a store as it is.
 
     Raises:
-        StoreError: no store serves this kind of URL.
+        StoreError: it is nothing of these, or no store serves this kind of URL.
     """
-    if not isinstance(place, (str, os.PathLike)):
+    if isinstance(place, Store):
         return place
-    path = os.fspath(place)
+    path = os.fspath(place) if isinstance(place, (str, os.PathLike)) else None
+    if not isinstance(path, str) or not path:
+        raise StoreError(f"{place!r} is no place: a path, a URL or a store is needed")
+    if path.startswith("~"):
+        raise StoreError(f"{path!r}: only shells expand ~; pass os.path.expanduser({path!r})")
     match = _SCHEME.match(path)
     if match is None:
         return LocalStore(path)
-    if match.group(1) == "file":
-        return LocalStore(path[len("file://") :])
-    raise StoreError(f"no store serves {match.group(0)} (in {path!r}): use a directory or file://")
+    rest = path[match.end() :]
+    if match.group(1) == "file" and rest.startswith("/"):
+        return LocalStore(rest)
+    raise StoreError(
+        f"no store serves {match.group(0)} (in {path!r}): use a directory, or file:///path"
+    )

@@ -1,0 +1,109 @@
+"""What a rank's data file holds: any range of its bytes, copied from where they lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.engine.describe import Described
+from shardwise.engine.memory import Memory, memory_of
+from shardwise.layout import Box, boxes_of_range
+from shardwise.manifest.datafile import DataFile, lay_out
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.plan.save import Share
+from shardwise.store.store import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class PieceSource:
+    """A piece to write: `shape` elements of `memory`, from `offset` on, at byte `start` of the
+    data section of the file."""
+
+    start: int
+    nbytes: int
+    memory: Memory
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The file but for its checksums: pieces (and header and objects) by their byte offsets."""
+
+    layout: DataFile
+    pieces: Sequence[PieceSource]
+    starts: npt.NDArray[np.int64]
+    objects: bytes
+
+    def fill(self, low: int, high: int, out: Buffer) -> None:
+        """Copy bytes `low:high` of the file to `out`."""
+        layout = self.layout
+        _copy_bytes(layout.header, 0, low, high, out)
+        _copy_bytes(self.objects, layout.objects_at, low, high, out)
+        first = int(np.searchsorted(self.starts, low - layout.data_at, side="right")) - 1
+        last = int(np.searchsorted(self.starts, high - layout.data_at, side="left"))
+        for source in self.pieces[max(first, 0) : last]:
+            at = layout.data_at + source.start
+            a, b = max(low, at), min(high, at + source.nbytes)
+            if a < b:
+                _copy_piece(source, a - at, b - at, out[a - low : b - low])
+
+
+def content_of(
+    share: Share, described: Described, objects: bytes, metadata: dict[str, str]
+) -> Content:
+    """The file of a share.
+
+    Args:
+        share: counts the fragments of `described`.
+        objects: this rank's encoded objects; may be empty.
+        metadata: goes into the file's header.
+    """
+    description = described.description
+    memories = {i: memory_of(described.fragments[i].data) for i in set(share.fragment.tolist())}
+    entries = []
+    pieces = []
+    start = 0
+    rows = zip(share.fragment.tolist(), share.offset.tolist(), share.shape.tolist(), strict=True)
+    for index, offset, shape in rows:
+        fragment = described.fragments[index]
+        tensor = int(description.tensor[index])
+        ndim = len(description.shapes[tensor])
+        box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
+        dtype = description.dtypes[tensor]
+        entries.append((description.names[tensor], dtype, description.shapes[tensor], box))
+        nbytes = box.size * DTYPES[dtype].itemsize
+        within = tuple(o - p for o, p in zip(box.offset, fragment.box.offset, strict=True))
+        pieces.append(PieceSource(start, nbytes, memories[index], within, box.shape))
+        start += nbytes
+    layout = lay_out(entries, len(objects), metadata)
+    starts = np.array([piece.start for piece in pieces], np.int64)
+    return Content(layout, pieces, starts, objects)
+
+
+def _copy_bytes(data: bytes, at: int, low: int, high: int, out: Buffer) -> None:
+    a, b = max(low, at), min(high, at + len(data))
+    if a < b:
+        out[a - low : b - low] = np.frombuffer(data, np.uint8)[a - at : b - at]
+
+
+def _copy_piece(source: PieceSource, low: int, high: int, out: Buffer) -> None:
+    """Copy bytes `low:high` of a piece, as it lies in the file, to `out`."""
+    memory, itemsize = source.memory, source.memory.itemsize
+    if low == 0 and high == source.nbytes:
+        _copy_box(memory, source.offset, source.shape, out)
+        return
+    at = 0
+    for box in boxes_of_range(source.shape, low // itemsize, high // itemsize):
+        nbytes = box.size * itemsize
+        offset = tuple(o + b for o, b in zip(source.offset, box.offset, strict=True))
+        _copy_box(memory, offset, box.shape, out[at : at + nbytes])
+        at += nbytes
+
+
+def _copy_box(memory: Memory, offset: tuple[int, ...], shape: tuple[int, ...], out: Buffer) -> None:
+    index = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+    memory.read(index, out.view(memory.dtype).reshape(shape))

@@ -1,0 +1,200 @@
+"""What cannot be saved or loaded as it is: refused at once, by name, and nothing is written."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+
+
+class Loader:
+    """A Stateful that fails, one way or the other."""
+
+    def __init__(self, *, saves: bool = True) -> None:
+        self.saves = saves
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.saves:
+            raise KeyError("boom")
+        return {"at": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("boom")
+
+
+def freed(n: int) -> torch.Tensor:
+    tensor = torch.ones(n)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"x" * 5000: torch.ones(2)}, "5000|4096"),
+        ({"x" * 5000: 1}, "4096"),
+        ({"a\0b": torch.ones(2)}, "NUL"),
+        ({"__shardwise__": {"x": torch.ones(2)}}, "__shardwise__"),
+        ({"\ud800": 1}, "not Unicode"),
+        ({"x": freed(4)}, "x: its storage was freed"),
+        ({"x": torch.ones(2, device="meta")}, "x: it is on the meta device"),
+        ({"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, "x: nested"),
+        ({"loader": Loader(saves=False)}, r"loader: its state_dict\(\) raised KeyError\('boom'\)"),
+        (nn.Linear(2, 2), "the state is a Linear: it must be a dict"),
+        ({"x": nn.Linear}, "x"),
+    ],
+)
+def test_refused_at_saving(tmp_path: Path, state: Any, said: str) -> None:
+    with pytest.raises(sw.StateError, match=said):
+        sw.save(tmp_path / "checkpoint", state)
+    assert not list(tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"step": -1}, "step -1"),
+        ({"step": 1.0}, "step=1.0"),
+        ({"step": True}, "step=True"),
+        ({"step": 2**70}, "18 digits"),
+        ({"metrics": {"loss": "low"}}, "metrics="),
+        ({"metrics": ["loss"]}, "metrics="),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_written(
+    tmp_path: Path, options: Any, said: str
+) -> None:
+    with pytest.raises(sw.StateError, match=said):
+        sw.save(tmp_path / "checkpoint", {"x": 1}, **options)
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_a_step_may_be_any_whole_number(tmp_path: Path) -> None:
+    assert sw.save(tmp_path, {"x": 1}, step=np.int64(3)).step == 3
+
+
+@pytest.mark.parametrize("place", ["", "~/run", None, 3, b"run", "file://host/run", "S3://bucket"])
+def test_what_is_no_place_is_refused(place: Any) -> None:
+    with pytest.raises(sw.StoreError):
+        sw.save(place, {"x": 1})
+
+
+@pytest.mark.parametrize(
+    "options", [{"only": "x"}, {"skip": "x"}, {"only": None}, {"only": [1]}, {"rename": ["x"]}]
+)
+def test_patterns_and_names_of_the_wrong_type_are_refused(tmp_path: Path, options: Any) -> None:
+    sw.save(tmp_path, {"x": torch.ones(2)})
+    with pytest.raises(sw.StateError, match=next(iter(options))):
+        sw.load(tmp_path, {"x": torch.zeros(2)}, **options)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (torch.zeros(4, device="meta"), "x: it is on the meta device"),
+        (freed(4), "x: its storage was freed"),
+        (np.frombuffer(bytes(16), np.float32), "x: the array is read-only"),
+        (1, "x: a tensor in the checkpoint, a plain value in the target"),
+        (sw.PerRank(1), "x: a tensor in the checkpoint, a value of each rank in the target"),
+    ],
+)
+def test_refused_at_loading(tmp_path: Path, target: Any, said: str) -> None:
+    sw.save(tmp_path, {"x": torch.ones(4)})
+    with pytest.raises((sw.StateError, sw.MismatchError), match=said) as caught:
+        sw.load(tmp_path, {"x": target})
+    assert "checkpoint only" not in str(caught.value)
+
+
+def test_a_read_only_array_is_saved_without_a_word(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sw.save(tmp_path, {"x": np.frombuffer(bytes(range(16)), np.uint8)})
+    assert sw.open(tmp_path)["x"][...].tolist() == list(range(16))  # type: ignore[index]
+
+
+def test_what_a_stateful_raises_names_it(tmp_path: Path) -> None:
+    sw.save(tmp_path, {"loader": Loader()})
+    with pytest.raises(sw.StateError, match=r"loader: its load_state_dict\(\) raised KeyError"):
+        sw.load(tmp_path, {"loader": Loader()})
+
+
+@pytest.mark.parametrize("kind", [nn.Module, dict])
+def test_an_expanded_target_takes_only_values_that_it_can_hold(tmp_path: Path, kind: Any) -> None:
+    def target() -> Any:
+        data = torch.zeros(1).expand(4)
+        if kind is dict:
+            return {"b": data}
+        module = nn.Module()
+        module.register_buffer("b", data)
+        return module
+
+    sw.save(tmp_path / "different", {"m": {"b": torch.arange(4.0)}})
+    sw.save(tmp_path / "equal", {"m": {"b": torch.full((4,), float("nan"))}})
+    with pytest.raises(sw.StateError, match=r"m\.b: the tensor overlaps itself"):
+        sw.load(tmp_path / "different", {"m": target()})
+    into = {"m": target()}
+    sw.load(tmp_path / "equal", into)
+    buffer = into["m"]["b"] if kind is dict else into["m"].b
+    assert buffer.isnan().all()
+
+
+def test_targets_that_share_a_part_of_their_memory_are_compared(tmp_path: Path) -> None:
+    whole = torch.full((4,), 9.0)
+    state = {"a": whole[:3], "b": whole[1:]}
+    sw.save(tmp_path / "different", {"a": torch.ones(3), "b": torch.zeros(3)})
+    with pytest.raises(sw.StateError, match="a and b share memory"):
+        sw.load(tmp_path / "different", state)
+    sw.save(tmp_path / "equal", {"a": torch.tensor([1.0, 2, 3]), "b": torch.tensor([2.0, 3, 4])})
+    sw.load(tmp_path / "equal", state)
+    assert whole.tolist() == [1, 2, 3, 4]
+
+
+def test_targets_whose_elements_alternate_share_nothing(tmp_path: Path) -> None:
+    source = torch.arange(12.0).reshape(3, 4)
+    sw.save(tmp_path, {"left": source[:, :2], "right": source[:, 2:]})
+    target = torch.zeros(3, 4)
+    sw.load(tmp_path, {"left": target[:, :2], "right": target[:, 2:]})
+    assert torch.equal(target, source)
+
+
+def test_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
+    def run(kind: Any) -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        optimizer = kind(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    sw.save(tmp_path, run(torch.optim.AdamW))
+    with pytest.raises(sw.MismatchError, match="saved by another kind of optimizer"):
+        sw.load(tmp_path, run(torch.optim.SGD))
+    sw.load(tmp_path, run(torch.optim.Adam))
+
+
+def test_a_box_outside_of_a_tensor_is_refused(tmp_path: Path) -> None:
+    sw.save(tmp_path, {"x": torch.ones(4, 8)})
+    checkpoint = sw.open(tmp_path)
+    for box, out in [
+        (sw.Box((3, 0), (2, 8)), torch.zeros(2, 8)),
+        (sw.Box((0,), (4,)), torch.zeros(4)),
+        (sw.Box((0, 0), (2, 8)), torch.zeros(2, 8, dtype=torch.float64)),
+        (sw.Box((0, 0), (2, 8)), torch.zeros(8, 2)),
+    ]:
+        with pytest.raises(sw.StateError, match="x: "):
+            checkpoint.read_into("x", box, out)
+
+
+def test_a_sink_that_fails_does_not_fail_what_it_is_told_of(tmp_path: Path) -> None:
+    def sink(_: object) -> None:
+        raise RuntimeError("no room for events")
+
+    with pytest.warns(RuntimeWarning, match="no room"):
+        sw.save(tmp_path, {"x": 1}, on_event=sink)
+    assert sw.open(tmp_path)["x"] == 1
