@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from shardwise.checkpoint import Checkpoint as Checkpoint
     from shardwise.checkpoint import SavedTensor as SavedTensor
     from shardwise.checkpointer import Checkpointer as Checkpointer
-    from shardwise.checkpointer import RestoreReport as RestoreReport
-    from shardwise.checkpointer import SaveHandle as SaveHandle
     from shardwise.engine.load import LoadReport as LoadReport
     from shardwise.engine.save import SaveReport as SaveReport
     from shardwise.errors import CheckpointExistsError as CheckpointExistsError
@@ -31,6 +29,9 @@ if TYPE_CHECKING:
     from shardwise.errors import StateError as StateError
     from shardwise.errors import StoreError as StoreError
     from shardwise.layout import Box as Box
+    from shardwise.memory.handle import SaveHandle as SaveHandle
+    from shardwise.memory.options import Memory as Memory
+    from shardwise.restoring import RestoreReport as RestoreReport
     from shardwise.retention import Keep as Keep
     from shardwise.state.per_rank import PerRank as PerRank
     from shardwise.state.rng import RngState as RngState
@@ -51,9 +52,10 @@ _HOMES = {
     "MismatchError": "errors",
     "PerRank": "state.per_rank",
     "RankError": "errors",
-    "RestoreReport": "checkpointer",
+    "RestoreReport": "restoring",
     "RngState": "state.rng",
-    "SaveHandle": "checkpointer",
+    "SaveHandle": "memory.handle",
+    "Memory": "memory.options",
     "SaveReport": "engine.save",
     "SavedTensor": "checkpoint",
     "Shards": "state.shards",

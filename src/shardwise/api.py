@@ -80,11 +80,8 @@ def save(
 
     def prepare() -> Save:
         options = SaveOptions.checked(step, overwrite, check_replicas, metrics)
-        store, arena = open_store(place), Arena(max_buffer)
-        held = _united(b.holdings() for b in bind_state(state, allow_pickle=allow_pickle))
-        for name in held.names():
-            checked_name(name)
-        return Save(held=held, store=store, arena=arena, options=options)
+        held = held_by(state, allow_pickle=allow_pickle)
+        return Save(held=held, store=open_store(place), max_buffer=max_buffer, options=options)
 
     with without_collection(), resolved_group(group) as ranks:
         return save_all(prepare, ranks, PlanCache() if plans is None else plans, recorder)
@@ -185,6 +182,18 @@ def resolved_group(group: dist.ProcessGroup | Group | None) -> Iterator[Group]:
             dist.destroy_process_group(own)
     else:
         yield group
+
+
+def held_by(state: State, *, allow_pickle: bool) -> Holdings:
+    """What this rank holds of a state, to be saved.
+
+    Raises:
+        StateError: a value cannot be saved, or a manifest cannot have its name.
+    """
+    held = _united(each.holdings() for each in bind_state(state, allow_pickle=allow_pickle))
+    for name in held.names():
+        checked_name(name)
+    return held
 
 
 def _united(parts: Iterable[Holdings]) -> Holdings:

@@ -2,65 +2,39 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Literal
 
-import msgspec
 import torch.distributed as dist
 
 from shardwise import api
 from shardwise.engine.arena import DEFAULT_MAX_BUFFER
+from shardwise.engine.collection import without_collection
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group, SoloGroup, TorchGroup, own_process_group
 from shardwise.engine.leftovers import collect_leftovers
 from shardwise.engine.load import LoadReport
 from shardwise.engine.options import SaveOptions
-from shardwise.engine.save import SaveReport
+from shardwise.engine.save import Save, save_all
 from shardwise.errors import (
-    CheckpointNotFoundError,
-    CorruptionError,
-    MismatchError,
-    RankError,
     ShardwiseError,
     StateError,
+    StoreError,
 )
-from shardwise.events import Sink
+from shardwise.events import Recorder, Sink
 from shardwise.manifest.names import step_directory, step_of_directory
+from shardwise.memory.handle import SaveHandle
+from shardwise.memory.options import Memory
+from shardwise.memory.snapshots import Snapshots
 from shardwise.plan.cache import PlanCache
+from shardwise.preemption import Preemption
+from shardwise.restoring import RestoreReport, Restoring
 from shardwise.retention import Keep, apply_retention, committed_steps
-from shardwise.store import open_store
-
-_DAMAGE = (CorruptionError, CheckpointNotFoundError)
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreReport:
-    """What a restore did: the step, how it was loaded, and why nothing newer was (step, reason)."""
-
-    step: int
-    load: LoadReport
-    skipped: tuple[tuple[int, str], ...]
-
-
-class SaveHandle:
-    """A save that was begun."""
-
-    def __init__(self, report: SaveReport) -> None:
-        self._report = report
-
-    def done(self) -> bool:
-        """Whether it is durable, or has failed."""
-        return True
-
-    def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait until it is durable, for at most `timeout` seconds."""
-        return self._report
+from shardwise.store import LocalStore, Store, open_store
 
 
 class Checkpointer:
@@ -71,7 +45,10 @@ class Checkpointer:
     Args:
         root: a directory, or a store; each step has a directory of its own below it.
         keep: which checkpoints to keep.
-        every: `save` does nothing at steps that are not a multiple of this.
+        every: steps that are a multiple of this are saved to the root.
+        memory: stage saves into the memory of the nodes, and let their agents do all else while
+            the training goes on; and keep snapshots there, which `restore` takes where they are
+            newer. Without it, `save` returns when the checkpoint is durable.
         on_sigterm: `"save"`: after SIGTERM on any rank, the next `save` saves whatever its step,
             and then lets the signal take its course.
         check_replicas, allow_pickle, max_buffer, on_event: as for `shardwise.save`.
@@ -88,6 +65,7 @@ class Checkpointer:
         *,
         keep: Keep | None = None,
         every: int = 1,
+        memory: Memory | None = None,
         on_sigterm: Literal["save"] | None = None,
         check_replicas: bool = False,
         allow_pickle: bool = False,
@@ -99,7 +77,7 @@ class Checkpointer:
             raise ValueError(f"every={every!r}: a whole number from 1 on is needed")
         if on_sigterm not in (None, "save"):
             raise ValueError(f"on_sigterm={on_sigterm!r}: 'save' or None is needed")
-        self._root = open_store(root)
+        self._root = _root_of(root, everywhere=memory is not None)
         self._keep = keep or Keep()
         self._every = every
         self._check_replicas = check_replicas
@@ -110,10 +88,12 @@ class Checkpointer:
         self._damaged: set[int] = set()
         self._own = own_process_group(timeout)
         self._group: Group = SoloGroup() if self._own is None else TorchGroup(self._own)
-        self._preemption = _Preemption() if on_sigterm == "save" else None
+        self._preemption = Preemption() if on_sigterm == "save" else None
         self._closed = False
         self.last_restore: RestoreReport | None = None
         exchange(self._group, "opening a root", lambda: b"", self._collect)
+        self._memory = memory
+        self._snapshots = Snapshots(self._root, memory, self._group) if memory else None
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -124,12 +104,28 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self.close(wait=kind is None)
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """Let go of what the ranks talk over, and of signals: one that came too late for a save
-        takes its course."""
+        takes its course.
+
+        Args:
+            wait: until all that was begun is durable. Otherwise the agents go on with it alone.
+
+        Raises:
+            StoreError: something that was begun has failed.
+        """
+        if self._closed:
+            return
         self._closed = True
+        try:
+            if self._snapshots is not None:
+                self._snapshots.close(wait=wait)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
         preemption, self._preemption = self._preemption, None
         if self._own is not None and dist.is_initialized():
             dist.destroy_process_group(self._own)
@@ -161,34 +157,74 @@ class Checkpointer:
                 `restore` found it to be damaged.
 
         Returns:
-            A handle, or None if the step was not due.
+            A handle, or None if the step was not due, or there was no slot for its snapshot.
 
         Raises:
             StateError: the step is no whole number from 0 on, ranks do not agree on it, or
                 `metrics` lacks what `Keep(best=…)` chooses by.
-            ShardwiseError: as `shardwise.save` says.
+            ShardwiseError: as `shardwise.save` says; or an earlier save has failed since.
         """
-        preempted = self._agree_on_save(step, metrics)
-        if step % self._every and not preempted:
+        self._refuse_closed()
+        preempted = self._is_preempted()
+        durable = preempted or step % self._every == 0
+        if not durable and (self._memory is None or step % self._memory.every):
             return None
-        report = api.save(
-            self._root.at(step_directory(step)),
-            state,
-            step=step,
-            overwrite=overwrite or step in self._damaged,
-            check_replicas=self._check_replicas,
-            metrics=metrics,
-            allow_pickle=self._allow_pickle,
-            max_buffer=self._max_buffer,
-            group=self._group,
-            plans=self._plans,
-            on_event=self._on_event,
-        )
+        recorder = Recorder(self._on_event)
+        overwrite = overwrite or step in self._damaged
+
+        def prepare() -> Save:
+            options = SaveOptions.checked(step, overwrite, self._check_replicas, metrics)
+            if durable and self._keep.best is not None and self._keep.best not in options.metrics:
+                raise StateError(
+                    f"metrics= has no {self._keep.best!r}, which Keep chooses by; "
+                    'give float("nan") if it was not measured'
+                )
+            held = api.held_by(state, allow_pickle=self._allow_pickle)
+            store = self._root.at(step_directory(step))
+            return Save(held=held, store=store, max_buffer=self._max_buffer, options=options)
+
+        with without_collection():
+            if self._snapshots is not None:
+                keep = self._keep if durable else None
+                handle = self._snapshots.save(prepare, keep, self._plans, recorder)
+            else:
+                handle = SaveHandle(save_all(prepare, self._group, self._plans, recorder))
+        if handle is None:
+            return None
         self._damaged.discard(step)
-        self._retain(step)
+        if self._snapshots is None:
+            self._retain(step)
         if preempted and self._preemption is not None:
+            handle.result()
             self._preemption.deliver()
-        return SaveHandle(report)
+        return handle
+
+    def prepare(self, state: api.State) -> int:
+        """Allocate the memory that snapshots of this state take, so that the first finds it there.
+
+        `restore` does so too.
+
+        Returns:
+            The bytes that were allocated for this rank.
+
+        Raises:
+            StoreError: there is not enough; says what is needed.
+        """
+        self._refuse_closed()
+        if self._snapshots is None:
+            return 0
+
+        def job() -> Save:
+            held = api.held_by(state, allow_pickle=self._allow_pickle)
+            return Save(
+                held=held,
+                store=self._root,
+                max_buffer=self._max_buffer,
+                options=SaveOptions(),
+            )
+
+        with without_collection():
+            return self._snapshots.prepare(job, self._plans, Recorder(self._on_event))
 
     def restore(
         self, state: api.State, *, step: int | None = None, strict: bool = True
@@ -213,22 +249,25 @@ class Checkpointer:
             MismatchError: checkpoint and state do not fit.
         """
         self._refuse_closed()
-        committed = self._agreed_steps(step)
-        if step is not None and step not in committed:
-            raise CheckpointNotFoundError(f"{self._root} has no checkpoint of step {step}")
-        candidates = committed if step is None else [step]
-        skipped: list[tuple[int, str]] = []
-        for candidate in reversed(candidates):
-            report, reason = self._try_load(candidate, state, strict=strict)
-            if report is not None:
-                self.last_restore = RestoreReport(candidate, report, tuple(skipped))
-                return candidate
-            self._damaged.add(candidate)
-            skipped.append((candidate, reason))
-        if not skipped:
-            return None
-        reasons = "\n".join(f"  - step {number}: {reason}" for number, reason in skipped)
-        raise CorruptionError(f"no checkpoint below {self._root} is intact:\n{reasons}")
+
+        def load(store: Store) -> LoadReport:
+            return api.load(
+                store,
+                state,
+                strict=strict,
+                allow_pickle=self._allow_pickle,
+                max_buffer=self._max_buffer,
+                group=self._group,
+                on_event=self._on_event,
+            )
+
+        restoring = Restoring(self._root, self._group, self._snapshots, self._damaged)
+        report = restoring.newest(load) if step is None else restoring.of_step(step, load)
+        if self._snapshots is not None:
+            self._snapshots.go_on_from(report.step if report else None)
+            self.prepare(state)
+        self.last_restore = report
+        return report.step if report else None
 
     def steps(self) -> list[int]:
         """The steps that are committed, ascending. Any rank may ask alone."""
@@ -238,72 +277,16 @@ class Checkpointer:
         """The newest of them, if there is any."""
         return next(reversed(self.steps()), None)
 
-    def _try_load(
-        self, step: int, state: api.State, *, strict: bool
-    ) -> tuple[LoadReport | None, str]:
-        """Load a step on all ranks; the reason if it is damaged on any."""
-        report: LoadReport | None = None
-        failure: Exception | None = None
-        try:
-            report = api.load(
-                self._root.at(step_directory(step)),
-                state,
-                strict=strict,
-                allow_pickle=self._allow_pickle,
-                max_buffer=self._max_buffer,
-                group=self._group,
-                on_event=self._on_event,
-            )
-        except Exception as error:  # it is raised again once the other ranks know
-            failure = error
-
-        def speak() -> bytes:
-            damage = str(failure) if isinstance(failure, _DAMAGE) else ""
-            other = failure is not None and not isinstance(failure, (*_DAMAGE, RankError))
-            return msgspec.msgpack.encode((damage, other))
+    def _is_preempted(self) -> bool:
+        """Whether any rank was told to end."""
+        if self._preemption is None:
+            return False
+        mine = b"1" if self._preemption.pending else b""
 
         def answer(said: list[bytes]) -> bytes:
-            heard = [msgspec.msgpack.decode(each, type=tuple[str, bool]) for each in said]
-            damage = next((text for text, _ in heard if text), "")
-            return b"" if any(other for _, other in heard) else damage.encode()
+            return max(said)
 
-        reason = exchange(self._group, "restoring", speak, answer).decode()
-        if failure is not None and not reason:
-            raise failure
-        return report, reason
-
-    def _agreed_steps(self, wanted: int | None) -> list[int]:
-        """The steps that are committed; all ranks want the same one of them, or none."""
-
-        def answer(said: list[bytes]) -> bytes:
-            _refuse_unlike([msgspec.msgpack.decode(each) for each in said])
-            return msgspec.msgpack.encode(self.steps())
-
-        reply = exchange(
-            self._group, "listing steps", lambda: msgspec.msgpack.encode(wanted), answer
-        )
-        return msgspec.msgpack.decode(reply, type=list[int])
-
-    def _agree_on_save(self, step: int, metrics: Mapping[str, float] | None) -> bool:
-        """All save the same step; whether any rank was told to end."""
-        self._refuse_closed()
-
-        def speak() -> bytes:
-            checked = SaveOptions.checked(step, False, False, metrics)
-            if self._keep.best is not None and self._keep.best not in checked.metrics:
-                raise StateError(
-                    f"metrics= has no {self._keep.best!r}, which Keep chooses by; "
-                    'give float("nan") if it was not measured'
-                )
-            pending = self._preemption is not None and self._preemption.pending
-            return msgspec.msgpack.encode((checked.step, pending))
-
-        def answer(said: list[bytes]) -> bytes:
-            heard = [msgspec.msgpack.decode(each, type=tuple[int, bool]) for each in said]
-            _refuse_unlike([number for number, _ in heard])
-            return b"1" if any(pending for _, pending in heard) else b""
-
-        return bool(exchange(self._group, "beginning a save", speak, answer))
+        return bool(exchange(self._group, "asking for signals", lambda: mine, answer))
 
     def _retain(self, newest: int) -> None:
         def answer(_: list[bytes]) -> bytes:
@@ -327,43 +310,9 @@ class Checkpointer:
         return b""
 
 
-def _refuse_unlike(steps: Sequence[object]) -> None:
-    if any(step != steps[0] for step in steps):
-        asked = [f"rank {rank}: step {step}" for rank, step in enumerate(steps)]
-        raise MismatchError("ranks do not mean the same step:", asked)
-
-
-class _Preemption:
-    """SIGTERM, put off until there was time to save."""
-
-    def __init__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise ValueError("on_sigterm: only the main thread can be told of signals")
-        self.pending = False
-        self._stopped = False
-        self._handler = self._note  # one bound method, to be known again
-        self._before = signal.signal(signal.SIGTERM, self._handler) or signal.SIG_DFL
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.pending = True
-        if self._stopped:  # another handler, installed after this one, has given it back
-            self._pass_on()
-
-    def stop(self) -> None:
-        """Handle the signal as before, and one that waits at once."""
-        self._stopped = True
-        if signal.getsignal(signal.SIGTERM) is self._handler:
-            signal.signal(signal.SIGTERM, self._before)
-        if self.pending:
-            self._pass_on()
-
-    def _pass_on(self) -> None:
-        self.pending = False
-        if signal.getsignal(signal.SIGTERM) is self._handler:
-            signal.signal(signal.SIGTERM, self._before)
-        signal.raise_signal(signal.SIGTERM)
-
-    def deliver(self) -> None:
-        """Let the signal take its course now, on every rank."""
-        self.pending = True
-        self.stop()
+def _root_of(place: api.Place, *, everywhere: bool) -> Store:
+    """The root's store; `everywhere`: agents must be able to open it by its name too."""
+    if everywhere and not isinstance(place, (str, os.PathLike, LocalStore)):
+        raise StoreError(f"{place}: with memory=, the root must be a path or URL that agents open")
+    store = open_store(place)
+    return LocalStore(store.path.absolute()) if isinstance(store, LocalStore) else store

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.errors import StateError
-from shardwise.state.leaves import Fragment, TensorLeaf, same_bytes
+from shardwise.state.leaves import Fragment, TensorLeaf, reach, same_bytes
 
 
 def fillable_leaves(leaves: Sequence[TensorLeaf]) -> list[TensorLeaf]:
@@ -29,9 +29,8 @@ def _tangled(leaves: Sequence[TensorLeaf]) -> set[int]:
         seen.add(leaf.identity)
         for data in (fragment.data for fragment in leaf.fragments):
             if data.numel() and not data.is_meta:
-                reach = sum(s * (n - 1) for s, n in zip(data.stride(), data.shape, strict=True))
                 start = data.data_ptr()
-                stop = start + (reach + 1) * data.element_size()
+                stop = start + reach(data) * data.element_size()
                 ranges.setdefault(data.device, []).append((start, stop, i))
     found: set[int] = set()
     for lying in ranges.values():
@@ -86,11 +85,13 @@ def fillable(leaf: TensorLeaf) -> TensorLeaf:
 
 
 def _overlaps_itself(data: torch.Tensor) -> bool:
-    reach = 0
+    if data.is_contiguous():
+        return False
+    covered = 0
     for stride, n in sorted(zip(data.stride(), data.shape, strict=True)):
-        if n > 1 and stride <= reach:
+        if n > 1 and stride <= covered:
             return True
-        reach += stride * (n - 1)
+        covered += stride * (n - 1)
     return False
 
 

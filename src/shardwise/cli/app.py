@@ -10,9 +10,11 @@ import typer
 from typer.core import TyperGroup
 
 import shardwise
+from shardwise.cli.agent import agent
 from shardwise.cli.diff import diff
 from shardwise.cli.inspect import inspect
 from shardwise.cli.ls import ls
+from shardwise.cli.plan_interval import plan_interval
 from shardwise.cli.terminal import complain
 from shardwise.cli.verify import verify
 from shardwise.errors import CorruptionError, ShardwiseError
@@ -58,8 +60,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, inspect, verify, diff):
+for command in (ls, inspect, verify, diff, plan_interval):
     app.command()(command)
+app.add_typer(agent, name="agent")
 
 
 @app.callback()

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from shardwise.errors import StateError
-from shardwise.state.leaves import as_carrier, host_array
+from shardwise.state.leaves import as_carrier, host_array, reach
 
 Array = npt.NDArray[np.generic]
 Slices = tuple[slice, ...]
@@ -95,8 +95,7 @@ def check_memory(name: str, data: torch.Tensor) -> None:
     if data.is_meta:
         raise StateError(f"{name}: it is on the meta device, and has no values and no memory")
     if data.numel():
-        reach = sum(s * (n - 1) for s, n in zip(data.stride(), data.shape, strict=True))
-        needed = (data.storage_offset() + reach + 1) * data.element_size()
+        needed = (data.storage_offset() + reach(data)) * data.element_size()
         if data.untyped_storage().nbytes() < needed:
             raise StateError(
                 f"{name}: its storage was freed (a framework has put its values elsewhere, such "

@@ -1,45 +1,26 @@
-"""A save: agree, plan, write, publish. Nothing of it knows frameworks, or where the store is."""
+"""A save: planned together, written, published. Nothing of it knows frameworks, or the storage."""
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
 
 import msgspec
 
-from shardwise.engine.agree import SharedValues, unite_values
 from shardwise.engine.arena import Arena
-from shardwise.engine.content import content_of
-from shardwise.engine.describe import describe
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.leftovers import collect_leftovers
 from shardwise.engine.options import SaveOptions
+from shardwise.engine.planning import Planned, Wish, plan_together
 from shardwise.engine.replicas import check_replicas
 from shardwise.engine.write import write_data_file
-from shardwise.errors import (
-    CheckpointExistsError,
-    LostRankError,
-    MismatchError,
-    StoreError,
-)
+from shardwise.errors import CheckpointExistsError, LostRankError, StoreError
 from shardwise.events import Recorder
-from shardwise.manifest.manifest import (
-    VERSION,
-    FileEntry,
-    Manifest,
-    ObjectEntry,
-    encode_manifest,
-    encode_tensors,
-)
-from shardwise.manifest.names import MANIFEST, data_file, lock_file, new_save_id
-from shardwise.plan.cache import PlanCache, Published
-from shardwise.plan.description import decode_description
-from shardwise.plan.save import Share, decode_share, plan_save
+from shardwise.manifest.manifest import FileEntry
+from shardwise.manifest.names import MANIFEST, lock_file, new_save_id
+from shardwise.plan.cache import PlanCache
 from shardwise.state.leaves import Holdings
 from shardwise.store import Store
 
@@ -52,7 +33,7 @@ class Save:
 
     held: Holdings
     store: Store
-    arena: Arena
+    max_buffer: int
     options: SaveOptions
 
 
@@ -83,20 +64,6 @@ class SaveReport:
     seconds: dict[str, float]
 
 
-class _Request(msgspec.Struct, array_like=True):
-    terms: str
-    fingerprint: bytes
-    cached: bool
-    values: bytes
-
-
-class _Grant(msgspec.Struct, array_like=True):
-    save_id: str
-    cached: bool
-    send_values: bool
-    gather_values: bool
-
-
 class _Written(msgspec.Struct, array_like=True):
     entry: FileEntry | None
 
@@ -119,137 +86,78 @@ def save_all(
         ShardwiseError: as `shardwise.save` says; on every rank, and nothing is published.
     """
     sent = group.bytes_sent
+    brought: list[Save] = []
+    arenas: list[Arena] = []
+
+    def wish() -> Wish:
+        brought.append(prepare())
+        job = brought[0]
+        arenas.append(Arena(job.max_buffer))
+        return Wish(held=job.held, options=job.options, place=str(job.store))
+
     with ExitStack() as cleanup:
-        save = _agree(prepare, group, plans, recorder, cleanup)
-        with recorder.stage("plan"):
-            save.plan()
-        if save.options.check_replicas:
+
+        def admit(_: list[bytes]) -> str:
+            return _take_possession(brought[0], cleanup)
+
+        planned = plan_together(wish, admit, group, plans, recorder)
+        if planned is None:
+            raise RuntimeError("a save was neither admitted nor refused")
+        save = _Save(brought[0], arenas[0], planned, group, recorder)
+        if brought[0].options.check_replicas:
             with recorder.stage("check_replicas"):
-                check_replicas(save.described, group)
+                check_replicas(planned.described, group)
         written = save.write()
         totals = save.publish()
     return SaveReport(
-        path=str(save.store),
-        step=save.options.step,
+        path=str(brought[0].store),
+        step=brought[0].options.step,
         bytes_total=totals.bytes_total,
         bytes_written=written,
         bytes_deduplicated=totals.bytes_held - totals.bytes_total,
         files=totals.files,
-        plan_cached=save.cached,
+        plan_cached=planned.cached,
         bytes_communicated=group.bytes_sent - sent,
         seconds=recorder.seconds(),
     )
 
 
-def _agree(
-    prepare: Callable[[], Save],
-    group: Group,
-    plans: PlanCache,
-    recorder: Recorder,
-    cleanup: ExitStack,
-) -> _Save:
-    """All ranks save the same to the same place, which rank 0 takes possession of."""
-    saves: list[_Save] = []
-
-    def ask() -> bytes:
-        with recorder.stage("describe"):
-            saves.append(_Save(prepare(), group, plans, recorder))
-        with recorder.stage("plan"):
-            return saves[0].request()
-
-    answer = exchange(
-        group, "agreeing on a save", ask, lambda asked: saves[0].grant_all(asked, cleanup)
-    )
-    saves[0].accept(answer)
-    return saves[0]
+def _take_possession(job: Save, cleanup: ExitStack) -> str:
+    """An id for a save to this place, whose lock is held until `cleanup` is closed."""
+    refuse_existing(job)
+    collect_leftovers(job.store)
+    for _ in range(LOCK_ATTEMPTS):
+        save_id = new_save_id()
+        cleanup.callback(_discard_lock, job.store, save_id)
+        if cleanup.enter_context(job.store.hold(lock_file(save_id), shared=False)):
+            return save_id
+    raise StoreError(f"{job.store}: no lock could be made; is it writable?")
 
 
 class _Save:
-    """One save on one rank, from the first exchange to the last."""
+    """One planned save on one rank."""
 
-    def __init__(self, job: Save, group: Group, plans: PlanCache, recorder: Recorder) -> None:
-        self.store = job.store
-        self.options = job.options
-        self._arena = job.arena
-        self._held = job.held
+    def __init__(
+        self, job: Save, arena: Arena, planned: Planned, group: Group, recorder: Recorder
+    ) -> None:
+        self._job = job
+        self._arena = arena
+        self._planned = planned
         self._group = group
-        self._plans = plans
         self._recorder = recorder
-        self.described = describe(job.held.tensors, tuple(job.held.per_rank))
-        self._values = SharedValues.of(job.held)
-        self._encoded = self.described.description.encode()
-        self._fingerprint = hashlib.blake2b(self._encoded, digest_size=16).digest()
-        self._objects: tuple[ObjectEntry, ...] = ()
-        self._published: Published | None = None
-        self._share: Share | None = None
         self._files: tuple[FileEntry, ...] = ()
-        self._grant = _Grant("", False, False, False)
-        self.cached = False
-
-    def request(self) -> bytes:
-        """What this rank asks for."""
-        options = self.options
-        terms = f"step {options.step} to {self.store}"
-        terms += " with overwrite=True" if options.overwrite else ""
-        terms += " with check_replicas=True" if options.check_replicas else ""
-        known = self._plans.get(self._fingerprint) is not None
-        request = _Request(terms, self._fingerprint, known, self._values.digest())
-        return msgspec.msgpack.encode(request)
-
-    def grant_all(self, asked: Sequence[bytes], cleanup: ExitStack) -> list[bytes]:
-        """Rank 0's answer to what all ask for."""
-        requests = [msgspec.msgpack.decode(each, type=_Request) for each in asked]
-        _refuse_unlike(requests)
-        self._refuse_existing()
-        collect_leftovers(self.store)
-        save_id = self._lock(cleanup)
-        cached = all(request.cached for request in requests)
-        first_with = {request.values: i for i, request in reversed(list(enumerate(requests)))}
-        speakers = set(first_with.values())
-        return [
-            msgspec.msgpack.encode(_Grant(save_id, cached, i in speakers, len(speakers) > 1))
-            for i in range(len(requests))
-        ]
-
-    def accept(self, answer: bytes) -> None:
-        """Take what was granted."""
-        self._grant = msgspec.msgpack.decode(answer, type=_Grant)
-        self.cached = self._grant.cached
-
-    def _lock(self, cleanup: ExitStack) -> str:
-        """An id for this save, whose lock is held until `cleanup` is closed."""
-        for _ in range(LOCK_ATTEMPTS):
-            save_id = new_save_id()
-            cleanup.callback(self._discard_lock, save_id)
-            if cleanup.enter_context(self.store.hold(lock_file(save_id), shared=False)):
-                return save_id
-        raise StoreError(f"{self.store}: no lock could be made; is it writable?")
-
-    def plan(self) -> None:
-        """Take the plan from the cache, or have rank 0 make one out of all descriptions."""
-        self._gather_values()
-        known = self._plans.get(self._fingerprint)
-        if self.cached and known is not None:
-            self._plans.hits += 1
-            self._share, self._published = known
-            return
-        self._plans.misses += 1
-        answer = exchange(self._group, "planning a save", lambda: self._encoded, self._plan_all)
-        self._share = decode_share(answer)
-        self._plans.put(self._fingerprint, self._share, self._published)
 
     def write(self) -> int:
         """Write this rank's file, and wait for all ranks'. Returns its size.
 
         If any rank fails, all remove what they wrote: nothing can have been published.
         """
-        key = data_file(self._group.rank, self._grant.save_id)
         size = 0
 
         def speak() -> bytes:
             nonlocal size
             with self._recorder.stage("write"):
-                entry = self._write(key)
+                entry = self._write()
             size = entry.size if entry else 0
             return msgspec.msgpack.encode(_Written(entry))
 
@@ -264,7 +172,7 @@ class _Save:
             raise
         except Exception:
             with suppress(OSError):
-                self.store.delete(key)
+                self._job.store.delete(self._planned.key)
             raise
         return size
 
@@ -282,88 +190,51 @@ class _Save:
         reply = exchange(self._group, "publishing a save", lambda: b"", answer)
         return msgspec.msgpack.decode(reply, type=_Totals)
 
-    def _gather_values(self) -> None:
-        def speak() -> bytes:
-            return self._values.encode() if self._grant.send_values else b""
-
-        def unite(encoded: list[bytes]) -> bytes:
-            different = [(rank, data) for rank, data in enumerate(encoded) if data]
-            self._objects = unite_values(different)
-            return b""
-
-        if self._grant.gather_values:
-            exchange(self._group, "comparing plain values", speak, unite)
-        elif self._group.rank == 0:
-            unite([speak()])
-
-    def _plan_all(self, encoded: list[bytes]) -> list[bytes]:
-        plan = plan_save([decode_description(data) for data in encoded])
-        tensors = encode_tensors(plan.tensors)
-        self._published = Published(
-            tensors, plan.files, plan.per_rank, plan.bytes_held, plan.bytes_stored
-        )
-        return [share.encode() for share in plan.shares]
-
-    def _write(self, key: str) -> FileEntry | None:
-        share = self._share
-        if share is None or not (len(share.fragment) or self._held.per_rank):
+    def _write(self) -> FileEntry | None:
+        planned = self._planned
+        content = planned.content()
+        if content is None:
             return None
-        objects = msgspec.json.encode(self._held.per_rank) if self._held.per_rank else b""
-        rank = self._group.rank
-        metadata = {"shardwise": str(VERSION), "save_id": self._grant.save_id, "rank": str(rank)}
-        content = content_of(share, self.described, objects, metadata)
-        crc = write_data_file(self.store, key, content, self._arena)
-        at = content.layout
-        return FileEntry(key, rank, at.size, at.data_at, at.objects_at, at.checksums_at, crc)
+        crc = write_data_file(self._job.store, planned.key, content, self._arena)
+        return planned.entry(content, crc)
 
     def _publish(self) -> _Totals:
-        known, files = self._published, self._files
-        if known is None:
+        job, template = self._job, self._planned.template
+        if template is None:
             raise RuntimeError("rank 0 publishes what it has not planned")
-        manifest = Manifest(
-            save_id=self._grant.save_id,
-            step=self.options.step,
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            world_size=self._group.size,
-            metrics={
-                name: value if math.isfinite(value) else None
-                for name, value in self.options.metrics.items()
-            },
-            per_rank=known.per_rank,
-            files=files,
-            objects=self._objects,
-            tensors=(),
-        )
-        encoded = encode_manifest(manifest, known.tensors)
+        encoded = template.encode(self._files)
         try:
-            self._refuse_existing()
-            self.store.publish(MANIFEST, encoded, replace=self.options.overwrite)
+            refuse_existing(job)
+            job.store.publish(MANIFEST, encoded, replace=job.options.overwrite)
         except FileExistsError as error:
-            for file in files:
-                self.store.delete(file.name)
-            raise self._exists() from error
-        if self.options.overwrite:
-            collect_leftovers(self.store, own_lock=lock_file(self._grant.save_id))
-        return _Totals(known.bytes_stored, known.bytes_held, len(files))
-
-    def _refuse_existing(self) -> None:
-        if not self.options.overwrite and MANIFEST in self.store.list():
-            raise self._exists()
-
-    def _exists(self) -> CheckpointExistsError:
-        return CheckpointExistsError(
-            f"{self.store} holds a committed checkpoint already; "
-            "pass overwrite=True to replace it, or save elsewhere"
-        )
-
-    def _discard_lock(self, save_id: str) -> None:
-        with suppress(OSError):
-            self.store.delete(lock_file(save_id))
-            if not self.store.list():
-                self.store.remove()
+            for file in self._files:
+                job.store.delete(file.name)
+            raise _exists(job.store) from error
+        if job.options.overwrite:
+            collect_leftovers(job.store, own_lock=lock_file(self._planned.save_id))
+        published = template.published
+        return _Totals(published.bytes_stored, published.bytes_held, len(self._files))
 
 
-def _refuse_unlike(requests: Sequence[_Request]) -> None:
-    if len({request.terms for request in requests}) > 1:
-        asked = [f"rank {rank}: {request.terms}" for rank, request in enumerate(requests)]
-        raise MismatchError("ranks do not save the same checkpoint in the same way:", asked)
+def refuse_existing(job: Save) -> None:
+    """Refuse to save where there is a checkpoint that is not to be replaced.
+
+    Raises:
+        CheckpointExistsError: there is one.
+    """
+    if not job.options.overwrite and MANIFEST in job.store.list():
+        raise _exists(job.store)
+
+
+def _exists(store: Store) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"{store} holds a committed checkpoint already; "
+        "pass overwrite=True to replace it, or save elsewhere"
+    )
+
+
+def _discard_lock(store: Store, save_id: str) -> None:
+    with suppress(OSError):
+        store.delete(lock_file(save_id))
+        if not store.list():
+            store.remove()

@@ -112,6 +112,20 @@ def encode_manifest(manifest: Manifest, tensors: bytes | None = None) -> bytes:
     return body + b'"crc32":%d}\n' % crc32(body)
 
 
+def complete_manifest(draft: bytes, files: Sequence[FileEntry]) -> bytes:
+    """The manifest of a draft, which `encode_manifest` made without files, with these.
+
+    Raises:
+        FormatError: it is no such draft.
+    """
+    body, marker, _ = draft.rpartition(b'"crc32":')
+    head, empty, tail = body.partition(b'"files":[],\n')
+    if not marker or not empty:
+        raise FormatError("this is no manifest without files")
+    whole = head + b'"files":' + msgspec.json.encode(list(files)) + b",\n" + tail
+    return whole + b'"crc32":%d}\n' % crc32(whole)
+
+
 def decode_manifest(data: bytes) -> Manifest:
     """Bytes to a manifest, well-formed in itself; `shardwise.manifest.validate` checks the rest.
 

@@ -100,6 +100,13 @@ def byte_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(reversed(strides[: len(shape)]))
 
 
+def reach(data: torch.Tensor) -> int:
+    """How many elements lie from a tensor's first in memory to its last, both included."""
+    if data.is_contiguous():
+        return data.numel()
+    return 1 + sum(s * (n - 1) for s, n in zip(data.stride(), data.shape, strict=True))
+
+
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype have the same bits, not-a-numbers included."""
     flat = [each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b)]

@@ -1,0 +1,157 @@
+"""`shardwise plan-interval`: how often to take snapshots, and how often to persist one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.cli.terminal import output, print_json
+from shardwise.memory.intervals import DAY, Costs, Failures, Plan, Waste, plan_intervals
+
+GROUP = 8
+MUCH = 0.5  # of the time; the formulas are first approximations, good while little is wasted
+
+
+def _option(metavar: str, text: str) -> Any:
+    return typer.Option(metavar=metavar, help=text)
+
+
+Step = Annotated[float, _option("SECONDS", "That a step of the training takes.")]
+Snapshot = Annotated[float, _option("SECONDS", "By which a snapshot in memory slows training.")]
+Persist = Annotated[float, _option("SECONDS", "By which persisting a snapshot slows training.")]
+Redundancy = Annotated[float, _option("SECONDS", "From a snapshot until it is protected.")]
+FromMemory = Annotated[float, _option("SECONDS", "To resume after a failure, from memory.")]
+FromStorage = Annotated[float, _option("SECONDS", "To resume after a failure, from storage.")]
+Nodes = Annotated[int, _option("N", "Nodes that train.")]
+PerDay = Annotated[float | None, _option("X", "Failures of single nodes, in the whole cluster.")]
+NodeMtbf = Annotated[float | None, _option("DAYS", "Instead: between failures of one node.")]
+Lost = Annotated[float, _option("X", "The part of these failures that lose a node's memory.")]
+Group = Annotated[
+    int | None, _option("N", f"Nodes that protect each other; {GROUP} if there are as many.")
+]
+Parity = Annotated[int, _option("N", "Nodes of a group that may be lost at once.")]
+Rebuild = Annotated[float, _option("MINUTES", "From a loss until all is protected again.")]
+Correlated = Annotated[float, _option("X", "Failures that memory never survives, on top.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def plan_interval(
+    step_time: Step,
+    snapshot_cost: Snapshot,
+    persist_cost: Persist,
+    nodes: Nodes,
+    failures_per_day: PerDay = None,
+    node_mtbf_days: NodeMtbf = None,
+    redundancy_time: Redundancy = 0.0,
+    memory_restore: FromMemory = 0.0,
+    storage_restore: FromStorage = 0.0,
+    memory_lost: Lost = 1.0,
+    group: Group = None,
+    parity: Parity = 1,
+    rebuild_minutes: Rebuild = 10.0,
+    correlated_per_day: Correlated = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Say how often to take snapshots in memory, and how often to persist one.
+
+    Snapshots cost time, but the more there are, the less is done again after a failure. This finds
+    the intervals that waste the least, by the formulas of Young and Daly: from what was measured,
+    and how often nodes fail.
+
+    With --json: {"memory": {"steps", "seconds", "waste": {"snapshots", "lost", "restores"}},
+    "storage": likewise, "waste", "failures_per_day", "days_between_losses"}. Waste is a part of
+    the time; losses are those that memory does not survive.
+    """
+    try:
+        costs = Costs(
+            step=step_time,
+            snapshot=snapshot_cost,
+            persist=persist_cost,
+            redundancy=redundancy_time,
+            memory_restore=memory_restore,
+            storage_restore=storage_restore,
+        )
+        failures = Failures(
+            nodes=nodes,
+            rate=_rate(failures_per_day, node_mtbf_days, nodes),
+            lost=memory_lost,
+            correlated=correlated_per_day / DAY,
+            group=min(GROUP, nodes) if group is None else group,
+            survives=parity,
+            rebuild=rebuild_minutes * 60,
+        )
+        plan = plan_intervals(costs, failures)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if as_json:
+        print_json(_document(plan))
+    else:
+        _show(plan, output())
+
+
+def _rate(per_day: float | None, node_mtbf_days: float | None, nodes: int) -> float:
+    """Failures of single nodes per second, by the one option of the two that was given."""
+    if per_day is not None and node_mtbf_days is None:
+        return per_day / DAY
+    if node_mtbf_days is not None and per_day is None:
+        if not node_mtbf_days > 0:
+            raise ValueError(f"{node_mtbf_days:g} days between failures: more than 0 is needed")
+        return nodes / node_mtbf_days / DAY
+    raise ValueError("give --failures-per-day or --node-mtbf-days, one of them")
+
+
+def _document(plan: Plan) -> dict[str, Any]:
+    return {
+        "memory": asdict(plan.memory),
+        "storage": asdict(plan.storage),
+        "waste": plan.waste,
+        "failures_per_day": plan.failures * DAY,
+        "days_between_losses": _days_between_losses(plan),
+    }
+
+
+def _days_between_losses(plan: Plan) -> float:
+    return 1 / plan.beyond_memory / DAY
+
+
+def _show(plan: Plan, console: Console) -> None:
+    told = Table.grid(padding=(0, 3, 0, 0))
+    for code, interval in (("Memory", plan.memory), ("Checkpointer", plan.storage)):
+        every = Text(f"sw.{code}(every={interval.steps})", "bold")
+        told.add_row(every, Text(f"every {_duration(interval.seconds)}"))
+    console.print(told)
+    console.print()
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    table.add_column("wasted time", no_wrap=True)
+    for header in ("snapshots", "work done again", "restores", "in all"):
+        table.add_column(header, justify="right", no_wrap=True)
+    memory, storage = plan.memory.waste, plan.storage.waste
+    both = Waste(*(getattr(memory, part) + getattr(storage, part) for part in Waste.__slots__))
+    for name, waste in (("memory", memory), ("storage", storage), ("both", both)):
+        parts = (waste.snapshots, waste.lost, waste.restores, waste.total)
+        table.add_row(name, *map(_percent, parts))
+    console.print(table)
+    console.print()
+    lost = _duration(_days_between_losses(plan) * DAY)
+    console.print(Text(f"A loss that memory does not survive is to be expected every {lost}."))
+    if plan.waste > MUCH:
+        note = "With so much wasted these formulas are too kind: it is more than they say."
+        console.print(Text(note, "yellow"))
+
+
+def _percent(part: float) -> str:
+    return "0%" if part == 0 else "< 0.01%" if part < 0.0001 else f"{part:.2%}"
+
+
+def _duration(seconds: float) -> str:
+    """Seconds in the largest unit of which there are two: `33.4 s`, `27.2 min`, `22.0 years`."""
+    units = (("years", 365.25 * DAY), ("days", DAY), ("h", 3600.0), ("min", 60.0))
+    for unit, length in units:
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:.3g} s"

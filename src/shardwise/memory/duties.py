@@ -1,0 +1,231 @@
+"""What an agent does with a snapshot, stage by stage, as its notes ask for it.
+
+    staged ─seal─▶ entry ─commit─▶ manifest ─protect─▶ … ─persist─▶ in storage
+
+A duty is a function that looks at one snapshot, does what there is to do now, and says whether it
+did anything. The agent of rank 0's node leads: it has the draft, asks the other nodes for each
+stage by a note, and gathers their notes that it has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeVar
+
+from shardwise.errors import ShardwiseError, StoreError
+from shardwise.manifest.manifest import FileEntry, complete_manifest, decode_manifest
+from shardwise.manifest.names import MANIFEST
+from shardwise.memory import notes
+from shardwise.memory.guard import guard, protection_of
+from shardwise.memory.home import Run, read_note, write_note
+from shardwise.memory.nodes import Nodes
+from shardwise.memory.notes import Card, Done, Draft, Persist, Protect, Staged
+from shardwise.memory.persist import Throttle, copy_to_store
+from shardwise.memory.place import Place
+from shardwise.memory.publication import publication
+from shardwise.memory.seal import seal
+from shardwise.store import open_store
+
+log = logging.getLogger("shardwise.agent")
+W = TypeVar("W")
+
+
+Duty = Callable[[Place], bool]
+
+
+def seal_staged(place: Place) -> bool:
+    """Take the checksums of files that were staged."""
+    busy = False
+    for name in place.named(".staged.json"):
+        staged = read_note(place.path / name, Staged)
+        if staged is None or place.has(notes.entry(staged.file.name)):
+            continue
+        sealed = seal(place.path / staged.file.name, staged.file)
+        write_note(place.path / notes.entry(sealed.name), sealed)
+        busy = True
+    return busy
+
+
+class Leading:
+    """The duties of the node that has the draft of a snapshot.
+
+    Args:
+        node: the name of this node.
+    """
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+
+    def commit(self, place: Place) -> bool:
+        """Gather the entries of all files, and give all nodes the manifest: the commit."""
+        return self._lead(place, "commit", lambda draft: True, self._commit)
+
+    def protect(self, place: Place) -> bool:
+        """Have all nodes make the redundancy that was asked for."""
+        return self._lead(place, "protect", lambda draft: True, self._protect)
+
+    def persist(self, place: Place) -> bool:
+        """Have all nodes copy their files to storage, and publish the manifest there."""
+        return self._lead(place, "persist", lambda draft: draft.root is not None, self._persist)
+
+    def _lead(
+        self,
+        place: Place,
+        stage: str,
+        wanted: Callable[[Draft], bool],
+        work: Callable[[Place, Draft, Nodes], int],
+    ) -> bool:
+        busy = False
+        for draft in place.drafts():
+            after = stage == "commit" or place.has(notes.outcome("commit", draft.save_id))
+            ended = place.has(notes.outcome(stage, draft.save_id))
+            if draft.leader != self._node or ended or not after or not wanted(draft):
+                continue
+            busy = True
+            self._finish(place, stage, draft, work)
+        return busy
+
+    def _finish(
+        self,
+        place: Place,
+        stage: str,
+        draft: Draft,
+        work: Callable[[Place, Draft, Nodes], int],
+    ) -> None:
+        start = time.monotonic()
+        with Nodes(place, known_cards(place.run), self._node, draft.wait) as nodes:
+            nbytes, failure = attempt(lambda: work(place, draft, nodes))
+            done = Done(
+                save_id=draft.save_id,
+                stage=stage,
+                seconds=time.monotonic() - start,
+                bytes=nbytes,
+                failure=failure,
+                node=self._node,
+                bytes_held=draft.bytes_held,
+                bytes_total=draft.bytes_total,
+                files=len(draft.files),
+            )
+            nodes.tell_all(notes.outcome(stage, draft.save_id), done)
+
+    def _commit(self, place: Place, draft: Draft, nodes: Nodes) -> int:
+        entries = [nodes.expect(node, notes.entry(name), FileEntry) for name, node in draft.files]
+        manifest = complete_manifest(draft.manifest.encode(), entries)
+        nodes.tell_all(MANIFEST, manifest)
+        return sum(each.size for each in entries)
+
+    def _protect(self, place: Place, draft: Draft, nodes: Nodes) -> int:
+        if not (draft.copies or draft.parity):
+            return 0
+        manifest = decode_manifest((place.path / MANIFEST).read_bytes())
+        wish = Protect(
+            save_id=draft.save_id,
+            protection=protection_of(draft, list(manifest.files)),
+            nodes=known_cards(place.run),
+            wait=draft.wait,
+        )
+        nodes.tell_all(notes.request("protect", draft.save_id), wish)
+        return self._gather(nodes, "protect", draft, [card.node for card in draft.nodes])
+
+    def _gather(self, nodes: Nodes, stage: str, draft: Draft, asked: Iterable[str]) -> int:
+        """Wait until the nodes that were asked for a stage are done with it."""
+        name = notes.done(stage, draft.save_id)
+        ended = [nodes.expect(node, name, Done, patient=True) for node in asked]
+        for each in ended:
+            if each.failure:
+                raise StoreError(f"node {each.node}: {each.failure}")
+        return sum(each.bytes for each in ended)
+
+    def _persist(self, place: Place, draft: Draft, nodes: Nodes) -> int:
+        with publication(draft) as publish:
+            by_node: dict[str, list[str]] = {}
+            for name, node in draft.files:
+                by_node.setdefault(node, []).append(name)
+            for node, files in by_node.items():
+                wish = Persist(
+                    save_id=draft.save_id,
+                    place=str(publish.store),
+                    files=files,
+                    budget=draft.budget,
+                )
+                nodes.tell(node, notes.request("persist", draft.save_id), wish)
+            nbytes = self._gather(nodes, "persist", draft, by_node)
+            publish.finish((place.path / MANIFEST).read_bytes())
+            return nbytes
+
+
+def known_cards(run: Run) -> list[Card]:
+    """The agents of a run's nodes, as the newest of its drafts know them."""
+    drafts = [draft for step in run.steps() for draft in Place(run, step).drafts()]
+    return list({card.node: card for draft in drafts for card in draft.nodes}.values())
+
+
+class Following:
+    """The duties of every node: what the leader of a snapshot asks it for.
+
+    Args:
+        node: the name of this node.
+    """
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+
+    def persist(self, place: Place) -> bool:
+        """Copy this node's files to storage."""
+        return self._follow(place, "persist", Persist, lambda wish: _copy(place, wish))
+
+    def protect(self, place: Place) -> bool:
+        """Keep for other nodes what protects them."""
+
+        def work(wish: Protect) -> int:
+            with Nodes(place, wish.nodes, self._node, wish.wait) as nodes:
+                return guard(place, wish.protection, nodes, self._node)
+
+        return self._follow(place, "protect", Protect, work)
+
+    def _follow(self, place: Place, stage: str, kind: type[W], work: Callable[[W], int]) -> bool:
+        busy = False
+        for save_id in notes.requested(stage, place.named(".json")):
+            name = notes.done(stage, save_id)
+            wish = read_note(place.path / notes.request(stage, save_id), kind)
+            if wish is None or place.has(name):
+                continue
+            busy = True
+            start = time.monotonic()
+            nbytes, failure = attempt(partial(work, wish))
+            done = Done(
+                save_id=save_id,
+                stage=stage,
+                seconds=time.monotonic() - start,
+                bytes=nbytes,
+                failure=failure,
+                node=self._node,
+            )
+            write_note(place.path / name, done)
+        return busy
+
+
+def attempt(work: Callable[[], int]) -> tuple[int, str]:
+    """What some work gives, or why it cannot be done."""
+    try:
+        return work(), ""
+    except (ShardwiseError, OSError) as error:
+        log.error("%s: %s", type(error).__name__, error)
+        return 0, f"{type(error).__name__}: {error}"
+
+
+def _copy(place: Place, wish: Persist) -> int:
+    throttle = Throttle(wish.budget)
+    store = open_store(wish.place)
+    nbytes = 0
+    for name in wish.files:
+        entry = read_note(place.path / notes.entry(name), FileEntry)
+        if entry is None:
+            raise StoreError(f"{place.path / name} is not there any more")
+        copy_to_store(place.path / name, entry, store, throttle)
+        nbytes += entry.size
+    store.sync()
+    return nbytes

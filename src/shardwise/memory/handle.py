@@ -1,0 +1,156 @@
+"""A save that was begun: how far it has come, as the notes on this node say."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from shardwise.engine.save import SaveReport
+from shardwise.errors import StoreError
+from shardwise.memory import notes
+from shardwise.memory.home import Home, read_note
+from shardwise.memory.notes import Done
+from shardwise.memory.place import Place
+from shardwise.memory.retire import ENDED
+
+POLL = (0.001, 0.05)
+LOOK_AROUND = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """What a save goes through, in the words of its notes, and where those are looked for."""
+
+    home: Home
+    place: Place
+    save_id: str
+    stages: tuple[str, ...]
+
+    def check(self) -> None:
+        """Raise if any stage has failed.
+
+        Raises:
+            StoreError: says which, and why.
+        """
+        for stage in self.stages:
+            self.ended(stage)
+
+    def is_over(self) -> bool:
+        """Whether the last stage has ended.
+
+        Raises:
+            StoreError: it has failed.
+        """
+        return self.ended(self.stages[-1]) is not None
+
+    def wait_all(self, timeout: float | None) -> Done:
+        """Wait until all stages have ended; how the last one has.
+
+        Raises:
+            StoreError: one has failed.
+            TimeoutError: `timeout` seconds have passed.
+        """
+        return [self.wait(stage, timeout) for stage in self.stages][-1]
+
+    def ended(self, stage: str) -> Done | None:
+        """How a stage has ended, if it has.
+
+        Raises:
+            StoreError: it has failed; or nothing can come of it, as the agent is gone.
+        """
+        name = notes.outcome(stage, self.save_id)
+        done = read_note(self.place.path / name, Done)
+        if done is None:
+            done = read_note(self.place.run.path / ENDED / name, Done)
+        if done is not None and done.failure:
+            raise StoreError(f"step {self.place.step}: {stage}: {done.failure}")
+        return done
+
+    def wait(self, stage: str, timeout: float | None) -> Done:
+        """Wait until a stage has ended.
+
+        Raises:
+            StoreError: it has failed, or the node's agent is gone.
+            TimeoutError: `timeout` seconds have passed.
+        """
+        start = looked = time.monotonic()
+        pause = POLL[0]
+        while (done := self.ended(stage)) is None:
+            now = time.monotonic()
+            if timeout is not None and now - start > timeout:
+                raise TimeoutError(
+                    f"step {self.place.step}: {stage} has not ended in {timeout:g} s"
+                )
+            if now - looked > LOOK_AROUND:
+                looked = now
+                if not self.home.has_agent():
+                    raise StoreError(
+                        f"step {self.place.step}: {stage}: the agent of {self.home} is gone; the "
+                        f"next save starts another, which goes on (its log: {self.home.log})"
+                    )
+            time.sleep(pause)
+            pause = min(2 * pause, POLL[1])
+        return done
+
+
+class SaveHandle:
+    """A save that was begun.
+
+    Args:
+        report: what it did until now; all that there is to report, if it is over.
+        stages: what is still to come; None if it is durable.
+    """
+
+    def __init__(self, report: SaveReport, stages: Stages | None = None) -> None:
+        self._report = report
+        self._stages = stages
+
+    def done(self) -> bool:
+        """Whether it is over: durable (or, if that is all it is for, safe in memory), or failed."""
+        if self._stages is None:
+            return True
+        try:
+            return self._stages.is_over()
+        except StoreError:
+            return True
+
+    def staged(self, timeout: float | None = None) -> None:
+        """Wait until the state is copied, and may change: it is, when `save` returns."""
+
+    def committed(self, timeout: float | None = None) -> None:
+        """Wait until the snapshot is whole on all nodes, and what `restore` would take.
+
+        Raises:
+            StoreError: it has failed; says at which stage, and why.
+            TimeoutError: `timeout` seconds have passed.
+        """
+        if self._stages is not None:
+            self._stages.wait("commit", timeout)
+
+    def protected(self, timeout: float | None = None) -> None:
+        """Wait until it would survive the loss of as many nodes as it was asked to.
+
+        Raises:
+            StoreError, TimeoutError: as for `committed`.
+        """
+        if self._stages is not None:
+            self._stages.wait("protect", timeout)
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Wait until it is durable, or, if it is for memory only, protected.
+
+        Raises:
+            StoreError, TimeoutError: as for `committed`.
+        """
+        if self._stages is None:
+            return self._report
+        ended = {stage: self._stages.wait(stage, timeout) for stage in self._stages.stages}
+        last = ended["commit"]
+        seconds = self._report.seconds | {stage: each.seconds for stage, each in ended.items()}
+        return replace(
+            self._report,
+            bytes_total=last.bytes_total,
+            bytes_deduplicated=last.bytes_held - last.bytes_total,
+            files=last.files,
+            seconds=seconds,
+        )

@@ -1,0 +1,154 @@
+"""Where a node keeps its snapshots, and how all in there is named.
+
+<dir>/shardwise-<user>/
+  agent.json  agent.lock  agent.bell  agent.log
+  runs/<run>/free/r00003-0.slot            memory that waits to be staged into
+  runs/<run>/step-00000010/                a snapshot
+    r00003-<save>.safetensors              data files of this node's ranks
+    r00003-<save>.staged.json  …           notes: how far each of them has come
+    manifest.json                          committed for the cluster
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from shardwise.errors import StoreError
+from shardwise.manifest.names import step_directory, step_of_directory
+
+FREE = "free"
+LARGEST_NOTE = 1 << 28
+_RUN = re.compile(r"[0-9a-f]{16}")
+T = TypeVar("T")
+
+
+class Home:
+    """The directory of one node, made if it is not there; nobody else may look into it.
+
+    Raises:
+        StoreError: it cannot be made, or belongs to somebody else.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.path = Path(directory) / f"shardwise-{os.getuid()}"
+        try:
+            (self.path / "runs").mkdir(parents=True, exist_ok=True, mode=0o700)
+            os.chmod(self.path, 0o700)
+        except OSError as error:
+            raise StoreError(f"{self.path}: snapshots cannot be kept there: {error}") from error
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def card(self) -> Path:
+        """Who the agent is, and how to talk to it."""
+        return self.path / "agent.json"
+
+    @property
+    def bell(self) -> Path:
+        """A pipe that wakes the agent."""
+        return self.path / "agent.bell"
+
+    @property
+    def log(self) -> Path:
+        """What the agent has to say."""
+        return self.path / "agent.log"
+
+    def runs(self) -> list[str]:
+        """The runs of which something is kept."""
+        return sorted(each.name for each in (self.path / "runs").iterdir())
+
+    def run(self, run: str) -> Run:
+        """What is kept of a run.
+
+        Raises:
+            StoreError: this is no run's id.
+        """
+        if not _RUN.fullmatch(run):
+            raise StoreError(f"{run!r} is no id of a run")
+        return Run(self.path / "runs" / run)
+
+    @contextmanager
+    def lock(self) -> Iterator[bool]:
+        """Be the agent while the block runs; yields False if another is."""
+        fd = os.open(self.path / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            with suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield True
+                return
+            yield False
+        finally:
+            os.close(fd)
+
+    def has_agent(self) -> bool:
+        """Whether an agent lives here."""
+        with self.lock() as free:
+            return not free
+
+
+class Run:
+    """What a node keeps of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.name
+
+    @property
+    def free(self) -> Path:
+        """Where slots wait."""
+        return self.path / FREE
+
+    def steps(self) -> list[int]:
+        """The steps of which there is anything, ascending."""
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+        return sorted(step for name in names if (step := step_of_directory(name)) is not None)
+
+    def step(self, step: int) -> Path:
+        """The directory of a snapshot."""
+        return self.path / step_directory(step)
+
+
+def new_run() -> str:
+    """An id that no other run has."""
+    return secrets.token_hex(8)
+
+
+def write_note(path: Path, note: object) -> None:
+    """Have a note appear, whole, in place of what was there before."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        beside.write_bytes(note if isinstance(note, bytes) else msgspec.json.encode(note))
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def read_note(path: Path, kind: type[T]) -> T | None:
+    """A note, or None if there is none.
+
+    Raises:
+        StoreError: it is not what its name says.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST_NOTE)
+    except FileNotFoundError:
+        return None
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise StoreError(f"{path}: {error}") from error

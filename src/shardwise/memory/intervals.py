@@ -1,0 +1,297 @@
+"""How often to take snapshots, and how often to persist them: arithmetic, no measurements.
+
+All times are seconds and all rates are per second, unless a name says otherwise.
+
+A snapshot costs time and saves time: after a failure, training resumes from the last one, and half
+an interval is lost on average. The interval at which both losses are equal is Young's (1974), that
+Daly (2006) refined. With two tiers it is found for each: snapshots in memory meet most failures,
+and those in storage the few that memory does not survive, such as the loss of more nodes of a group
+than its redundancy makes up for. The rate of these is that of disk arrays: Patterson, Gibson and
+Katz (1988) for one loss that is made up for, Chen, Lee, Gibson, Katz and Patterson (1994) for two.
+
+    Young: A first order approximation to the optimum checkpoint interval. CACM 17(9).
+    Daly: A higher order estimate of the optimum checkpoint interval for restart dumps. FGCS 22(3).
+    Patterson et al.: A case for redundant arrays of inexpensive disks (RAID). SIGMOD 1988.
+    Chen et al.: RAID: high-performance, reliable secondary storage. ACM Computing Surveys 26(2).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+DAY = 86400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What was measured of a training.
+
+    Args:
+        step: seconds of a step.
+        snapshot: seconds by which a snapshot in memory lengthens training. That is not for how
+            long it blocks: copies that go on behind the training slow it down too.
+        redundancy: seconds from then until a snapshot is protected; training goes on meanwhile.
+        persist: seconds by which persisting a snapshot to storage lengthens training.
+        memory_restore: seconds from a failure until training goes on from memory.
+        storage_restore: seconds from a failure until training goes on from storage.
+
+    Raises:
+        ValueError: a time is negative or not finite, or the step takes none.
+    """
+
+    step: float
+    snapshot: float
+    persist: float
+    redundancy: float = 0.0
+    memory_restore: float = 0.0
+    storage_restore: float = 0.0
+
+    def __post_init__(self) -> None:
+        _more_than_zero("the time of a step", self.step)
+        _not_negative("the cost of a snapshot", self.snapshot)
+        _not_negative("the time of redundancy", self.redundancy)
+        _not_negative("the cost of persisting", self.persist)
+        _not_negative("the time to restore from memory", self.memory_restore)
+        _not_negative("the time to restore from storage", self.storage_restore)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failures:
+    """How a cluster fails, and what its memory survives.
+
+    Args:
+        nodes: how many nodes train.
+        rate: failures of single nodes per second, in the whole cluster.
+        lost: which part of these takes the node's memory along. The others are of processes:
+            what the node holds survives them.
+        correlated: failures per second that memory never survives, since they take several nodes
+            at once, such as a rack. They come on top of `rate`.
+        group: how many nodes protect each other.
+        survives: how many nodes of a group may be lost at once; 0 without redundancy.
+        rebuild: seconds from the loss of a node until what it held is protected again.
+
+    Raises:
+        ValueError: these make no sense, each or together.
+    """
+
+    nodes: int
+    rate: float
+    lost: float = 1.0
+    correlated: float = 0.0
+    group: int = 2
+    survives: int = 1
+    rebuild: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1:
+            raise ValueError(f"{self.nodes} nodes: at least one is needed")
+        _more_than_zero("the rate of failures", self.rate)
+        _not_negative("the rate of correlated failures", self.correlated)
+        _more_than_zero("the time to rebuild", self.rebuild)
+        if not 0 < self.lost <= 1:
+            raise ValueError(f"{self.lost} of the failures lose a node: more than 0, at most 1")
+        if not 1 <= self.group <= self.nodes:
+            raise ValueError(f"a group of {self.group} needs from 1 to {self.nodes} nodes")
+        if not 0 <= self.survives < self.group:
+            raise ValueError(
+                f"a group of {self.group} cannot survive the loss of {self.survives} of its nodes"
+            )
+
+    @property
+    def all(self) -> float:
+        """Failures per second that interrupt training."""
+        return self.rate + self.correlated
+
+    @property
+    def beyond_memory(self) -> float:
+        """Failures per second after which only storage helps, λ_p."""
+        node = self.rate * self.lost / self.nodes
+        independent = group_loss_rate(
+            self.nodes, self.group, node, self.rebuild, survives=self.survives
+        )
+        return min(independent, self.rate) + self.correlated
+
+
+@dataclass(frozen=True, slots=True)
+class Waste:
+    """Parts of the time that are not spent on training.
+
+    Attributes:
+        snapshots: in which snapshots are taken, C/T.
+        lost: whose work is done again after a failure, λT/2.
+        restores: between a failure and the resumption of training, λR.
+    """
+
+    snapshots: float
+    lost: float
+    restores: float
+
+    @property
+    def total(self) -> float:
+        """All of it; it is an approximation, good where it is well below 1."""
+        return self.snapshots + self.lost + self.restores
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """How often to do something, in steps and in seconds, and what is wasted then."""
+
+    steps: int
+    seconds: float
+    waste: Waste
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """When to take snapshots in memory, when to persist one, and what to expect.
+
+    Attributes:
+        memory: for `Memory(every=…)`.
+        storage: for `Checkpointer(every=…)`: a multiple of the former.
+        failures: that interrupt training, per second.
+        beyond_memory: those after which only storage helps, per second.
+    """
+
+    memory: Interval
+    storage: Interval
+    failures: float
+    beyond_memory: float
+
+    @property
+    def waste(self) -> float:
+        """The part of the time that is not spent on training."""
+        return self.memory.waste.total + self.storage.waste.total
+
+
+def optimal_interval(cost: float, rate: float, *, least: float = 0.0) -> float:
+    """Seconds between snapshots at which the least time is wasted: T* = √(2C/λ).
+
+    Args:
+        cost: C, seconds by which a snapshot lengthens training.
+        rate: λ, failures per second.
+        least: seconds below which it cannot be: a step, or a snapshot with its redundancy.
+
+    Source: Young (1974); Daly (2006) shows it good while C is well below 1/λ.
+
+    Raises:
+        ValueError: a cost or a bound is negative, or the rate is not positive.
+    """
+    _not_negative("the cost of a snapshot", cost)
+    _more_than_zero("the rate of failures", rate)
+    _not_negative("the least interval", least)
+    return max(math.sqrt(2 * cost / rate), least)
+
+
+def waste(interval: float, cost: float, rate: float, restore: float = 0.0) -> Waste:
+    """What is wasted with snapshots every `interval` seconds: C/T + λ(T/2 + R).
+
+    Args:
+        interval: T, seconds from one snapshot to the next.
+        cost: C, seconds by which a snapshot lengthens training.
+        rate: λ, failures per second.
+        restore: R, seconds from a failure until training goes on.
+
+    Source: Young (1974), to first order in λ.
+
+    Raises:
+        ValueError: the interval is not positive, or another is negative.
+    """
+    _more_than_zero("the interval", interval)
+    _not_negative("the cost of a snapshot", cost)
+    _not_negative("the rate of failures", rate)
+    _not_negative("the time to restore", restore)
+    return Waste(cost / interval, rate * interval / 2, rate * restore)
+
+
+def group_loss_rate(
+    nodes: int, group: int, node: float, rebuild: float, *, survives: int = 1
+) -> float:
+    """How often a group loses more nodes than it survives: G·n(n−1)…(n−m)·μ^(m+1)·r^m per second.
+
+    G = nodes/n is the number of groups: not whole where the last one is smaller. Lost nodes are
+    rebuilt one after another.
+
+    Args:
+        nodes: of the cluster.
+        group: n, nodes that protect each other.
+        node: μ, losses of a node per second.
+        rebuild: r, seconds from a loss until all is protected again.
+        survives: m, losses that a group survives.
+
+    Source: for m = 1, the mean time to data loss of RAID (Patterson et al. 1988); for m = 2, that
+    of P + Q redundancy (Chen et al. 1994). Good while μnr is well below 1.
+
+    Raises:
+        ValueError: a group cannot survive so many losses, or a rate or a time is not positive.
+    """
+    if not 0 <= survives < group:
+        raise ValueError(f"a group of {group} cannot survive the loss of {survives} of its nodes")
+    _more_than_zero("the rate at which a node is lost", node)
+    _more_than_zero("the time to rebuild", rebuild)
+    one_after_another: float = math.perm(group, survives + 1)
+    return nodes / group * one_after_another * node * (node * rebuild) ** survives
+
+
+def second_loss(group: int, node: float, rebuild: float) -> float:
+    """Probability that a group which has lost a node loses another before all is rebuilt.
+
+    Args as of `group_loss_rate`; failures are independent: 1 − e^(−(n−1)μr).
+
+    Raises:
+        ValueError: there is no group, or a rate or a time is not positive.
+    """
+    if group < 1:
+        raise ValueError(f"a group of {group}: at least one node is needed")
+    _more_than_zero("the rate at which a node is lost", node)
+    _more_than_zero("the time to rebuild", rebuild)
+    return -math.expm1(-(group - 1) * node * rebuild)
+
+
+def plan_intervals(costs: Costs, failures: Failures) -> Plan:
+    """The intervals of both tiers, each in whole steps, and what they waste.
+
+    Raises:
+        ValueError: every failure is one that memory does not survive.
+    """
+    beyond = failures.beyond_memory
+    survived = failures.all - beyond
+    if survived <= failures.all * 1e-9:
+        raise ValueError(
+            "memory survives none of these failures, so snapshots there are of no use: without "
+            "redundancy, only failures that leave the node's memory alone are survived"
+        )
+    memory = _in_steps(
+        costs.step,
+        max(costs.step, costs.snapshot + costs.redundancy),
+        (costs.snapshot, survived, costs.memory_restore),
+    )
+    storage = _in_steps(
+        memory.seconds,
+        max(memory.seconds, costs.persist),
+        (costs.persist, beyond, costs.storage_restore),
+    )
+    persisted = Interval(memory.steps * storage.steps, storage.seconds, storage.waste)
+    return Plan(memory, persisted, failures.all, beyond)
+
+
+def _in_steps(unit: float, least: float, tier: tuple[float, float, float]) -> Interval:
+    """The best interval that is a multiple of a unit of time, and no shorter than `least`."""
+    cost, rate, restore = tier
+    wanted = optimal_interval(cost, rate, least=least) / unit
+    fewest = max(1, math.ceil(least / unit * (1 - 1e-12)))
+    found = [
+        Interval(steps, steps * unit, waste(steps * unit, cost, rate, restore))
+        for steps in {max(fewest, math.floor(wanted)), max(fewest, math.ceil(wanted))}
+    ]
+    return min(found, key=lambda interval: interval.waste.total)
+
+
+def _not_negative(what: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{what} is {value:g}: 0 or more is needed")
+
+
+def _more_than_zero(what: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{what} is {value:g}: more than 0 is needed")

@@ -1,0 +1,161 @@
+"""The nodes of a run, as the agent that leads a snapshot talks to them: by notes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TypeVar
+
+import msgspec
+
+from shardwise.errors import StoreError
+from shardwise.memory.client import AgentClient
+from shardwise.memory.home import LARGEST_NOTE, read_note, write_note
+from shardwise.memory.notes import Card
+from shardwise.memory.place import Place
+from shardwise.store.store import Buffer
+
+POLL = 0.005
+AT_ONCE = 5.0
+T = TypeVar("T")
+
+
+class Nodes:
+    """The nodes that hold a snapshot, this one among them.
+
+    Args:
+        place: the snapshot, here.
+        cards: of all nodes.
+        here: which of them this is.
+        wait: seconds until one that does not answer counts as lost.
+    """
+
+    def __init__(self, place: Place, cards: Sequence[Card], here: str, wait: float) -> None:
+        self._place = place
+        self._here = here
+        self._wait = wait
+        self._clients = {card.node: AgentClient(card) for card in cards if card.node != here}
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        for client in self._clients.values():
+            client.close()
+
+    def read(self, node: str, name: str, *, limit: int) -> bytes:
+        """All of a small file of another node."""
+        place = self._place
+        return self._client(node).read(place.run.name, place.step, name, limit=limit)
+
+    def expect(self, node: str, name: str, kind: type[T], *, patient: bool = False) -> T:
+        """A note of a node, once it is there.
+
+        Args:
+            patient: wait for as long as the node answers.
+
+        Raises:
+            StoreError: the node does not answer, or the note does not come.
+        """
+        last_sign = time.monotonic()
+        while True:
+            try:
+                found = self._look(node, name, kind)
+                if patient:
+                    last_sign = time.monotonic()
+            except StoreError:
+                found = None
+                time.sleep(0.2)
+            if found is not None:
+                return found
+            if time.monotonic() - last_sign > self._wait:
+                raise StoreError(f"node {node} gave no {name} within {self._wait:.0f} s")
+
+    def tell(self, node: str, name: str, note: object) -> None:
+        """Leave a note at a node.
+
+        Raises:
+            StoreError: the node does not answer.
+        """
+        data = note if isinstance(note, bytes) else msgspec.json.encode(note)
+        if node == self._here:
+            write_note(self._place.path / name, data)
+        else:
+            self._client(node).put(self._place.run.name, self._place.step, name, data)
+
+    def tell_all(self, name: str, note: object) -> None:
+        """Leave a note at all nodes, at this one last: then all others have it, or are lost.
+
+        Raises:
+            StoreError: some nodes do not answer; the others have it.
+        """
+        tried = [self._try_to_tell(node, name, note) for node in [*self._clients, self._here]]
+        lost = [each for each in tried if each]
+        if lost:
+            raise StoreError("; ".join(lost))
+
+    def read_range(self, node: str, name: str, offset: int, out: Buffer) -> None:
+        """Fill `out` from a file of a node.
+
+        Raises:
+            StoreError: the node does not answer, or the file ends before.
+            FileNotFoundError: it has no such file.
+        """
+        if node != self._here:
+            self._client(node).read_range_into(
+                self._place.run.name, self._place.step, name, offset, out
+            )
+            return
+        fd = os.open(self._place.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            view = out.data
+            while view:
+                count = os.preadv(fd, [view], offset)
+                if not count:
+                    raise StoreError(f"{self._place.path / name} ends at byte {offset}")
+                offset += count
+                view = view[count:]
+        finally:
+            os.close(fd)
+
+    def _client(self, node: str) -> AgentClient:
+        try:
+            return self._clients[node]
+        except KeyError:
+            raise StoreError(f"nothing is known of node {node}") from None
+
+    def _try_to_tell(self, node: str, name: str, note: object) -> str:
+        try:
+            self.tell(node, name, note)
+        except StoreError as error:
+            return f"node {node}: {error}"
+        return ""
+
+    def _look(self, node: str, name: str, kind: type[T]) -> T | None:
+        place = self._place
+        if node == self._here:
+            found = read_note(place.path / name, kind)
+            if found is None:
+                time.sleep(POLL)
+            return found
+        try:
+            data = self._client(node).read(
+                place.run.name, place.step, name, limit=LARGEST_NOTE, wait=AT_ONCE
+            )
+        except FileNotFoundError:
+            return None
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.DecodeError as error:
+            raise StoreError(f"node {node}: {name}: {error}") from error

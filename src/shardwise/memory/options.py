@@ -1,0 +1,61 @@
+"""How to keep snapshots in memory, as a user says it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+DIRECTORY = "/dev/shm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Snapshots in the memory of the nodes.
+
+    Args:
+        every: a snapshot at every step that is a multiple of this.
+        slots: how many committed snapshots are kept; one more is being written.
+        dir: where each node keeps them: a memory file system, or a directory of a local disk.
+        copies: how many further nodes keep a copy of what a node holds.
+        parity: how many nodes of a group may be lost at once, by redundancy that takes
+            `parity / (group - parity)` of the memory; instead of copies.
+        group: how many nodes protect each other by parity.
+        domain: what fails together with this node, such as its rack; the node itself if None.
+        interface: the address on which a node's agent serves the others.
+        budget: bytes a second that an agent may copy to storage; no bound if None.
+        when_full: if all slots are taken: leave this snapshot out, or wait for one. A save that is
+            to be persisted waits.
+        wait: seconds to wait for a slot, and for a node that does not answer.
+
+    Raises:
+        ValueError: a number is out of range, or copies and parity are both asked for.
+    """
+
+    every: int = 1
+    slots: int = 2
+    dir: str = DIRECTORY
+    copies: int = 0
+    parity: int = 0
+    group: int = 8
+    domain: str | None = None
+    interface: str = "127.0.0.1"
+    budget: int | None = None
+    when_full: Literal["skip", "wait"] = "skip"
+    wait: float = 60.0
+
+    def __post_init__(self) -> None:
+        least = {"every": 1, "slots": 2, "copies": 0, "parity": 0, "group": 2}
+        for name, at_least in least.items():
+            value = getattr(self, name)
+            if type(value) is not int or value < at_least:
+                raise ValueError(f"Memory({name}={value!r}): a whole number from {at_least} on")
+        if self.budget is not None and self.budget < 1 << 20:
+            raise ValueError(f"Memory(budget={self.budget}): at least 1 MiB a second is needed")
+        if self.copies and self.parity:
+            raise ValueError("Memory: copies or parity, not both")
+        if self.parity >= self.group:
+            raise ValueError(f"Memory(parity={self.parity}) needs a group of more nodes than that")
+        if self.when_full not in ("skip", "wait"):
+            raise ValueError(f"Memory(when_full={self.when_full!r}): 'skip' or 'wait'")
+        if not self.wait > 0:
+            raise ValueError(f"Memory(wait={self.wait}): seconds, more than 0")

@@ -1,0 +1,59 @@
+"""A snapshot on a node: its directory, and the notes in it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.manifest.names import MANIFEST
+from shardwise.memory import notes
+from shardwise.memory.home import Run, read_note
+from shardwise.memory.notes import Done, Draft, Staged
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A snapshot on this node."""
+
+    run: Run
+    step: int
+
+    @property
+    def path(self) -> Path:
+        """Its directory."""
+        return self.run.step(self.step)
+
+    def named(self, suffix: str) -> list[str]:
+        """The names in it that end so."""
+        try:
+            return sorted(name for name in os.listdir(self.path) if name.endswith(suffix))
+        except FileNotFoundError:
+            return []
+
+    def drafts(self) -> list[Draft]:
+        """The drafts in it: one, unless the step was saved twice."""
+        names = [name for name in self.named(".json") if name.startswith("draft-")]
+        found = [read_note(self.path / name, Draft) for name in names]
+        return [draft for draft in found if draft is not None]
+
+    def staged(self) -> list[Staged]:
+        """The files in it that trainers have staged."""
+        found = [read_note(self.path / name, Staged) for name in self.named(".staged.json")]
+        return [staged for staged in found if staged is not None]
+
+    def ended(self, stage: str, save_id: str) -> Done | None:
+        """How a stage has ended for the cluster, if it has."""
+        return read_note(self.path / notes.outcome(stage, save_id), Done)
+
+    def has_ended(self, stage: str) -> bool:
+        """Whether a stage has ended for any save of it."""
+        return any(name.startswith(f"{stage}-all-") for name in self.named(".json"))
+
+    def is_committed(self) -> bool:
+        """Whether it has a manifest."""
+        return self.has(MANIFEST)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file of this name."""
+        return (self.path / name).exists()

@@ -1,0 +1,361 @@
+"""Which nodes protect which: groups across failure domains, and what remains unprotected."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated
+
+import msgspec
+
+from shardwise.errors import FormatError
+from shardwise.manifest.checksums import block_count
+from shardwise.manifest.manifest import LARGEST
+from shardwise.manifest.names import checked_file, checked_save_id
+from shardwise.memory.parity import GRAIN, MOST_NODES, Stripe, chunk_size, stripe_of_chunk, stripes
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+NodeName = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+
+
+class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A node, and what it holds of a snapshot.
+
+    Attributes:
+        node: its name.
+        domain: what fails together with it, such as its rack; "" if that is nobody else.
+        files: name and bytes of its data files, in the order of their names.
+
+    Raises:
+        ValueError: the files are out of order, twice the same, or have unsafe names.
+    """
+
+    node: NodeName
+    domain: str
+    files: tuple[tuple[str, Count], ...]
+
+    def __post_init__(self) -> None:
+        names = [checked_file(name) for name, _ in self.files]
+        if any(one >= other for one, other in pairwise(names)):
+            raise ValueError(f"the files of node {self.node} are not in the order of their names")
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files: the length of the node's string."""
+        return sum(size for _, size in self.files)
+
+
+class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Nodes that protect each other, in the order of their ring.
+
+    Attributes:
+        members: the nodes; positions in this order are those of `parity.stripes`.
+        copies: each node's files are also kept by so many next ones of the ring.
+        parity: so many members may be lost, by parity; 0 if copies protect them, or nothing.
+        chunk: bytes of a chunk; 0 without parity.
+
+    Raises:
+        ValueError: the numbers do not go together.
+    """
+
+    members: Annotated[tuple[Member, ...], msgspec.Meta(min_length=1)]
+    copies: Count = 0
+    parity: Count = 0
+    chunk: Count = 0
+
+    def __post_init__(self) -> None:
+        n = len(self.members)
+        if self.copies >= n or self.parity >= n:
+            raise ValueError(
+                f"{n} nodes cannot have {self.copies} copies or {self.parity} blocks of parity"
+            )
+        needed = self.parity and chunk_size([each.size for each in self.members], n, self.parity)
+        if self.chunk != needed:
+            raise ValueError(f"chunks of {self.chunk} bytes where these files need {needed}")
+
+    def stripes(self) -> tuple[Stripe, ...]:
+        """The stripes, if there is parity."""
+        return stripes(len(self.members), self.parity)
+
+
+class Protection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the nodes of a snapshot protect each other; its JSON is the note `protection.json`.
+
+    Attributes:
+        save_id: of the snapshot.
+        groups: all nodes, each in one group.
+        gaps: what is less protected than was asked for, and why; one sentence each.
+
+    Raises:
+        ValueError: a node or a file is there twice, or `save_id` is none.
+    """
+
+    save_id: str
+    groups: tuple[Group, ...]
+    gaps: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        checked_save_id(self.save_id)
+        members = [member for group in self.groups for member in group.members]
+        twice = _repeated(member.node for member in members)
+        twice += _repeated(name for member in members for name, _ in member.files)
+        if twice:
+            raise ValueError(f"named twice: {', '.join(twice)}")
+
+
+def place(
+    members: Sequence[Member],
+    save_id: str,
+    *,
+    copies: int = 0,
+    parity: int = 0,
+    group_size: int = 8,
+) -> Protection:
+    """Form groups of nodes that protect each other.
+
+    Groups differ by one node at most. Nodes of one domain are dealt out evenly over the groups.
+    With parity, there are as many more groups as it takes for the loss of a whole domain to be
+    survived, as long as each has more than `parity` nodes. The same nodes, in any order, have the
+    same place.
+
+    Args:
+        members: all nodes of the snapshot.
+        save_id: of the snapshot.
+        copies: how many other nodes keep a copy of each node's files.
+        parity: how many nodes of a group may be lost.
+        group_size: at most so many nodes are in a group, unless fewer would be too few.
+
+    Raises:
+        ValueError: copies and parity are both asked for, a number is out of range, or a node or
+            file is there twice.
+    """
+    if copies < 0 or parity < 0 or (copies and parity) or group_size < 2:
+        raise ValueError(
+            f"copies={copies}, parity={parity}, group_size={group_size}: copies or parity, not "
+            "both, from 0 on; and groups of 2 nodes or more"
+        )
+    if parity > 1 and group_size > MOST_NODES:
+        raise ValueError(f"group_size={group_size}: at most {MOST_NODES} with parity={parity}")
+    if not members:
+        return Protection(save_id, ())
+    ordered = sorted(members, key=lambda each: (_domain(each), each.node))
+    count = _group_count(ordered, max(copies, parity) + 1, parity, group_size)
+    groups = [_group(ordered[index::count], copies, parity) for index in range(count)]
+    return Protection(save_id, tuple(groups), tuple(_gaps(groups, copies, parity)))
+
+
+def decode_protection(data: bytes) -> Protection:
+    """The note's bytes to what they say.
+
+    Raises:
+        FormatError: they are no such note, or it contradicts itself.
+    """
+    try:
+        return msgspec.json.decode(data, type=Protection)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"protection.json is malformed: {error}") from error
+
+
+def locate(protection: Protection, node: str) -> tuple[Group, int]:
+    """The group of a node, and its position in it.
+
+    Raises:
+        FormatError: it is in none.
+    """
+    for group in protection.groups:
+        for position, member in enumerate(group.members):
+            if member.node == node:
+                return group, position
+    raise FormatError(f"node {node} had no part in save {protection.save_id}")
+
+
+def holders(protection: Protection, node: str) -> tuple[str, ...]:
+    """The nodes that keep a copy of a node's files."""
+    group, at = locate(protection, node)
+    n = len(group.members)
+    return tuple(group.members[(at + i) % n].node for i in range(1, group.copies + 1))
+
+
+def copied_files(protection: Protection, node: str) -> tuple[tuple[Member, str, int], ...]:
+    """The copies that a node keeps: whose file, its name, its bytes."""
+    group, at = locate(protection, node)
+    n = len(group.members)
+    owners = [group.members[(at - i) % n] for i in range(1, group.copies + 1)]
+    return tuple((owner, name, size) for owner in owners for name, size in owner.files)
+
+
+def parity_name(save_id: str, block: int) -> str:
+    """The name of the file in which a node keeps its block of parity of this number."""
+    return f"parity-{save_id}-{block}.bin"
+
+
+def parity_files(protection: Protection, node: str) -> tuple[tuple[str, int], ...]:
+    """The files of parity that a node keeps: name and bytes."""
+    group, _ = locate(protection, node)
+    size = parity_file_size(group.chunk)
+    return tuple((parity_name(protection.save_id, q), size) for q in range(group.parity))
+
+
+def parity_file_size(chunk: int) -> int:
+    """Bytes of a file of parity: the chunk, the CRC-32 of each 64 KiB of it (u4, little), zeros."""
+    return chunk + -(-4 * block_count(chunk) // GRAIN) * GRAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Part of a node's string: bytes `low:high` of it are those of `file` from `offset` on."""
+
+    file: str
+    offset: int
+    low: int
+    high: int
+
+
+def extents(member: Member, low: int, high: int) -> Iterator[Extent]:
+    """Where bytes `low:high` of a node's string lie; those past its files are zeros, and left out.
+
+    Extents count from the start of the string.
+    """
+    start = 0
+    for name, size in member.files:
+        first, last = max(low, start), min(high, start + size)
+        if first < last:
+            yield Extent(name, first - start, first, last)
+        start += size
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes `low:high` of the blocks of a stripe, in which the block of number `wanted` is lost."""
+
+    stripe: Stripe
+    wanted: int
+    low: int
+    high: int
+
+
+def parts(group: Group, at: int, low: int, high: int, *, grid: int) -> Iterator[Part]:
+    """Cut bytes `low:high` of a member's string, in their order.
+
+    Cuts are at multiples of `grid` in a chunk, and where a file of any other piece of the stripe
+    begins or ends: so each piece lies in one file, and is there or is not.
+    """
+    chunk, n = group.chunk, len(group.members)
+    all_stripes = group.stripes()
+    for f in range(low // chunk, -(-high // chunk)):
+        first, last = max(low - f * chunk, 0), min(high - f * chunk, chunk)
+        stripe = all_stripes[stripe_of_chunk(at, f, n, group.parity)]
+        cuts = {last}
+        for g, position in enumerate(stripe.data):
+            start = g * chunk
+            for each in extents(group.members[position], start + first, start + last):
+                cuts |= {each.low - start, each.high - start}
+        for cut in sorted(cuts):
+            while first < cut:
+                stop = min(cut, (first // grid + 1) * grid)
+                yield Part(stripe, f, first, stop)
+                first = stop
+
+
+def needed_files(
+    protection: Protection, group: Group, part: Part, number: int
+) -> list[tuple[str, str]]:
+    """Node and name of each file that a part of a stripe's block lies in; none if it is zeros."""
+    k = len(part.stripe.data)
+    if number >= k:
+        node = group.members[part.stripe.parity[number - k]].node
+        return [(node, parity_name(protection.save_id, number - k))]
+    member = group.members[part.stripe.data[number]]
+    start = number * group.chunk
+    found = extents(member, start + part.low, start + part.high)
+    return [(member.node, each.file) for each in found]
+
+
+def position_of(member: Member, file: str, offset: int, nbytes: int) -> int:
+    """Where a range of a file begins in the string of its node.
+
+    Raises:
+        FormatError: there is no such file, or it ends before.
+    """
+    start = 0
+    for name, size in member.files:
+        if name == file:
+            if not 0 <= offset <= offset + nbytes <= size:
+                raise FormatError(
+                    f"{file} of node {member.node} has {size} bytes, not {offset + nbytes}"
+                )
+            return start + offset
+        start += size
+    raise FormatError(f"node {member.node} had no file {file}")
+
+
+def _domain(member: Member) -> tuple[str, str]:
+    # A node without a domain fails alone, whatever the domains of others are called.
+    return (member.domain, "") if member.domain else ("", member.node)
+
+
+def _group_count(members: Sequence[Member], least: int, parity: int, group_size: int) -> int:
+    """How many groups; members are dealt out, so a domain of c nodes puts ⌈c / count⌉ in each."""
+    wanted = -(-len(members) // group_size)
+    if parity:
+        largest = max(Counter(_domain(each) for each in members).values(), default=0)
+        wanted = max(wanted, -(-largest // parity))
+    return max(1, min(wanted, len(members) // max(least, 2)))
+
+
+def _group(members: Sequence[Member], copies: int, parity: int) -> Group:
+    """A group, with nodes of one domain as far from each other on the ring as can be."""
+    n = len(members)
+    most = max(Counter(_domain(each) for each in members).values(), default=1)
+    ring = tuple(member for row in range(most) for member in members[row::most])
+    m = min(parity, n - 1)
+    chunk = chunk_size([member.size for member in ring], n, m) if m else 0
+    return Group(ring, min(copies, n - 1), m, chunk)
+
+
+def _gaps(groups: Sequence[Group], copies: int, parity: int) -> Iterator[str]:
+    asked = max(copies, parity)
+    for group in groups if asked else ():
+        n = len(group.members)
+        names = ", ".join(member.node for member in group.members)
+        if n == 1:
+            yield f"node {names} is the only one: nobody else can keep what it holds"
+        elif asked > max(group.copies, group.parity):
+            yield (
+                f"{n} nodes ({names}) survive the loss of {n - 1}, not of {asked}: "
+                f"that takes {asked + 1} nodes"
+            )
+        if n > 1:
+            yield from _gaps_of_domains(group)
+
+
+def _gaps_of_domains(group: Group) -> Iterator[str]:
+    n = len(group.members)
+    domains = [_domain(member) for member in group.members]
+    for domain, count in sorted(Counter(domains).items()):
+        if count == 1:
+            continue
+        if group.parity:
+            exposed = count if count > group.parity else 0
+        else:
+            windows = [{domains[(at + i) % n] for i in range(group.copies + 1)} for at in range(n)]
+            exposed = windows.count({domain})
+        if exposed:
+            nodes = [each.node for each in group.members if _domain(each) == domain]
+            yield (
+                f"the loss of domain {domain[0]} ({', '.join(nodes)}) would cost the data of "
+                f"{exposed} node(s): {_why(group, count)}"
+            )
+
+
+def _why(group: Group, count: int) -> str:
+    n = len(group.members)
+    if group.parity:
+        return f"{count} of a group of {n} are in it, and {group.parity} may be lost"
+    return f"{count} of a group of {n} are in it, so that copies lie beside what they copy"
+
+
+def _repeated(names: Iterator[str] | Collection[str]) -> list[str]:
+    return sorted(name for name, count in Counter(names).items() if count > 1)

@@ -1,0 +1,65 @@
+"""A snapshot becomes a checkpoint in storage: its step taken possession of, and published."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from shardwise.engine.leftovers import collect_leftovers
+from shardwise.errors import CheckpointExistsError, StoreError
+from shardwise.manifest.names import MANIFEST, lock_file, step_directory
+from shardwise.memory.notes import Draft
+from shardwise.retention import Keep, apply_retention
+from shardwise.store import Store, open_store
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A step's place in storage, locked for one save."""
+
+    root: Store
+    store: Store
+    draft: Draft
+
+    def finish(self, manifest: bytes) -> None:
+        """Publish, and remove what is no longer kept below the root.
+
+        Raises:
+            CheckpointExistsError: another save has published there meanwhile.
+        """
+        missing = {name for name, _ in self.draft.files} - set(self.store.list())
+        if missing:
+            raise StoreError(f"{self.store}: {', '.join(sorted(missing))} disappeared again")
+        try:
+            self.store.publish(MANIFEST, manifest, replace=self.draft.overwrite)
+        except FileExistsError as error:
+            raise CheckpointExistsError(f"{self.store} holds a checkpoint already") from error
+        if self.draft.overwrite:
+            collect_leftovers(self.store, own_lock=lock_file(self.draft.save_id))
+        keep = Keep(**self.draft.keep)  # type: ignore[arg-type]
+        apply_retention(self.root, keep, newest=self.draft.step, damaged=frozenset())
+
+
+@contextmanager
+def publication(draft: Draft) -> Iterator[Publication]:
+    """Take possession of a step's place in storage while the block runs.
+
+    Raises:
+        CheckpointExistsError: there is a checkpoint, and it is not to be overwritten.
+        StoreError: the place cannot be locked.
+    """
+    root = open_store(draft.root or "")
+    store = root.at(step_directory(draft.step))
+    if not draft.overwrite and MANIFEST in store.list():
+        raise CheckpointExistsError(f"{store} holds a checkpoint already")
+    collect_leftovers(store)
+    with store.hold(lock_file(draft.save_id), shared=False) as held:
+        try:
+            if not held:
+                raise StoreError(f"{store}: another agent is persisting this save")
+            yield Publication(root, store, draft)
+        finally:
+            if held:
+                with suppress(OSError):
+                    store.delete(lock_file(draft.save_id))

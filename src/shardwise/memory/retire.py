@@ -1,0 +1,116 @@
+"""Snapshots that are no longer kept: their slots go back to wait, and the rest is removed."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+from shardwise.manifest.manifest import decode_manifest
+from shardwise.manifest.names import MANIFEST
+from shardwise.memory import notes
+from shardwise.memory.home import Run
+from shardwise.memory.place import Place
+from shardwise.store import LocalStore
+
+ENDED = "ended"
+REMEMBERED = 64
+
+
+def retire_old(place: Place) -> bool:
+    """Retire a snapshot that newer ones have replaced, unless it is read or persisted now.
+
+    As many committed snapshots stay as the notes beside the newest of them say, and none of the
+    files of one that is committed is touched; one that never was goes when a newer one is.
+    """
+    run = place.run
+    committed = [s for s in run.steps() if Place(run, s).is_committed()]
+    if not committed or place.step >= committed[-1]:
+        return _tidy(place) if place.step in committed else False
+    if place.step in _kept(run, committed):
+        return _tidy(place)
+    return False if _is_busy(place) else retire(place)
+
+
+def _kept(run: Run, committed: list[int]) -> set[int]:
+    """The newest, those that are worked on now, and as many more as there are slots."""
+    slots = max((each.slots for each in Place(run, committed[-1]).staged()), default=2)
+    kept = {committed[-1], *(each for each in committed if _is_busy(Place(run, each)))}
+    for each in reversed(committed):
+        if len(kept) >= slots:
+            break
+        kept.add(each)
+    return kept
+
+
+def retire(place: Place) -> bool:
+    """Retire a snapshot now; whether it could be had."""
+    store = LocalStore(place.path)
+    if place.is_committed():
+        with store.hold(MANIFEST, shared=False) as held:
+            if not held:
+                return False
+            store.delete(MANIFEST)
+    _remove(place, store.list())
+    with suppress(OSError):
+        store.remove()
+    return True
+
+
+def discard_newer(run: Run, step: int | None) -> None:
+    """Retire what is newer than the step that a run goes on from; all, if that is None."""
+    for each in run.steps():
+        if step is None or each > step:
+            retire(Place(run, each))
+
+
+def _is_busy(place: Place) -> bool:
+    """Whether something is still to become of it that has not become of a newer one already."""
+    waited_for = {
+        stage
+        for staged in place.staged()
+        for stage in staged.stages
+        if place.ended(stage, staged.file.name.split("-")[1].split(".")[0]) is None
+    }
+    newer = [each for each in place.run.steps() if each > place.step]
+    overtaken = {
+        stage
+        for stage in waited_for
+        if any(Place(place.run, each).has_ended(stage) for each in newer)
+    }
+    return bool(waited_for - overtaken)
+
+
+def _tidy(place: Place) -> bool:
+    """Remove what is left of other saves of a step that is committed now."""
+    by_save = {name.rsplit("-", 1)[-1].split(".")[0] for name in place.named(".staged.json")}
+    if len(by_save) < 2:
+        return False
+    old = by_save - {decode_manifest((place.path / MANIFEST).read_bytes()).save_id}
+    _remove(place, [name for name in os.listdir(place.path) if any(o in name for o in old)])
+    return True
+
+
+def _remove(place: Place, names: list[str]) -> None:
+    slots = {staged.file.name: staged.slot for staged in place.staged()}
+    place.run.free.mkdir(exist_ok=True)
+    ended = place.run.path / ENDED
+    ended.mkdir(exist_ok=True)
+    for name in names:
+        path = place.path / name
+        with suppress(FileNotFoundError):
+            if name in slots:
+                path.rename(place.run.free / slots[name])
+            elif notes.is_outcome(name):
+                path.rename(ended / name)
+            else:
+                path.unlink()
+    _forget(ended)
+
+
+def _forget(ended: os.PathLike[str]) -> None:
+    """Keep the newest outcomes only."""
+    with os.scandir(ended) as found:
+        by_age = sorted(found, key=lambda each: each.stat().st_mtime, reverse=True)
+    for each in by_age[REMEMBERED:]:
+        with suppress(FileNotFoundError):
+            os.unlink(each.path)

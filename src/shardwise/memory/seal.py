@@ -1,0 +1,70 @@
+"""Checksums of staged files, taken by the agent where the training does not wait for them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from shardwise.errors import CorruptionError
+from shardwise.manifest.checksums import BLOCK, block_checksums, block_count, crc32
+from shardwise.manifest.manifest import FileEntry
+from shardwise.store.store import Buffer
+
+AT_A_TIME = 4 << 20
+
+
+def mapped(path: Path, size: int, *, writable: bool = False) -> Buffer:
+    """A file's bytes, where they lie.
+
+    Raises:
+        CorruptionError: it has not this size.
+    """
+    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(path, flags)
+    try:
+        found = os.fstat(fd).st_size
+        if found != size:
+            raise CorruptionError(f"{path} has {found} bytes where {size} were staged")
+        if size == 0:
+            return np.zeros(0, np.uint8)
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        return np.frombuffer(mmap.mmap(fd, size, prot=access), np.uint8)
+    finally:
+        os.close(fd)
+
+
+def seal(path: Path, entry: FileEntry) -> FileEntry:
+    """Write a staged file's checksums to its end; its entry, with the checksum of these.
+
+    Raises:
+        CorruptionError: the file has not the size that was staged.
+    """
+    data = mapped(path, entry.size, writable=True)
+    table = np.zeros(block_count(entry.checksums_at), "<u4")
+    for low in range(0, entry.checksums_at, AT_A_TIME):
+        sums = block_checksums(data[low : min(low + AT_A_TIME, entry.checksums_at)])
+        table[low // BLOCK : low // BLOCK + len(sums)] = sums
+    encoded = table.view(np.uint8)
+    data[entry.checksums_at :] = encoded
+    return msgspec.structs.replace(entry, checksums_crc32=crc32(encoded))
+
+
+def is_intact(path: Path, entry: FileEntry) -> bool:
+    """Whether a sealed file is what it was when it was sealed."""
+    try:
+        data = mapped(path, entry.size)
+    except (OSError, CorruptionError):
+        return False
+    encoded = data[entry.checksums_at :]
+    if crc32(encoded) != entry.checksums_crc32:
+        return False
+    table = np.frombuffer(encoded.tobytes(), "<u4")
+    for low in range(0, entry.checksums_at, AT_A_TIME):
+        sums = block_checksums(data[low : min(low + AT_A_TIME, entry.checksums_at)])
+        if not np.array_equal(sums, table[low // BLOCK : low // BLOCK + len(sums)]):
+            return False
+    return True

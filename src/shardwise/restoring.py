@@ -1,0 +1,169 @@
+"""What a run goes on from: the newest of what memory and storage hold, if it is intact."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from shardwise.engine.exchange import exchange
+from shardwise.engine.group import Group
+from shardwise.engine.load import LoadReport
+from shardwise.errors import (
+    CheckpointNotFoundError,
+    CorruptionError,
+    MismatchError,
+    RankError,
+    ShardwiseError,
+)
+from shardwise.manifest.names import step_directory
+from shardwise.memory.recovery import Found, find_snapshot
+from shardwise.memory.snapshots import Snapshots
+from shardwise.retention import committed_steps
+from shardwise.store import Store
+
+_DAMAGE = (CorruptionError, CheckpointNotFoundError)
+Load = Callable[[Store], LoadReport]
+Skipped = tuple[int, str, bool]
+"""A step, why it was passed over, and whether that was found out by loading it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """What a restore did.
+
+    Attributes:
+        step: what the run goes on from.
+        source: where it came from: "memory" or "storage".
+        load: how it was loaded.
+        skipped: newer steps, and why they were not.
+    """
+
+    step: int
+    source: str
+    load: LoadReport
+    skipped: tuple[tuple[int, str], ...]
+
+
+class Restoring:
+    """Restores a root's checkpoints, and a run's snapshots. All ranks call its methods together.
+
+    Args:
+        root: where the checkpoints lie.
+        snapshots: those of the run in memory, if it has any.
+        damaged: steps that were found to be damaged are added to it.
+    """
+
+    def __init__(
+        self, root: Store, group: Group, snapshots: Snapshots | None, damaged: set[int]
+    ) -> None:
+        self._root = root
+        self._group = group
+        self._snapshots = snapshots
+        self._damaged = damaged
+
+    def newest(self, load: Load) -> RestoreReport | None:
+        """Load the newest that is intact; None if there is none at all.
+
+        Raises:
+            CorruptionError: there are some, and all are damaged.
+        """
+        report, skipped = self._first_intact(self._agreed_steps(None), None, load)
+        if report is None and any(tried for _, _, tried in skipped):
+            raise self._all_damaged(skipped)
+        if report is None and skipped:
+            reasons = "; ".join(f"step {number}: {reason}" for number, reason, _ in skipped)
+            warnings.warn(f"nothing can be restored: {reasons}", RuntimeWarning, stacklevel=3)
+        return report
+
+    def of_step(self, step: int, load: Load) -> RestoreReport:
+        """Load that of a step.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            CorruptionError: it is damaged.
+        """
+        stored = [each for each in self._agreed_steps(step) if each == step]
+        report, skipped = self._first_intact(stored, step, load)
+        if report is None and not stored:
+            why = "".join(f"; {reason}" for _, reason, _ in skipped)
+            raise CheckpointNotFoundError(f"{self._root} has no checkpoint of step {step}{why}")
+        if report is None:
+            raise self._all_damaged(skipped)
+        return report
+
+    def _first_intact(
+        self, stored: list[int], step: int | None, load: Load
+    ) -> tuple[RestoreReport | None, list[Skipped]]:
+        found = self._find(step)
+        skipped: list[Skipped] = [(number, reason, False) for number, reason in found.newer]
+        while stored or found.store is not None:
+            store: Store
+            if found.store is not None and (not stored or found.step >= stored[-1]):
+                number, store, source = found.step, found.store, "memory"
+            else:
+                number = stored.pop()
+                store, source = self._root.at(step_directory(number)), "storage"
+            report, reason = self._try(load, store)
+            if report is not None:
+                newer = tuple((each, why) for each, why, _ in skipped if each >= number)
+                return RestoreReport(number, source, report, newer), skipped
+            skipped.append((number, f"{source}: {reason}", True))
+            if source == "storage":
+                self._damaged.add(number)
+            else:
+                found = self._find(step, below=number)
+        return None, skipped
+
+    def _try(self, load: Load, store: Store) -> tuple[LoadReport | None, str]:
+        """Load a checkpoint on all ranks; the reason if it is damaged on any."""
+        report: LoadReport | None = None
+        failure: Exception | None = None
+        try:
+            report = load(store)
+        except Exception as error:  # it is raised again once the other ranks know
+            failure = error
+
+        def speak() -> bytes:
+            damage = str(failure) if isinstance(failure, _DAMAGE) else ""
+            other = failure is not None and not isinstance(failure, (*_DAMAGE, RankError))
+            return msgspec.msgpack.encode((damage, other))
+
+        def answer(said: list[bytes]) -> bytes:
+            heard = [msgspec.msgpack.decode(each, type=tuple[str, bool]) for each in said]
+            damage = next((text for text, _ in heard if text), "")
+            return b"" if any(other for _, other in heard) else damage.encode()
+
+        reason = exchange(self._group, "restoring", speak, answer).decode()
+        if failure is not None and not reason:
+            raise failure
+        return report, reason
+
+    def _find(self, step: int | None, below: int | None = None) -> Found:
+        if self._snapshots is None:
+            return Found(-1, None, [])
+        return find_snapshot(self._snapshots, self._group, step=step, below=below)
+
+    def _agreed_steps(self, wanted: int | None) -> list[int]:
+        """The steps that are committed; all ranks want the same one of them, or none."""
+
+        def answer(said: list[bytes]) -> bytes:
+            _refuse_unlike([msgspec.msgpack.decode(each) for each in said])
+            return msgspec.msgpack.encode(committed_steps(self._root))
+
+        reply = exchange(
+            self._group, "listing steps", lambda: msgspec.msgpack.encode(wanted), answer
+        )
+        return msgspec.msgpack.decode(reply, type=list[int])
+
+    def _all_damaged(self, skipped: Sequence[Skipped]) -> ShardwiseError:
+        reasons = "\n".join(f"  - step {number}: {reason}" for number, reason, _ in skipped)
+        return CorruptionError(f"no checkpoint below {self._root} is intact:\n{reasons}")
+
+
+def _refuse_unlike(steps: Sequence[object]) -> None:
+    if any(step != steps[0] for step in steps):
+        asked = [f"rank {rank}: step {step}" for rank, step in enumerate(steps)]
+        raise MismatchError("ranks do not mean the same step:", asked)

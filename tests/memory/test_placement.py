@@ -1,0 +1,258 @@
+"""Who protects whom: domains apart, groups balanced, and gaps told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations
+from random import Random
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.errors import FormatError
+from shardwise.memory.placement import (
+    Group,
+    Member,
+    Protection,
+    copied_files,
+    decode_protection,
+    extents,
+    holders,
+    locate,
+    parity_file_size,
+    parity_files,
+    place,
+)
+
+SAVE = "0123456789abcdef"
+
+
+def nodes(*domains: str, size: int = 10_000) -> list[Member]:
+    """One node for each domain named, with one file."""
+    return [
+        Member(f"n{i:02d}", domain, ((f"r{i:05d}-{SAVE}.safetensors", size),))
+        for i, domain in enumerate(domains)
+    ]
+
+
+clusters = st.lists(st.sampled_from(["", "a", "b", "c", "d", "e"]), min_size=1, max_size=40)
+ways = st.one_of(st.tuples(st.integers(0, 4), st.just(0)), st.tuples(st.just(0), st.integers(0, 4)))
+
+
+@given(clusters, ways, st.integers(2, 10), st.randoms())
+def test_every_node_is_in_one_group_and_order_does_not_matter(
+    domains: list[str], way: tuple[int, int], group_size: int, random: Random
+) -> None:
+    members = nodes(*domains)
+    copies, parity = way
+    placed = place(members, SAVE, copies=copies, parity=parity, group_size=group_size)
+    found = [member for group in placed.groups for member in group.members]
+    assert sorted(found, key=lambda each: each.node) == members
+    sizes = [len(group.members) for group in placed.groups]
+    assert max(sizes) - min(sizes) <= 1
+    for group in placed.groups:
+        n = len(group.members)
+        assert group.parity == min(parity, n - 1)
+        assert group.copies == min(copies, n - 1)
+    if len(members) > max(copies, parity):
+        assert min(sizes) > max(copies, parity)
+    random.shuffle(members)
+    assert placed == place(members, SAVE, copies=copies, parity=parity, group_size=group_size)
+    assert decode_protection(msgspec.json.encode(placed)) == placed
+
+
+@given(clusters, st.integers(1, 3), st.integers(2, 10))
+def test_nodes_of_a_domain_are_dealt_out_evenly(
+    domains: list[str], parity: int, group_size: int
+) -> None:
+    groups = place(nodes(*domains), SAVE, parity=parity, group_size=group_size).groups
+    for domain in set(domains) - {""}:
+        counts = [sum(each.domain == domain for each in group.members) for group in groups]
+        assert max(counts) - min(counts) <= 1
+
+
+@given(clusters, st.integers(1, 3), st.integers(2, 10))
+def test_gaps_are_told_exactly_when_a_domain_cannot_be_lost(
+    domains: list[str], parity: int, group_size: int
+) -> None:
+    placed = place(nodes(*domains), SAVE, parity=parity, group_size=group_size)
+    exposed = {
+        domain
+        for group in placed.groups
+        for domain, count in Counter(each.domain for each in group.members).items()
+        if domain and count > max(group.parity, 1)
+    }
+    told = {gap.split()[4] for gap in placed.gaps if gap.startswith("the loss of domain")}
+    assert told == exposed
+    # There are gaps only where more groups, of more nodes than blocks of parity, cannot be had.
+    most = max(Counter(domain for domain in domains if domain).values(), default=0)
+    if exposed and len(domains) > parity:
+        assert len(placed.groups) == max(1, len(domains) // (parity + 1))
+        assert most > parity * len(placed.groups)
+
+
+@given(clusters, st.integers(1, 3), st.integers(2, 10))
+@settings(max_examples=50)
+def test_the_loss_of_a_domain_costs_what_was_told(
+    domains: list[str], copies: int, group_size: int
+) -> None:
+    placed = place(nodes(*domains), SAVE, copies=copies, group_size=group_size)
+    told = [gap for gap in placed.gaps if gap.startswith("the loss of domain")]
+    for group in placed.groups:
+        domain_of = {each.node: each.domain or each.node for each in group.members}
+        for node in domain_of:
+            keepers = holders(placed, node)
+            assert len({node, *keepers}) == group.copies + 1
+            where = {domain_of[each] for each in (node, *keepers)}
+            if len(where) == 1 and group.copies:
+                assert any(gap.split()[4] == domain_of[node] and node in gap for gap in told)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+def test_copies_lie_in_other_domains_where_racks_are_alike(copies: int) -> None:
+    placed = place(nodes(*"aaaabbbbccccdddd"), SAVE, copies=copies)
+    assert placed.gaps == ()
+    for group in placed.groups:
+        domain_of = {each.node: each.domain for each in group.members}
+        for node, domain in domain_of.items():
+            found = {domain, *(domain_of[each] for each in holders(placed, node))}
+            assert len(found) == copies + 1
+
+
+@given(clusters, st.integers(1, 3))
+def test_every_node_keeps_as_many_copies_as_others_keep_of_it(
+    domains: list[str], copies: int
+) -> None:
+    placed = place(nodes(*domains), SAVE, copies=copies)
+    for group in placed.groups:
+        for member in group.members:
+            kept = copied_files(placed, member.node)
+            assert len(kept) == group.copies
+            assert all(member.node in holders(placed, owner.node) for owner, _, _ in kept)
+
+
+def test_groups_are_made_smaller_for_a_domain_to_be_lost() -> None:
+    placed = place(nodes(*"aabbccdd"), SAVE, parity=1, group_size=8)
+    assert [sorted(each.domain for each in group.members) for group in placed.groups] == [
+        ["a", "b", "c", "d"],
+        ["a", "b", "c", "d"],
+    ]
+    assert placed.gaps == ()
+
+
+def test_groups_are_not_made_smaller_than_parity_needs() -> None:
+    placed = place(nodes(*"aaaab"), SAVE, parity=1)
+    assert [len(group.members) for group in placed.groups] == [3, 2]
+    assert placed.gaps
+    assert all(gap.startswith("the loss of domain a (") for gap in placed.gaps)
+
+
+def test_a_single_node_is_told_that_nobody_else_can_keep_its_data() -> None:
+    placed = place(nodes("a"), SAVE, copies=1)
+    assert placed.gaps == ("node n00 is the only one: nobody else can keep what it holds",)
+    assert holders(placed, "n00") == ()
+
+
+def test_two_nodes_survive_the_loss_of_one() -> None:
+    placed = place(nodes("", ""), SAVE, parity=2)
+    assert placed.groups[0].parity == 1
+    assert placed.gaps == (
+        "2 nodes (n00, n01) survive the loss of 1, not of 2: that takes 3 nodes",
+    )
+
+
+def test_nothing_asked_for_leaves_no_gaps() -> None:
+    assert place(nodes("a", "a", "b"), SAVE).gaps == ()
+    assert place([], SAVE, parity=1).groups == ()
+
+
+def test_memory_that_parity_takes_is_the_same_on_all_nodes() -> None:
+    placed = place(nodes(*[""] * 8, size=7_000_000), SAVE, parity=1)
+    assert {parity_files(placed, f"n{i:02d}") for i in range(8)} == {
+        ((f"parity-{SAVE}-0.bin", parity_file_size(1_003_520)),)
+    }
+    assert parity_file_size(1_003_520) == 1_003_520 + 4096
+
+
+@given(st.lists(st.integers(0, 20), max_size=6), st.integers(0, 120), st.integers(0, 120))
+def test_extents_cover_a_range_up_to_the_last_file(sizes: list[int], one: int, two: int) -> None:
+    member = Member("n", "", tuple((f"f{i}", size) for i, size in enumerate(sizes)))
+    string = [(f"f{i}", at) for i, size in enumerate(sizes) for at in range(size)]
+    low, high = sorted((one, two))
+    found = [
+        (each.file, each.offset + at)
+        for each in extents(member, low, high)
+        for at in range(each.high - each.low)
+    ]
+    assert found == string[low:high]
+    assert [(each.low, each.high) for each in extents(member, 0, 120)] == [
+        (sum(sizes[:i]), sum(sizes[: i + 1])) for i, size in enumerate(sizes) if size
+    ]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"copies": 1, "parity": 1}, {"copies": -1}, {"parity": -1}, {"group_size": 1}]
+)
+def test_options_that_make_no_sense(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="copies or parity, not both"):
+        place(nodes("", ""), SAVE, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (SAVE, "../../../../etc"),
+        ("n00", "n01"),
+        ('"parity":1', '"parity":3'),
+        ('"parity":1', '"parity":-1'),
+        ('"chunk":8192', '"chunk":4096'),
+        ('"chunk":8192', '"chunk":0'),
+        ('"chunk":8192', '"chunk":8191'),
+        ('"chunk":8192', '"chunk":1152921504606846976'),
+        ("r00001", "../r00001"),
+        ("r00001", "r00000"),
+        ("10000", "-1"),
+        ("10000", "9223372036854775807"),
+        ('"gaps":[]', '"gaps":[],"more":1'),
+        ("{", "["),
+    ],
+)
+def test_a_note_that_was_tampered_with_is_refused(old: str, new: str) -> None:
+    note = msgspec.json.encode(place(nodes("", "", ""), SAVE, parity=1)).decode()
+    assert old in note
+    with pytest.raises(FormatError):
+        decode_protection(note.replace(old, new, 1).encode())
+
+
+def test_groups_are_no_larger_than_the_code_can_do() -> None:
+    with pytest.raises(ValueError, match="group_size=33: at most 32 with parity=2"):
+        place(nodes("", ""), SAVE, parity=2, group_size=33)
+    assert place(nodes("", ""), SAVE, parity=1, group_size=33).gaps == ()
+
+
+def test_files_are_in_order() -> None:
+    with pytest.raises(ValueError, match="not in the order of their names"):
+        Member("n", "", (("b", 1), ("a", 1)))
+    with pytest.raises(ValueError, match="not in the order of their names"):
+        Member("n", "", (("a", 1), ("a", 1)))
+
+
+def test_no_node_is_in_two_groups() -> None:
+    group = Group(tuple(nodes("a")))
+    with pytest.raises(ValueError, match="named twice: n00"):
+        Protection(SAVE, (group, group))
+
+
+def test_unknown_nodes_are_named() -> None:
+    with pytest.raises(FormatError, match=f"node elsewhere had no part in save {SAVE}"):
+        locate(place(nodes("", ""), SAVE, parity=1), "elsewhere")
+
+
+def test_any_two_nodes_of_a_large_cluster_may_be_lost_with_two_copies() -> None:
+    members = nodes(*[f"rack{i // 4}" for i in range(12)])
+    placed = place(members, SAVE, copies=2)
+    for lost in combinations([each.node for each in members], 2):
+        for each in members:
+            assert {each.node, *holders(placed, each.node)} - set(lost)

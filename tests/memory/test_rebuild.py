@@ -1,0 +1,357 @@
+"""Files of lost nodes come back byte for byte, or not at all."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Iterable
+from itertools import combinations
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.errors import CorruptionError, FormatError, StoreError
+from shardwise.manifest.checksums import BLOCK, crc32
+from shardwise.memory.placement import (
+    Member,
+    Protection,
+    locate,
+    parity_file_size,
+    parity_files,
+    parity_name,
+    place,
+)
+from shardwise.memory.rebuild import (
+    PIECE,
+    Rebuilder,
+    assemblable,
+    build_parity,
+    rebuild_file,
+)
+from shardwise.store import LocalStore
+from shardwise.store.store import Buffer
+
+SAVE = "0123456789abcdef"
+MOST_LOSSES = 3 if importlib.util.find_spec("pyeclib") else 1
+needs_pyeclib = pytest.mark.skipif(MOST_LOSSES == 1, reason="pyeclib is not installed")
+
+
+class Cluster:
+    """Nodes that hold files, of which some may be lost.
+
+    Args:
+        sizes: for each node, the bytes of its files.
+    """
+
+    def __init__(self, sizes: Iterable[Iterable[int]], m: int, threads: int = 1) -> None:
+        random = np.random.default_rng(7)
+        self.files: dict[str, dict[str, Buffer]] = {}
+        rank = 0
+        for i, of_node in enumerate(sizes):
+            held = self.files[f"n{i}"] = {}
+            for size in of_node:
+                held[f"r{rank:05d}-{SAVE}.safetensors"] = random.integers(0, 256, size, np.uint8)
+                rank += 1
+        self.lost: set[str] = set()
+        self.asked: list[tuple[str, str, int, int]] = []
+        members = [
+            Member(node, "", tuple((name, len(data)) for name, data in sorted(held.items())))
+            for node, held in self.files.items()
+        ]
+        self.protection: Protection = place(members, SAVE, parity=m)
+        self.data = {(node, name): data for node in self.files for name, data in self.of(node)}
+        for node in self.files:
+            made = {name: np.zeros(size, np.uint8) for name, size in self.parity_of(node)}
+
+            def write(name: str, offset: int, data: Buffer, made: dict[str, Buffer] = made) -> None:
+                assert offset % 4096 == len(data) % 4096 == 0
+                made[name][offset : offset + len(data)] = data
+
+            build_parity(self.protection, node, self.read, write, threads=threads)
+            self.files[node].update(made)
+
+    def of(self, node: str) -> list[tuple[str, Buffer]]:
+        return sorted(self.files[node].items())
+
+    def parity_of(self, node: str) -> tuple[tuple[str, int], ...]:
+        return parity_files(self.protection, node)
+
+    def read(self, node: str, name: str, offset: int, out: Buffer) -> None:
+        self.asked.append((node, name, offset, len(out)))
+        if node in self.lost:
+            raise ConnectionRefusedError(f"node {node} does not answer")
+        held = self.files.get(node, {})
+        if name not in held:
+            raise FileNotFoundError(name)
+        assert 0 <= offset <= offset + len(out) <= len(held[name])
+        out[:] = held[name][offset : offset + len(out)]
+
+    def rebuilt(self, node: str, name: str, threads: int = 1) -> Buffer:
+        out = np.full(len(self.data[node, name]), 0xAA, np.uint8)
+        rebuild_file(self.protection, node, name, self.read, out, threads=threads)
+        return out
+
+    def held(self) -> dict[str, set[str]]:
+        return {node: set(files) for node, files in self.files.items() if node not in self.lost}
+
+
+sizes_of_files = st.lists(
+    st.lists(st.sampled_from([0, 1, 100, 4095, 4096, 4097, 20_000]), max_size=3),
+    min_size=2,
+    max_size=6,
+)
+
+
+@given(sizes_of_files, st.integers(1, MOST_LOSSES))
+@settings(max_examples=15, deadline=None)
+def test_every_loss_that_should_be_survived_is(sizes: list[list[int]], m: int) -> None:
+    m = min(m, len(sizes) - 1)
+    cluster = Cluster(sizes, m)
+    for count in range(1, m + 1):
+        for lost in combinations(cluster.files, count):
+            cluster.lost = set(lost)
+            assert assemblable(cluster.protection, cluster.held()) == set()
+            for (node, name), data in cluster.data.items():
+                if node in lost:
+                    assert np.array_equal(cluster.rebuilt(node, name), data)
+
+
+@given(sizes_of_files, st.integers(1, MOST_LOSSES), st.randoms())
+@settings(max_examples=30, deadline=None)
+def test_what_is_said_to_be_lost_is_what_cannot_be_rebuilt(
+    sizes: list[list[int]], m: int, random: Random
+) -> None:
+    cluster = Cluster(sizes, min(m, len(sizes) - 1))
+    for node in cluster.files:
+        for name in list(cluster.files[node]):
+            if random.random() < 0.4:
+                del cluster.files[node][name]
+    missing = assemblable(cluster.protection, cluster.held())
+    for (node, name), data in cluster.data.items():
+        if name in cluster.files[node]:
+            assert name not in missing
+        elif name in missing:
+            with pytest.raises(StoreError, match="cannot be rebuilt"):
+                cluster.rebuilt(node, name)
+        else:
+            assert np.array_equal(cluster.rebuilt(node, name), data)
+
+
+@pytest.mark.parametrize("m", [1, pytest.param(2, marks=needs_pyeclib)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_files_of_many_pieces(m: int, threads: int) -> None:
+    long = 3 * PIECE + 12_345
+    cluster = Cluster([[long, 5], [2 * PIECE], [7, long], [long + 4096]], m, threads)
+    cluster.lost = {"n0", "n2"} if m == 2 else {"n2"}
+    for (node, name), data in cluster.data.items():
+        if node in cluster.lost:
+            assert np.array_equal(cluster.rebuilt(node, name, threads), data)
+
+
+@given(st.data())
+@settings(max_examples=20, deadline=None)
+def test_any_range_of_a_file(data: st.DataObject) -> None:
+    cluster = RANGES
+    name, whole = "r00001-" + SAVE + ".safetensors", cluster.files["n0"]
+    size = len(whole[name])
+    low, high = sorted((data.draw(st.integers(0, size)), data.draw(st.integers(0, size))))
+    out = np.full(high - low, 0xAA, np.uint8)
+    rebuild_file(cluster.protection, "n0", name, cluster.read, out, offset=low)
+    assert np.array_equal(out, whole[name][low:high])
+
+
+RANGES = Cluster([[3000, 700_000], [600_000, 1], [650_000], [10]], 1)
+
+
+def test_no_more_is_read_than_a_range_needs() -> None:
+    cluster = Cluster([[1_000_000]] * 4, 1)
+    cluster.asked.clear()
+    out = np.empty(1000, np.uint8)
+    rebuild_file(
+        cluster.protection, "n0", f"r00000-{SAVE}.safetensors", cluster.read, out, offset=5000
+    )
+    assert len(cluster.asked) == 4
+    assert sorted(count for _, _, _, count in cluster.asked) == [1000, 1000, 4096, BLOCK]
+    assert "n0" not in [node for node, _, _, _ in cluster.asked]
+
+
+@pytest.mark.parametrize("m", [1, pytest.param(2, marks=needs_pyeclib)])
+def test_one_loss_too_many_is_an_error_that_says_so(m: int) -> None:
+    cluster = Cluster([[50_000]] * 5, m)
+    cluster.lost = {f"n{i}" for i in range(m + 1)}
+    assert assemblable(cluster.protection, cluster.held()) == {
+        f"r{i:05d}-{SAVE}.safetensors" for i in range(m + 1)
+    }
+    with pytest.raises(StoreError) as failure:
+        cluster.rebuilt("n0", f"r00000-{SAVE}.safetensors")
+    text = str(failure.value)
+    assert "what node n0 held cannot be rebuilt" in text
+    assert f"{4 - m} of the {5 - m} pieces that this takes are left" in text
+    assert f"its group of 5 survives the loss of {m}" in text
+    assert "of node n1" in text
+    assert "n1 does not answer" in text
+
+
+class LostAtSome(Cluster):
+    """A node that is lost after so many reads of the rebuild."""
+
+    def begin(self, node: str, reads: int) -> None:
+        self.node, self.reads, self.lock = node, reads, threading.Lock()
+
+    def failing_read(self, node: str, name: str, offset: int, out: Buffer) -> None:
+        with self.lock:
+            self.reads -= 1
+            if self.reads < 0:
+                self.lost.add(self.node)
+        if node in self.lost:
+            out[: len(out) // 2] = 0x55  # as when a transfer breaks off
+        self.read(node, name, offset, out)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("reads", [0, 1, 5, 8])
+def test_a_second_loss_during_a_rebuild_is_an_error(reads: int, threads: int) -> None:
+    cluster = LostAtSome([[5 * PIECE]] * 4, 1)
+    cluster.begin("n3", reads)
+    name = f"r00000-{SAVE}.safetensors"
+    out = np.empty(5 * PIECE, np.uint8)
+    with pytest.raises(StoreError, match=r"also missing: .* of node n3: node n3 does not answer"):
+        rebuild_file(cluster.protection, "n0", name, cluster.failing_read, out, threads=threads)
+
+
+@needs_pyeclib
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_second_loss_is_survived_if_there_is_parity_for_it(threads: int) -> None:
+    cluster = LostAtSome([[5 * PIECE]] * 5, 2)
+    cluster.begin("n3", 6)
+    name = f"r00000-{SAVE}.safetensors"
+    out = np.empty(5 * PIECE, np.uint8)
+    rebuild_file(cluster.protection, "n0", name, cluster.failing_read, out, threads=threads)
+    assert "n3" in cluster.lost
+    assert np.array_equal(out, cluster.data["n0", name])
+    # Each file of the lost node was asked for once at most, by each thread.
+    late = [name for node, name, _, _ in cluster.asked[-20:] if node == "n3"]
+    assert len(late) <= 2 * threads
+
+
+def test_an_altered_byte_of_parity_is_seen() -> None:
+    cluster = Cluster([[300_000]] * 3, 1)
+    name = f"r00000-{SAVE}.safetensors"
+    size = parity_file_size(locate(cluster.protection, "n0")[0].chunk)
+    parity = parity_name(SAVE, 0)
+    for where in (0, 70_000, 149_999, size - 4096, size - 4096 + 11):
+        cluster.files["n1"][parity][where] ^= 0x10
+        with pytest.raises(CorruptionError, match=r"parity-.* of node n1: .*parity was altered"):
+            cluster.rebuilt("n0", name)
+        cluster.files["n1"][parity][where] ^= 0x10
+    assert np.array_equal(cluster.rebuilt("n0", name), cluster.data["n0", name])
+
+
+@needs_pyeclib
+def test_altered_parity_is_passed_over_if_there_is_more() -> None:
+    cluster = Cluster([[300_000]] * 4, 2)
+    for name in cluster.files["n1"]:
+        if name.startswith("parity-"):
+            cluster.files["n1"][name][:] = 0
+    name = f"r00000-{SAVE}.safetensors"
+    assert np.array_equal(cluster.rebuilt("n0", name), cluster.data["n0", name])
+
+
+def test_unfinished_parity_is_no_parity() -> None:
+    cluster = Cluster([[300_000]] * 3, 1)
+    cluster.files["n1"][parity_name(SAVE, 0)][:] = 0
+    with pytest.raises(CorruptionError, match="parity was altered"):
+        cluster.rebuilt("n0", f"r00000-{SAVE}.safetensors")
+
+
+def test_parity_cannot_be_made_without_all_data() -> None:
+    cluster = Cluster([[300_000]] * 3, 1)
+    cluster.lost = {"n2"}
+    with pytest.raises(StoreError, match=r"node n0 cannot keep parity: .*node n2 does not answer"):
+        build_parity(cluster.protection, "n0", cluster.read, lambda *_: None, threads=2)
+
+
+def test_parity_goes_past_the_cache_of_a_store(tmp_path: Path) -> None:
+    cluster = Cluster([[500_000, 1], [77], [400_000]], 1)
+    store = LocalStore(tmp_path)
+    ((name, size),) = cluster.parity_of("n1")
+    file = store.create(name, size)
+    build_parity(
+        cluster.protection,
+        "n1",
+        cluster.read,
+        lambda _, offset, data: file.write_at(offset, data),
+        threads=2,
+    )
+    file.commit()
+    file.close()
+    found = np.fromfile(tmp_path / name, np.uint8)
+    assert np.array_equal(found, cluster.files["n1"][name])
+    chunk = locate(cluster.protection, "n1")[0].chunk
+    table = found[chunk:].view("<u4")
+    sums = [crc32(found[at : min(at + BLOCK, chunk)]) for at in range(0, chunk, BLOCK)]
+    assert table[: len(sums)].tolist() == sums
+
+
+def test_copies_are_found_wherever_they_lie() -> None:
+    members = [Member(f"n{i}", "", ((f"f{i}", 10),)) for i in range(3)]
+    protection = place(members, SAVE, copies=1)
+    assert assemblable(protection, {"n1": {"f1", "f0"}, "n2": {"f2"}}) == set()
+    assert assemblable(protection, {"n1": {"f1"}, "n2": {"f2"}}) == {"f0"}
+    assert assemblable(protection, {}) == {"f0", "f1", "f2"}
+    with pytest.raises(StoreError, match="f0 of node n0 is not protected by parity"):
+        rebuild_file(protection, "n0", "f0", RANGES.read, np.empty(10, np.uint8))
+
+
+def test_a_rebuilt_file_protects_others_again() -> None:
+    cluster = Cluster([[9000]] * 4, 1)
+    lost = [f"r{i:05d}-{SAVE}.safetensors" for i in range(2)]
+    cluster.lost = {"n0", "n1"}
+    held = cluster.held()
+    assert assemblable(cluster.protection, held) == set(lost)
+    held["n2"] |= {lost[0]}  # wherever it came from
+    parity = parity_name(SAVE, 0)
+    assert assemblable(cluster.protection, {**held, "n0": {parity}}) == set()
+
+
+def test_losses_in_different_places_of_a_stripe_are_survived() -> None:
+    cluster = Cluster([[2048] * 4] * 3, 1)
+    # The second half of the first is in a stripe with the first half of the second.
+    lost = {"n1": f"r00004-{SAVE}.safetensors", "n2": f"r00011-{SAVE}.safetensors"}
+    for node, name in lost.items():
+        del cluster.files[node][name]
+    assert assemblable(cluster.protection, cluster.held()) == set()
+    for node, name in lost.items():
+        assert np.array_equal(cluster.rebuilt(node, name), cluster.data[node, name])
+
+
+def test_the_node_itself_is_not_asked_for_what_is_rebuilt() -> None:
+    cluster = Cluster([[9000, 20_000], [30_000], [5]], 1)
+    name = f"r00001-{SAVE}.safetensors"
+    cluster.files["n0"][name][:] = 0
+    want = np.zeros(20_000, np.uint8)
+    cluster.asked.clear()
+    with Rebuilder(cluster.protection, cluster.read) as rebuilder:
+        rebuilder.read("n0", name, 0, want)
+    assert {node for node, _, _, _ in cluster.asked} == {"n1", "n2"}
+    assert want.any()
+
+
+@pytest.mark.parametrize(("offset", "count"), [(0, 11), (10, 1), (-1, 2), (2**62, 1)])
+def test_ranges_past_the_end_are_refused(offset: int, count: int) -> None:
+    cluster = Cluster([[10]] * 2, 1)
+    with (
+        Rebuilder(cluster.protection, cluster.read) as rebuilder,
+        pytest.raises(FormatError, match="has 10 bytes"),
+    ):
+        rebuilder.read("n0", f"r00000-{SAVE}.safetensors", offset, np.empty(count, np.uint8))
+
+
+def test_unknown_files_are_named() -> None:
+    cluster = Cluster([[10]] * 2, 1)
+    with pytest.raises(FormatError, match="node n0 had no file other"):
+        rebuild_file(cluster.protection, "n0", "other", cluster.read, np.empty(1, np.uint8))

@@ -1,0 +1,371 @@
+"""The client and the store over it: bytes from another node, failures in bounded time."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardwise as sw
+from shardwise.errors import StoreError
+from shardwise.memory.client import AgentClient
+from shardwise.memory.home import LARGEST_NOTE
+from shardwise.memory.notes import Card
+from shardwise.memory.remote import RemoteStore
+from shardwise.store import Store
+from shardwise.testing.store_suite import UNSAFE
+from tests.memory.test_server import (
+    DATA,
+    RUN,
+    TOKEN,
+    Served,
+    make_certificate,
+    noise,
+    serve,
+)
+
+SIZE = 300_007
+CHILD = """
+import asyncio, sys
+from pathlib import Path
+from shardwise.memory.server import create_app, serving
+
+async def main():
+    app = create_app(Path(sys.argv[1]), sys.argv[2], lambda: None)
+    async with serving(app, "127.0.0.1") as port:
+        print(port, flush=True)
+        await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def card_of(port: int, *, token: str = TOKEN, scheme: str = "http") -> Card:
+    """How to talk to a server on this port."""
+    return Card(node="node-b", url=f"{scheme}://127.0.0.1:{port}", token=token)
+
+
+@contextmanager
+def calling(card: Card, **options: float) -> Iterator[AgentClient]:
+    """A client that is closed afterwards."""
+    client = AgentClient(card, **options)  # type: ignore[arg-type]
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server that has one data file."""
+    with serve(tmp_path_factory.mktemp("shared")) as one:
+        one.fill(DATA, noise(SIZE))
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(shared: Served) -> Iterator[AgentClient]:
+    """A client of it."""
+    with calling(card_of(shared.port), read_timeout=5.0) as one:
+        yield one
+
+
+@settings(max_examples=60, deadline=None)
+@given(low=st.integers(0, SIZE), count=st.integers(0, SIZE))
+def test_ranges_land_in_memory(client: AgentClient, low: int, count: int) -> None:
+    expected = np.frombuffer(noise(SIZE), np.uint8)[low : low + count]
+    out = np.zeros(count + 2, np.uint8)
+    client.read_range_into(RUN, 10, DATA, low, out[1 : 1 + len(expected)])
+    assert (out[1 : 1 + len(expected)] == expected).all()
+    assert out[0] == 0
+    assert not out[1 + len(expected) :].any()
+
+
+def test_a_range_past_the_end_is_an_error(client: AgentClient) -> None:
+    for low, count in [(SIZE, 1), (SIZE - 5, 6), (0, SIZE + 1)]:
+        with pytest.raises(StoreError, match="node-b"):
+            client.read_range_into(RUN, 10, DATA, low, np.zeros(count, np.uint8))
+
+
+def test_small_verbs(shared: Served, client: AgentClient) -> None:
+    assert client.health().pid == os.getpid()
+    assert client.size(RUN, 10, DATA) == SIZE
+    assert client.read(RUN, 10, DATA, limit=SIZE) == noise(SIZE)
+    before = len(shared.wakes)
+    client.wake()
+    client.put(RUN, 11, "a.json", b"{}")
+    assert len(shared.wakes) == before + 2
+    assert [(each.step, len(each.files)) for each in client.list(RUN)] == [(10, 1), (11, 1)]
+    assert client.list("f" * 16) == []
+
+
+def test_what_is_not_there_is_not_found(client: AgentClient) -> None:
+    start = time.monotonic()
+    with pytest.raises(FileNotFoundError, match=r"absent\.json"):
+        client.read(RUN, 10, "absent.json", limit=10, wait=0.1)
+    assert time.monotonic() - start >= 0.1
+    with pytest.raises(FileNotFoundError):
+        client.size(RUN, 10, "absent.json")
+    with pytest.raises(FileNotFoundError):
+        client.read_range_into(RUN, 12, DATA, 0, np.zeros(1, np.uint8))
+
+
+def test_limits_hold_before_anything_is_read(client: AgentClient) -> None:
+    with pytest.raises(StoreError, match=f"{SIZE} bytes; at most {SIZE - 1}"):
+        client.read(RUN, 10, DATA, limit=SIZE - 1)
+    with pytest.raises(StoreError, match="a note has"):
+        client.put(RUN, 10, "a.json", bytes(LARGEST_NOTE + 1))
+    assert client.health().runs == 1
+
+
+@pytest.mark.parametrize("name", [*UNSAFE, "..", ".a", "%2e%2e", "a?b", "a\r\nb"])
+def test_no_unsafe_name_is_sent(client: AgentClient, name: str) -> None:
+    with pytest.raises(StoreError, match="plain"):
+        client.size(RUN, 10, name)
+    with pytest.raises(StoreError, match="id of a run"):
+        client.list(name)
+
+
+def test_a_wrong_token_is_refused_and_never_told(shared: Served) -> None:
+    with calling(card_of(shared.port, token="gu3ssed")) as one:
+        with pytest.raises(StoreError, match=r"node-b.*token") as caught:
+            one.read(RUN, 10, DATA, limit=SIZE)
+        assert "gu3ssed" not in str(caught.value)
+    with pytest.raises(StoreError, match="node-b") as caught:
+        AgentClient(card_of(shared.port, token="gu3ssed\r\nX: y"))
+    assert "gu3ssed" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["", "http://", "ftp://a:1", "http://a", "http://a:x", "/runs"])
+def test_a_card_needs_an_address(url: str) -> None:
+    with pytest.raises(StoreError, match="no http"):
+        AgentClient(Card(node="node-b", url=url, token="t"))
+
+
+def test_a_line_is_kept_and_made_anew_once_it_is_dead(tmp_path: Path) -> None:
+    with serve(tmp_path) as one:
+        client = AgentClient(card_of(one.port))
+        for _ in range(5):
+            client.health()
+        assert len(client._idle) == 1
+        first = client._idle[0].sock.getsockname()
+        with pytest.raises(FileNotFoundError):
+            client.read(RUN, 1, "a.json", limit=1)
+        assert client._idle[0].sock.getsockname() == first
+    with serve(tmp_path, port=one.port):
+        assert client.health().pid == os.getpid()
+        client.close()
+        assert client._idle == []
+        client.health()
+        assert client._idle == []
+    with pytest.raises(StoreError, match="node-b"):
+        client.health()
+
+
+def test_many_threads_share_a_client(client: AgentClient) -> None:
+    expected = np.frombuffer(noise(SIZE), np.uint8)
+
+    def read(low: int) -> bool:
+        out = np.empty(7001, np.uint8)
+        client.read_range_into(RUN, 10, DATA, low, out)
+        return bool((out == expected[low : low + 7001]).all())
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(read, range(0, SIZE - 7001, 1499)))
+    assert len(client._idle) <= 16
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Card]]:
+    """A server in a process of its own, which has a large file that begins with ones."""
+    step = tmp_path / "runs" / RUN / "step-00000010"
+    step.mkdir(parents=True)
+    with open(step / DATA, "wb") as file:
+        file.write(b"\1" * 4096)
+        file.truncate(256 << 20)
+    command = [sys.executable, "-c", CHILD, str(tmp_path), TOKEN]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process, card_of(int(process.stdout.readline()))
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_node_that_is_lost_in_mid_read_is_an_error_in_time(
+    child: tuple[subprocess.Popen[str], Card], number: signal.Signals
+) -> None:
+    process, card = child
+    out = np.zeros(256 << 20, np.uint8)
+
+    def strike() -> None:
+        while not out[0]:
+            time.sleep(0.0005)
+        process.send_signal(number)
+
+    with calling(card, read_timeout=0.5) as one:
+        one.health()
+        striker = threading.Thread(target=strike)
+        striker.start()
+        start = time.monotonic()
+        with pytest.raises(StoreError, match="node-b"):
+            one.read_range_into(RUN, 10, DATA, 0, out)
+        assert time.monotonic() - start < 3
+        striker.join()
+        start = time.monotonic()
+        with pytest.raises(StoreError, match="node-b"):
+            one.health()
+        assert time.monotonic() - start < 3
+
+
+def test_no_torch_and_no_aiohttp_to_talk_to_an_agent() -> None:
+    script = (
+        "import sys; import shardwise.memory.remote; "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'aiohttp')))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def answering(answer: bytes) -> tuple[Card, threading.Thread]:
+    """A peer that is no agent, and answers one request with these bytes."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def live() -> None:
+        with listener, listener.accept()[0] as line:
+            line.recv(1 << 16)
+            line.sendall(answer)
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    return card_of(listener.getsockname()[1]), thread
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"SSH-2.0-OpenSSH\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]",
+        b'HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n{"pid":1',
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 500 Oh\r\nContent-Length: 5\r\n\r\n\x1b[31m",
+        b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 200 + b"\r\n",
+    ],
+)
+def test_a_peer_that_is_no_agent(answer: bytes) -> None:
+    card, thread = answering(answer)
+    with (
+        calling(card, read_timeout=2.0) as one,
+        pytest.raises(StoreError, match="node-b") as caught,
+    ):
+        one.health()
+    assert "\x1b" not in str(caught.value)
+    thread.join(5)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nabcd",
+        b"HTTP/1.1 206 OK\r\nContent-Range: bytes 1-4/9\r\nContent-Length: 4\r\n\r\nabcd",
+        b"HTTP/1.1 206 OK\r\nContent-Range: bytes 0-3/9\r\nContent-Length: 5\r\n\r\nabcde",
+        b"HTTP/1.1 206 OK\r\nContent-Range: bytes 0-3/9\r\nContent-Length: 4\r\n\r\nabc",
+    ],
+)
+def test_a_peer_that_sends_another_range(answer: bytes) -> None:
+    card, thread = answering(answer)
+    with calling(card, read_timeout=2.0) as one, pytest.raises(StoreError, match="node-b"):
+        one.read_range_into(RUN, 10, DATA, 0, np.zeros(4, np.uint8))
+    thread.join(5)
+
+
+@pytest.mark.parametrize("name", ["../a", "/a", ".a", "a\n", ""])
+def test_no_unsafe_name_is_received(name: str) -> None:
+    escaped = name.replace("\n", "\\n")
+    body = f'[{{"step":1,"files":[{{"name":"{escaped}","size":1}}]}}]'
+    card, thread = answering(
+        f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+    )
+    with calling(card) as one, pytest.raises(StoreError, match="node-b"):
+        one.list(RUN)
+    thread.join(5)
+
+
+def test_over_tls(tmp_path: Path) -> None:
+    certificate, context = make_certificate(tmp_path)
+    with serve(tmp_path / "home", tls=context) as one:
+        one.fill(DATA, noise(SIZE))
+        card = card_of(one.port, scheme="https")
+        client = AgentClient(card, ca=certificate)
+        out = np.zeros(200_000, np.uint8)
+        client.read_range_into(RUN, 10, DATA, 1001, out)
+        client.close()
+        assert out.tobytes() == noise(SIZE)[1001:201_001]
+        with calling(card) as stranger, pytest.raises(StoreError, match="certificate"):
+            stranger.health()
+        with calling(card_of(one.port), read_timeout=2.0) as plain, pytest.raises(StoreError):
+            plain.health()
+
+
+def test_a_checkpoint_opens_from_another_node(shared: Served, client: AgentClient) -> None:
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        "a": torch.rand((300, 257), generator=generator),
+        "b": torch.arange(70_001),
+        "c": {"note": "plain"},
+    }
+    place = shared.home / "runs" / RUN / "step-00000042"
+    sw.save(place, state, step=42)
+    checkpoint = sw.open(RemoteStore(client, RUN, 42))
+    assert torch.equal(checkpoint["a"][...], state["a"])
+    assert torch.equal(checkpoint["b"][...], state["b"])
+    filled = {"a": torch.zeros(300, 257), "b": torch.zeros(70_001, dtype=torch.int64)}
+    sw.load(RemoteStore(client, RUN, 42), filled)
+    assert torch.equal(filled["a"], state["a"])
+
+
+def test_the_store_only_reads(client: AgentClient) -> None:
+    store = RemoteStore(client, RUN, 10)
+    assert isinstance(store, Store)
+    assert DATA in store.list()
+    assert RemoteStore(client, RUN, 77).list() == []
+    assert store.read(DATA, limit=SIZE) == noise(SIZE)
+    with store.hold("any", shared=True) as held:
+        assert held
+    file = store.open(DATA)
+    out = np.zeros(100, np.uint8)
+    assert (file.size, file.read_at(SIZE - 10, out)) == (SIZE, 10)
+    assert out[:10].tobytes() == noise(SIZE)[-10:]
+    assert file.read_at(SIZE, out) == file.read_at(SIZE + 5, out) == 0
+    file.close()
+    for write in (
+        lambda: store.create("a", 1),
+        lambda: store.publish("a", b"", replace=True),
+        lambda: store.delete(DATA),
+        lambda: store.remove(),
+        lambda: store.sync(),
+    ):
+        with pytest.raises(StoreError, match="read only"):
+            write()
+    with pytest.raises(FileNotFoundError):
+        store.open("absent.json")
+    assert re.search("node-b.*step 10", str(store))

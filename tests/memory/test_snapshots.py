@@ -1,0 +1,262 @@
+"""Saves that are staged into memory: committed, persisted, retired and recovered, to the byte."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.memory.home import Home, read_note
+from shardwise.memory.notes import Card
+from shardwise.testing import Gang
+
+ROWS, COLUMNS = 48, 1024
+
+
+def end_agents(directory: Path) -> None:
+    """Kill the agents of all homes below a directory; wait until they are gone."""
+    for process in signal_agents(directory, signal.SIGKILL):
+        while Path(f"/proc/{process}").exists() and not _is_zombie(process):
+            time.sleep(0.01)
+
+
+def signal_agents(directory: Path, number: int) -> list[int]:
+    """Send a signal to the agents of all homes below a directory; their processes."""
+    cards = [read_note(card, Card) for card in directory.glob("**/agent.json")]
+    processes = [card.process for card in cards if card is not None]
+    for process in processes:
+        os.kill(process, number)
+    return processes
+
+
+def _is_zombie(process: int) -> bool:
+    try:
+        return " Z " in Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return True
+
+
+@pytest.fixture
+def shm(tmp_path: Path) -> Iterator[Path]:
+    """A directory for the homes of nodes, whose agents are ended afterwards."""
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    yield directory
+    end_agents(directory)
+
+
+def reference(step: int) -> torch.Tensor:
+    """Values that tell where and when they belong."""
+    return torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS) + step
+
+
+def rows(step: int, *, filled: bool = True) -> dict[str, Any]:
+    """This rank's rows of a tensor, and values that all have."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    box = sw.Box((ROWS // world * rank, 0), (ROWS // world, COLUMNS))
+    data = reference(step)[box.slices()].clone() if filled else torch.zeros(box.shape)
+    shards = sw.Shards((ROWS, COLUMNS), torch.float32, [(box, data)])
+    return {"t": shards, "step": step, "mine": sw.PerRank(rank)}
+
+
+def columns() -> tuple[sw.Box, dict[str, Any]]:
+    """This rank's columns, to be filled."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    box = sw.Box((0, COLUMNS // world * rank), (ROWS, COLUMNS // world))
+    shards = sw.Shards((ROWS, COLUMNS), torch.float32, [(box, torch.zeros(box.shape))])
+    return box, {"t": shards, "step": -1}
+
+
+def memory_of(shm: str, nodes: int, **options: Any) -> sw.Memory:
+    """This rank's memory, where so many nodes are simulated by directories."""
+    directory = Path(shm) / f"node{dist.get_rank() * nodes // dist.get_world_size()}"
+    directory.mkdir(exist_ok=True)
+    return sw.Memory(dir=str(directory), when_full="wait", wait=10.0, **options)
+
+
+def train(root: str, shm: str, nodes: int, steps: int, every: int, **options: Any) -> list[float]:
+    """Save steps 1 to `steps`, and leave without a word; seconds that each save took."""
+    took = []
+    memory = memory_of(shm, nodes, **options)
+    cp = sw.Checkpointer(root, every=every, memory=memory)
+    handles = []
+    for step in range(1, steps + 1):
+        start = time.monotonic()
+        handle = cp.save(step, rows(step))
+        took.append(time.monotonic() - start)
+        assert handle is not None
+        handles.append(handle)
+    for handle in handles:
+        handle.result(20.0)
+    cp.close(wait=False)
+    return took
+
+
+def recover(root: str, shm: str, nodes: int, **options: Any) -> tuple[int | None, str, str]:
+    """Restore by columns; the step, where from, and what was skipped."""
+    box, state = columns()
+    with sw.Checkpointer(root, memory=memory_of(shm, nodes, **options)) as cp:
+        step = cp.restore(state, strict=False)
+        if step is None or cp.last_restore is None:
+            return None, "", ""
+        assert torch.equal(state["t"].fragments[0].data, reference(step)[box.slices()])
+        assert state["step"] == step
+        return step, cp.last_restore.source, str(cp.last_restore.skipped)
+
+
+def lose(shm: Path, node: int) -> None:
+    """A node is lost, with its agent and all of its memory."""
+    directory = shm / f"node{node}"
+    end_agents(directory)
+    for path in sorted(directory.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_newest_comes_from_memory_in_another_sharding(
+    gang: Gang, tmp_path: Path, shm: Path, nodes: int
+) -> None:
+    root = str(tmp_path / "root")
+    gang.run(train, root, str(shm), nodes, 5, 2, world=4)
+    assert {each.name for each in Path(root).iterdir()} == {
+        "run.json",
+        "step-00000002",
+        "step-00000004",
+    }
+    assert gang.run(recover, root, str(shm), nodes, world=4)[0][:2] == (5, "memory")
+
+
+def test_a_world_of_another_size_recovers_too(gang: Gang, tmp_path: Path, shm: Path) -> None:
+    root = str(tmp_path / "root")
+    gang.run(train, root, str(shm), 2, 3, 100, world=4)
+    assert gang.run(recover, root, str(shm), 2, world=2)[0][:2] == (3, "memory")
+
+
+def test_what_is_persisted_is_an_ordinary_checkpoint(gang: Gang, tmp_path: Path, shm: Path) -> None:
+    root = tmp_path / "root"
+    gang.run(train, str(root), str(shm), 2, 2, 2, world=4)
+    checkpoint = sw.open(root / "step-00000002")
+    checkpoint.verify()
+    assert torch.equal(checkpoint["t"][...], reference(2))  # type: ignore[index]
+    assert len(list((root / "step-00000002").iterdir())) == 5
+
+
+@pytest.mark.parametrize("protection", [{"copies": 1}, {"parity": 1}])
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_node_that_is_lost_is_made_up_for(
+    gang: Gang, tmp_path: Path, shm: Path, protection: dict[str, int], lost: int
+) -> None:
+    root = str(tmp_path / "root")
+    gang.run(train, root, str(shm), 4, 3, 100, world=4, **protection)
+    lose(shm, lost)
+    assert gang.run(recover, root, str(shm), 4, world=4)[0][:2] == (3, "memory")
+
+
+def test_what_cannot_be_made_up_for_comes_from_storage_and_it_says_why(
+    gang: Gang, tmp_path: Path, shm: Path
+) -> None:
+    root = str(tmp_path / "root")
+    gang.run(train, root, str(shm), 4, 3, 2, world=4, parity=1)
+    lose(shm, 0)
+    lose(shm, 1)
+    step, source, skipped = gang.run(recover, root, str(shm), 4, world=4)[0]
+    assert (step, source) == (2, "storage")
+    assert "no node that is left has" in skipped
+
+
+def test_agents_that_are_killed_are_followed_by_others(
+    gang: Gang, tmp_path: Path, shm: Path
+) -> None:
+    root = str(tmp_path / "root")
+    gang.run(train, root, str(shm), 2, 3, 100, world=4)
+    end_agents(shm)
+    assert gang.run(recover, root, str(shm), 2, world=4)[0][:2] == (3, "memory")
+
+
+def test_a_run_that_is_begun_anew_takes_nothing_of_the_one_before(
+    gang: Gang, tmp_path: Path, shm: Path
+) -> None:
+    root = tmp_path / "root"
+    gang.run(train, str(root), str(shm), 1, 3, 100, world=2)
+    (root / "run.json").unlink()
+    assert gang.run(recover, str(root), str(shm), 1, world=2)[0] == (None, "", "")
+
+
+def flip(path: Path, at: int) -> None:
+    """One bit of a file, the other way."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+def test_a_bit_that_flips_in_memory_is_found_and_the_one_before_is_taken(
+    gang: Gang, tmp_path: Path, shm: Path
+) -> None:
+    root = str(tmp_path / "root")
+    gang.run(train, root, str(shm), 1, 3, 100, world=2)
+    (victim,) = shm.glob("**/step-00000003/r00001-*.safetensors")
+    flip(victim, 5000)
+    step, source, skipped = gang.run(recover, root, str(shm), 1, world=2)[0]
+    assert (step, source) == (2, "memory")
+    assert victim.name in skipped
+
+
+def close_properly(root: str, shm: str) -> None:
+    with sw.Checkpointer(root, memory=memory_of(shm, 1)) as cp:
+        for step in (1, 2):
+            cp.save(step, rows(step))
+
+
+def test_a_run_that_ends_well_gives_its_memory_back(gang: Gang, tmp_path: Path, shm: Path) -> None:
+    gang.run(close_properly, str(tmp_path / "root"), str(shm), world=2)
+    assert sw.open(tmp_path / "root" / "step-00000002").step == 2
+    assert not list(shm.glob("**/*.slot"))
+    assert not list(shm.glob("**/*.safetensors"))
+
+
+def fail_to_persist(root: str, shm: str) -> list[str]:
+    """Persisting fails in the background: result says so, and so does the next save."""
+    said = []
+    cp = sw.Checkpointer(root, memory=memory_of(shm, 1))
+    if dist.get_rank() == 0:
+        signal_agents(Path(shm), signal.SIGSTOP)
+    dist.barrier()
+    handle = cp.save(1, rows(1))
+    assert handle is not None
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (Path(root) / "step-00000001").write_text("in the way")
+        signal_agents(Path(shm), signal.SIGCONT)
+    handle.committed(10.0)
+    with pytest.raises(sw.StoreError) as caught:
+        handle.result(10.0)
+    said.append(str(caught.value))
+    try:
+        cp.save(2, rows(2))
+    except sw.ShardwiseError as error:
+        said.append(str(error))
+    cp.close(wait=False)
+    return said
+
+
+def test_what_fails_in_the_background_is_told_on_all_ranks(
+    gang: Gang, tmp_path: Path, shm: Path
+) -> None:
+    root = tmp_path / "root"
+    for said in gang.run(fail_to_persist, str(root), str(shm), world=2):
+        assert len(said) == 2
+        assert all("persist" in each for each in said)
+
+
+def test_homes_are_private(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    assert home.path.stat().st_mode & 0o777 == 0o700
+    assert not home.has_agent()
