@@ -41,7 +41,9 @@ def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     names: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     names |= {"total": 200, "train": lambda *_: None}
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    block, *others = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    for other in others:
+        compile(other, "README.md", "exec")
     exec(compile(block, "README.md", "exec"), names)
     assert sw.Checkpointer("runs/a").steps() == [100, 200]
 

@@ -318,15 +318,28 @@ def test_a_rebuilt_file_protects_others_again() -> None:
     assert assemblable(cluster.protection, {**held, "n0": {parity}}) == set()
 
 
+@needs_pyeclib
 def test_losses_in_different_places_of_a_stripe_are_survived() -> None:
-    cluster = Cluster([[2048] * 4] * 3, 1)
-    # The second half of the first is in a stripe with the first half of the second.
-    lost = {"n1": f"r00004-{SAVE}.safetensors", "n2": f"r00011-{SAVE}.safetensors"}
+    cluster = Cluster([[4096, 2048, 2048, 2048, 2048]] * 5, 2)
+    # One stripe has the first, which fills its chunk, and a half chunk of each of the others.
+    lost = {"n2": f"r00010-{SAVE}.safetensors", "n3": f"r00016-{SAVE}.safetensors"}
+    lost["n4"] = f"r00024-{SAVE}.safetensors"
     for node, name in lost.items():
         del cluster.files[node][name]
     assert assemblable(cluster.protection, cluster.held()) == set()
     for node, name in lost.items():
         assert np.array_equal(cluster.rebuilt(node, name), cluster.data[node, name])
+
+
+def test_nodes_that_are_known_to_be_lost_are_not_asked() -> None:
+    cluster = Cluster([[9000]] * 3, 1)
+    cluster.asked.clear()
+    with (
+        Rebuilder(cluster.protection, cluster.read, lost=["n0", "n1"]) as rebuilder,
+        pytest.raises(StoreError, match="of node n1: the node is lost"),
+    ):
+        rebuilder.read("n0", f"r00000-{SAVE}.safetensors", 0, np.empty(9000, np.uint8))
+    assert cluster.asked == []
 
 
 def test_the_node_itself_is_not_asked_for_what_is_rebuilt() -> None:

@@ -219,7 +219,7 @@ def test_a_node_that_is_lost_in_mid_read_is_an_error_in_time(
             time.sleep(0.0005)
         process.send_signal(number)
 
-    with calling(card, read_timeout=0.5) as one:
+    with calling(card, read_timeout=0.3) as one:
         one.health()
         striker = threading.Thread(target=strike)
         striker.start()
@@ -318,6 +318,8 @@ def test_over_tls(tmp_path: Path) -> None:
         client = AgentClient(card, ca=certificate)
         out = np.zeros(200_000, np.uint8)
         client.read_range_into(RUN, 10, DATA, 1001, out)
+        client._idle[0].sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+        assert client.size(RUN, 10, DATA) == SIZE
         client.close()
         assert out.tobytes() == noise(SIZE)[1001:201_001]
         with calling(card) as stranger, pytest.raises(StoreError, match="certificate"):

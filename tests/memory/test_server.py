@@ -448,7 +448,7 @@ def test_silent_connections_are_closed(tmp_path: Path) -> None:
         never = stack.enter_context(socket.create_connection(("127.0.0.1", one.port), 5))
         half = stack.enter_context(one.line("GET /health HTTP/1.1\r\nHost: a\r\n"))
         used = stack.enter_context(one.line("GET /health HTTP/1.1\r\nHost: a\r\n\r\n"))
-        waiting = stack.enter_context(one.line(f"GET {FILE}?wait=1 HTTP/1.1\r\nHost: a\r\n\r\n"))
+        waiting = stack.enter_context(one.line(f"GET {FILE}?wait=0.6 HTTP/1.1\r\nHost: a\r\n\r\n"))
         assert used.recv(1000).startswith(b"HTTP/1.1 200")
         for line in (never, half, used):
             assert is_closed(line)

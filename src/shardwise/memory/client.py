@@ -29,6 +29,7 @@ PLAIN_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,254}\Z"
 _RUN = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(PLAIN_NAME)
 _TOKEN = re.compile(r"[!-~]{1,512}")
+_HUNG_UP = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 T = TypeVar("T")
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -231,8 +232,8 @@ class AgentClient:
         if idle is not None:
             try:
                 return idle, _exchange(idle, method, path, headers, body, patience)
-            except ConnectionError:
-                pass  # the agent had hung up, for it was idle; all requests may be repeated
+            except _HUNG_UP:
+                pass  # it was idle for too long; any request may be repeated
         connection = self._connect()
         return connection, _exchange(connection, method, path, headers, body, patience)
 

@@ -81,11 +81,13 @@ def chunk_size(lengths: Sequence[int], n: int, m: int) -> int:
 class Code(Protocol):
     """The code of one stripe: `k` data blocks, numbered from 0, then the parity blocks from `k`."""
 
+    window: int
+
     def recover(self, blocks: Iterable[tuple[int, Buffer]], out: Mapping[int, Buffer]) -> None:
         """Fill the blocks of `out`, which are lost or not yet made, from the first `k` of others.
 
-        All have one length. Each block is taken when the one before is no longer needed, so that
-        they may all come in the same memory.
+        All have one length. A block has to stay as it is until `window` more have been taken, so
+        that many may come in little memory.
 
         Raises:
             StoreError: there are fewer than `k`.
@@ -140,6 +142,7 @@ def decode(present: Mapping[int, Buffer], missing: Sequence[int], k: int, m: int
 class _Xor:
     def __init__(self, k: int) -> None:
         self._k = k
+        self.window = 1
 
     def recover(self, blocks: Iterable[tuple[int, Buffer]], out: Mapping[int, Buffer]) -> None:
         # Any k of the k + 1 blocks add up to the one that is left.
@@ -185,22 +188,19 @@ class _ReedSolomon:
                 f"pyeclib cannot do isa_l_rs_cauchy for {k} + {m} blocks: {error}"
             ) from error
         self._k = k
+        self.window = k
         self._headers: dict[int, list[bytes]] = {}
 
     def recover(self, blocks: Iterable[tuple[int, Buffer]], out: Mapping[int, Buffer]) -> None:
         missing = sorted(out)
         size = len(out[missing[0]])
-        cuts = [(low, min(low + _SLICE, size)) for low in range(0, size, _SLICE)]
-        fragments: list[list[bytes]] = [[] for _ in cuts]
-        count = 0
-        for number, block in islice(blocks, self._k):
-            for of_slice, (low, high) in zip(fragments, cuts, strict=True):
-                of_slice.append(self._fragment(number, block[low:high]))
-            count += 1
-        _check_enough(count, self._k)
-        for of_slice, (low, high) in zip(fragments, cuts, strict=True):
+        chosen = list(islice(blocks, self._k))
+        _check_enough(len(chosen), self._k)
+        for low in range(0, size, _SLICE):
+            high = min(low + _SLICE, size)
+            fragments = [self._fragment(number, block[low:high]) for number, block in chosen]
             # It takes bytes objects only, and ends the process where it is given anything else.
-            found = self._driver.reconstruct(of_slice, list(missing))
+            found = self._driver.reconstruct(fragments, list(missing))
             for number, fragment in zip(missing, found, strict=True):
                 start = len(fragment) - _padded(high - low)
                 out[number][low:high] = np.frombuffer(fragment, np.uint8, high - low, start)

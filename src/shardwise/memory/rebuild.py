@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from typing import TypeVar
 
 import numpy as np
@@ -90,10 +91,11 @@ def build_parity(
         q, piece = divmod(index, pieces)
         low = piece * PIECE
         high = min(low + PIECE, group.chunk)
-        source, block = buffers[0][: high - low], buffers[1][: high - low]
+        *sources, block = (buffer[: high - low] for buffer in buffers)
 
         def data() -> Iterator[tuple[int, Buffer]]:
             for f, position in enumerate(all_stripes[owned[q]].data):
+                source = sources[f % code.window]
                 _read_data(read, group, position, f * group.chunk + low, source)
                 yield f, source
 
@@ -104,7 +106,7 @@ def build_parity(
 
     code = code_of(k, m)
     try:
-        _for_each(range(m * pieces), make, 2, threads)
+        _for_each(range(m * pieces), make, code.window + 1, threads)
     except _Lost as lost:
         raise StoreError(f"node {node} cannot keep parity: no {lost}") from lost.error
     finally:
@@ -187,17 +189,19 @@ class Rebuilder:
 
         def decode(part: Part, buffers: list[Buffer]) -> None:
             first = part.wanted * group.chunk + part.low - start
-            self._decode(code, group, part, buffers[0], out[first : first + part.high - part.low])
+            self._decode(code, group, part, buffers, out[first : first + part.high - part.low])
 
         found = parts(group, at, start, start + len(out), grid=PIECE)
-        _for_each(found, decode, 1, self._threads)
+        _for_each(found, decode, code.window, self._threads)
 
-    def _decode(self, code: Code, group: Group, part: Part, buffer: Buffer, out: Buffer) -> None:
+    def _decode(
+        self, code: Code, group: Group, part: Part, buffers: list[Buffer], out: Buffer
+    ) -> None:
         """Decode part of a stripe; again with other pieces, as long as one turns out lost."""
         while True:
             pieces = (
                 (number, self._piece(group, part, number, buffer))
-                for number in self._chosen(group, part)
+                for number, buffer in zip(self._chosen(group, part), cycle(buffers), strict=False)
             )
             try:
                 code.recover(pieces, {part.wanted: out})

@@ -236,7 +236,7 @@ def _is_gone(request: web.Request) -> bool:
     return request.transport is None or request.transport.is_closing()
 
 
-async def _body(request: web.Request) -> bytes:
+async def _body(request: web.Request) -> bytearray:
     """All of a request's body, which is as long as was stated, and no longer than a note."""
     size = request.content_length
     if size is None:
@@ -255,7 +255,7 @@ async def _body(request: web.Request) -> bytes:
         raise web.HTTPBadRequest(text="the body was cut off") from error
     if len(body) != size:
         raise web.HTTPBadRequest(text=f"the body has not the {size} bytes that were stated")
-    return bytes(body)
+    return body
 
 
 async def _send(request: web.Request, file: BinaryIO) -> web.StreamResponse:
@@ -328,7 +328,7 @@ def _open(home: Path, run: str, step: str, name: str) -> BinaryIO | None:
     return os.fdopen(fd, "rb", buffering=0)
 
 
-def _write(home: Path, run: str, step: str, name: str, data: bytes) -> None:
+def _write(home: Path, run: str, step: str, name: str, data: bytearray) -> None:
     """Write beside, then rename into place."""
     beside = f".{name}.{secrets.token_hex(4)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -339,7 +339,8 @@ def _write(home: Path, run: str, step: str, name: str, data: bytes) -> None:
                 file.write(data)
             os.rename(beside, name, src_dir_fd=directory, dst_dir_fd=directory)
         except BaseException:
-            os.unlink(beside, dir_fd=directory)
+            with suppress(FileNotFoundError):
+                os.unlink(beside, dir_fd=directory)
             raise
 
 
@@ -349,7 +350,7 @@ def _steps(home: Path, run: str) -> list[ListedStep]:
     try:
         with _directory(home, "runs", run) as directory:
             names = os.listdir(directory)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     for name in names:
         step = step_of_directory(name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,6 +24,7 @@ from shardwise.errors import ShardwiseError, StoreError
 from shardwise.events import Recorder
 from shardwise.manifest.names import data_file, new_save_id
 from shardwise.memory import notes
+from shardwise.memory.guard import gaps
 from shardwise.memory.handle import SaveHandle, Stages
 from shardwise.memory.home import Home, Run, new_run, write_note
 from shardwise.memory.notes import Card, Draft, Staged
@@ -89,6 +92,19 @@ class Snapshots:
         self.home, self._card = found[0]
         self.run: Run = self.home.run(self.meeting.run)
         self._slots = Slots(self.run, group.rank, options.slots + 1)
+        if group.rank == 0:
+            self._warn_of_gaps()
+
+    def _warn_of_gaps(self) -> None:
+        options = self._options
+        found = gaps(
+            self.meeting.nodes,
+            copies=options.copies,
+            parity=options.parity,
+            group=options.group,
+        )
+        for gap in found:
+            warnings.warn(f"snapshots in memory: {gap}", RuntimeWarning, stacklevel=4)
 
     @property
     def node(self) -> str:
@@ -200,10 +216,22 @@ class Snapshots:
                     each.wait_all(None)
                 if self._open and self._open[-1].stages[-1] == "persist":
                     self.go_on_from(None)
-                    self._slots.remove()
+                    self._give_back()
         finally:
             self._pool.shutdown()
             self._slots.close()
+
+    def _give_back(self) -> None:
+        """Leave nothing of the run in memory. All ranks together."""
+        self._slots.remove()
+
+        def remove() -> bytes:
+            if self.is_first_of_node:
+                shutil.rmtree(self.run.path, ignore_errors=True)
+            return b""
+
+        exchange(self._group, "giving memory back", lambda: b"", lambda _: b"")
+        exchange(self._group, "giving memory back", remove, lambda _: b"")
 
     def wake(self) -> None:
         """Have this node's agent look at the notes."""
