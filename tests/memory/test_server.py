@@ -449,8 +449,11 @@ def test_silent_connections_are_closed(tmp_path: Path) -> None:
         half = stack.enter_context(one.line("GET /health HTTP/1.1\r\nHost: a\r\n"))
         used = stack.enter_context(one.line("GET /health HTTP/1.1\r\nHost: a\r\n\r\n"))
         waiting = stack.enter_context(one.line(f"GET {FILE}?wait=0.6 HTTP/1.1\r\nHost: a\r\n\r\n"))
+        again = stack.enter_context(one.line("GET /health HTTP/1.1\r\nHost: a\r\n\r\n"))
         assert used.recv(1000).startswith(b"HTTP/1.1 200")
-        for line in (never, half, used):
+        assert again.recv(1000).startswith(b"HTTP/1.1 200")
+        again.sendall(b"GET /health HTT")
+        for line in (never, half, used, again):
             assert is_closed(line)
         assert waiting.recv(1000).startswith(b"HTTP/1.1 404")
 

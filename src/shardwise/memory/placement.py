@@ -117,8 +117,8 @@ def place(
 
     Groups differ by one node at most. Nodes of one domain are dealt out evenly over the groups.
     With parity, there are as many more groups as it takes for the loss of a whole domain to be
-    survived, as long as each has more than `parity` nodes. The same nodes, in any order, have the
-    same place.
+    survived, if groups of more than `parity` nodes can do that. The same nodes, in any order, have
+    the same place.
 
     Args:
         members: all nodes of the snapshot.
@@ -298,15 +298,18 @@ def _domain(member: Member) -> tuple[str, str]:
 
 def _group_count(members: Sequence[Member], least: int, parity: int, group_size: int) -> int:
     """How many groups; members are dealt out, so a domain of c nodes puts ⌈c / count⌉ in each."""
-    wanted = -(-len(members) // group_size)
+    most = max(1, len(members) // max(least, 2))
+    wanted = min(-(-len(members) // group_size), most)
     if parity:
-        largest = max(Counter(_domain(each) for each in members).values(), default=0)
-        wanted = max(wanted, -(-largest // parity))
-    return max(1, min(wanted, len(members) // max(least, 2)))
+        largest = max(Counter(_domain(each) for each in members).values())
+        to_lose_one = -(-largest // parity)
+        if to_lose_one <= most:  # else smaller groups would cost memory, and save nothing
+            wanted = max(wanted, to_lose_one)
+    return max(1, wanted)
 
 
 def _group(members: Sequence[Member], copies: int, parity: int) -> Group:
-    """A group, with nodes of one domain as far from each other on the ring as can be."""
+    """A group, with nodes of one domain spread over the ring."""
     n = len(members)
     most = max(Counter(_domain(each) for each in members).values(), default=1)
     ring = tuple(member for row in range(most) for member in members[row::most])

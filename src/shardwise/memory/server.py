@@ -12,8 +12,7 @@ import os
 import secrets
 import ssl
 import stat
-import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -36,8 +35,6 @@ BACKLOG = 1024
 RUN = "/runs/{run:[0-9a-f]{16}}"
 _LINK_OR_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENXIO)
 
-_LINES: web.AppKey[_Lines] = web.AppKey("lines")
-
 
 def create_app(home: Path, token: str, wake: Callable[[], None]) -> web.Application:
     """What an agent answers.
@@ -53,9 +50,7 @@ def create_app(home: Path, token: str, wake: Callable[[], None]) -> web.Applicat
     if not token:
         raise ValueError("an agent needs a token: without one, anybody could read its snapshots")
     desk = _Desk(home, wake)
-    lines = _Lines()
-    app = web.Application(middlewares=[lines.answering, _only_with(token)])
-    app[_LINES] = lines
+    app = web.Application(middlewares=[_only_with(token)])
     app.router.add_get("/health", desk.health)
     app.router.add_get(RUN, desk.listing)
     app.router.add_get(f"{RUN}/{{step}}/{{name}}", desk.file)
@@ -94,12 +89,10 @@ async def serving(
         shutdown_timeout=ENDING,
     )
     await runner.setup()
-    sweeper = asyncio.create_task(_hang_up(runner, app[_LINES], quiet))
     try:
         await web.TCPSite(runner, interface, port, ssl_context=tls, backlog=BACKLOG).start()
         yield runner.addresses[0][1]
     finally:
-        sweeper.cancel()
         await runner.cleanup()
 
 
@@ -153,33 +146,6 @@ class _Desk:
         return web.Response(status=204)
 
 
-class _Lines:
-    """The connections, and since when nothing is being answered over each."""
-
-    def __init__(self) -> None:
-        self._busy: set[web.RequestHandler] = set()
-        self._quiet_since: dict[web.RequestHandler, float] = {}
-
-    @web.middleware
-    async def answering(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Note that a request came."""
-        self._quiet_since.pop(request.protocol, None)
-        self._busy.add(request.protocol)
-        try:
-            return await handler(request)
-        finally:
-            self._busy.discard(request.protocol)
-
-    def hang_up(self, lines: Iterable[web.RequestHandler], quiet: float) -> None:
-        """Close those that have been quiet for long: idle ones, and requests that never end."""
-        now = time.monotonic()
-        silent = [line for line in lines if line not in self._busy]
-        self._quiet_since = {line: self._quiet_since.get(line, now) for line in silent}
-        for line, since in self._quiet_since.items():
-            if now - since > quiet and line.transport is not None:
-                line.transport.abort()
-
-
 def _only_with(token: str) -> Middleware:
     expected = f"Bearer {token}".encode()
 
@@ -195,13 +161,6 @@ def _only_with(token: str) -> Middleware:
 
 async def _say_little(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = "shardwise"
-
-
-async def _hang_up(runner: web.AppRunner, lines: _Lines, quiet: float) -> None:
-    while True:
-        await asyncio.sleep(quiet / 4)
-        if runner.server is not None:
-            lines.hang_up(runner.server.connections, quiet)
 
 
 def _json(value: object) -> web.Response:
