@@ -26,6 +26,9 @@ class Card(msgspec.Struct, frozen=True):
     process: int = 0
     domain: str = ""
 
+    def __repr__(self) -> str:
+        return f"Card(node={self.node!r}, url={self.url!r})"
+
 
 class Staged(msgspec.Struct, frozen=True):
     """A rank's file lies in memory, but for its checksums.

@@ -14,15 +14,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from aiohttp import web
-
 from shardwise.errors import StoreError
 from shardwise.memory.agent import Agent, listen
 from shardwise.memory.duties import Following, Leading, seal_staged
 from shardwise.memory.home import Home, write_note
 from shardwise.memory.notes import Card
 from shardwise.memory.retire import retire_old
-from shardwise.memory.server import create_app
+from shardwise.memory.server import create_app, serving
 
 PATIENCE = 2.0
 IDLE = 60.0
@@ -69,28 +67,23 @@ def node_name(home: Home) -> str:
 
 async def _serve(home: Home, agent: Agent, card: Card, interface: str, port: int) -> None:
     token = secrets.token_urlsafe(32)
-    runner = web.AppRunner(create_app(home.path, token, agent.wake), access_log=None)
-    await runner.setup()
-    site = web.TCPSite(runner, interface, port)
-    await site.start()
-    bound = runner.addresses[0][1]
-    host = f"[{interface}]" if ":" in interface else interface
-    url = f"http://{host}:{bound}"
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     threading.Thread(target=listen, args=(home.bell, agent.wake), daemon=True).start()
-    agent.start()
-    agent.wake()
-    write_note(home.card, Card(card.node, url, token, card.process, card.domain))
-    log.info("agent of node %s serves %s at %s", card.node, home, url)
-    try:
-        await _until_idle(home, ended)
-    finally:
-        home.card.unlink(missing_ok=True)
-        agent.stop(timeout=5.0)
-        await runner.cleanup()
+    async with serving(create_app(home.path, token, agent.wake), interface, port) as bound:
+        host = f"[{interface}]" if ":" in interface else interface
+        url = f"http://{host}:{bound}"
+        agent.start()
+        agent.wake()
+        write_note(home.card, Card(card.node, url, token, card.process, card.domain))
+        log.info("agent of node %s serves %s at %s", card.node, home, url)
+        try:
+            await _until_idle(home, ended)
+        finally:
+            home.card.unlink(missing_ok=True)
+            agent.stop(timeout=5.0)
 
 
 async def _until_idle(home: Home, ended: asyncio.Event) -> None:

@@ -1,9 +1,8 @@
-"""The client and the store over it: bytes from another node, failures in bounded time."""
+"""The client of an agent: bytes from another node, failures in bounded time."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -17,17 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import shardwise as sw
 from shardwise.errors import StoreError
 from shardwise.memory.client import AgentClient
 from shardwise.memory.home import LARGEST_NOTE
 from shardwise.memory.notes import Card
-from shardwise.memory.remote import RemoteStore
-from shardwise.store import Store
 from shardwise.testing.store_suite import UNSAFE
 from tests.memory.test_server import (
     DATA,
@@ -236,7 +231,7 @@ def test_a_node_that_is_lost_in_mid_read_is_an_error_in_time(
 
 def test_no_torch_and_no_aiohttp_to_talk_to_an_agent() -> None:
     script = (
-        "import sys; import shardwise.memory.remote; "
+        "import sys; import shardwise.memory.client; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'aiohttp')))"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
@@ -326,48 +321,3 @@ def test_over_tls(tmp_path: Path) -> None:
             stranger.health()
         with calling(card_of(one.port), read_timeout=2.0) as plain, pytest.raises(StoreError):
             plain.health()
-
-
-def test_a_checkpoint_opens_from_another_node(shared: Served, client: AgentClient) -> None:
-    generator = torch.Generator().manual_seed(0)
-    state = {
-        "a": torch.rand((300, 257), generator=generator),
-        "b": torch.arange(70_001),
-        "c": {"note": "plain"},
-    }
-    place = shared.home / "runs" / RUN / "step-00000042"
-    sw.save(place, state, step=42)
-    checkpoint = sw.open(RemoteStore(client, RUN, 42))
-    assert torch.equal(checkpoint["a"][...], state["a"])
-    assert torch.equal(checkpoint["b"][...], state["b"])
-    filled = {"a": torch.zeros(300, 257), "b": torch.zeros(70_001, dtype=torch.int64)}
-    sw.load(RemoteStore(client, RUN, 42), filled)
-    assert torch.equal(filled["a"], state["a"])
-
-
-def test_the_store_only_reads(client: AgentClient) -> None:
-    store = RemoteStore(client, RUN, 10)
-    assert isinstance(store, Store)
-    assert DATA in store.list()
-    assert RemoteStore(client, RUN, 77).list() == []
-    assert store.read(DATA, limit=SIZE) == noise(SIZE)
-    with store.hold("any", shared=True) as held:
-        assert held
-    file = store.open(DATA)
-    out = np.zeros(100, np.uint8)
-    assert (file.size, file.read_at(SIZE - 10, out)) == (SIZE, 10)
-    assert out[:10].tobytes() == noise(SIZE)[-10:]
-    assert file.read_at(SIZE, out) == file.read_at(SIZE + 5, out) == 0
-    file.close()
-    for write in (
-        lambda: store.create("a", 1),
-        lambda: store.publish("a", b"", replace=True),
-        lambda: store.delete(DATA),
-        lambda: store.remove(),
-        lambda: store.sync(),
-    ):
-        with pytest.raises(StoreError, match="read only"):
-            write()
-    with pytest.raises(FileNotFoundError):
-        store.open("absent.json")
-    assert re.search("node-b.*step 10", str(store))
