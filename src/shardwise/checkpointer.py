@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from shardwise import api
 from shardwise.engine.arena import DEFAULT_MAX_BUFFER
@@ -90,6 +93,7 @@ class Checkpointer:
         self._group: Group = SoloGroup() if self._own is None else TorchGroup(self._own)
         self._preemption = Preemption() if on_sigterm == "save" else None
         self._closed = False
+        self._fenced: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
         self.last_restore: RestoreReport | None = None
         exchange(self._group, "opening a root", lambda: b"", self._collect)
         self._memory = memory
@@ -123,6 +127,8 @@ class Checkpointer:
             if self._snapshots is not None:
                 self._snapshots.close(wait=wait)
         finally:
+            for hook in self._fenced.values():
+                hook.remove()
             self._let_go()
 
     def _let_go(self) -> None:
@@ -174,17 +180,15 @@ class Checkpointer:
 
         def prepare() -> Save:
             options = SaveOptions.checked(step, overwrite, self._check_replicas, metrics)
-            if durable and self._keep.best is not None and self._keep.best not in options.metrics:
-                raise StateError(
-                    f"metrics= has no {self._keep.best!r}, which Keep chooses by; "
-                    'give float("nan") if it was not measured'
-                )
+            if durable:
+                self._refuse_unranked(options)
             held = api.held_by(state, allow_pickle=self._allow_pickle)
             store = self._root.at(step_directory(step))
             return Save(held=held, store=store, max_buffer=self._max_buffer, options=options)
 
         with without_collection():
             if self._snapshots is not None:
+                self._fence_steps(state)
                 keep = self._keep if durable else None
                 handle = self._snapshots.save(prepare, keep, self._plans, recorder)
             else:
@@ -198,6 +202,22 @@ class Checkpointer:
             handle.result()
             self._preemption.deliver()
         return handle
+
+    def _refuse_unranked(self, options: SaveOptions) -> None:
+        if self._keep.best is not None and self._keep.best not in options.metrics:
+            raise StateError(
+                f"metrics= has no {self._keep.best!r}, which Keep chooses by; "
+                'give float("nan") if it was not measured'
+            )
+
+    def _fence_steps(self, state: Mapping[str, object]) -> None:
+        """Have the steps of all optimizers in the state wait for copies that are under way."""
+        if self._snapshots is None or self._memory is None or not self._memory.overlap:
+            return
+        fence = self._snapshots.fence
+        for optimizer in _optimizers_in(state):
+            if optimizer not in self._fenced:
+                self._fenced[optimizer] = optimizer.register_step_pre_hook(lambda *_: fence())
 
     def prepare(self, state: api.State) -> int:
         """Allocate the memory that snapshots of this state take, so that the first finds it there.
@@ -308,6 +328,16 @@ class Checkpointer:
                     collect_leftovers(store)
                     store.remove()  # if it is empty
         return b""
+
+
+def _optimizers_in(value: object) -> Iterator[Optimizer]:
+    if isinstance(value, Optimizer):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _optimizers_in(each)
+    elif isinstance(value, Mapping):
+        yield from _optimizers_in(list(value.values()))
 
 
 def _root_of(place: api.Place, *, everywhere: bool) -> Store:

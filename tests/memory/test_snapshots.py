@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.memory import snapshots
 from shardwise.memory.home import Home, read_note
 from shardwise.memory.notes import Card
 from shardwise.testing import Gang
@@ -254,6 +255,49 @@ def test_what_fails_in_the_background_is_told_on_all_ranks(
     for said in gang.run(fail_to_persist, str(root), str(shm), world=2):
         assert len(said) == 2
         assert all("persist" in each for each in said)
+
+
+def step_while_copying(root: str, shm: str) -> tuple[float, float, bool]:
+    """Step an optimizer while a slow copy is under way: seconds of save and step; what is saved."""
+    copy = snapshots.stage
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.5)
+        copy(*args)
+
+    snapshots.stage = slowly
+    try:
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        before = model.weight.detach().clone()
+        model(torch.ones(1, 8)).sum().backward()
+        state = {"model": model, "optimizer": [optimizer]}
+        with sw.Checkpointer(root, memory=memory_of(shm, 1, overlap=True)) as cp:
+            cp.prepare(state)
+            start = time.monotonic()
+            handle = cp.save(1, state)
+            saved = time.monotonic()
+            optimizer.step()
+            stepped = time.monotonic()
+            assert handle is not None
+            handle.staged(0.0)
+            handle.result(20.0)
+        assert not torch.equal(model.weight, before)
+        stored = sw.open(f"{root}/step-00000001")["model.weight"][...]  # type: ignore[index]
+        return saved - start, stepped - saved, torch.equal(stored, before)
+    finally:
+        snapshots.stage = copy
+
+
+def test_a_step_waits_for_the_copy_that_it_would_tear(
+    gang: Gang, tmp_path: Path, shm: Path
+) -> None:
+    for saving, stepping, intact in gang.run(
+        step_while_copying, str(tmp_path / "root"), str(shm), world=2
+    ):
+        assert saving < 0.4
+        assert stepping > 0.1
+        assert intact
 
 
 def test_homes_are_private(tmp_path: Path) -> None:

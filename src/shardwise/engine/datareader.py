@@ -11,7 +11,7 @@ from shardwise.engine.arena import aligned_buffer
 from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.checksums import BLOCK, block_count, crc32, damaged_blocks
 from shardwise.manifest.manifest import FileEntry
-from shardwise.store import ReadableFile, Store
+from shardwise.store import MappedFile, ReadableFile, Store
 from shardwise.store.store import Buffer
 
 ALIGNMENT = 4096
@@ -52,11 +52,27 @@ class DataReader:
         Raises:
             CorruptionError: they are not the bytes that were saved.
         """
+        self._fill(low, high, buffer)
+        return self._verified(low, buffer[: high - low])
+
+    def view(self, low: int, high: int, buffer: Buffer) -> Buffer:
+        """The same bytes, where they lie if the file lies in memory; else in `buffer`.
+
+        Raises:
+            CorruptionError: they are not the bytes that were saved.
+        """
+        if isinstance(self._file, MappedFile):
+            return self._verified(low, self._file.view(low, high - low))
+        return self.read(low, high, buffer)
+
+    def _fill(self, low: int, high: int, buffer: Buffer) -> None:
         room = min(-(-(high - low) // ALIGNMENT) * ALIGNMENT, len(buffer))
         count = self._read_at(low, buffer[:room])
         if count < high - low:
             raise CorruptionError(f"{self._where} ends at byte {low + count}, in mid-read")
-        data = buffer[: high - low]
+
+    def _verified(self, low: int, data: Buffer) -> Buffer:
+        high = low + len(data)
         if self._table is not None:
             expected = self._table[low // BLOCK : block_count(high)]
             bad = damaged_blocks(data, expected)

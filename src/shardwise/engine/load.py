@@ -26,6 +26,7 @@ from shardwise.plan.load import LoadPlan, Spans, assign_transfers, plan_load, wa
 from shardwise.plan.saved import SavedState
 from shardwise.plan.share import bytes_saved, share_reads
 from shardwise.state.leaves import Fragment, TensorLeaf, same_bytes
+from shardwise.store import MappedStore
 
 WORTH_SHARING = 0.05
 
@@ -177,7 +178,8 @@ class GroupFilling:
         neighbours, opened = self._neighbours, self._opened
         everyone = [_decode_spans(message) for message in neighbours.messages]
         shared = share_reads(everyone, largest_read=self._arena.read_size)
-        if len(neighbours) == 1 or bytes_saved(everyone, shared) < WORTH_SHARING:
+        alone = len(neighbours) == 1 or self._all_in_memory(shared.file)
+        if alone or bytes_saved(everyone, shared) < WORTH_SHARING:
             return fill(self.filling, opened, self._arena, verify=verify)
         slots = min(self._arena.reads, int(np.bincount(shared.reader).max()))
         largest = BLOCK * block_count(int((shared.high - shared.low).max()))
@@ -194,6 +196,13 @@ class GroupFilling:
         read_together(spans, copies, readers, rings, self._arena.threads)
         _finish(self.filling.leaves)
         return int((shared.high - shared.low)[own].sum())
+
+    def _all_in_memory(self, files: npt.NDArray[np.int64]) -> bool:
+        """Whether each rank of the node can read these files where they lie."""
+        store, entries = self._opened.store, self._opened.manifest.files
+        if not isinstance(store, MappedStore):
+            return False
+        return all(store.is_mapped(entries[number].name) for number in np.unique(files).tolist())
 
 
 def _finish(leaves: Sequence[TensorLeaf]) -> None:

@@ -29,7 +29,7 @@ def read_alone(spans: Spans, copies: Copies, readers: Readers, arena: Arena) -> 
 
     def serve(span: int) -> None:
         with arena.buffer() as buffer:
-            copies.copy(span, _read(spans, span, readers, copies, buffer))
+            copies.copy(span, _read(spans, span, readers, copies, buffer, where_it_lies=True))
 
     with ThreadPoolExecutor(arena.threads, "shardwise-read") as pool:
         _finish(pool, serve, range(len(spans)))
@@ -68,10 +68,19 @@ def read_together(
             job.result()
 
 
-def _read(spans: Spans, span: int, readers: Readers, copies: Copies, buffer: Buffer) -> Buffer:
+def _read(
+    spans: Spans,
+    span: int,
+    readers: Readers,
+    copies: Copies,
+    buffer: Buffer,
+    *,
+    where_it_lies: bool = False,
+) -> Buffer:
     file, low, high = (int(c[span]) for c in (spans.file, spans.low, spans.high))
     try:
-        return readers[file].read(low, high, buffer)
+        reader = readers[file]
+        return (reader.view if where_it_lies else reader.read)(low, high, buffer)
     except CorruptionError as error:
         names = copies.names(span)
         raise CorruptionError(f"{error}; they hold {names}" if names else str(error)) from error

@@ -87,6 +87,16 @@ def _attempt(name: str, duty: Duty, place: Place) -> bool:
         return False
 
 
+def undisturbed(duty: Duty) -> Duty:
+    """The duty, on snapshots that are not being retired, and are not while it works."""
+
+    def attend(place: Place) -> bool:
+        with place.hold(shared=True) as held:
+            return held and duty(place)
+
+    return attend
+
+
 def listen(bell: Path, wake: Callable[[], None]) -> None:
     """Call `wake` whenever something is written to a named pipe, which is made. Does not return."""
     with suppress(FileExistsError):

@@ -16,6 +16,7 @@ from shardwise.memory.notes import Card
 from shardwise.memory.place import Place
 from shardwise.memory.placement import Protection, decode_protection
 from shardwise.memory.rebuild import Rebuilder
+from shardwise.memory.seal import mapped
 from shardwise.store import LocalStore, ReadableFile, Store, WritableFile
 from shardwise.store.store import Buffer
 
@@ -91,8 +92,12 @@ class AssembledStore:
         if nodes is None:
             raise FileNotFoundError(f"{self} has no {key}")
         if self._node in nodes:
-            return self._local.open(key)
+            return _Here(mapped(self._local.path / key, self._assembly.sizes[key]))
         return _Away(self._assembly.sizes[key], f"{key} of {self}", self._ways(key, nodes))
+
+    def is_mapped(self, key: str) -> bool:
+        """Whether a file lies in this node's memory."""
+        return self._node in self._assembly.holders.get(key, ())
 
     def read(self, key: str, *, limit: int) -> bytes:
         """All of a small file."""
@@ -154,6 +159,28 @@ class AssembledStore:
             owner = self._owner[key]
             ways.append(lambda offset, out: rebuilder.read(owner, key, offset, out))
         return ways
+
+
+@dataclass(slots=True)
+class _Here:
+    """A file in this node's memory."""
+
+    data: Buffer
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def view(self, offset: int, count: int) -> Buffer:
+        return self.data[offset : offset + count]
+
+    def read_at(self, offset: int, out: Buffer) -> int:
+        part = self.view(offset, len(out))
+        out[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass(slots=True)

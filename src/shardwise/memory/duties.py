@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
@@ -31,6 +32,8 @@ from shardwise.store import open_store
 
 log = logging.getLogger("shardwise.agent")
 W = TypeVar("W")
+FILES_AT_A_TIME = 2
+POLL = 0.002
 
 
 Duty = Callable[[Place], bool]
@@ -80,7 +83,7 @@ class Leading:
     ) -> bool:
         busy = False
         for draft in place.drafts():
-            after = stage == "commit" or place.has(notes.outcome("commit", draft.save_id))
+            after = stage != "protect" or place.has(notes.outcome("commit", draft.save_id))
             ended = place.has(notes.outcome(stage, draft.save_id))
             if draft.leader != self._node or ended or not after or not wanted(draft):
                 continue
@@ -150,9 +153,13 @@ class Leading:
                     place=str(publish.store),
                     files=files,
                     budget=draft.budget,
+                    wait=draft.wait,
                 )
                 nodes.tell(node, notes.request("persist", draft.save_id), wish)
             nbytes = self._gather(nodes, "persist", draft, by_node)
+            commit = nodes.expect(self._node, notes.outcome("commit", draft.save_id), Done)
+            if commit.failure:
+                raise StoreError(f"it was never committed: {commit.failure}")
             publish.finish((place.path / MANIFEST).read_bytes())
             return nbytes
 
@@ -218,14 +225,26 @@ def attempt(work: Callable[[], int]) -> tuple[int, str]:
 
 
 def _copy(place: Place, wish: Persist) -> int:
+    """Copy files to storage, each as soon as it is sealed; those of several ranks at a time."""
     throttle = Throttle(wish.budget)
     store = open_store(wish.place)
-    nbytes = 0
-    for name in wish.files:
-        entry = read_note(place.path / notes.entry(name), FileEntry)
-        if entry is None:
-            raise StoreError(f"{place.path / name} is not there any more")
+
+    def copy(name: str) -> int:
+        entry = _sealed(place, name, wish.wait)
         copy_to_store(place.path / name, entry, store, throttle)
-        nbytes += entry.size
+        return entry.size
+
+    with ThreadPoolExecutor(FILES_AT_A_TIME, "shardwise-files") as pool:
+        nbytes = sum(pool.map(copy, wish.files))
     store.sync()
     return nbytes
+
+
+def _sealed(place: Place, name: str, wait: float) -> FileEntry:
+    """The entry of a file, once it has one."""
+    deadline = time.monotonic() + wait
+    while (entry := read_note(place.path / notes.entry(name), FileEntry)) is None:
+        if time.monotonic() > deadline:
+            raise StoreError(f"{place.path / name} was not staged within {wait:.0f} s")
+        time.sleep(POLL)
+    return entry

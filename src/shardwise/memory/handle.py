@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 
 from shardwise.engine.save import SaveReport
@@ -99,11 +100,18 @@ class SaveHandle:
     Args:
         report: what it did until now; all that there is to report, if it is over.
         stages: what is still to come; None if it is durable.
+        staging: the copy into memory, if it may still be under way.
     """
 
-    def __init__(self, report: SaveReport, stages: Stages | None = None) -> None:
+    def __init__(
+        self,
+        report: SaveReport,
+        stages: Stages | None = None,
+        staging: Future[None] | None = None,
+    ) -> None:
         self._report = report
         self._stages = stages
+        self._staging = staging
 
     def done(self) -> bool:
         """Whether it is over: durable (or, if that is all it is for, safe in memory), or failed."""
@@ -115,7 +123,17 @@ class SaveHandle:
             return True
 
     def staged(self, timeout: float | None = None) -> None:
-        """Wait until the state is copied, and may change: it is, when `save` returns."""
+        """Wait until the state is copied, and may change.
+
+        It is when `save` returns, but with `Memory(overlap=True)`.
+
+        Raises:
+            TimeoutError: `timeout` seconds have passed.
+        """
+        if self._staging is not None:
+            done, _ = wait([self._staging], timeout)
+            if not done:
+                raise TimeoutError(f"the state is not copied after {timeout:g} s")
 
     def committed(self, timeout: float | None = None) -> None:
         """Wait until the snapshot is whole on all nodes, and what `restore` would take.

@@ -85,6 +85,7 @@ class Persist(msgspec.Struct, frozen=True, kw_only=True):
     save_id: str
     place: str
     files: list[str]
+    wait: float
     budget: int | None = None
 
 

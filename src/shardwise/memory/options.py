@@ -15,6 +15,9 @@ class Memory:
     Args:
         every: a snapshot at every step that is a multiple of this.
         slots: how many committed snapshots are kept; one more is being written.
+        overlap: copy while the training goes on, up to the next step of an optimizer that is in the
+            state, which waits for it. Whatever else changes the state before (buffers in a forward
+            pass, averages) must wait for `handle.staged()`.
         dir: where each node keeps them: a memory file system, or a directory of a local disk.
         copies: how many further nodes keep a copy of what a node holds.
         parity: how many nodes of a group may be lost at once, by redundancy that takes
@@ -33,6 +36,7 @@ class Memory:
 
     every: int = 1
     slots: int = 2
+    overlap: bool = False
     dir: str = DIRECTORY
     copies: int = 0
     parity: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,21 +20,26 @@ THREADS = 4
 
 
 class Throttle:
-    """Spreads bytes over time: at most `budget` a second, or as many as there are if None."""
+    """Spreads bytes over time: at most `budget` a second, or as many as there are if None.
+
+    Threads may share it.
+    """
 
     def __init__(self, budget: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._budget = budget
         self._clock = clock
         self._free_at = clock()
+        self._lock = threading.Lock()
 
     def seconds_for(self, nbytes: int) -> float:
         """Account for so many bytes; how long to wait before they may go."""
         if self._budget is None:
             return 0.0
-        now = self._clock()
-        wait = max(0.0, self._free_at - now)
-        self._free_at = max(now, self._free_at) + nbytes / self._budget
-        return wait
+        with self._lock:
+            now = self._clock()
+            wait = max(0.0, self._free_at - now)
+            self._free_at = max(now, self._free_at) + nbytes / self._budget
+            return wait
 
 
 def copy_to_store(path: Path, entry: FileEntry, store: Store, throttle: Throttle) -> None:

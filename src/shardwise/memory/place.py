@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +26,27 @@ class Place:
     def path(self) -> Path:
         """Its directory."""
         return self.run.step(self.step)
+
+    @contextmanager
+    def hold(self, *, shared: bool) -> Iterator[bool]:
+        """Keep it from being retired while the block runs; or, not shared, from all other work.
+
+        Yields False, at once, where that cannot be had. It is let go also if the process dies.
+        """
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            yield False
+            return
+        try:
+            held = True
+            try:
+                fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held = False
+            yield held and os.fstat(fd).st_nlink > 0
+        finally:
+            os.close(fd)
 
     def named(self, suffix: str) -> list[str]:
         """The names in it that end so."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
 
+from shardwise.errors import StoreError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import notes
@@ -14,6 +16,8 @@ from shardwise.store import LocalStore
 
 ENDED = "ended"
 REMEMBERED = 64
+PATIENCE, LONG = 0.05, 30.0
+POLL = 0.002
 
 
 def retire_old(place: Place) -> bool:
@@ -25,10 +29,10 @@ def retire_old(place: Place) -> bool:
     run = place.run
     committed = [s for s in run.steps() if Place(run, s).is_committed()]
     if not committed or place.step >= committed[-1]:
-        return _tidy(place) if place.step in committed else False
+        return place.step in committed and _tidy(place)
     if place.step in _kept(run, committed):
         return _tidy(place)
-    return False if _is_busy(place) else retire(place)
+    return False if _is_busy(place) else retire(place, PATIENCE)
 
 
 def _kept(run: Run, committed: list[int]) -> set[int]:
@@ -42,8 +46,19 @@ def _kept(run: Run, committed: list[int]) -> set[int]:
     return kept
 
 
-def retire(place: Place) -> bool:
-    """Retire a snapshot now; whether it could be had."""
+def retire(place: Place, patience: float) -> bool:
+    """Retire a snapshot; whether nobody worked on it, or ceased to within so many seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        with place.hold(shared=False) as held:
+            if held:
+                return _retire(place)
+        if not place.path.exists() or time.monotonic() > deadline:
+            return False
+        time.sleep(POLL)
+
+
+def _retire(place: Place) -> bool:
     store = LocalStore(place.path)
     if place.is_committed():
         with store.hold(MANIFEST, shared=False) as held:
@@ -57,10 +72,18 @@ def retire(place: Place) -> bool:
 
 
 def discard_newer(run: Run, step: int | None) -> None:
-    """Retire what is newer than the step that a run goes on from; all, if that is None."""
+    """Retire what is newer than the step that a run goes on from; all, if that is None.
+
+    Raises:
+        StoreError: an agent does not cease to work on it.
+    """
     for each in run.steps():
-        if step is None or each > step:
-            retire(Place(run, each))
+        place = Place(run, each)
+        if (step is None or each > step) and not retire(place, LONG) and place.path.exists():
+            raise StoreError(
+                f"{place.path}: its agent has worked on it for {LONG:.0f} s, so that it cannot be "
+                "discarded, though the run goes on from an older step"
+            )
 
 
 def _is_busy(place: Place) -> bool:
@@ -86,8 +109,10 @@ def _tidy(place: Place) -> bool:
     if len(by_save) < 2:
         return False
     old = by_save - {decode_manifest((place.path / MANIFEST).read_bytes()).save_id}
-    _remove(place, [name for name in os.listdir(place.path) if any(o in name for o in old)])
-    return True
+    with place.hold(shared=False) as held:
+        if held:
+            _remove(place, [name for name in os.listdir(place.path) if any(o in name for o in old)])
+        return held
 
 
 def _remove(place: Place, names: list[str]) -> None:
@@ -95,7 +120,7 @@ def _remove(place: Place, names: list[str]) -> None:
     place.run.free.mkdir(exist_ok=True)
     ended = place.run.path / ENDED
     ended.mkdir(exist_ok=True)
-    for name in names:
+    for name in sorted(names, key=_last_notes):
         path = place.path / name
         with suppress(FileNotFoundError):
             if name in slots:
@@ -105,6 +130,13 @@ def _remove(place: Place, names: list[str]) -> None:
             else:
                 path.unlink()
     _forget(ended)
+
+
+def _last_notes(name: str) -> int:
+    """Drafts go first, so that nobody goes on; what slots are called goes last."""
+    if name.startswith("draft-"):
+        return 0
+    return 2 if name.endswith(".staged.json") or notes.is_outcome(name) else 1
 
 
 def _forget(ended: os.PathLike[str]) -> None:

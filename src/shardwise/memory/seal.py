@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from shardwise.manifest.manifest import FileEntry
 from shardwise.store.store import Buffer
 
 AT_A_TIME = 4 << 20
+THREADS = 2
 
 
 def mapped(path: Path, size: int, *, writable: bool = False) -> Buffer:
@@ -45,9 +47,13 @@ def seal(path: Path, entry: FileEntry) -> FileEntry:
     """
     data = mapped(path, entry.size, writable=True)
     table = np.zeros(block_count(entry.checksums_at), "<u4")
-    for low in range(0, entry.checksums_at, AT_A_TIME):
+
+    def take(low: int) -> None:
         sums = block_checksums(data[low : min(low + AT_A_TIME, entry.checksums_at)])
         table[low // BLOCK : low // BLOCK + len(sums)] = sums
+
+    with ThreadPoolExecutor(THREADS, "shardwise-seal") as pool:
+        list(pool.map(take, range(0, entry.checksums_at, AT_A_TIME)))
     encoded = table.view(np.uint8)
     data[entry.checksums_at :] = encoded
     return msgspec.structs.replace(entry, checksums_crc32=crc32(encoded))

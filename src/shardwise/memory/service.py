@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise.errors import StoreError
-from shardwise.memory.agent import Agent, listen
+from shardwise.memory.agent import Agent, listen, undisturbed
 from shardwise.memory.duties import Following, Leading, seal_staged
 from shardwise.memory.home import Home, write_note
 from shardwise.memory.notes import Card
@@ -45,12 +45,12 @@ def run_agent(directory: Path, *, interface: str, port: int = 0, domain: str = "
         agent = Agent(
             home,
             {
-                "seal": seal_staged,
-                "commit": leading.commit,
-                "protect": leading.protect,
-                "persist": leading.persist,
-                "guard": following.protect,
-                "copy": following.persist,
+                "seal": undisturbed(seal_staged),
+                "commit": undisturbed(leading.commit),
+                "protect": undisturbed(leading.protect),
+                "persist": undisturbed(leading.persist),
+                "guard": undisturbed(following.protect),
+                "copy": undisturbed(following.persist),
                 "retire": retire_old,
             },
         )

@@ -7,12 +7,14 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 
 import msgspec
 
+from shardwise.engine.content import Content
 from shardwise.engine.doorbell import ring
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
@@ -41,6 +43,7 @@ from shardwise.store import Store
 RUN = "run.json"
 LARGEST_RUN = 4096
 THREADS = 4
+THREADS_BESIDE_TRAINING = 1
 POLL = 0.002
 
 
@@ -68,7 +71,10 @@ class Snapshots:
         self._root = root
         self._options = options
         self._group = group
-        self._pool = ThreadPoolExecutor(THREADS, "shardwise-stage")
+        threads = THREADS_BESIDE_TRAINING if options.overlap else THREADS
+        self._pool = ThreadPoolExecutor(threads, "shardwise-stage")
+        self._background = ThreadPoolExecutor(1, "shardwise-background")
+        self._under_way: Future[None] | None = None
         self._open: list[Stages] = []
         self._failure = ""
         self._prepared = False
@@ -132,6 +138,7 @@ class Snapshots:
         Raises:
             ShardwiseError: on all ranks: this save cannot be, or an earlier one failed meanwhile.
         """
+        self.fence()
         sent = self._group.bytes_sent
         brought: list[Save] = []
 
@@ -158,6 +165,8 @@ class Snapshots:
         if planned is None:
             self.skipped += 1
             return None
+        if brought[0].options.check_replicas:
+            check_replicas(planned.described, self._group)
         return self._begin(planned, brought[0], keep, recorder, sent)
 
     def prepare(self, prepare: Callable[[], Save], plans: PlanCache, recorder: Recorder) -> int:
@@ -189,6 +198,12 @@ class Snapshots:
         self._prepared = True
         return self._slots.prepare(nbytes)
 
+    def fence(self) -> None:
+        """Wait until what is being copied is copied."""
+        if self._under_way is not None:
+            self._under_way.result()
+            self._under_way = None
+
     def go_on_from(self, step: int | None) -> None:
         """Forget snapshots that are newer than what the run goes on from. All ranks together."""
 
@@ -210,6 +225,7 @@ class Snapshots:
             StoreError: something failed.
         """
         try:
+            self.fence()
             if wait:
                 self._raise_failures()
                 for each in self._open:
@@ -218,6 +234,7 @@ class Snapshots:
                     self.go_on_from(None)
                     self._give_back()
         finally:
+            self._background.shutdown()
             self._pool.shutdown()
             self._slots.close()
 
@@ -259,55 +276,58 @@ class Snapshots:
         place = Place(self.run, options.step or 0)
         wanted = ("commit", "protect") if keep is None else ("commit", "protect", "persist")
         stages = Stages(self.home, place, planned.save_id, wanted)
-        written = 0
-        try:
-            if options.check_replicas:
-                check_replicas(planned.described, self._group)
-            with recorder.stage("stage"):
-                written = self._stage(planned, place, options, keep, wanted)
-            self._open = [*(each for each in self._open if not each.is_over()), stages]
-        except (ShardwiseError, OSError) as error:
-            self._failure = f"staging step {options.step}: {error}"
+        content = planned.content()
+        work = partial(self._stage, planned, content, place, options, keep, wanted)
+        with recorder.stage("stage"):
+            self._under_way = self._background.submit(work)
+            if not self._options.overlap:
+                self.fence()
+        self._open = [*(each for each in self._open if not each.is_over()), stages]
         report = SaveReport(
             path=str(place.path if keep is None else job.store),
             step=options.step,
             bytes_total=0,
-            bytes_written=written,
+            bytes_written=0 if content is None else content.layout.size,
             bytes_deduplicated=0,
             files=0,
             plan_cached=planned.cached,
             bytes_communicated=self._group.bytes_sent - sent,
             seconds=recorder.seconds(),
         )
-        return SaveHandle(report, stages)
+        return SaveHandle(report, stages, self._under_way)
 
     def _stage(
         self,
         planned: Planned,
+        content: Content | None,
         place: Place,
         options: SaveOptions,
         keep: Keep | None,
         stages: tuple[str, ...],
-    ) -> int:
-        """Copy this rank's share; the bytes of its file."""
-        place.path.mkdir(parents=True, exist_ok=True)
-        content = planned.content()
-        nbytes = 0
-        if content is not None:
-            nbytes = content.layout.size
-            if not self._prepared:
-                self._allocate(nbytes)
-            slot = self._slot(nbytes)
-            stage(content, slot.buffer, self._pool)
-            target = place.path / planned.key
-            slot.path.rename(target)
-            staged = Staged(planned.entry(content), slot.name, self._options.slots, stages)
-            write_note(place.path / notes.staged(planned.rank, planned.save_id), staged)
-        if planned.template is not None:
-            draft = self._draft(planned, options, keep)
-            write_note(place.path / notes.draft(planned.save_id), draft)
-        self.wake()
-        return nbytes
+    ) -> None:
+        """Copy this rank's share. If that fails, the other ranks hear of it when they next meet."""
+        try:
+            place.path.mkdir(parents=True, exist_ok=True)
+            if content is not None:
+                self._fill_slot(planned, content, place, stages)
+            if planned.template is not None:
+                draft = self._draft(planned, options, keep)
+                write_note(place.path / notes.draft(planned.save_id), draft)
+            self.wake()
+        except (ShardwiseError, OSError) as error:
+            self._failure = f"staging step {options.step}: {error}"
+
+    def _fill_slot(
+        self, planned: Planned, content: Content, place: Place, stages: tuple[str, ...]
+    ) -> None:
+        nbytes = content.layout.size
+        if not self._prepared:
+            self._allocate(nbytes)
+        slot = self._slot(nbytes)
+        stage(content, slot.buffer, self._pool)
+        slot.path.rename(place.path / planned.key)
+        staged = Staged(planned.entry(content), slot.name, self._options.slots, stages)
+        write_note(place.path / notes.staged(planned.rank, planned.save_id), staged)
 
     def _slot(self, nbytes: int) -> Slot:
         deadline = time.monotonic() + self._options.wait

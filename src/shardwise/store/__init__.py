@@ -1,7 +1,15 @@
 """Keys to bytes: where checkpoints lie."""
 
 from shardwise.store.local import LocalStore
-from shardwise.store.store import ReadableFile, Store, WritableFile
+from shardwise.store.store import MappedFile, MappedStore, ReadableFile, Store, WritableFile
 from shardwise.store.url import open_store
 
-__all__ = ["LocalStore", "ReadableFile", "Store", "WritableFile", "open_store"]
+__all__ = [
+    "LocalStore",
+    "MappedFile",
+    "MappedStore",
+    "ReadableFile",
+    "Store",
+    "WritableFile",
+    "open_store",
+]

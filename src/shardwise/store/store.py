@@ -51,6 +51,15 @@ class ReadableFile(Protocol):
 
 
 @runtime_checkable
+class MappedFile(ReadableFile, Protocol):
+    """A file that lies in memory."""
+
+    def view(self, offset: int, count: int) -> Buffer:
+        """Its bytes, where they lie; fewer only at the end of the file. They are only read."""
+        ...
+
+
+@runtime_checkable
 class Store(Protocol):
     """A flat set of files under one place, named by plain file names.
 
@@ -122,4 +131,13 @@ class Store(Protocol):
         A file that is held shared cannot be held exclusively; an exclusive hold creates the file
         if need be. Yields False, at once, where it could not be had.
         """
+        ...
+
+
+@runtime_checkable
+class MappedStore(Store, Protocol):
+    """A store of which files lie in memory."""
+
+    def is_mapped(self, key: str) -> bool:
+        """Whether `open` gives this file as a `MappedFile`."""
         ...
