@@ -46,6 +46,11 @@ def goals(results: list[Result]) -> str:
     return table(["question", "setting", "", "goal", "measured", "reached"], rows)
 
 
+def written(value: object) -> str:
+    """A cell: numbers with their thousands apart, all else as it is."""
+    return f"{value:,}" if isinstance(value, (int, float)) else str(value)
+
+
 def answers(results: list[Result]) -> str:
     """The tables of one question: seconds under all settings, then what else it found."""
     if not results:
@@ -55,7 +60,7 @@ def answers(results: list[Result]) -> str:
     parts = [table(["seconds (× the base)", *map(setting, results)], rows)]
     for result in results:
         for title, found in result["tables"].items():
-            lines = [[f"{value:,}" for value in row.values()] for row in found]
+            lines = [[written(value) for value in row.values()] for row in found]
             parts.append(f"{title} ({setting(result)}):\n\n{table(list(found[0]), lines)}")
     return "\n\n".join(parts)
 

@@ -33,7 +33,10 @@ RUNS = [
         for t in ("float32", "bfloat16")
     ),
     *(Run("reshard", 4, dtype) for dtype in ("float32", "bfloat16")),
-    *(Run(question) for question in ("many_tensors", "memory", "planning", "checksums")),
+    *(
+        Run(question)
+        for question in ("many_tensors", "memory", "planning", "checksums", "snapshots")
+    ),
 ]
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import LARGE, ROWS, Bench, arguments
+from harness import ROWS, Bench, Size, arguments
 from limits import direct_write
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 import shardwise as sw
 
 THREADS = 4
+HALF = Size(tensors=64)  # memory holds it about ten times over, with all peers
 MEMORY = Path("/dev/shm/shardwise-bench")
 COPY = "copy into memory that was touched before"
 OURS, OURS_DURABLE = "sw: save", "sw: save, until it is durable"
@@ -36,7 +37,7 @@ Begin = Callable[[Path], Callable[[], object]]
 
 
 def main() -> None:
-    bench = Bench("snapshots", LARGE, arguments())
+    bench = Bench("snapshots", HALF, arguments())
     model = bench.model(ROWS)
     state: dict[str, object] = {"model": model}
     root = bench.dir.parent / "snapshots-root"
@@ -62,7 +63,7 @@ def main() -> None:
         bench.table(
             "What was saved, if the tensors change as soon as the call returns",
             [
-                {"": name, "is what was given": keeps(bench, model, begin, root)}
+                {"way": name, "saved what it was given": keeps(bench, model, begin, root)}
                 for name, begin in ways.items()
             ],
         )

@@ -13,7 +13,7 @@ import pytest
 import shardwise
 from tests.cli.conftest import Run
 
-COMMANDS = ("ls", "inspect", "verify", "diff")
+COMMANDS = ("ls", "inspect", "verify", "diff", "plan-interval")
 PROBE = """
 import sys
 from shardwise.cli import main

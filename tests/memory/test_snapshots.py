@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.engine.content import Content
 from shardwise.memory import snapshots
 from shardwise.memory.home import Home, read_note
 from shardwise.memory.notes import Card
+from shardwise.store.store import Buffer
 from shardwise.testing import Gang
 
 ROWS, COLUMNS = 48, 1024
@@ -255,6 +257,37 @@ def test_what_fails_in_the_background_is_told_on_all_ranks(
     for said in gang.run(fail_to_persist, str(root), str(shm), world=2):
         assert len(said) == 2
         assert all("persist" in each for each in said)
+
+
+def die_while_copying(root: str, shm: str) -> None:
+    """Two saves go well; in the third one rank is killed in the middle of its copy."""
+    cp = sw.Checkpointer(root, memory=memory_of(shm, 2))
+    for step in (1, 2):
+        handle = cp.save(step, rows(step))
+        assert handle is not None
+        handle.result(20.0)
+
+    def killed(content: Content, out: Buffer, pool: object) -> None:
+        content.fill(0, 5000, out[:5000])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if dist.get_rank() == 1:
+        snapshots.stage = killed  # type: ignore[assignment]
+    cp.save(3, rows(3))
+    cp.save(4, rows(4))
+
+
+def test_a_torn_copy_is_never_committed_nor_persisted(
+    gang: Gang, tmp_path: Path, shm: Path
+) -> None:
+    root = tmp_path / "root"
+    outcomes = gang.outcomes(die_while_copying, str(root), str(shm), world=2, timeout=60.0)
+    assert [outcome.kind for outcome in outcomes] == ["error", "died"]
+    step, source, skipped = gang.run(recover, str(root), str(shm), 2, world=2)[0]
+    assert (step, source) == (2, "memory")
+    assert "not committed" in skipped
+    with sw.Checkpointer(root) as cp:
+        assert cp.steps() == [1, 2]
 
 
 def step_while_copying(root: str, shm: str) -> tuple[float, float, bool]:

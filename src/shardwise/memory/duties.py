@@ -83,7 +83,8 @@ class Leading:
     ) -> bool:
         busy = False
         for draft in place.drafts():
-            after = stage != "protect" or place.has(notes.outcome("commit", draft.save_id))
+            commit = place.ended("commit", draft.save_id)
+            after = stage != "protect" or (commit is not None and not commit.failure)
             ended = place.has(notes.outcome(stage, draft.save_id))
             if draft.leader != self._node or ended or not after or not wanted(draft):
                 continue
@@ -244,6 +245,7 @@ def _sealed(place: Place, name: str, wait: float) -> FileEntry:
     """The entry of a file, once it has one."""
     deadline = time.monotonic() + wait
     while (entry := read_note(place.path / notes.entry(name), FileEntry)) is None:
+        place.refuse_abandoned()
         if time.monotonic() > deadline:
             raise StoreError(f"{place.path / name} was not staged within {wait:.0f} s")
         time.sleep(POLL)

@@ -77,6 +77,7 @@ class Stages:
         start = looked = time.monotonic()
         pause = POLL[0]
         while (done := self.ended(stage)) is None:
+            self.ended("commit")
             now = time.monotonic()
             if timeout is not None and now - start > timeout:
                 raise TimeoutError(

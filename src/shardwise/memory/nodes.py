@@ -66,10 +66,12 @@ class Nodes:
             patient: wait for as long as the node answers.
 
         Raises:
-            StoreError: the node does not answer, or the note does not come.
+            StoreError: the node does not answer, the note does not come, or the snapshot is
+                abandoned.
         """
         last_sign = time.monotonic()
         while True:
+            self._place.refuse_abandoned()
             try:
                 found = self._look(node, name, kind)
                 if patient:

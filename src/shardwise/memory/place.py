@@ -5,14 +5,17 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.errors import StoreError
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import notes
 from shardwise.memory.home import Run, read_note
 from shardwise.memory.notes import Done, Draft, Staged
+
+ABANDONED = "abandoned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,20 @@ class Place:
     def ended(self, stage: str, save_id: str) -> Done | None:
         """How a stage has ended for the cluster, if it has."""
         return read_note(self.path / notes.outcome(stage, save_id), Done)
+
+    def abandon(self) -> None:
+        """Have whoever waits for something to become of it cease to."""
+        with suppress(FileNotFoundError):
+            (self.path / ABANDONED).touch()
+
+    def refuse_abandoned(self) -> None:
+        """Raise if nothing is to become of it any more.
+
+        Raises:
+            StoreError: the run has gone on from an older step.
+        """
+        if self.has(ABANDONED):
+            raise StoreError(f"step {self.step} is abandoned: the run went on from an older one")
 
     def has_ended(self, stage: str) -> bool:
         """Whether a stage has ended for any save of it."""

@@ -77,9 +77,11 @@ def discard_newer(run: Run, step: int | None) -> None:
     Raises:
         StoreError: an agent does not cease to work on it.
     """
-    for each in run.steps():
-        place = Place(run, each)
-        if (step is None or each > step) and not retire(place, LONG) and place.path.exists():
+    newer = [Place(run, each) for each in run.steps() if step is None or each > step]
+    for place in newer:
+        place.abandon()
+    for place in newer:
+        if not retire(place, LONG) and place.path.exists():
             raise StoreError(
                 f"{place.path}: its agent has worked on it for {LONG:.0f} s, so that it cannot be "
                 "discarded, though the run goes on from an older step"

@@ -62,7 +62,8 @@ class Slots:
         wanted = self._free()
         lacking = self._count - len(wanted) - self._in_use()
         wanted += [f"{self._prefix}{secrets.token_hex(4)}.slot" for _ in range(lacking)]
-        growth = {name: max(0, size - self._size(name)) for name in wanted}
+        sizes = {name: self._size(name) for name in wanted}
+        growth = {name: size - has if has < nbytes else 0 for name, has in sizes.items()}
         needed = sum(growth.values())
         if needed > self._available():
             raise self._too_small(size, needed)
