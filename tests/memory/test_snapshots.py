@@ -290,6 +290,34 @@ def test_a_torn_copy_is_never_committed_nor_persisted(
         assert cp.steps() == [1, 2]
 
 
+def change_between_saves(root: str, shm: str) -> None:
+    """Tensors are allocated anew, re-shaped, tied and untied, and grow: each save has them so."""
+    first = torch.arange(10.0)
+    states: list[dict[str, torch.Tensor]] = [
+        {"a": first, "b": torch.ones(3)},
+        {"a": first.clone() + 1, "b": torch.ones(3)},
+        {"a": torch.zeros(4, 5), "b": torch.ones(0)},
+        {"a": first, "b": first},
+        {"a": first.clone(), "b": first.clone() + 2, "c": torch.ones(1 << 21)},
+    ]
+    with sw.Checkpointer(root, memory=memory_of(shm, 1)) as cp:
+        for step, state in enumerate(states, start=1):
+            cp.save(step, dict(state))
+            target = {name: torch.empty_like(each) for name, each in state.items()}
+            if step == 4:
+                target["b"] = target["a"]
+            assert cp.restore(target) == step
+            assert cp.last_restore is not None
+            assert cp.last_restore.source == "memory"
+            assert all(torch.equal(target[name], each) for name, each in state.items())
+
+
+def test_what_changes_between_saves_is_saved_as_it_is(
+    gang: Gang, tmp_path: Path, shm: Path
+) -> None:
+    gang.run(change_between_saves, str(tmp_path / "root"), str(shm), world=1)
+
+
 def step_while_copying(root: str, shm: str) -> tuple[float, float, bool]:
     """Step an optimizer while a slow copy is under way: seconds of save and step; what is saved."""
     copy = snapshots.stage
@@ -337,3 +365,9 @@ def test_homes_are_private(tmp_path: Path) -> None:
     home = Home(tmp_path)
     assert home.path.stat().st_mode & 0o777 == 0o700
     assert not home.has_agent()
+    (tmp_path / "elsewhere").mkdir()
+    home.path.rename(tmp_path / "moved")
+    home.path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(sw.StoreError, match="is a link"):
+        Home(tmp_path)
+    assert not list((tmp_path / "elsewhere").iterdir())

@@ -15,6 +15,7 @@ import fcntl
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -41,8 +42,14 @@ class Home:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.path = Path(directory) / f"shardwise-{os.getuid()}"
         try:
-            (self.path / "runs").mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            found = os.lstat(self.path)
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+                raise StoreError(f"{self.path} is a link, or somebody else's: remove it")
             os.chmod(self.path, 0o700)
+            (self.path / "runs").mkdir(exist_ok=True)
+        except StoreError:
+            raise
         except OSError as error:
             raise StoreError(f"{self.path}: snapshots cannot be kept there: {error}") from error
 
