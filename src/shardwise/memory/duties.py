@@ -226,14 +226,19 @@ def attempt(work: Callable[[], int]) -> tuple[int, str]:
 
 
 def _copy(place: Place, wish: Persist) -> int:
-    """Copy files to storage, each as soon as it is sealed; those of several ranks at a time."""
+    """Copy files to storage, each as soon as it is staged; those of several ranks at a time."""
     throttle = Throttle(wish.budget)
     store = open_store(wish.place)
 
     def copy(name: str) -> int:
-        entry = _sealed(place, name, wish.wait)
-        copy_to_store(place.path / name, entry, store, throttle)
-        return entry.size
+        deadline = time.monotonic() + wish.wait
+        staged = _awaited(place, notes.staged(name), Staged, deadline).file
+
+        def sealed() -> None:
+            _awaited(place, notes.entry(name), FileEntry, deadline)
+
+        copy_to_store(place.path / name, staged, store, throttle, sealed)
+        return staged.size
 
     with ThreadPoolExecutor(FILES_AT_A_TIME, "shardwise-files") as pool:
         nbytes = sum(pool.map(copy, wish.files))
@@ -241,12 +246,11 @@ def _copy(place: Place, wish: Persist) -> int:
     return nbytes
 
 
-def _sealed(place: Place, name: str, wait: float) -> FileEntry:
-    """The entry of a file, once it has one."""
-    deadline = time.monotonic() + wait
-    while (entry := read_note(place.path / notes.entry(name), FileEntry)) is None:
+def _awaited(place: Place, name: str, kind: type[W], deadline: float) -> W:
+    """A note of this node, once it is there."""
+    while (note := read_note(place.path / name, kind)) is None:
         place.refuse_abandoned()
         if time.monotonic() > deadline:
-            raise StoreError(f"{place.path / name} was not staged within {wait:.0f} s")
+            raise StoreError(f"{place.path / name} did not appear in time")
         time.sleep(POLL)
-    return entry
+    return note

@@ -112,9 +112,9 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     files: int = 0
 
 
-def staged(rank: int, save_id: str) -> str:
-    """The name of the note that a rank's file is staged."""
-    return f"r{rank:05d}-{save_id}.staged.json"
+def staged(data_file: str) -> str:
+    """The name of the note that a data file is staged."""
+    return f"{data_file.removesuffix('.safetensors')}.staged.json"
 
 
 def entry(data_file: str) -> str:

@@ -42,19 +42,28 @@ class Throttle:
             return wait
 
 
-def copy_to_store(path: Path, entry: FileEntry, store: Store, throttle: Throttle) -> None:
-    """Copy a sealed file, and make it durable. One of this name that was begun before goes first.
+def copy_to_store(
+    path: Path, staged: FileEntry, store: Store, throttle: Throttle, sealed: Callable[[], None]
+) -> None:
+    """Copy a staged file, and make it durable. One of this name that was begun before goes first.
+
+    Args:
+        path, staged: the file, and its entry: checksums may be missing from both.
+        sealed: returns when the file has its checksums, which lie at its end and are copied last.
 
     Raises:
         OSError: the storage refused; what was written is removed again where that is possible.
     """
-    data = mapped(path, entry.size)
-    store.delete(entry.name)
-    file = store.create(entry.name, entry.size)
+    data = mapped(path, staged.size)
+    store.delete(staged.name)
+    file = store.create(staged.name, staged.size)
     try:
         with ThreadPoolExecutor(THREADS, "shardwise-persist") as pool:
             jobs = []
-            for low in range(0, entry.size, CHUNK):
+            last = staged.checksums_at // CHUNK * CHUNK
+            for low in range(0, staged.size, CHUNK):
+                if low == last:
+                    sealed()
                 part = data[low : low + CHUNK]
                 time.sleep(throttle.seconds_for(len(part)))
                 jobs.append(pool.submit(file.write_at, low, _aligned(part, store.alignment)))
@@ -63,7 +72,7 @@ def copy_to_store(path: Path, entry: FileEntry, store: Store, throttle: Throttle
         file.commit()
     except BaseException:
         with suppress(OSError):
-            store.delete(entry.name)
+            store.delete(staged.name)
         raise
     finally:
         file.close()

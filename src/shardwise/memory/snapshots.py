@@ -327,7 +327,7 @@ class Snapshots:
         stage(content, slot.buffer, self._pool)
         slot.path.rename(place.path / planned.key)
         staged = Staged(planned.entry(content), slot.name, self._options.slots, stages)
-        write_note(place.path / notes.staged(planned.rank, planned.save_id), staged)
+        write_note(place.path / notes.staged(planned.key), staged)
 
     def _slot(self, nbytes: int) -> Slot:
         deadline = time.monotonic() + self._options.wait
