@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.plan.cache import PlanCache
+from shardwise.plan.cache import Plan, PlanCache
 from shardwise.plan.save import Share
 from shardwise.testing.threads import ThreadGroup, run_ranks
 
@@ -120,6 +120,27 @@ def test_another_structure_is_planned_anew(tmp_path: Path, second: Make) -> None
     assert [[report.plan_cached for report in ranks] for ranks in reports] == [[False, False]] * 2
 
 
+def test_structures_that_were_planned_apart_are_planned_together(tmp_path: Path) -> None:
+    """Each rank has described this before, but never both of them at once."""
+
+    def of_rank(rank: int, save: int) -> State:
+        state = state_of(rank, save)
+        if save in (1, 1 + rank):
+            state[f"added.{rank}"] = torch.full((64,), float(save + rank))
+        return state
+
+    def save(group: ThreadGroup) -> list[bool]:
+        plans = PlanCache()
+        return [
+            sw.save(tmp_path / f"{i}", of_rank(group.rank, i), group=group, plans=plans).plan_cached
+            for i in range(3)
+        ]
+
+    assert run_ranks(WORLD, save) == [[False] * 3] * WORLD
+    for rank in range(WORLD):
+        assert_holds(tmp_path / "2", of_rank(rank, 2))
+
+
 def test_memory_that_has_moved_is_read_where_it_lies_now(tmp_path: Path) -> None:
     def moving(rank: int, seed: int) -> State:
         """The same names and boxes; other memory, of other strides, of other values."""
@@ -148,10 +169,10 @@ def test_plain_values_of_a_cached_plan_are_those_of_today(tmp_path: Path) -> Non
 
 def test_the_least_recently_used_plan_makes_room() -> None:
     none = np.zeros(0, np.int64)
-    share = Share(none, none.reshape(0, 0), none.reshape(0, 0))
+    plan = Plan(Share(none, none.reshape(0, 0), none.reshape(0, 0)), {}, None)
     cache = PlanCache(capacity=2)
-    cache.put(b"a", share, None)
-    cache.put(b"b", share, None)
+    cache.put(b"a", plan)
+    cache.put(b"b", plan)
     assert cache.get(b"a") is not None
-    cache.put(b"c", share, None)
+    cache.put(b"c", plan)
     assert [cache.get(key) is not None for key in (b"a", b"b", b"c")] == [True, False, True]

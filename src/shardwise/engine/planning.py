@@ -27,10 +27,14 @@ from shardwise.manifest.manifest import (
     encode_tensors,
 )
 from shardwise.manifest.names import data_file
-from shardwise.plan.cache import PlanCache, Published
+from shardwise.plan.cache import Plan, PlanCache, Published
 from shardwise.plan.description import decode_description
 from shardwise.plan.save import Share, decode_share, plan_save
 from shardwise.state.leaves import Holdings
+
+Rings = Callable[[Sequence[bytes]], list[list[int]]]
+"""From the fingerprints of all ranks' descriptions: for each rank, those whose shares it is told
+beside its own. What such ranks hold is described alike, so they hold each other's replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,7 @@ class Planned:
 
     Attributes:
         share: what this rank writes.
+        peers: what others write of which this rank holds replicas, by rank.
         template: on rank 0, what the manifest takes but for its files.
         cached: whether the plan of an earlier save was used.
     """
@@ -56,6 +61,7 @@ class Planned:
     save_id: str
     rank: int
     share: Share
+    peers: dict[int, Share]
     held: Holdings
     described: Described
     template: Template | None
@@ -123,16 +129,22 @@ class Template:
 class _Request(msgspec.Struct, array_like=True):
     terms: str
     fingerprint: bytes
-    cached: bool
+    plans: list[bytes]
     values: bytes
     note: bytes
 
 
 class _Grant(msgspec.Struct, array_like=True):
     save_id: str
+    plan: bytes
     cached: bool
     send_values: bool
     gather_values: bool
+
+
+class _Told(msgspec.Struct, array_like=True):
+    share: bytes
+    peers: dict[int, bytes]
 
 
 def plan_together(
@@ -141,6 +153,8 @@ def plan_together(
     group: Group,
     plans: PlanCache,
     recorder: Recorder,
+    *,
+    rings: Rings | None = None,
 ) -> Planned | None:
     """Agree on a save and plan it; called by all ranks. None if rank 0 does not admit it.
 
@@ -148,6 +162,7 @@ def plan_together(
         prepare: says what this rank wants; a failure of it is a failure on all ranks.
         admit: on rank 0, takes all ranks' notes and gives an id for the save, or "".
         plans: of earlier saves.
+        rings: on rank 0, who is told of whose shares; the same for the same fingerprints.
 
     Raises:
         ShardwiseError: as `shardwise.save` says, on every rank.
@@ -156,7 +171,7 @@ def plan_together(
 
     def ask() -> bytes:
         with recorder.stage("describe"):
-            wishes.append(_Planning(prepare(), group, plans))
+            wishes.append(_Planning(prepare(), group, plans, rings))
         with recorder.stage("plan"):
             return wishes[0].request()
 
@@ -173,16 +188,17 @@ def plan_together(
 class _Planning:
     """One rank's part in planning a save."""
 
-    def __init__(self, wish: Wish, group: Group, plans: PlanCache) -> None:
+    def __init__(self, wish: Wish, group: Group, plans: PlanCache, rings: Rings | None) -> None:
         self._wish = wish
         self._group = group
         self._plans = plans
+        self._rings = rings
         self._described = describe(wish.held.tensors, tuple(wish.held.per_rank))
         self._values = SharedValues.of(wish.held)
         self._encoded = self._described.description.encode()
         self._fingerprint = hashlib.blake2b(self._encoded, digest_size=16).digest()
         self._objects: tuple[ObjectEntry, ...] = ()
-        self._published: Published | None = None
+        self._peers: list[list[int]] = []
 
     def request(self) -> bytes:
         """What this rank asks for."""
@@ -190,8 +206,8 @@ class _Planning:
         terms = f"step {options.step} to {self._wish.place}"
         terms += " with overwrite=True" if options.overwrite else ""
         terms += " with check_replicas=True" if options.check_replicas else ""
-        known = self._plans.get(self._fingerprint) is not None
         values = self._values.digest()
+        known = self._plans.keys()
         request = _Request(terms, self._fingerprint, known, values, self._wish.note)
         return msgspec.msgpack.encode(request)
 
@@ -200,58 +216,81 @@ class _Planning:
         requests = [msgspec.msgpack.decode(each, type=_Request) for each in asked]
         _refuse_unlike(requests)
         save_id = admit([request.note for request in requests])
-        cached = all(request.cached for request in requests)
+        plan = self._identify([request.fingerprint for request in requests])
+        cached = all(plan in request.plans for request in requests)
         first_with = {request.values: i for i, request in reversed(list(enumerate(requests)))}
         speakers = set(first_with.values())
         return [
-            msgspec.msgpack.encode(_Grant(save_id, cached, i in speakers, len(speakers) > 1))
+            msgspec.msgpack.encode(_Grant(save_id, plan, cached, i in speakers, len(speakers) > 1))
             for i in range(len(requests))
         ]
+
+    def _identify(self, fingerprints: list[bytes]) -> bytes:
+        """The fingerprint of all descriptions together, and of who is told of whom."""
+        self._peers = [[] for _ in fingerprints]
+        if self._rings is not None:
+            self._peers = self._rings(fingerprints)
+        everything = msgspec.msgpack.encode((fingerprints, self._peers))
+        return hashlib.blake2b(everything, digest_size=16).digest()
 
     def plan(self, grant: _Grant) -> Planned:
         """This rank's part of a save that was granted."""
         self._gather_values(grant)
-        share = self._share(cached=grant.cached)
+        plan = self._plan(grant)
         rank = self._group.rank
         template = None
-        if self._published is not None and rank == 0:
+        if plan.published is not None and rank == 0:
             template = Template(
                 save_id=grant.save_id,
                 options=self._wish.options,
                 world_size=self._group.size,
                 objects=self._objects,
-                published=self._published,
+                published=plan.published,
             )
         return Planned(
             save_id=grant.save_id,
             rank=rank,
-            share=share,
+            share=plan.share,
+            peers=plan.peers,
             held=self._wish.held,
             described=self._described,
             template=template,
             cached=grant.cached,
         )
 
-    def _share(self, *, cached: bool) -> Share:
+    def _plan(self, grant: _Grant) -> Plan:
         """From the cache, or out of what rank 0 plans from all descriptions."""
-        known = self._plans.get(self._fingerprint)
-        if cached and known is not None:
+        known = self._plans.get(grant.plan)
+        if grant.cached and known is not None:
             self._plans.hits += 1
-            share, self._published = known
-            return share
+            return known
         self._plans.misses += 1
-        answer = exchange(self._group, "planning a save", lambda: self._encoded, self._plan_all)
-        share = decode_share(answer)
-        self._plans.put(self._fingerprint, share, self._published)
-        return share
+        published: list[Published] = []
 
-    def _plan_all(self, encoded: list[bytes]) -> list[bytes]:
+        def answer(encoded: list[bytes]) -> list[bytes]:
+            told, mine = self._plan_all(encoded)
+            published.append(mine)
+            return told
+
+        reply = exchange(self._group, "planning a save", lambda: self._encoded, answer)
+        told = msgspec.msgpack.decode(reply, type=_Told)
+        peers = {rank: decode_share(share) for rank, share in told.peers.items()}
+        plan = Plan(decode_share(told.share), peers, published[0] if published else None)
+        self._plans.put(grant.plan, plan)
+        return plan
+
+    def _plan_all(self, encoded: list[bytes]) -> tuple[list[bytes], Published]:
         plan = plan_save([decode_description(data) for data in encoded])
         tensors = encode_tensors(plan.tensors)
-        self._published = Published(
+        published = Published(
             tensors, plan.files, plan.per_rank, plan.bytes_held, plan.bytes_stored
         )
-        return [share.encode() for share in plan.shares]
+        shares = [share.encode() for share in plan.shares]
+        told = [
+            _Told(share, {rank: shares[rank] for rank in peers})
+            for share, peers in zip(shares, self._peers, strict=True)
+        ]
+        return [msgspec.msgpack.encode(each) for each in told], published
 
     def _gather_values(self, grant: _Grant) -> None:
         def speak() -> bytes:
