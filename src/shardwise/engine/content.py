@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,6 @@ from shardwise.engine.describe import Described
 from shardwise.engine.memory import Memory, memory_of
 from shardwise.layout import Box, boxes_of_range
 from shardwise.manifest.datafile import DataFile, lay_out
-from shardwise.manifest.dtypes import DTYPES
 from shardwise.plan.save import Share
 from shardwise.store.store import Buffer
 
@@ -30,12 +29,29 @@ class PieceSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
-    """The file but for its checksums: pieces (and header and objects) by their byte offsets."""
+class Data:
+    """The data section of a file: pieces by their byte offsets."""
 
-    layout: DataFile
     pieces: Sequence[PieceSource]
     starts: npt.NDArray[np.int64]
+
+    def fill(self, low: int, high: int, out: Buffer) -> None:
+        """Copy bytes `low:high` of the section to `out`; what lies outside of it is left alone."""
+        first = int(np.searchsorted(self.starts, low, side="right")) - 1
+        last = int(np.searchsorted(self.starts, high, side="left"))
+        for source in self.pieces[max(first, 0) : last]:
+            at = source.start
+            a, b = max(low, at), min(high, at + source.nbytes)
+            if a < b:
+                _copy_piece(source, a - at, b - at, out[a - low : b - low])
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The file but for its checksums: data (and header and objects)."""
+
+    layout: DataFile
+    data: Data
     objects: bytes
 
     def fill(self, low: int, high: int, out: Buffer) -> None:
@@ -43,13 +59,7 @@ class Content:
         layout = self.layout
         _copy_bytes(layout.header, 0, low, high, out)
         _copy_bytes(self.objects, layout.objects_at, low, high, out)
-        first = int(np.searchsorted(self.starts, low - layout.data_at, side="right")) - 1
-        last = int(np.searchsorted(self.starts, high - layout.data_at, side="left"))
-        for source in self.pieces[max(first, 0) : last]:
-            at = layout.data_at + source.start
-            a, b = max(low, at), min(high, at + source.nbytes)
-            if a < b:
-                _copy_piece(source, a - at, b - at, out[a - low : b - low])
+        self.data.fill(low - layout.data_at, high - layout.data_at, out)
 
 
 def content_of(
@@ -63,25 +73,42 @@ def content_of(
         metadata: goes into the file's header.
     """
     description = described.description
-    memories = {i: memory_of(described.fragments[i].data) for i in set(share.fragment.tolist())}
     entries = []
+    for index, box in _boxes(share, described):
+        tensor = int(description.tensor[index])
+        shape, dtype = description.shapes[tensor], description.dtypes[tensor]
+        entries.append((description.names[tensor], dtype, shape, box))
+    layout = lay_out(entries, len(objects), metadata)
+    return Content(layout, data_of(share, described), objects)
+
+
+def data_of(share: Share, described: Described) -> Data:
+    """The data section of a share's file.
+
+    Args:
+        share: counts the fragments of `described`; also that of another rank which describes what
+            it holds alike.
+    """
+    memories = {i: memory_of(described.fragments[i].data) for i in set(share.fragment.tolist())}
     pieces = []
     start = 0
+    for index, box in _boxes(share, described):
+        memory = memories[index]
+        nbytes = box.size * memory.itemsize
+        base = described.fragments[index].box.offset
+        within = tuple(o - p for o, p in zip(box.offset, base, strict=True))
+        pieces.append(PieceSource(start, nbytes, memory, within, box.shape))
+        start += nbytes
+    return Data(pieces, np.array([piece.start for piece in pieces], np.int64))
+
+
+def _boxes(share: Share, described: Described) -> Iterator[tuple[int, Box]]:
+    """The fragment that each piece is part of, and its box."""
+    description = described.description
     rows = zip(share.fragment.tolist(), share.offset.tolist(), share.shape.tolist(), strict=True)
     for index, offset, shape in rows:
-        fragment = described.fragments[index]
-        tensor = int(description.tensor[index])
-        ndim = len(description.shapes[tensor])
-        box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
-        dtype = description.dtypes[tensor]
-        entries.append((description.names[tensor], dtype, description.shapes[tensor], box))
-        nbytes = box.size * DTYPES[dtype].itemsize
-        within = tuple(o - p for o, p in zip(box.offset, fragment.box.offset, strict=True))
-        pieces.append(PieceSource(start, nbytes, memories[index], within, box.shape))
-        start += nbytes
-    layout = lay_out(entries, len(objects), metadata)
-    starts = np.array([piece.start for piece in pieces], np.int64)
-    return Content(layout, pieces, starts, objects)
+        ndim = len(description.shapes[int(description.tensor[index])])
+        yield index, Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
 
 
 def _copy_bytes(data: bytes, at: int, low: int, high: int, out: Buffer) -> None:
