@@ -63,6 +63,7 @@ PUBLIC = [
     "ShardwiseError",
     "StateError",
     "StoreError",
+    "Tls",
     "load",
     "open",
     "save",

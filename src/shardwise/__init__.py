@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shardwise.layout import Box as Box
     from shardwise.memory.handle import SaveHandle as SaveHandle
     from shardwise.memory.options import Memory as Memory
+    from shardwise.memory.tls import Tls as Tls
     from shardwise.restoring import RestoreReport as RestoreReport
     from shardwise.retention import Keep as Keep
     from shardwise.state.per_rank import PerRank as PerRank
@@ -62,6 +63,7 @@ _HOMES = {
     "ShardwiseError": "errors",
     "StateError": "errors",
     "StoreError": "errors",
+    "Tls": "memory.tls",
     "load": "api",
     "open": "api",
     "save": "api",

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,27 +24,30 @@ from shardwise.errors import StoreError
 from shardwise.memory.client import AgentClient
 from shardwise.memory.home import LARGEST_NOTE
 from shardwise.memory.notes import Card
+from shardwise.memory.tls import Tls
 from shardwise.testing.store_suite import UNSAFE
+from tests.memory.certificates import Authority
 from tests.memory.test_server import (
     DATA,
     RUN,
     TOKEN,
     Served,
-    make_certificate,
     noise,
     serve,
 )
 
 SIZE = 300_007
 CHILD = """
-import asyncio, sys
+import asyncio, socket, sys
 from pathlib import Path
+from typing import Any
 from shardwise.memory.server import create_app, serving
 
 async def main():
     app = create_app(Path(sys.argv[1]), sys.argv[2], lambda: None)
-    async with serving(app, "127.0.0.1") as port:
-        print(port, flush=True)
+    listener = socket.create_server(("127.0.0.1", 0))
+    async with serving(app, listener):
+        print(listener.getsockname()[1], flush=True)
         await asyncio.sleep(60)
 
 asyncio.run(main())
@@ -56,9 +60,9 @@ def card_of(port: int, *, token: str = TOKEN, scheme: str = "http") -> Card:
 
 
 @contextmanager
-def calling(card: Card, **options: float) -> Iterator[AgentClient]:
+def calling(card: Card, **options: Any) -> Iterator[AgentClient]:
     """A client that is closed afterwards."""
-    client = AgentClient(card, **options)  # type: ignore[arg-type]
+    client = AgentClient(card, **options)
     try:
         yield client
     finally:
@@ -306,18 +310,51 @@ def test_no_unsafe_name_is_received(name: str) -> None:
 
 
 def test_over_tls(tmp_path: Path) -> None:
-    certificate, context = make_certificate(tmp_path)
-    with serve(tmp_path / "home", tls=context) as one:
+    ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
+    node, trainer = ours.issue("node"), ours.issue("trainer").for_client()
+    with serve(tmp_path / "home", tls=node.for_server()) as one:
         one.fill(DATA, noise(SIZE))
         card = card_of(one.port, scheme="https")
-        client = AgentClient(card, ca=certificate)
+        client = AgentClient(card, tls=trainer)
         out = np.zeros(200_000, np.uint8)
         client.read_range_into(RUN, 10, DATA, 1001, out)
         client._idle[0].sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
         assert client.size(RUN, 10, DATA) == SIZE
         client.close()
         assert out.tobytes() == noise(SIZE)[1001:201_001]
-        with calling(card) as stranger, pytest.raises(StoreError, match="certificate"):
-            stranger.health()
-        with calling(card_of(one.port), read_timeout=2.0) as plain, pytest.raises(StoreError):
-            plain.health()
+        stranger = Tls(
+            certificate=theirs.issue("x").certificate, key=theirs.folder / "x.key", ca=node.ca
+        )
+        for tls in (theirs.issue("y"), stranger):
+            with calling(card, tls=tls.for_client()) as other, pytest.raises(StoreError):
+                other.health()
+        assert not one.wakes
+
+
+def test_nothing_is_sent_in_clear_where_tls_is_asked_for(tmp_path: Path) -> None:
+    tls = Authority(tmp_path).issue("node")
+    with serve(tmp_path / "clear") as clear, serve(tmp_path / "tls", tls=tls.for_server()) as one:
+        plain = card_of(clear.port)
+        with (
+            calling(plain, tls=tls.for_client()) as client,
+            pytest.raises(StoreError, match="it speaks no TLS; nothing was sent"),
+        ):
+            client.put(RUN, 10, "protect-0123456789abcdef.json", b"{}")
+        with (
+            calling(card_of(one.port, scheme="https")) as client,
+            pytest.raises(StoreError, match="it speaks TLS, and no certificate"),
+        ):
+            client.health()
+        with calling(card_of(one.port), read_timeout=2.0) as client, pytest.raises(StoreError):
+            client.health()
+
+
+def test_files_that_do_not_belong_together_are_told(tmp_path: Path) -> None:
+    one, other = Authority(tmp_path / "a").issue("one"), Authority(tmp_path / "b").issue("other")
+    secret = tmp_path / "locked.key"
+    command = f"openssl pkey -in {one.key} -aes256 -passout pass:word -out {secret}"
+    subprocess.run(command.split(), check=True, capture_output=True)
+    for key in (other.key, secret, tmp_path / "absent.key"):
+        tls = Tls(certificate=one.certificate, key=key, ca=one.ca)
+        with pytest.raises(StoreError, match=r"Tls\(certificate=.*one\.pem"):
+            tls.for_server()

@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -78,17 +77,23 @@ class Served:
 
 @contextmanager
 def serve(
-    home: Path, *, tls: ssl.SSLContext | None = None, port: int = 0, quiet: float = 90.0
+    home: Path,
+    *,
+    tls: ssl.SSLContext | None = None,
+    port: int = 0,
+    quiet: float = 90.0,
+    most: int = 100,
 ) -> Iterator[Served]:
     """Serve a home on loopback, from a thread, while the block runs."""
     (home / "runs").mkdir(parents=True, exist_ok=True)
-    served = Served(home)
+    listener = socket.create_server(("127.0.0.1", port))
+    served = Served(home, listener.getsockname()[1])
     ready, loop = threading.Event(), asyncio.new_event_loop()
     ended = asyncio.Event()
 
     async def run() -> None:
         app = create_app(home, TOKEN, lambda: served.wakes.append(time.monotonic()))
-        async with serving(app, "127.0.0.1", port, tls=tls, quiet=quiet) as served.port:
+        async with serving(app, listener, tls=tls, quiet=quiet, most=most):
             ready.set()
             await ended.wait()
 
@@ -102,7 +107,7 @@ def serve(
 
     thread = threading.Thread(target=live)
     thread.start()
-    if not ready.wait(10) or not served.port:
+    if not ready.wait(10):
         raise RuntimeError("the server did not start")
     try:
         yield served
@@ -114,18 +119,6 @@ def serve(
 def noise(size: int) -> bytes:
     """Bytes, each run of which tells where it is from."""
     return np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
-
-
-def make_certificate(folder: Path) -> tuple[Path, ssl.SSLContext]:
-    """A certificate of 127.0.0.1 that signs itself, and a server's context with it."""
-    key, certificate = folder / "key.pem", folder / "certificate.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
-    names = ["-subj", "/CN=agent", "-addext", "subjectAltName=IP:127.0.0.1"]
-    files = ["-keyout", str(key), "-out", str(certificate)]
-    subprocess.run([*command.split(), *names, *files], check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    return certificate, context
 
 
 @pytest.fixture(scope="module")

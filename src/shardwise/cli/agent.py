@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,9 +16,11 @@ from shardwise.cli import wording
 from shardwise.cli.terminal import output, print_json
 from shardwise.memory import notes
 from shardwise.memory.home import Home, Run, read_note
+from shardwise.memory.interface import LOOPBACK
 from shardwise.memory.notes import Card
 from shardwise.memory.options import DIRECTORY
 from shardwise.memory.place import Place
+from shardwise.memory.tls import Tls
 
 STAGES = ("commit", "protect", "persist")
 
@@ -44,23 +47,53 @@ class Kept:
 @agent.command()
 def run(
     directory: Directory = Path(DIRECTORY),
-    interface: Annotated[str, typer.Option(help="The address to serve other nodes on.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(help="The port; 0 is one that is free.")] = 0,
+    interface: Annotated[
+        str, typer.Option(help="Where to serve other nodes: an address, or such as eth0.")
+    ] = LOOPBACK,
+    port: Annotated[
+        int, typer.Option(help="The port; 0: that of the agent before, or any that is free.")
+    ] = 0,
     domain: Annotated[str, typer.Option(help="What fails together with this node.")] = "",
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate of this node, PEM.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key.")] = None,
+    tls_ca: Annotated[Path | None, typer.Option(help="Who signs those of the others.")] = None,
+    secret_file: Annotated[
+        Path | None, typer.Option(help="What others must know; made in the home if not given.")
+    ] = None,
+    until_idle: Annotated[
+        bool, typer.Option("--until-idle", help="End when nothing is kept, and nobody trains.")
+    ] = False,
 ) -> None:
-    """Be the agent of this node, until SIGTERM, or until nothing is kept here any more.
+    """Be the agent of this node, until SIGTERM.
 
     Training starts one by itself where none lives. Start it beside torchrun, or in a container of
-    its own, where whatever ends the training would end it too.
+    its own, where whatever ends the training would end it too. On SIGTERM it finishes what it is
+    writing, within 20 seconds.
     """
-    from shardwise.memory.service import run_agent
+    from shardwise.memory.service import Terms, run_agent
 
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True
     )
-    run_agent(directory, interface=interface, port=port, domain=domain)
+    terms = Terms(
+        interface=interface,
+        port=port,
+        domain=domain,
+        tls=_tls(tls_cert, tls_key, tls_ca),
+        secret=secret_file,
+        until_idle=until_idle,
+    )
+    if not run_agent(directory, terms):
+        logging.shutdown()
+        os._exit(0)  # threads still work: an ordinary exit would wait for them
+
+
+def _tls(certificate: Path | None, key: Path | None, ca: Path | None) -> Tls | None:
+    if certificate is None and key is None and ca is None:
+        return None
+    if certificate is None or key is None or ca is None:
+        raise typer.BadParameter("--tls-cert, --tls-key and --tls-ca go together")
+    return Tls(certificate=certificate, key=key, ca=ca)
 
 
 @agent.command()

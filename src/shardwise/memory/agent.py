@@ -52,13 +52,14 @@ class Agent:
         for bell in self._bells.values():
             bell.set()
 
-    def stop(self, timeout: float) -> None:
-        """End the threads, between two pieces of work."""
+    def stop(self, timeout: float) -> bool:
+        """End the threads, between two pieces of work; whether all have within so many seconds."""
         self._stopping = True
         self.wake()
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self, name: str, duty: Duty) -> None:
         bell = self._bells[name]

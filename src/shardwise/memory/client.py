@@ -10,7 +10,6 @@ import ssl
 import threading
 from collections.abc import Callable, Mapping
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from pathlib import Path
 from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
 
@@ -63,7 +62,7 @@ class AgentClient:
         card: where the agent is, and the token it wants.
         connect_timeout: seconds until a node that does not take the call counts as lost.
         read_timeout: seconds until one that falls silent does.
-        ca: file of certificates to trust if the card's URL is https; those of the system if None.
+        tls: how to call if the card's URL is https; one that is not is refused then.
 
     Every verb raises `StoreError` if the agent is not there, falls silent, or refuses.
 
@@ -77,11 +76,11 @@ class AgentClient:
         *,
         connect_timeout: float = 5.0,
         read_timeout: float = 30.0,
-        ca: Path | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._where = f"node {card.node} ({card.url})"
         self._host, self._port, secure = _address(card)
-        self._tls = ssl.create_default_context(cafile=ca) if secure else None
+        self._secure, self._tls = secure, tls
         if not _TOKEN.fullmatch(card.token):
             raise StoreError(f"{self._where}: its card has no token that can be sent")
         self._headers = {"Authorization": f"Bearer {card.token}"}
@@ -239,6 +238,9 @@ class AgentClient:
 
     def _connect(self) -> HTTPConnection:
         timeout = self._connect_timeout
+        if self._secure != (self._tls is not None):
+            speaks = "TLS, and no certificate is given (tls=)" if self._secure else "no TLS"
+            raise StoreError(f"{self}: it speaks {speaks}; nothing was sent to it")
         if self._tls is None:
             connection = HTTPConnection(self._host, self._port, timeout=timeout)
         else:

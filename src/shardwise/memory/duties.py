@@ -28,6 +28,7 @@ from shardwise.memory.persist import Throttle, copy_to_store
 from shardwise.memory.place import Place
 from shardwise.memory.publication import publication
 from shardwise.memory.seal import seal
+from shardwise.memory.tls import Tls
 from shardwise.store import open_store
 
 log = logging.getLogger("shardwise.agent")
@@ -57,10 +58,12 @@ class Leading:
 
     Args:
         node: the name of this node.
+        tls: by what nodes know each other.
     """
 
-    def __init__(self, node: str) -> None:
+    def __init__(self, node: str, tls: Tls | None = None) -> None:
         self._node = node
+        self._tls = tls
 
     def commit(self, place: Place) -> bool:
         """Gather the entries of all files, and give all nodes the manifest: the commit."""
@@ -100,7 +103,8 @@ class Leading:
         work: Callable[[Place, Draft, Nodes], int],
     ) -> None:
         start = time.monotonic()
-        with Nodes(place, known_cards(place.run), self._node, draft.wait) as nodes:
+        cards = known_cards(place.run)
+        with Nodes(place, cards, self._node, draft.wait, self._tls) as nodes:
             nbytes, failure = attempt(lambda: work(place, draft, nodes))
             done = Done(
                 save_id=draft.save_id,
@@ -176,10 +180,12 @@ class Following:
 
     Args:
         node: the name of this node.
+        tls: by what nodes know each other.
     """
 
-    def __init__(self, node: str) -> None:
+    def __init__(self, node: str, tls: Tls | None = None) -> None:
         self._node = node
+        self._tls = tls
 
     def persist(self, place: Place) -> bool:
         """Copy this node's files to storage."""
@@ -189,7 +195,7 @@ class Following:
         """Keep for other nodes what protects them."""
 
         def work(wish: Protect) -> int:
-            with Nodes(place, wish.nodes, self._node, wish.wait) as nodes:
+            with Nodes(place, wish.nodes, self._node, wish.wait, self._tls) as nodes:
                 return guard(place, wish.protection, nodes, self._node)
 
         return self._follow(place, "protect", Protect, work)

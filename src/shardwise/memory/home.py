@@ -1,7 +1,7 @@
 """Where a node keeps its snapshots, and how all in there is named.
 
 <dir>/shardwise-<user>/
-  agent.json  agent.lock  agent.bell  agent.log
+  agent.json  agent.lock  agent.bell  agent.log  agent.secret  agent.port  node
   runs/<run>/free/r00003-0.slot            memory that waits to be staged into
   runs/<run>/step-00000010/                a snapshot
     r00003-<save>.safetensors              data files of this node's ranks
@@ -100,8 +100,14 @@ class Home:
 
     def has_agent(self) -> bool:
         """Whether an agent lives here."""
-        with self.lock() as free:
-            return not free
+        fd = os.open(self.path / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two who look see no agent
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
 
 
 class Run:

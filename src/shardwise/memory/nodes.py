@@ -15,10 +15,12 @@ from shardwise.memory.client import AgentClient
 from shardwise.memory.home import LARGEST_NOTE, read_note, write_note
 from shardwise.memory.notes import Card
 from shardwise.memory.place import Place
+from shardwise.memory.tls import Tls
 from shardwise.store.store import Buffer
 
 POLL = 0.005
 AT_ONCE = 5.0
+CALLING, SILENT = 5.0, 30.0
 T = TypeVar("T")
 
 
@@ -30,13 +32,30 @@ class Nodes:
         cards: of all nodes.
         here: which of them this is.
         wait: seconds until one that does not answer counts as lost.
+        tls: by what they know each other; in clear if None.
+
+    Raises:
+        StoreError: the files of `tls` cannot be read.
     """
 
-    def __init__(self, place: Place, cards: Sequence[Card], here: str, wait: float) -> None:
+    def __init__(
+        self,
+        place: Place,
+        cards: Sequence[Card],
+        here: str,
+        wait: float,
+        tls: Tls | None = None,
+    ) -> None:
         self._place = place
         self._here = here
         self._wait = wait
-        self._clients = {card.node: AgentClient(card) for card in cards if card.node != here}
+        others = [card for card in cards if card.node != here]
+        context = None if tls is None or not others else tls.for_client()
+        calling, silent = min(CALLING, wait), min(SILENT, wait)
+        self._clients = {
+            card.node: AgentClient(card, connect_timeout=calling, read_timeout=silent, tls=context)
+            for card in others
+        }
 
     def __enter__(self) -> Nodes:
         return self

@@ -25,6 +25,7 @@ class Card(msgspec.Struct, frozen=True):
     token: str
     process: int = 0
     domain: str = ""
+    host: str = ""
 
     def __repr__(self) -> str:
         return f"Card(node={self.node!r}, url={self.url!r})"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwise.memory.tls import Tls
+
 DIRECTORY = "/dev/shm"
 
 
@@ -24,7 +26,11 @@ class Memory:
             `parity / (group - parity)` of the memory; instead of copies.
         group: how many nodes protect each other by parity.
         domain: what fails together with this node, such as its rack; the node itself if None.
-        interface: the address on which a node's agent serves the others.
+        interface: where a node's agent serves the others: an address, or the name of a network
+            interface, such as "eth0". If None, an agent that is started serves its own host only,
+            and one that runs serves where it does.
+        tls: by what nodes know each other, over connections that are encrypted; in clear if None.
+        start_agent: start an agent where none lives; otherwise wait for one that others start.
         budget: bytes a second that an agent may copy to storage; no bound if None.
         when_full: if all slots are taken: leave this snapshot out, or wait for one. A save that is
             to be persisted waits.
@@ -42,7 +48,9 @@ class Memory:
     parity: int = 0
     group: int = 8
     domain: str | None = None
-    interface: str = "127.0.0.1"
+    interface: str | None = None
+    tls: Tls | None = None
+    start_agent: bool = True
     budget: int | None = None
     when_full: Literal["skip", "wait"] = "skip"
     wait: float = 60.0

@@ -10,6 +10,7 @@ import errno
 import hmac
 import os
 import secrets
+import socket
 import ssl
 import stat
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -32,6 +33,8 @@ QUIET = 90.0
 SLICE = 1 << 23
 ENDING = 2.0
 BACKLOG = 1024
+MOST_CONNECTIONS = 1024
+HANDSHAKE = 10.0
 RUN = "/runs/{run:[0-9a-f]{16}}"
 _LINK_OR_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENXIO)
 
@@ -63,22 +66,19 @@ def create_app(home: Path, token: str, wake: Callable[[], None]) -> web.Applicat
 @asynccontextmanager
 async def serving(
     app: web.Application,
-    interface: str,
-    port: int = 0,
+    listener: socket.socket,
     *,
     tls: ssl.SSLContext | None = None,
     quiet: float = QUIET,
-) -> AsyncIterator[int]:
-    """Serve while the block runs; yields the port.
+    most: int = MOST_CONNECTIONS,
+) -> AsyncIterator[None]:
+    """Serve while the block runs.
 
     Args:
-        interface: the address to listen on.
-        port: 0 is one that is free.
+        listener: where calls come in; it is closed in the end.
         tls: certificate and key, to serve https.
         quiet: seconds until a connection is closed over which no whole request comes.
-
-    Raises:
-        OSError: there is no such interface, or the port is taken.
+        most: as many connections at a time; further ones are closed at once.
     """
     runner = web.AppRunner(
         app,
@@ -89,11 +89,36 @@ async def serving(
         shutdown_timeout=ENDING,
     )
     await runner.setup()
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(
+        lambda: _answering(runner, most),
+        sock=listener,
+        backlog=BACKLOG,
+        ssl=tls,
+        ssl_handshake_timeout=None if tls is None else HANDSHAKE,
+    )
     try:
-        await web.TCPSite(runner, interface, port, ssl_context=tls, backlog=BACKLOG).start()
-        yield runner.addresses[0][1]
+        yield
     finally:
+        server.close()
         await runner.cleanup()
+
+
+def _answering(runner: web.AppRunner, most: int) -> asyncio.BaseProtocol:
+    """Who answers on a new connection."""
+    server = runner.server
+    if server is None or len(server.connections) >= most:
+        return _Full()
+    return server()
+
+
+class _Full(asyncio.Protocol):
+    """Hangs up."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Tell the one who calls nothing, and keep nothing of it."""
+        if isinstance(transport, asyncio.Transport):
+            transport.abort()
 
 
 class _Desk:

@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -29,6 +29,8 @@ from shardwise.memory import notes
 from shardwise.memory.guard import gaps
 from shardwise.memory.handle import SaveHandle, Stages
 from shardwise.memory.home import Home, Run, new_run, write_note
+from shardwise.memory.interface import refuse_unreachable
+from shardwise.memory.keeper import Keeper
 from shardwise.memory.notes import Card, Draft, Staged
 from shardwise.memory.options import Memory
 from shardwise.memory.place import Place
@@ -36,6 +38,7 @@ from shardwise.memory.retire import discard_newer
 from shardwise.memory.slots import Slot, Slots
 from shardwise.memory.spawn import agent_of
 from shardwise.memory.stage import stage
+from shardwise.memory.tls import Tls
 from shardwise.plan.cache import PlanCache
 from shardwise.retention import Keep
 from shardwise.store import Store
@@ -83,11 +86,12 @@ class Snapshots:
 
         def speak() -> bytes:
             home = Home(options.dir)
-            found.append((home, agent_of(home, _agent_options(options))))
+            found.append((home, agent_of(home, options)))
             return msgspec.msgpack.encode(found[0][1])
 
         def answer(said: list[bytes]) -> bytes:
             cards = [msgspec.msgpack.decode(each, type=Card) for each in said]
+            refuse_unreachable(cards)
             nodes = {card.node: card for card in cards}
             node_of = [card.node for card in cards]
             meeting = Meeting(run_of(root), list(nodes.values()), node_of)
@@ -98,6 +102,7 @@ class Snapshots:
         self.home, self._card = found[0]
         self.run: Run = self.home.run(self.meeting.run)
         self._slots = Slots(self.run, group.rank, options.slots + 1)
+        self._keeper = Keeper(self.home, options) if self.is_first_of_node else None
         if group.rank == 0:
             self._warn_of_gaps()
 
@@ -111,6 +116,11 @@ class Snapshots:
         )
         for gap in found:
             warnings.warn(f"snapshots in memory: {gap}", RuntimeWarning, stacklevel=4)
+
+    @property
+    def tls(self) -> Tls | None:
+        """By what the nodes of the run know each other."""
+        return self._options.tls
 
     @property
     def node(self) -> str:
@@ -144,8 +154,9 @@ class Snapshots:
 
         def wish() -> Wish:
             self._raise_failures()
-            if not self.home.has_agent():
-                self._card = agent_of(self.home, _agent_options(self._options))
+            if self._keeper is not None:
+                self._keeper.check()
+            self._card = agent_of(self.home, self._options)
             free = not self._prepared or keep is not None or self._slots.has_free()
             note = msgspec.msgpack.encode((free, self._card))
             brought.append(prepare())
@@ -237,6 +248,8 @@ class Snapshots:
             self._background.shutdown()
             self._pool.shutdown()
             self._slots.close()
+            if self._keeper is not None:
+                self._keeper.stop()
 
     def _give_back(self) -> None:
         """Leave nothing of the run in memory. All ranks together."""
@@ -382,8 +395,3 @@ def run_of(root: Store) -> str:
         with suppress(FileExistsError):
             root.publish(RUN, msgspec.json.encode({"run": new_run()}), replace=False)
     raise StoreError(f"{root}: {RUN} comes and goes")
-
-
-def _agent_options(options: Memory) -> Sequence[str]:
-    given = [f"--interface={options.interface}"]
-    return [*given, f"--domain={options.domain}"] if options.domain else given
