@@ -12,28 +12,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import FormatError
+from shardwise.memory.pieces import extents
 from shardwise.memory.placement import (
     Group,
     Member,
     Protection,
     copied_files,
     decode_protection,
-    extents,
-    holders,
     locate,
-    parity_file_size,
+    memberships,
     parity_files,
     place,
+    unite,
 )
 
 SAVE = "0123456789abcdef"
 
 
-def nodes(*domains: str, size: int = 10_000) -> list[Member]:
+def nodes(*domains: str, size: int = 10_000, first: int = 0) -> list[Member]:
     """One node for each domain named, with one file."""
     return [
-        Member(f"n{i:02d}", domain, ((f"r{i:05d}-{SAVE}.safetensors", size),))
+        Member(f"n{i:02d}", domain, ((f"r{first + i:05d}-{SAVE}.safetensors", size),))
         for i, domain in enumerate(domains)
+    ]
+
+
+def holders(group: Group, node: str) -> list[str]:
+    """The nodes that keep a copy of a node's files."""
+    kept = {each.node: copied_files(group, at) for at, each in enumerate(group.members)}
+    return [
+        keeper for keeper, files in kept.items() if any(owner.node == node for owner, *_ in files)
     ]
 
 
@@ -102,7 +110,7 @@ def test_the_loss_of_a_domain_costs_what_was_told(
     for group in placed.groups:
         domain_of = {each.node: each.domain or each.node for each in group.members}
         for node in domain_of:
-            keepers = holders(placed, node)
+            keepers = holders(group, node)
             assert len({node, *keepers}) == group.copies + 1
             where = {domain_of[each] for each in (node, *keepers)}
             if len(where) == 1 and group.copies:
@@ -116,7 +124,7 @@ def test_copies_lie_in_other_domains_where_racks_are_alike(copies: int) -> None:
     for group in placed.groups:
         domain_of = {each.node: each.domain for each in group.members}
         for node, domain in domain_of.items():
-            found = {domain, *(domain_of[each] for each in holders(placed, node))}
+            found = {domain, *(domain_of[each] for each in holders(group, node))}
             assert len(found) == copies + 1
 
 
@@ -127,9 +135,9 @@ def test_every_node_keeps_as_many_copies_as_others_keep_of_it(
     placed = place(nodes(*domains), SAVE, copies=copies)
     for group in placed.groups:
         for member in group.members:
-            kept = copied_files(placed, member.node)
+            kept = copied_files(group, group.members.index(member))
             assert len(kept) == group.copies
-            assert all(member.node in holders(placed, owner.node) for owner, _, _ in kept)
+            assert all(member.node in holders(group, owner.node) for owner, _, _ in kept)
 
 
 def test_groups_are_made_smaller_for_a_domain_to_be_lost() -> None:
@@ -153,7 +161,7 @@ def test_groups_are_not_made_smaller_for_nothing() -> None:
 def test_a_single_node_is_told_that_nobody_else_can_keep_its_data() -> None:
     placed = place(nodes("a"), SAVE, copies=1)
     assert placed.gaps == ("node n00 is the only one: nobody else can keep what it holds",)
-    assert holders(placed, "n00") == ()
+    assert holders(placed.groups[0], "n00") == []
 
 
 def test_two_nodes_survive_the_loss_of_one() -> None:
@@ -171,10 +179,9 @@ def test_nothing_asked_for_leaves_no_gaps() -> None:
 
 def test_memory_that_parity_takes_is_the_same_on_all_nodes() -> None:
     placed = place(nodes(*[""] * 8, size=7_000_000), SAVE, parity=1)
-    assert {parity_files(placed, f"n{i:02d}") for i in range(8)} == {
-        ((f"parity-{SAVE}-0.bin", parity_file_size(1_003_520)),)
-    }
-    assert parity_file_size(1_003_520) == 1_003_520 + 4096
+    (group,) = placed.groups
+    assert group.chunk == 1_048_576
+    assert parity_files(SAVE, group) == ((f"parity-{SAVE}-0-0.bin", 1_048_576 + 4096),)
 
 
 @given(st.lists(st.integers(0, 20), max_size=6), st.integers(0, 120), st.integers(0, 120))
@@ -208,10 +215,10 @@ def test_options_that_make_no_sense(wrong: dict[str, int]) -> None:
         ("n00", "n01"),
         ('"parity":1', '"parity":3'),
         ('"parity":1', '"parity":-1'),
-        ('"chunk":8192', '"chunk":4096'),
-        ('"chunk":8192', '"chunk":0'),
-        ('"chunk":8192', '"chunk":8191'),
-        ('"chunk":8192', '"chunk":1152921504606846976'),
+        ('"chunk":65536', '"chunk":4096'),
+        ('"chunk":65536', '"chunk":0'),
+        ('"chunk":65536', '"chunk":65535'),
+        ('"chunk":65536', '"chunk":1152921504606846976'),
         ("r00001", "../r00001"),
         ("r00001", "r00000"),
         ("10000", "-1"),
@@ -240,15 +247,25 @@ def test_files_are_in_order() -> None:
         Member("n", "", (("a", 1), ("a", 1)))
 
 
-def test_no_node_is_in_two_groups() -> None:
+def test_no_file_and_no_name_is_in_two_groups() -> None:
     group = Group(tuple(nodes("a")))
-    with pytest.raises(ValueError, match="named twice: n00"):
+    with pytest.raises(ValueError, match="named twice: 0, r00000"):
         Protection(SAVE, (group, group))
+    with pytest.raises(ValueError, match="twice in one group: n00"):
+        Group(tuple(nodes("a") * 2))
 
 
-def test_unknown_nodes_are_named() -> None:
-    with pytest.raises(FormatError, match=f"node elsewhere had no part in save {SAVE}"):
+def test_unknown_files_are_named() -> None:
+    with pytest.raises(FormatError, match=f"elsewhere is no file of save {SAVE}"):
         locate(place(nodes("", ""), SAVE, parity=1), "elsewhere")
+
+
+def test_a_node_may_protect_files_of_its_ranks_with_different_others() -> None:
+    one, other = (place(nodes("", "", first=first), SAVE, parity=1) for first in (0, 2))
+    both = unite(one, other)
+    assert [group.name for group in both.groups] == ["0", "1"]
+    assert memberships(both, "n00") == [(both.groups[0], 0), (both.groups[1], 0)]
+    assert locate(both, both.groups[1].members[1].files[0][0]) == (both.groups[1], 1)
 
 
 def test_any_two_nodes_of_a_large_cluster_may_be_lost_with_two_copies() -> None:
@@ -256,4 +273,5 @@ def test_any_two_nodes_of_a_large_cluster_may_be_lost_with_two_copies() -> None:
     placed = place(members, SAVE, copies=2)
     for lost in combinations([each.node for each in members], 2):
         for each in members:
-            assert {each.node, *holders(placed, each.node)} - set(lost)
+            group, _ = memberships(placed, each.node)[0]
+            assert {each.node, *holders(group, each.node)} - set(lost)

@@ -19,7 +19,7 @@ from shardwise.manifest.checksums import BLOCK, crc32
 from shardwise.memory.placement import (
     Member,
     Protection,
-    locate,
+    memberships,
     parity_file_size,
     parity_files,
     parity_name,
@@ -71,14 +71,16 @@ class Cluster:
                 assert offset % 4096 == len(data) % 4096 == 0
                 made[name][offset : offset + len(data)] = data
 
-            build_parity(self.protection, node, self.read, write, threads=threads)
+            for group, at in memberships(self.protection, node):
+                build_parity(SAVE, group, at, self.read, write, threads=threads)
             self.files[node].update(made)
 
     def of(self, node: str) -> list[tuple[str, Buffer]]:
         return sorted(self.files[node].items())
 
     def parity_of(self, node: str) -> tuple[tuple[str, int], ...]:
-        return parity_files(self.protection, node)
+        ((group, _),) = memberships(self.protection, node)
+        return parity_files(SAVE, group)
 
     def read(self, node: str, name: str, offset: int, out: Buffer) -> None:
         self.asked.append((node, name, offset, len(out)))
@@ -100,7 +102,7 @@ class Cluster:
 
 
 sizes_of_files = st.lists(
-    st.lists(st.sampled_from([0, 1, 100, 4095, 4096, 4097, 20_000]), max_size=3),
+    st.lists(st.sampled_from([0, 1, 100, 4096, 65_535, 65_536, 65_537, 300_000]), max_size=3),
     min_size=2,
     max_size=6,
 )
@@ -181,7 +183,7 @@ def test_no_more_is_read_than_a_range_needs() -> None:
 
 @pytest.mark.parametrize("m", [1, pytest.param(2, marks=needs_pyeclib)])
 def test_one_loss_too_many_is_an_error_that_says_so(m: int) -> None:
-    cluster = Cluster([[50_000]] * 5, m)
+    cluster = Cluster([[500_000]] * 5, m)
     cluster.lost = {f"n{i}" for i in range(m + 1)}
     assert assemblable(cluster.protection, cluster.held()) == {
         f"r{i:05d}-{SAVE}.safetensors" for i in range(m + 1)
@@ -241,9 +243,10 @@ def test_a_second_loss_is_survived_if_there_is_parity_for_it(threads: int) -> No
 def test_an_altered_byte_of_parity_is_seen() -> None:
     cluster = Cluster([[300_000]] * 3, 1)
     name = f"r00000-{SAVE}.safetensors"
-    size = parity_file_size(locate(cluster.protection, "n0")[0].chunk)
-    parity = parity_name(SAVE, 0)
-    for where in (0, 70_000, 149_999, size - 4096, size - 4096 + 11):
+    group = cluster.protection.groups[0]
+    size = parity_file_size(group.chunk)
+    parity = parity_name(SAVE, group, 0)
+    for where in (0, 70_000, 103_000, size - 4096, size - 4096 + 11):
         cluster.files["n1"][parity][where] ^= 0x10
         with pytest.raises(CorruptionError, match=r"parity-.* of node n1: .*parity was altered"):
             cluster.rebuilt("n0", name)
@@ -263,7 +266,7 @@ def test_altered_parity_is_passed_over_if_there_is_more() -> None:
 
 def test_unfinished_parity_is_no_parity() -> None:
     cluster = Cluster([[300_000]] * 3, 1)
-    cluster.files["n1"][parity_name(SAVE, 0)][:] = 0
+    cluster.files["n1"][parity_name(SAVE, cluster.protection.groups[0], 0)][:] = 0
     with pytest.raises(CorruptionError, match="parity was altered"):
         cluster.rebuilt("n0", f"r00000-{SAVE}.safetensors")
 
@@ -272,7 +275,13 @@ def test_parity_cannot_be_made_without_all_data() -> None:
     cluster = Cluster([[300_000]] * 3, 1)
     cluster.lost = {"n2"}
     with pytest.raises(StoreError, match=r"node n0 cannot keep parity: .*node n2 does not answer"):
-        build_parity(cluster.protection, "n0", cluster.read, lambda *_: None, threads=2)
+        build_parity(
+            SAVE,
+            *memberships(cluster.protection, "n0")[0],
+            cluster.read,
+            lambda *_: None,
+            threads=2,
+        )
 
 
 def test_parity_goes_past_the_cache_of_a_store(tmp_path: Path) -> None:
@@ -281,8 +290,8 @@ def test_parity_goes_past_the_cache_of_a_store(tmp_path: Path) -> None:
     ((name, size),) = cluster.parity_of("n1")
     file = store.create(name, size)
     build_parity(
-        cluster.protection,
-        "n1",
+        SAVE,
+        *memberships(cluster.protection, "n1")[0],
         cluster.read,
         lambda _, offset, data: file.write_at(offset, data),
         threads=2,
@@ -291,7 +300,7 @@ def test_parity_goes_past_the_cache_of_a_store(tmp_path: Path) -> None:
     file.close()
     found = np.fromfile(tmp_path / name, np.uint8)
     assert np.array_equal(found, cluster.files["n1"][name])
-    chunk = locate(cluster.protection, "n1")[0].chunk
+    chunk = cluster.protection.groups[0].chunk
     table = found[chunk:].view("<u4")
     sums = [crc32(found[at : min(at + BLOCK, chunk)]) for at in range(0, chunk, BLOCK)]
     assert table[: len(sums)].tolist() == sums
@@ -308,19 +317,19 @@ def test_copies_are_found_wherever_they_lie() -> None:
 
 
 def test_a_rebuilt_file_protects_others_again() -> None:
-    cluster = Cluster([[9000]] * 4, 1)
+    cluster = Cluster([[300_000]] * 4, 1)
     lost = [f"r{i:05d}-{SAVE}.safetensors" for i in range(2)]
     cluster.lost = {"n0", "n1"}
     held = cluster.held()
     assert assemblable(cluster.protection, held) == set(lost)
     held["n2"] |= {lost[0]}  # wherever it came from
-    parity = parity_name(SAVE, 0)
+    parity = parity_name(SAVE, cluster.protection.groups[0], 0)
     assert assemblable(cluster.protection, {**held, "n0": {parity}}) == set()
 
 
 @needs_pyeclib
 def test_losses_in_different_places_of_a_stripe_are_survived() -> None:
-    cluster = Cluster([[4096, 2048, 2048, 2048, 2048]] * 5, 2)
+    cluster = Cluster([[65536, 32768, 32768, 32768, 32768]] * 5, 2)
     # One stripe has the first, which fills its chunk, and a half chunk of each of the others.
     lost = {"n2": f"r00010-{SAVE}.safetensors", "n3": f"r00016-{SAVE}.safetensors"}
     lost["n4"] = f"r00024-{SAVE}.safetensors"
@@ -332,7 +341,7 @@ def test_losses_in_different_places_of_a_stripe_are_survived() -> None:
 
 
 def test_nodes_that_are_known_to_be_lost_are_not_asked() -> None:
-    cluster = Cluster([[9000]] * 3, 1)
+    cluster = Cluster([[300_000]] * 3, 1)
     cluster.asked.clear()
     with (
         Rebuilder(cluster.protection, cluster.read, lost=["n0", "n1"]) as rebuilder,
@@ -343,7 +352,7 @@ def test_nodes_that_are_known_to_be_lost_are_not_asked() -> None:
 
 
 def test_the_node_itself_is_not_asked_for_what_is_rebuilt() -> None:
-    cluster = Cluster([[9000, 20_000], [30_000], [5]], 1)
+    cluster = Cluster([[90_000, 20_000], [130_000], [100_000]], 1)
     name = f"r00001-{SAVE}.safetensors"
     cluster.files["n0"][name][:] = 0
     want = np.zeros(20_000, np.uint8)
@@ -366,5 +375,5 @@ def test_ranges_past_the_end_are_refused(offset: int, count: int) -> None:
 
 def test_unknown_files_are_named() -> None:
     cluster = Cluster([[10]] * 2, 1)
-    with pytest.raises(FormatError, match="node n0 had no file other"):
+    with pytest.raises(FormatError, match="other is no file of save"):
         rebuild_file(cluster.protection, "n0", "other", cluster.read, np.empty(1, np.uint8))

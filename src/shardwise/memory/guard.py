@@ -13,9 +13,11 @@ from shardwise.memory.nodes import Nodes
 from shardwise.memory.notes import Card, Draft
 from shardwise.memory.place import Place
 from shardwise.memory.placement import (
+    Group,
     Member,
     Protection,
     copied_files,
+    memberships,
     parity_files,
     place,
 )
@@ -60,12 +62,14 @@ def guard(snapshot: Place, protection: Protection, nodes: Nodes, node: str) -> i
     manifest = decode_manifest((snapshot.path / MANIFEST).read_bytes())
     entries = {entry.name: entry for entry in manifest.files}
     total = 0
-    for owner, name, size in copied_files(protection, node):
-        target = snapshot.path / name
-        if not target.exists():
-            _copy(nodes, owner.node, entries[name], target)
-        total += size
-    return total + _parity(snapshot, protection, nodes, node)
+    for group, at in memberships(protection, node):
+        for owner, name, size in copied_files(group, at):
+            target = snapshot.path / name
+            if not target.exists():
+                _copy(nodes, owner.node, entries[name], target)
+            total += size
+        total += _parity(snapshot, protection.save_id, group, at, nodes)
+    return total
 
 
 def _copy(nodes: Nodes, owner: str, entry: FileEntry, target: Path) -> None:
@@ -85,8 +89,8 @@ def _copy(nodes: Nodes, owner: str, entry: FileEntry, target: Path) -> None:
         beside.unlink(missing_ok=True)
 
 
-def _parity(snapshot: Place, protection: Protection, nodes: Nodes, node: str) -> int:
-    wanted = parity_files(protection, node)
+def _parity(snapshot: Place, save_id: str, group: Group, at: int, nodes: Nodes) -> int:
+    wanted = parity_files(save_id, group)
     if not wanted or all(snapshot.has(name) for name, _ in wanted):
         return sum(size for _, size in wanted)
     files = {
@@ -100,7 +104,7 @@ def _parity(snapshot: Place, protection: Protection, nodes: Nodes, node: str) ->
         _write(files[name], offset, data)
 
     try:
-        build_parity(protection, node, nodes.read_range, write)
+        build_parity(save_id, group, at, nodes.read_range, write)
         for name in files:
             (snapshot.path / f".{name}").rename(snapshot.path / name)
     finally:

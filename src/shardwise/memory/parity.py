@@ -21,10 +21,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardwise.errors import StoreError
+from shardwise.manifest.checksums import BLOCK
 from shardwise.store.store import Buffer
 
-GRAIN = 4096
-"""Chunks are multiples of this many bytes."""
+GRAIN = BLOCK
+"""Chunks are multiples of this many bytes, so that blocks of checksums lie in one chunk each."""
 
 MOST_NODES = 32
 """Of a group with two blocks of parity to a stripe, or more: what liberasurecode can do."""

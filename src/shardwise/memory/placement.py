@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated
 
@@ -14,9 +13,13 @@ from shardwise.errors import FormatError
 from shardwise.manifest.checksums import block_count
 from shardwise.manifest.manifest import LARGEST
 from shardwise.manifest.names import checked_file, checked_save_id
-from shardwise.memory.parity import GRAIN, MOST_NODES, Stripe, chunk_size, stripe_of_chunk, stripes
+from shardwise.memory.parity import MOST_NODES, Stripe, chunk_size, stripes
+
+TABLE_PAGE = 4096
+"""A table of checksums takes a multiple of so many bytes."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+GroupName = Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{1,9}\Z")]
 NodeName = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 
 
@@ -52,6 +55,7 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         members: the nodes; positions in this order are those of `parity.stripes`.
+        name: tells it from the other groups of a protection.
         copies: each node's files are also kept by so many next ones of the ring.
         parity: so many members may be lost, by parity; 0 if copies protect them, or nothing.
         chunk: bytes of a chunk; 0 without parity.
@@ -64,9 +68,13 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copies: Count = 0
     parity: Count = 0
     chunk: Count = 0
+    name: GroupName = "0"
 
     def __post_init__(self) -> None:
         n = len(self.members)
+        twice = _repeated(member.node for member in self.members)
+        if twice:
+            raise ValueError(f"twice in one group: {', '.join(twice)}")
         if self.copies >= n or self.parity >= n:
             raise ValueError(
                 f"{n} nodes cannot have {self.copies} copies or {self.parity} blocks of parity"
@@ -85,11 +93,11 @@ class Protection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         save_id: of the snapshot.
-        groups: all nodes, each in one group.
+        groups: all files, each in one group. A node may be in several, with other files in each.
         gaps: what is less protected than was asked for, and why; one sentence each.
 
     Raises:
-        ValueError: a node or a file is there twice, or `save_id` is none.
+        ValueError: a group or a file is there twice, or `save_id` is none.
     """
 
     save_id: str
@@ -99,7 +107,7 @@ class Protection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         checked_save_id(self.save_id)
         members = [member for group in self.groups for member in group.members]
-        twice = _repeated(member.node for member in members)
+        twice = _repeated(group.name for group in self.groups)
         twice += _repeated(name for member in members for name, _ in member.files)
         if twice:
             raise ValueError(f"named twice: {', '.join(twice)}")
@@ -140,10 +148,36 @@ def place(
         raise ValueError(f"group_size={group_size}: at most {MOST_NODES} with parity={parity}")
     if not members:
         return Protection(save_id, ())
+    twice = _repeated(member.node for member in members)
+    if twice:
+        raise ValueError(f"named twice: {', '.join(twice)}")
     ordered = sorted(members, key=lambda each: (_domain(each), each.node))
     count = _group_count(ordered, max(copies, parity) + 1, parity, group_size)
-    groups = [_group(ordered[index::count], copies, parity) for index in range(count)]
+    groups = [
+        group_of(_ring(ordered[index::count]), copies=copies, parity=parity, name=str(index))
+        for index in range(count)
+    ]
     return Protection(save_id, tuple(groups), tuple(_gaps(groups, copies, parity)))
+
+
+def group_of(ring: Sequence[Member], *, copies: int, parity: int, name: str = "0") -> Group:
+    """The group of these nodes, in this order, with as many copies or parity as it has nodes for.
+
+    Raises:
+        ValueError: a node is there twice.
+    """
+    n = len(ring)
+    m = min(parity, n - 1)
+    chunk = chunk_size([member.size for member in ring], n, m) if m else 0
+    return Group(tuple(ring), min(copies, n - 1), m, chunk, name)
+
+
+def unite(*protections: Protection) -> Protection:
+    """The groups of several protections of one save."""
+    groups = [group for each in protections for group in each.groups]
+    named = [msgspec.structs.replace(group, name=str(i)) for i, group in enumerate(groups)]
+    gaps = dict.fromkeys(gap for each in protections for gap in each.gaps)
+    return Protection(protections[0].save_id, tuple(named), tuple(gaps))
 
 
 def decode_protection(data: bytes) -> Protection:
@@ -158,137 +192,50 @@ def decode_protection(data: bytes) -> Protection:
         raise FormatError(f"protection.json is malformed: {error}") from error
 
 
-def locate(protection: Protection, node: str) -> tuple[Group, int]:
-    """The group of a node, and its position in it.
+def memberships(protection: Protection, node: str) -> list[tuple[Group, int]]:
+    """The groups of a node, and its position in each."""
+    return [
+        (group, position)
+        for group in protection.groups
+        for position, member in enumerate(group.members)
+        if member.node == node
+    ]
+
+
+def locate(protection: Protection, file: str) -> tuple[Group, int]:
+    """The group that protects a data file, and the position there of the node that wrote it.
 
     Raises:
-        FormatError: it is in none.
+        FormatError: there is none.
     """
     for group in protection.groups:
         for position, member in enumerate(group.members):
-            if member.node == node:
+            if any(name == file for name, _ in member.files):
                 return group, position
-    raise FormatError(f"node {node} had no part in save {protection.save_id}")
+    raise FormatError(f"{file} is no file of save {protection.save_id}")
 
 
-def holders(protection: Protection, node: str) -> tuple[str, ...]:
-    """The nodes that keep a copy of a node's files."""
-    group, at = locate(protection, node)
-    n = len(group.members)
-    return tuple(group.members[(at + i) % n].node for i in range(1, group.copies + 1))
-
-
-def copied_files(protection: Protection, node: str) -> tuple[tuple[Member, str, int], ...]:
-    """The copies that a node keeps: whose file, its name, its bytes."""
-    group, at = locate(protection, node)
+def copied_files(group: Group, at: int) -> tuple[tuple[Member, str, int], ...]:
+    """The copies that a member keeps: whose file, its name, its bytes."""
     n = len(group.members)
     owners = [group.members[(at - i) % n] for i in range(1, group.copies + 1)]
     return tuple((owner, name, size) for owner in owners for name, size in owner.files)
 
 
-def parity_name(save_id: str, block: int) -> str:
-    """The name of the file in which a node keeps its block of parity of this number."""
-    return f"parity-{save_id}-{block}.bin"
+def parity_name(save_id: str, group: Group, block: int) -> str:
+    """The name of the file in which a member keeps its block of parity of this number."""
+    return f"parity-{save_id}-{group.name}-{block}.bin"
 
 
-def parity_files(protection: Protection, node: str) -> tuple[tuple[str, int], ...]:
-    """The files of parity that a node keeps: name and bytes."""
-    group, _ = locate(protection, node)
+def parity_files(save_id: str, group: Group) -> tuple[tuple[str, int], ...]:
+    """The files of parity that each member of a group keeps: name and bytes."""
     size = parity_file_size(group.chunk)
-    return tuple((parity_name(protection.save_id, q), size) for q in range(group.parity))
+    return tuple((parity_name(save_id, group, q), size) for q in range(group.parity))
 
 
 def parity_file_size(chunk: int) -> int:
     """Bytes of a file of parity: the chunk, the CRC-32 of each 64 KiB of it (u4, little), zeros."""
-    return chunk + -(-4 * block_count(chunk) // GRAIN) * GRAIN
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Part of a node's string: bytes `low:high` of it are those of `file` from `offset` on."""
-
-    file: str
-    offset: int
-    low: int
-    high: int
-
-
-def extents(member: Member, low: int, high: int) -> Iterator[Extent]:
-    """Where bytes `low:high` of a node's string lie; those past its files are zeros, and left out.
-
-    Extents count from the start of the string.
-    """
-    start = 0
-    for name, size in member.files:
-        first, last = max(low, start), min(high, start + size)
-        if first < last:
-            yield Extent(name, first - start, first, last)
-        start += size
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Bytes `low:high` of the blocks of a stripe, in which the block of number `wanted` is lost."""
-
-    stripe: Stripe
-    wanted: int
-    low: int
-    high: int
-
-
-def parts(group: Group, at: int, low: int, high: int, *, grid: int) -> Iterator[Part]:
-    """Cut bytes `low:high` of a member's string, in their order.
-
-    Cuts are at multiples of `grid` in a chunk, and where a file of any other piece of the stripe
-    begins or ends: so each piece lies in one file, and is there or is not.
-    """
-    chunk, n = group.chunk, len(group.members)
-    all_stripes = group.stripes()
-    for f in range(low // chunk, -(-high // chunk)):
-        first, last = max(low - f * chunk, 0), min(high - f * chunk, chunk)
-        stripe = all_stripes[stripe_of_chunk(at, f, n, group.parity)]
-        cuts = {last}
-        for g, position in enumerate(stripe.data):
-            start = g * chunk
-            for each in extents(group.members[position], start + first, start + last):
-                cuts |= {each.low - start, each.high - start}
-        for cut in sorted(cuts):
-            while first < cut:
-                stop = min(cut, (first // grid + 1) * grid)
-                yield Part(stripe, f, first, stop)
-                first = stop
-
-
-def needed_files(
-    protection: Protection, group: Group, part: Part, number: int
-) -> list[tuple[str, str]]:
-    """Node and name of each file that a part of a stripe's block lies in; none if it is zeros."""
-    k = len(part.stripe.data)
-    if number >= k:
-        node = group.members[part.stripe.parity[number - k]].node
-        return [(node, parity_name(protection.save_id, number - k))]
-    member = group.members[part.stripe.data[number]]
-    start = number * group.chunk
-    found = extents(member, start + part.low, start + part.high)
-    return [(member.node, each.file) for each in found]
-
-
-def position_of(member: Member, file: str, offset: int, nbytes: int) -> int:
-    """Where a range of a file begins in the string of its node.
-
-    Raises:
-        FormatError: there is no such file, or it ends before.
-    """
-    start = 0
-    for name, size in member.files:
-        if name == file:
-            if not 0 <= offset <= offset + nbytes <= size:
-                raise FormatError(
-                    f"{file} of node {member.node} has {size} bytes, not {offset + nbytes}"
-                )
-            return start + offset
-        start += size
-    raise FormatError(f"node {member.node} had no file {file}")
+    return chunk + -(-4 * block_count(chunk) // TABLE_PAGE) * TABLE_PAGE
 
 
 def _domain(member: Member) -> tuple[str, str]:
@@ -308,14 +255,10 @@ def _group_count(members: Sequence[Member], least: int, parity: int, group_size:
     return max(1, wanted)
 
 
-def _group(members: Sequence[Member], copies: int, parity: int) -> Group:
-    """A group, with nodes of one domain spread over the ring."""
-    n = len(members)
+def _ring(members: Sequence[Member]) -> list[Member]:
+    """Nodes of one domain spread over the ring."""
     most = max(Counter(_domain(each) for each in members).values(), default=1)
-    ring = tuple(member for row in range(most) for member in members[row::most])
-    m = min(parity, n - 1)
-    chunk = chunk_size([member.size for member in ring], n, m) if m else 0
-    return Group(ring, min(copies, n - 1), m, chunk)
+    return [member for row in range(most) for member in members[row::most]]
 
 
 def _gaps(groups: Sequence[Group], copies: int, parity: int) -> Iterator[str]:

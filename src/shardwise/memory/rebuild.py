@@ -17,19 +17,16 @@ import numpy as np
 from shardwise.engine.arena import aligned_buffer
 from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.checksums import BLOCK, block_checksums, block_count, damaged_blocks
-from shardwise.memory.parity import GRAIN, Code, code_of, stripe_of_parity
+from shardwise.memory.parity import Code, code_of, stripe_of_parity
+from shardwise.memory.pieces import Part, extents, needed_files, parts, position_of
 from shardwise.memory.placement import (
+    TABLE_PAGE,
     Group,
     Member,
-    Part,
     Protection,
-    extents,
     locate,
-    needed_files,
     parity_file_size,
     parity_name,
-    parts,
-    position_of,
 )
 from shardwise.store.store import Buffer
 
@@ -59,25 +56,23 @@ class _Lost(Exception):  # noqa: N818
 
 
 def build_parity(
-    protection: Protection, node: str, read: Read, write: Write, *, threads: int = 1
+    save_id: str, group: Group, at: int, read: Read, write: Write, *, threads: int = 1
 ) -> None:
-    """Make the files of parity that a node keeps, with a checksum of each 64 KiB of them.
+    """Make the files of parity that a member keeps, with a checksum of each 64 KiB of them.
 
     A file begins with the block of parity, whose size is the group's `chunk`, and ends with a table
     of checksums, of 4 bytes each. Until this returns, the files are not to be used.
 
     Args:
-        protection: who protects whom.
-        node: whose files of parity to make.
-        read: reads the data files of the other nodes of its group.
+        save_id: whose files they are.
+        group, at: the group, and the position in it of the member whose files of parity to make.
+        read: reads the data files of the other members.
         write: writes to the files, which `placement.parity_files` names.
         threads: how many work at the same time.
 
     Raises:
         StoreError: a file of another node cannot be read, or pyeclib is needed and missing.
-        FormatError: the node has no part in this.
     """
-    group, at = locate(protection, node)
     n, m = len(group.members), group.parity
     if not m:
         return
@@ -102,19 +97,20 @@ def build_parity(
         code.recover(data(), {k + q: block})
         sums = block_checksums(block)
         tables[q].view("<u4")[low // BLOCK : low // BLOCK + len(sums)] = sums
-        write(parity_name(protection.save_id, q), low, block)
+        write(parity_name(save_id, group, q), low, block)
 
     code = code_of(k, m)
     try:
         _for_each(range(m * pieces), make, code.window + 1, threads)
     except _Lost as lost:
+        node = group.members[at].node
         raise StoreError(f"node {node} cannot keep parity: no {lost}") from lost.error
     finally:
         code.close()
     for q in range(m):
         table = aligned_buffer(len(tables[q]))
         table[:] = tables[q]
-        write(parity_name(protection.save_id, q), group.chunk, table)
+        write(parity_name(save_id, group, q), group.chunk, table)
 
 
 def rebuild_file(
@@ -178,7 +174,7 @@ class Rebuilder:
             CorruptionError: as above, and one of them is missing because it was altered.
             FormatError: there is no such file, or it ends before.
         """
-        group, at = locate(self._protection, node)
+        group, at = locate(self._protection, file)
         start = position_of(group.members[at], file, offset, len(out))
         if not len(out):
             return
@@ -217,7 +213,7 @@ class Rebuilder:
         for number in range(len(group.members)):
             if number == part.wanted:
                 continue
-            keys = needed_files(self._protection, group, part, number)
+            keys = needed_files(self._protection.save_id, group, part, number)
             lost = [key for key in keys if self._is_lost(key)]
             if lost:
                 missing.append(lost[0])
@@ -258,7 +254,7 @@ class Rebuilder:
             _read_data(self._read, group, part.stripe.data[number], low, out)
             return out
         node = group.members[part.stripe.parity[number - k]].node
-        name = parity_name(self._protection.save_id, number - k)
+        name = parity_name(self._protection.save_id, group, number - k)
         try:
             return self._parity(group, node, name, part, buffer)
         except (OSError, CorruptionError) as error:
@@ -279,11 +275,11 @@ class Rebuilder:
         return data[part.low - low : part.high - low]
 
     def _checksum(self, group: Group, node: str, name: str, block: int) -> int:
-        page, entry = divmod(block, GRAIN // 4)
+        page, entry = divmod(block, TABLE_PAGE // 4)
         key = (node, name, page)
         if key not in self._tables:
-            table = np.empty(GRAIN, np.uint8)
-            self._read(node, name, group.chunk + page * GRAIN, table)
+            table = np.empty(TABLE_PAGE, np.uint8)
+            self._read(node, name, group.chunk + page * TABLE_PAGE, table)
             self._tables[key] = table
         return int(self._tables[key].view("<u4")[entry])
 
@@ -336,7 +332,8 @@ def _can_decode(
     n, m = len(group.members), group.parity
     for part in parts(group, at, start, start + size, grid=group.chunk):
         left = sum(
-            all(map(is_there, needed_files(protection, group, part, number))) for number in range(n)
+            all(map(is_there, needed_files(protection.save_id, group, part, number)))
+            for number in range(n)
         )
         if left < n - m:
             return False
