@@ -9,6 +9,7 @@ from shardwise.engine.arena import aligned_buffer
 from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
+from shardwise.memory.encoding import build_parity
 from shardwise.memory.nodes import Nodes
 from shardwise.memory.notes import Card, Draft
 from shardwise.memory.place import Place
@@ -21,7 +22,6 @@ from shardwise.memory.placement import (
     parity_files,
     place,
 )
-from shardwise.memory.rebuild import build_parity
 from shardwise.memory.seal import is_intact
 from shardwise.store.store import Buffer
 

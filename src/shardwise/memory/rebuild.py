@@ -1,116 +1,27 @@
-"""Parity made from what other nodes hold, and lost files decoded from it.
-
-Both go through pieces of at most `PIECE` bytes of a stripe. Each thread holds two of them, and with
-two blocks of parity or more to a stripe, one of each of its blocks, whatever the size of the data.
-"""
+"""Files of lost nodes, decoded from what is left; in pieces, as parity is made."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import cycle
-from typing import TypeVar
 
 import numpy as np
 
-from shardwise.engine.arena import aligned_buffer
 from shardwise.errors import CorruptionError, StoreError
-from shardwise.manifest.checksums import BLOCK, block_checksums, block_count, damaged_blocks
-from shardwise.memory.parity import Code, code_of, stripe_of_parity
-from shardwise.memory.pieces import Part, extents, needed_files, parts, position_of
+from shardwise.manifest.checksums import BLOCK, block_count, damaged_blocks
+from shardwise.memory.encoding import PIECE, LostPiece, Read, for_each, read_data
+from shardwise.memory.parity import Code, code_of
+from shardwise.memory.pieces import Part, needed_files, parts, position_of
 from shardwise.memory.placement import (
     TABLE_PAGE,
     Group,
     Member,
     Protection,
     locate,
-    parity_file_size,
     parity_name,
 )
 from shardwise.store.store import Buffer
-
-PIECE = 16 * BLOCK
-"""Bytes of a block that are worked on at a time; a multiple of `BLOCK`."""
-
-Read = Callable[[str, str, int, Buffer], None]
-"""`read(node, file, offset, out)` fills all of `out` from what `node` held.
-
-It may be called from several threads at once. It has its own bound of time, and raises `OSError`
-or `CorruptionError` where the bytes are not to be had.
-"""
-
-Write = Callable[[str, int, Buffer], None]
-"""`write(file, offset, data)`, at multiples of 4096; the memory is aligned to that too."""
-
-Item = TypeVar("Item")
-
-
-class _Lost(Exception):  # noqa: N818
-    """A block of a stripe could not be read."""
-
-    def __init__(self, key: tuple[str, str], error: Exception) -> None:
-        super().__init__(f"{key[1]} of node {key[0]}: {error}")
-        self.key = key
-        self.error = error
-
-
-def build_parity(
-    save_id: str, group: Group, at: int, read: Read, write: Write, *, threads: int = 1
-) -> None:
-    """Make the files of parity that a member keeps, with a checksum of each 64 KiB of them.
-
-    A file begins with the block of parity, whose size is the group's `chunk`, and ends with a table
-    of checksums, of 4 bytes each. Until this returns, the files are not to be used.
-
-    Args:
-        save_id: whose files they are.
-        group, at: the group, and the position in it of the member whose files of parity to make.
-        read: reads the data files of the other members.
-        write: writes to the files, which `placement.parity_files` names.
-        threads: how many work at the same time.
-
-    Raises:
-        StoreError: a file of another node cannot be read, or pyeclib is needed and missing.
-    """
-    n, m = len(group.members), group.parity
-    if not m:
-        return
-    k = n - m
-    all_stripes = group.stripes()
-    owned = [stripe_of_parity(at, q, n) for q in range(m)]
-    tables = np.zeros((m, parity_file_size(group.chunk) - group.chunk), np.uint8)
-    pieces = -(-group.chunk // PIECE)
-
-    def make(index: int, buffers: list[Buffer]) -> None:
-        q, piece = divmod(index, pieces)
-        low = piece * PIECE
-        high = min(low + PIECE, group.chunk)
-        *sources, block = (buffer[: high - low] for buffer in buffers)
-
-        def data() -> Iterator[tuple[int, Buffer]]:
-            for f, position in enumerate(all_stripes[owned[q]].data):
-                source = sources[f % code.window]
-                _read_data(read, group, position, f * group.chunk + low, source)
-                yield f, source
-
-        code.recover(data(), {k + q: block})
-        sums = block_checksums(block)
-        tables[q].view("<u4")[low // BLOCK : low // BLOCK + len(sums)] = sums
-        write(parity_name(save_id, group, q), low, block)
-
-    code = code_of(k, m)
-    try:
-        _for_each(range(m * pieces), make, code.window + 1, threads)
-    except _Lost as lost:
-        node = group.members[at].node
-        raise StoreError(f"node {node} cannot keep parity: no {lost}") from lost.error
-    finally:
-        code.close()
-    for q in range(m):
-        table = aligned_buffer(len(tables[q]))
-        table[:] = tables[q]
-        write(parity_name(save_id, group, q), group.chunk, table)
 
 
 def rebuild_file(
@@ -188,7 +99,7 @@ class Rebuilder:
             self._decode(code, group, part, buffers, out[first : first + part.high - part.low])
 
         found = parts(group, at, start, start + len(out), grid=PIECE)
-        _for_each(found, decode, code.window, self._threads)
+        for_each(found, decode, code.window, self._threads)
 
     def _decode(
         self, code: Code, group: Group, part: Part, buffers: list[Buffer], out: Buffer
@@ -202,7 +113,7 @@ class Rebuilder:
             try:
                 code.recover(pieces, {part.wanted: out})
                 return
-            except _Lost as lost:
+            except LostPiece as lost:
                 with self._lock:
                     self._lost_files[lost.key] = lost.error
 
@@ -251,14 +162,14 @@ class Rebuilder:
         if number < k:
             out = buffer[: part.high - part.low]
             low = number * group.chunk + part.low
-            _read_data(self._read, group, part.stripe.data[number], low, out)
+            read_data(self._read, group, part.stripe.data[number], low, out)
             return out
         node = group.members[part.stripe.parity[number - k]].node
         name = parity_name(self._protection.save_id, group, number - k)
         try:
             return self._parity(group, node, name, part, buffer)
         except (OSError, CorruptionError) as error:
-            raise _Lost((node, name), error) from error
+            raise LostPiece((node, name), error) from error
 
     def _parity(self, group: Group, node: str, name: str, part: Part, buffer: Buffer) -> Buffer:
         low = part.low // BLOCK * BLOCK
@@ -338,58 +249,3 @@ def _can_decode(
         if left < n - m:
             return False
     return True
-
-
-def _read_data(read: Read, group: Group, position: int, low: int, out: Buffer) -> None:
-    """A range of a member's string; zeros past the end of its files."""
-    member = group.members[position]
-    filled = low
-    for each in extents(member, low, low + len(out)):
-        try:
-            read(member.node, each.file, each.offset, out[each.low - low : each.high - low])
-        except (OSError, CorruptionError) as error:
-            raise _Lost((member.node, each.file), error) from error
-        filled = each.high
-    out[filled - low :] = 0
-
-
-def _for_each(
-    items: Iterable[Item],
-    work: Callable[[Item, list[Buffer]], None],
-    buffers: int,
-    threads: int,
-) -> None:
-    """Do the work for each item, in threads that have so many buffers each; stop at an error."""
-    lock = threading.Lock()
-    remaining = iter(items)
-    failed = threading.Event()
-
-    def mine() -> Iterator[Item]:
-        while True:
-            with lock:
-                if failed.is_set():
-                    return
-                try:
-                    item = next(remaining)
-                except StopIteration:
-                    return
-            yield item
-
-    def run(_: int) -> None:
-        memory = [aligned_buffer(PIECE) for _ in range(buffers)]
-        try:
-            for item in mine():
-                work(item, memory)
-        except BaseException:
-            failed.set()
-            raise
-
-    if threads == 1:
-        run(0)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            for _ in pool.map(run, range(threads)):
-                pass
-        finally:
-            failed.set()  # also where this thread was interrupted
