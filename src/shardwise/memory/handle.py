@@ -16,6 +16,7 @@ from shardwise.memory.retire import ENDED
 
 POLL = (0.001, 0.05)
 LOOK_AROUND = 0.5
+GONE = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Stages:
             StoreError: it has failed, or the node's agent is gone.
             TimeoutError: `timeout` seconds have passed.
         """
-        start = looked = time.monotonic()
+        start = looked = seen = time.monotonic()
         pause = POLL[0]
         while (done := self.ended(stage)) is None:
             self.ended("commit")
@@ -85,7 +86,9 @@ class Stages:
                 )
             if now - looked > LOOK_AROUND:
                 looked = now
-                if not self.home.has_agent():
+                if self.home.has_agent():
+                    seen = now
+                elif now - seen > GONE:
                     raise StoreError(
                         f"step {self.place.step}: {stage}: the agent of {self.home} is gone; the "
                         f"next save starts another, which goes on (its log: {self.home.log})"

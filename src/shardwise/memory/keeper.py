@@ -14,7 +14,7 @@ from shardwise.errors import StoreError
 from shardwise.memory.client import AgentClient
 from shardwise.memory.home import Home
 from shardwise.memory.options import Memory
-from shardwise.memory.spawn import agent_of, card_of
+from shardwise.memory.spawn import agent_of, card_of, log_tail
 
 LOOK_AROUND = 1.0
 BETWEEN_QUESTIONS = 5.0
@@ -37,7 +37,7 @@ class Keeper:
         self._home = home
         self._options = options
         self._starts: deque[float] = deque(maxlen=MOST_STARTS)
-        self._failure = ""
+        self._failure = self._trouble = ""
         self._is_silent = False
         self._stopping = threading.Event()
         self._attendance = _attend(home)
@@ -73,15 +73,21 @@ class Keeper:
                 if time.monotonic() - asked > BETWEEN_QUESTIONS:
                     self._ask()
                     asked = time.monotonic()
-            except Exception:  # whatever it is, the training goes on
-                log.exception("looking after the agent of %s", self._home)
+            except Exception as error:  # whatever it is, the training goes on
+                if str(error) != self._trouble:
+                    log.exception("looking after the agent of %s", self._home)
+                self._trouble = str(error)
 
     def _start_again(self) -> None:
         if self._failure:
             return
         now = time.monotonic()
         if len(self._starts) == MOST_STARTS and now - self._starts[0] < WITHIN:
-            self._give_up(f"it ended {MOST_STARTS} times within {WITHIN:.0f} s")
+            self._failure = (
+                f"the agent of {self._home} ended {MOST_STARTS} times within {WITHIN:.0f} s, and "
+                f"is not started any more; its log ends so:\n{log_tail(self._home)}"
+            )
+            log.error("%s", self._failure)
             return
         self._starts.append(now)
         doing = "starting another" if self._options.start_agent else "waiting for another"
@@ -89,18 +95,9 @@ class Keeper:
         try:
             card = agent_of(self._home, self._options)
         except StoreError as error:
-            if self._options.start_agent and len(self._starts) == MOST_STARTS:
-                self._give_up(str(error))
-            else:
-                log.warning("%s", error)
+            log.warning("%s", error)
         else:
             log.warning("the agent of %s lives again (process %d)", self._home, card.process)
-
-    def _give_up(self, why: str) -> None:
-        self._failure = (
-            f"the agent of {self._home} is gone for good: {why} (its log: {self._home.log})"
-        )
-        log.error("%s", self._failure)
 
     def _ask(self) -> None:
         """Have it answer; one that is stopped or starved lives, so no other may be started."""

@@ -46,7 +46,7 @@ def _await(home: Home, command: list[str], options: Memory) -> Card:
     while (card := card_of(home)) is None:
         if not home.has_agent():
             if process is not None and process.poll() is not None:
-                raise StoreError(f"the agent of {home} ended at once:\n{_log_tail(home)}")
+                raise StoreError(f"the agent of {home} ended at once:\n{log_tail(home)}")
             if process is None and options.start_agent:
                 home.card.unlink(missing_ok=True)
                 process = _start(home, command)
@@ -57,7 +57,7 @@ def _await(home: Home, command: list[str], options: Memory) -> Card:
                     f"{PATIENCE:.0f} s: start `shardwise agent run --dir {home.path.parent}`"
                 )
             raise StoreError(
-                f"the agent of {home} did not start in {PATIENCE:.0f} s:\n{_log_tail(home)}"
+                f"the agent of {home} did not start in {PATIENCE:.0f} s:\n{log_tail(home)}"
             )
         time.sleep(POLL)
     return card
@@ -116,7 +116,8 @@ def _refuse_other(home: Home, card: Card, options: Memory, address: str | None) 
         )
 
 
-def _log_tail(home: Home) -> str:
+def log_tail(home: Home) -> str:
+    """The last that an agent had to say."""
     try:
         return "\n".join(home.log.read_text(errors="replace").splitlines()[-10:])
     except OSError:
