@@ -153,6 +153,9 @@ def test_hosts_reach_each_other_until_the_cable_is_pulled(hosts: Hosts) -> None:
     assert ask(hosts[0], hosts[1].address)[0] == "host-1"
     hosts[1].destroy()
     assert ask(hosts[0], hosts[1].address) == []
+    hosts[1].start()
+    serve(hosts[1], "0.0.0.0")
+    assert ask(hosts[0], hosts[1].address)[0] == "host-1"
 
 
 @pytest.mark.parametrize("silent", [False, True])

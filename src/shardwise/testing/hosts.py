@@ -75,6 +75,7 @@ class Host:
         self.directory = directory
         self._tag = f"{TAG}:{_owner()}:{index}:{secrets.token_hex(4)}"
         self._port = f"port{index}"
+        self._hardware_address = f"02:00:00:00:00:{index + 1:02x}"
         self._memory = memory
         self._names = names
         self._switch = switch
@@ -220,7 +221,14 @@ class Host:
             f"link add {self._port} type veth peer name eth0 netns {first}",
             f"link set {self._port} master switch up",
         )
-        in_network(first, "ip", f"addr add {self.address}/24 dev eth0", "link set eth0 up")
+        # The same as ever: others would send to that of the host that was destroyed, for a minute.
+        in_network(
+            first,
+            "ip",
+            f"link set eth0 address {self._hardware_address}",
+            f"addr add {self.address}/24 dev eth0",
+            "link set eth0 up",
+        )
 
     def _pull(self) -> None:
         if Path(namespace(self._switch, "net")).exists():
