@@ -51,9 +51,11 @@ def publication(draft: Draft) -> Iterator[Publication]:
     """
     root = open_store(draft.root or "")
     store = root.at(step_directory(draft.step))
-    if not draft.overwrite and MANIFEST in store.list():
+    names = store.list()
+    if not draft.overwrite and MANIFEST in names:
         raise CheckpointExistsError(f"{store} holds a checkpoint already")
-    collect_leftovers(store)
+    if not any(name in names for name, _ in draft.files):  # else an agent before has begun this
+        collect_leftovers(store)
     with store.hold(lock_file(draft.save_id), shared=False) as held:
         try:
             if not held:
