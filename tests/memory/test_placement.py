@@ -262,7 +262,7 @@ def test_unknown_files_are_named() -> None:
 
 def test_a_node_may_protect_files_of_its_ranks_with_different_others() -> None:
     one, other = (place(nodes("", "", first=first), SAVE, parity=1) for first in (0, 2))
-    both = unite(one, other)
+    both = unite(SAVE, one.groups + other.groups, copies=0, parity=1)
     assert [group.name for group in both.groups] == ["0", "1"]
     assert memberships(both, "n00") == [(both.groups[0], 0), (both.groups[1], 0)]
     assert locate(both, both.groups[1].members[1].files[0][0]) == (both.groups[1], 1)

@@ -21,7 +21,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_a_slot_is_the_same_memory_again(run: Run) -> None:
-    slots = Slots(run, 3, 1)
+    slots = Slots(run, "r00003-", "staged", 1)
     slots.prepare(10_000)
     first = slots.take(10_000)
     assert first is not None
@@ -40,18 +40,19 @@ def test_a_slot_is_the_same_memory_again(run: Run) -> None:
 
 
 def test_slots_in_use_count(run: Run) -> None:
-    slots = Slots(run, 0, 3)
+    slots = Slots(run, "r00000-", "staged", 3)
     assert slots.prepare(1000) > 0
     taken = slots.take(1000)
     assert taken is not None
     run.step(1).mkdir(parents=True)
     taken.path.rename(run.step(1) / "r00000-0123456789abcdef.safetensors")
+    (run.step(1) / "r00000-0123456789abcdef.staged.json").write_text("{}")
     assert slots.prepare(1000) == 0
     assert len(list(run.free.iterdir())) == 2
 
 
 def test_ranks_do_not_take_each_others(run: Run) -> None:
-    mine, other = Slots(run, 1, 1), Slots(run, 11, 1)
+    mine, other = (Slots(run, f"r{rank:05d}-", "staged", 1) for rank in (1, 11))
     mine.prepare(100)
     assert not other.has_free()
     assert other.take(100) is None
@@ -59,7 +60,7 @@ def test_ranks_do_not_take_each_others(run: Run) -> None:
 
 def test_too_little_memory_is_an_error_that_says_how_much_is_needed(run: Run) -> None:
     with pytest.raises(sw.StoreError, match=r"3 slots of [\d,]+ bytes .* need [\d,]+ more"):
-        Slots(run, 0, 3).prepare(1 << 50)
+        Slots(run, "r00000-", "staged", 3).prepare(1 << 50)
     assert not list(run.free.iterdir())
 
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine.content import Content
-from shardwise.memory import snapshots
+from shardwise.memory import staging
 from shardwise.memory.home import Home, read_note
 from shardwise.memory.notes import Card
+from shardwise.memory.stage import Fill
 from shardwise.store.store import Buffer
 from shardwise.testing import Gang
 
@@ -267,12 +267,12 @@ def die_while_copying(root: str, shm: str) -> None:
         assert handle is not None
         handle.result(20.0)
 
-    def killed(content: Content, out: Buffer, pool: object) -> None:
-        content.fill(0, 5000, out[:5000])
+    def killed(fill: Fill, low: int, high: int, out: Buffer, pool: object) -> None:
+        fill(0, 5000, out[:5000])
         os.kill(os.getpid(), signal.SIGKILL)
 
     if dist.get_rank() == 1:
-        snapshots.stage = killed  # type: ignore[assignment]
+        staging.stage = killed  # type: ignore[assignment]
     cp.save(3, rows(3))
     cp.save(4, rows(4))
 
@@ -320,13 +320,13 @@ def test_what_changes_between_saves_is_saved_as_it_is(
 
 def step_while_copying(root: str, shm: str) -> tuple[float, float, bool]:
     """Step an optimizer while a slow copy is under way: seconds of save and step; what is saved."""
-    copy = snapshots.stage
+    copy = staging.stage
 
     def slowly(*args: Any) -> None:
         time.sleep(0.5)
         copy(*args)
 
-    snapshots.stage = slowly
+    staging.stage = slowly
     try:
         model = torch.nn.Linear(8, 8)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -347,7 +347,7 @@ def step_while_copying(root: str, shm: str) -> tuple[float, float, bool]:
         stored = sw.open(f"{root}/step-00000001")["model.weight"][...]  # type: ignore[index]
         return saved - start, stepped - saved, torch.equal(stored, before)
     finally:
-        snapshots.stage = copy
+        staging.stage = copy
 
 
 def test_a_step_waits_for_the_copy_that_it_would_tear(

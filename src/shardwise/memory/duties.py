@@ -103,7 +103,7 @@ class Leading:
         work: Callable[[Place, Draft, Nodes], int],
     ) -> None:
         start = time.monotonic()
-        cards = known_cards(place.run)
+        cards = cards_of(draft, place.run)
         with Nodes(place, cards, self._node, draft.wait, self._tls) as nodes:
             nbytes, failure = attempt(lambda: work(place, draft, nodes))
             done = Done(
@@ -132,8 +132,9 @@ class Leading:
         wish = Protect(
             save_id=draft.save_id,
             protection=protection_of(draft, list(manifest.files)),
-            nodes=known_cards(place.run),
+            nodes=cards_of(draft, place.run),
             wait=draft.wait,
+            rings=len(draft.rings),
         )
         nodes.tell_all(notes.request("protect", draft.save_id), wish)
         return self._gather(nodes, "protect", draft, [card.node for card in draft.nodes])
@@ -169,10 +170,11 @@ class Leading:
             return nbytes
 
 
-def known_cards(run: Run) -> list[Card]:
-    """The agents of a run's nodes, as the newest of its drafts know them."""
-    drafts = [draft for step in run.steps() for draft in Place(run, step).drafts()]
-    return list({card.node: card for draft in drafts for card in draft.nodes}.values())
+def cards_of(draft: Draft, run: Run) -> list[Card]:
+    """The agents of a snapshot's nodes, as the newest of the run's drafts know them."""
+    drafts = [draft, *(each for step in run.steps() for each in Place(run, step).drafts())]
+    known = {card.node: card for each in drafts for card in each.nodes}
+    return [known[card.node] for card in draft.nodes]
 
 
 class Following:
@@ -196,7 +198,7 @@ class Following:
 
         def work(wish: Protect) -> int:
             with Nodes(place, wish.nodes, self._node, wish.wait, self._tls) as nodes:
-                return guard(place, wish.protection, nodes, self._node)
+                return nodes.insist(lambda: guard(place, wish, nodes, self._node))
 
         return self._follow(place, "protect", Protect, work)
 

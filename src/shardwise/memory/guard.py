@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+import time
+from collections.abc import Mapping
 
 from shardwise.engine.arena import aligned_buffer
 from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
+from shardwise.memory import notes
+from shardwise.memory.completion import claim, complete_copy, complete_parity
 from shardwise.memory.encoding import build_parity
 from shardwise.memory.nodes import Nodes
-from shardwise.memory.notes import Card, Draft
+from shardwise.memory.notes import Card, Draft, Kept, Protect
 from shardwise.memory.place import Place
 from shardwise.memory.placement import (
     Group,
@@ -19,30 +22,43 @@ from shardwise.memory.placement import (
     Protection,
     copied_files,
     memberships,
-    parity_files,
+    parity_file_size,
+    parity_name,
     place,
+    unite,
 )
+from shardwise.memory.rings import group_of_files
 from shardwise.memory.seal import is_intact
+from shardwise.memory.trainers import is_present
 from shardwise.store.store import Buffer
 
 PIECE = 8 << 20
+POLL = 0.002
 
 
 def protection_of(draft: Draft, files: list[FileEntry]) -> Protection:
-    """Who protects whom: every node with its files, in its failure domain."""
+    """Who protects whom: rings first, then every node with its other files; by failure domains."""
     size_of = {entry.name: entry.size for entry in files}
     domain_of = {card.node: card.domain for card in draft.nodes}
+    node_of = dict(draft.files)
+    groups = [
+        group_of_files(
+            [(node_of[name], domain_of[node_of[name]], name, size_of[name]) for name in ring],
+            copies=draft.copies,
+            parity=draft.parity,
+        )
+        for ring in draft.rings
+    ]
+    in_rings = {name for ring in draft.rings for name in ring}
     by_node: dict[str, list[tuple[str, int]]] = {node: [] for node in domain_of}
     for name, node in draft.files:
-        by_node[node].append((name, size_of[name]))
-    members = [Member(node, domain_of[node], tuple(sorted(held))) for node, held in by_node.items()]
-    return place(
-        members,
-        draft.save_id,
-        copies=draft.copies,
-        parity=draft.parity,
-        group_size=draft.group,
-    )
+        if name not in in_rings:
+            by_node[node].append((name, size_of[name]))
+    if any(by_node.values()) or not groups:
+        members = [Member(node, domain_of[node], tuple(sorted(f))) for node, f in by_node.items()]
+        wanted = {"copies": draft.copies, "parity": draft.parity, "group_size": draft.group}
+        groups += place(members, draft.save_id, **wanted).groups
+    return unite(draft.save_id, groups, copies=draft.copies, parity=draft.parity)
 
 
 def gaps(nodes: list[Card], *, copies: int, parity: int, group: int) -> tuple[str, ...]:
@@ -52,7 +68,7 @@ def gaps(nodes: list[Card], *, copies: int, parity: int, group: int) -> tuple[st
     return made.gaps
 
 
-def guard(snapshot: Place, protection: Protection, nodes: Nodes, node: str) -> int:
+def guard(snapshot: Place, wish: Protect, nodes: Nodes, node: str) -> int:
     """Make what a node keeps for others; the bytes of it.
 
     Raises:
@@ -61,57 +77,103 @@ def guard(snapshot: Place, protection: Protection, nodes: Nodes, node: str) -> i
     """
     manifest = decode_manifest((snapshot.path / MANIFEST).read_bytes())
     entries = {entry.name: entry for entry in manifest.files}
-    total = 0
-    for group, at in memberships(protection, node):
-        for owner, name, size in copied_files(group, at):
-            target = snapshot.path / name
-            if not target.exists():
-                _copy(nodes, owner.node, entries[name], target)
+    guarding = _Guarding(snapshot, wish, nodes, entries)
+    return sum(guarding.keep(group, at) for group, at in memberships(wish.protection, node))
+
+
+class _Guarding:
+    """What a node keeps of one snapshot."""
+
+    def __init__(
+        self, snapshot: Place, wish: Protect, nodes: Nodes, entries: Mapping[str, FileEntry]
+    ) -> None:
+        self._place = snapshot
+        self._save_id = wish.save_id
+        self._rings = wish.protection.groups[: wish.rings]
+        self._deadline = time.monotonic() + wish.wait
+        self._nodes = nodes
+        self._entries = entries
+
+    def keep(self, group: Group, at: int) -> int:
+        """Make copies and parity of a group, as its member there."""
+        total = 0
+        for number, (owner, name, size) in enumerate(copied_files(group, at)):
+            if not self._place.has(name):
+                self._copy(owner.node, name, self._made(group, at, number, name))
             total += size
-        total += _parity(snapshot, protection.save_id, group, at, nodes)
-    return total
+        names = [parity_name(self._save_id, group, q) for q in range(group.parity)]
+        if not all(map(self._place.has, names)):
+            self._parity(group, at, names)
+        return total + len(names) * parity_file_size(group.chunk)
 
+    def _copy(self, owner: str, name: str, kept: Kept | None) -> None:
+        entry = self._entries[name]
+        if kept is None or not complete_copy(self._place, kept, entry, owner, self._nodes):
+            self._fetch(owner, entry)
+        self._finish(name)
 
-def _copy(nodes: Nodes, owner: str, entry: FileEntry, target: Path) -> None:
-    beside = target.with_name(f".{target.name}")
-    buffer = aligned_buffer(min(PIECE, entry.size))
-    fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        for low in range(0, entry.size, PIECE):
-            part = buffer[: min(PIECE, entry.size - low)]
-            nodes.read_range(owner, entry.name, low, part)
-            _write(fd, low, part)
-        if not is_intact(beside, entry):
-            raise CorruptionError(f"{entry.name} of node {owner} is not what was sealed there")
-        beside.rename(target)
-    finally:
-        os.close(fd)
-        beside.unlink(missing_ok=True)
-
-
-def _parity(snapshot: Place, save_id: str, group: Group, at: int, nodes: Nodes) -> int:
-    wanted = parity_files(save_id, group)
-    if not wanted or all(snapshot.has(name) for name, _ in wanted):
-        return sum(size for _, size in wanted)
-    files = {
-        name: os.open(
-            snapshot.path / f".{name}", os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
-        )
-        for name, _ in wanted
-    }
-
-    def write(name: str, offset: int, data: Buffer) -> None:
-        _write(files[name], offset, data)
-
-    try:
-        build_parity(save_id, group, at, nodes.read_range, write)
-        for name in files:
-            (snapshot.path / f".{name}").rename(snapshot.path / name)
-    finally:
-        for name, fd in files.items():
+    def _fetch(self, owner: str, entry: FileEntry) -> None:
+        """Copy a file over the network."""
+        buffer = aligned_buffer(min(PIECE, entry.size))
+        fd = self._open(entry.name)
+        try:
+            for low in range(0, entry.size, PIECE):
+                part = buffer[: min(PIECE, entry.size - low)]
+                self._nodes.read_range(owner, entry.name, low, part)
+                _write(fd, low, part)
+            os.ftruncate(fd, entry.size)
+        finally:
             os.close(fd)
-            (snapshot.path / f".{name}").unlink(missing_ok=True)
-    return sum(size for _, size in wanted)
+        if not is_intact(self._place.beside(entry.name), entry):
+            raise CorruptionError(f"{entry.name} of node {owner} is not what was sealed there")
+
+    def _parity(self, group: Group, at: int, names: list[str]) -> None:
+        made = [self._made(group, at, q, name) for q, name in enumerate(names)]
+        complete = [
+            kept is not None
+            and complete_parity(self._place, kept, at, self._entries, self._nodes, name)
+            for kept, name in zip(made, names, strict=True)
+        ]
+        if not all(complete):
+            self._encode(group, at, names)
+        for name in names:
+            self._finish(name)
+
+    def _encode(self, group: Group, at: int, names: list[str]) -> None:
+        """Make parity out of what is read over the network."""
+        files = {name: self._open(name) for name in names}
+
+        def write(name: str, offset: int, data: Buffer) -> None:
+            _write(files[name], offset, data)
+
+        try:
+            build_parity(self._save_id, group, at, self._nodes.read_range, write)
+            for fd in files.values():
+                os.ftruncate(fd, parity_file_size(group.chunk))
+        finally:
+            for fd in files.values():
+                os.close(fd)
+
+    def _made(self, group: Group, at: int, number: int, name: str) -> Kept | None:
+        """What the rank of a ring has made of it, once it has."""
+        if group not in self._rings:
+            return None
+        ((mine, _),) = group.members[at].files
+        note = notes.kept(mine, number)
+        while not self._place.has(note):
+            lives = is_present(self._place.run, self._entries[mine].rank)
+            if not self._place.has(note) and (not lives or time.monotonic() > self._deadline):
+                return None
+            self._place.refuse_abandoned()
+            time.sleep(POLL)
+        return claim(self._place, note, name, group)
+
+    def _open(self, name: str) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        return os.open(self._place.beside(name), flags, 0o600)
+
+    def _finish(self, name: str) -> None:
+        self._place.beside(name).rename(self._place.path / name)
 
 
 def _write(fd: int, offset: int, data: Buffer) -> None:

@@ -12,7 +12,7 @@ import msgspec
 
 from shardwise.errors import FormatError
 from shardwise.manifest.manifest import FileEntry
-from shardwise.memory.placement import Protection
+from shardwise.memory.placement import Group, Protection
 
 _NOTE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.json")
 
@@ -47,6 +47,26 @@ class Staged(msgspec.Struct, frozen=True):
     stages: tuple[str, ...]
 
 
+class Kept(msgspec.Struct, frozen=True):
+    """A rank has made, from its own replicas, what its node keeps for others, as far as it can.
+
+    Attributes:
+        ring: those who protect each other, with their files.
+        file: its name beside this note.
+        slot: the name of its memory when it is free.
+        block: the number of the block of parity that it is; None if it is a copy.
+        of: the bytes of each data file that went into it, in whole blocks of checksums.
+        sums: for parity, the checksums of these blocks as they were here, 4 bytes each.
+    """
+
+    ring: Group
+    file: str
+    slot: str
+    block: int | None
+    of: dict[str, tuple[int, int]]
+    sums: dict[str, bytes] = {}
+
+
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
     """What the node of rank 0 knows of a snapshot, whose agent leads it to its end.
 
@@ -57,6 +77,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
         root: where to persist it to, if it is to be persisted.
         keep: rules of retention there.
         copies, parity, group: how to protect it.
+        rings: names of files whose ranks hold the same, and protect each other without the network.
         wait: seconds to wait for a node that does not answer.
         budget: bytes a second that each node may copy.
         bytes_held, bytes_total: tensor bytes on all ranks, and of the snapshot.
@@ -74,6 +95,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
     copies: int = 0
     parity: int = 0
     group: int = 8
+    rings: list[list[str]] = []
     wait: float = 60.0
     budget: int | None = None
     bytes_held: int = 0
@@ -91,12 +113,17 @@ class Persist(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Protect(msgspec.Struct, frozen=True, kw_only=True):
-    """Keep for other nodes what this says."""
+    """Keep for other nodes what this says.
+
+    Attributes:
+        rings: so many groups, the first ones, are rings.
+    """
 
     save_id: str
     protection: Protection
     nodes: list[Card]
     wait: float
+    rings: int = 0
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +143,11 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 def staged(data_file: str) -> str:
     """The name of the note that a data file is staged."""
     return f"{data_file.removesuffix('.safetensors')}.staged.json"
+
+
+def kept(data_file: str, number: int) -> str:
+    """The name of the note that the rank of a data file has made what it keeps for others."""
+    return f"{data_file.removesuffix('.safetensors')}.kept-{number}.json"
 
 
 def entry(data_file: str) -> str:
@@ -147,6 +179,16 @@ def done(stage: str, save_id: str) -> str:
 def outcome(stage: str, save_id: str) -> str:
     """The name of the note that a stage has ended for the cluster."""
     return f"{stage}-all-{save_id}.json"
+
+
+def names_slot(name: str) -> bool:
+    """Whether this is the name of a note that says what a file's memory is called when free."""
+    return name.endswith(".staged.json") or is_kept(name)
+
+
+def is_kept(name: str) -> bool:
+    """Whether this is the name of a note that a rank has made what it keeps for others."""
+    return ".kept-" in name and name.endswith(".json")
 
 
 def is_outcome(name: str) -> bool:

@@ -13,7 +13,7 @@ from shardwise.errors import StoreError
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import notes
 from shardwise.memory.home import Run, read_note
-from shardwise.memory.notes import Done, Draft, Staged
+from shardwise.memory.notes import Done, Draft, Kept, Staged
 
 ABANDONED = "abandoned"
 
@@ -29,6 +29,10 @@ class Place:
     def path(self) -> Path:
         """Its directory."""
         return self.run.step(self.step)
+
+    def beside(self, name: str) -> Path:
+        """Where a file of it is made, before it has its name."""
+        return self.path / f".{name}"
 
     @contextmanager
     def hold(self, *, shared: bool) -> Iterator[bool]:
@@ -68,6 +72,12 @@ class Place:
         """The files in it that trainers have staged."""
         found = [read_note(self.path / name, Staged) for name in self.named(".staged.json")]
         return [staged for staged in found if staged is not None]
+
+    def kept(self) -> list[Kept]:
+        """What trainers have made for others from their replicas."""
+        names = [name for name in self.named(".json") if notes.is_kept(name)]
+        found = [read_note(self.path / name, Kept) for name in names]
+        return [kept for kept in found if kept is not None]
 
     def ended(self, stage: str, save_id: str) -> Done | None:
         """How a stage has ended for the cluster, if it has."""

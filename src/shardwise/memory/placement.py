@@ -154,13 +154,13 @@ def place(
     ordered = sorted(members, key=lambda each: (_domain(each), each.node))
     count = _group_count(ordered, max(copies, parity) + 1, parity, group_size)
     groups = [
-        group_of(_ring(ordered[index::count]), copies=copies, parity=parity, name=str(index))
+        group_of(_ring(ordered[index::count]), copies=copies, parity=parity)
         for index in range(count)
     ]
-    return Protection(save_id, tuple(groups), tuple(_gaps(groups, copies, parity)))
+    return unite(save_id, groups, copies=copies, parity=parity)
 
 
-def group_of(ring: Sequence[Member], *, copies: int, parity: int, name: str = "0") -> Group:
+def group_of(ring: Sequence[Member], *, copies: int, parity: int) -> Group:
     """The group of these nodes, in this order, with as many copies or parity as it has nodes for.
 
     Raises:
@@ -169,15 +169,14 @@ def group_of(ring: Sequence[Member], *, copies: int, parity: int, name: str = "0
     n = len(ring)
     m = min(parity, n - 1)
     chunk = chunk_size([member.size for member in ring], n, m) if m else 0
-    return Group(tuple(ring), min(copies, n - 1), m, chunk, name)
+    return Group(tuple(ring), min(copies, n - 1), m, chunk)
 
 
-def unite(*protections: Protection) -> Protection:
-    """The groups of several protections of one save."""
-    groups = [group for each in protections for group in each.groups]
+def unite(save_id: str, groups: Sequence[Group], *, copies: int, parity: int) -> Protection:
+    """These groups together, numbered, and what they protect less than was asked for."""
     named = [msgspec.structs.replace(group, name=str(i)) for i, group in enumerate(groups)]
-    gaps = dict.fromkeys(gap for each in protections for gap in each.gaps)
-    return Protection(protections[0].save_id, tuple(named), tuple(gaps))
+    gaps = dict.fromkeys(_gaps(groups, copies, parity))
+    return Protection(save_id, tuple(named), tuple(gaps))
 
 
 def decode_protection(data: bytes) -> Protection:

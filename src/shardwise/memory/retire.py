@@ -119,6 +119,8 @@ def _tidy(place: Place) -> bool:
 
 def _remove(place: Place, names: list[str]) -> None:
     slots = {staged.file.name: staged.slot for staged in place.staged()}
+    for kept in place.kept():
+        slots |= {kept.file: kept.slot, kept.file.removeprefix("."): kept.slot}
     place.run.free.mkdir(exist_ok=True)
     ended = place.run.path / ENDED
     ended.mkdir(exist_ok=True)
@@ -138,7 +140,7 @@ def _last_notes(name: str) -> int:
     """Drafts go first, so that nobody goes on; what slots are called goes last."""
     if name.startswith("draft-"):
         return 0
-    return 2 if name.endswith(".staged.json") or notes.is_outcome(name) else 1
+    return 2 if notes.names_slot(name) or notes.is_outcome(name) else 1
 
 
 def _forget(ended: os.PathLike[str]) -> None:

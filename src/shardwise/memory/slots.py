@@ -37,14 +37,16 @@ class Slots:
 
     Args:
         run: what the node keeps of the run.
-        rank: whose slots they are.
+        prefix: what their names begin with: whose they are.
+        named_by: a word in the names of the notes that say which of them are in use.
         count: how many there should be, those in use included.
     """
 
-    def __init__(self, run: Run, rank: int, count: int) -> None:
+    def __init__(self, run: Run, prefix: str, named_by: str, count: int) -> None:
         self._run = run
         self._directory = run.free
-        self._prefix = f"r{rank:05d}-"
+        self._prefix = prefix
+        self._notes = f"r{prefix[1:]}*.{named_by}*.json"
         self._count = count
         self._maps: dict[int, mmap.mmap] = {}
 
@@ -114,10 +116,7 @@ class Slots:
         return sorted(name for name in names if name.startswith(self._prefix))
 
     def _in_use(self) -> int:
-        return sum(
-            len(list(self._run.step(step).glob(f"{self._prefix}*.safetensors")))
-            for step in self._run.steps()
-        )
+        return sum(len(list(self._run.step(step).glob(self._notes))) for step in self._run.steps())
 
     def _size(self, name: str) -> int:
         try:

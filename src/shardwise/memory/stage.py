@@ -1,22 +1,23 @@
-"""A rank's share to a slot: one copy, by several threads, and nothing else."""
+"""Bytes of a file to a slot: one copy, by several threads, and nothing else."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from shardwise.engine.content import Content
 from shardwise.store.store import Buffer
 
-CHUNK = 8 << 20
+BUCKET = 8 << 20
+Fill = Callable[[int, int, Buffer], None]
+"""`fill(low, high, out)` copies these bytes of a file to `out`."""
 
 
-def stage(content: Content, out: Buffer, pool: ThreadPoolExecutor) -> None:
-    """Copy a file's content, all but its checksums, to `out`."""
-    size = content.layout.checksums_at
+def stage(fill: Fill, low: int, high: int, out: Buffer, pool: ThreadPoolExecutor) -> None:
+    """Copy bytes `low:high` of a file to where they belong in `out`, which has room for all."""
 
-    def copy(low: int) -> None:
-        high = min(low + CHUNK, size)
-        content.fill(low, high, out[low:high])
+    def copy(at: int) -> None:
+        stop = min(at + BUCKET, high)
+        fill(at, stop, out[at:stop])
 
-    for _ in pool.map(copy, range(0, size, CHUNK)):
+    for _ in pool.map(copy, range(low, high, BUCKET)):
         pass
