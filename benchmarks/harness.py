@@ -41,6 +41,8 @@ class Size:
 
 LARGE = Size()
 MANY = Size(tensors=10_000, nbytes=16 << 10, columns=64)
+ITS_OWN = Size(tensors=0, nbytes=0)
+"""For questions that make a state of their own."""
 
 
 def arguments() -> argparse.Namespace:
@@ -63,6 +65,7 @@ class Bench:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.mesh: DeviceMesh = init_device_mesh("cpu", (self.world,))
         self.question = question
+        self.quick: bool = options.quick
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         tensors = size.tensors // 8 if options.quick else size.tensors
         self.size = Size(tensors=tensors, nbytes=size.nbytes, columns=size.columns)

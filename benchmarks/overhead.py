@@ -1,0 +1,281 @@
+"""How much slower a training is that keeps a snapshot of every step, and what that takes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from harness import ITS_OWN, Bench, arguments
+from limits import copier
+from peers import Begun, Peer, local, nothing, peers
+from processor import family, processor_seconds
+from training import Shape, Training
+
+import shardwise as sw
+from shardwise.manifest.checksums import block_checksums
+
+MEMORY = Path("/dev/shm/shardwise-overhead")
+STEPS, STEPS_QUICK, WARM = 30, 4, 2
+COPIES = 5
+NEVER = 1 << 30
+WITHOUT = "no snapshots"
+OVERLAPPED, AT_ONCE = "sw, overlapped", "sw, at once"
+COPY = "one copy of a rank's share"
+SHAPES = {
+    1: Shape(layers=5, width=512, heads=8, batch=1, length=160),
+    2: Shape(layers=11, width=512, heads=8, batch=1, length=96),
+}
+QUICK = Shape(layers=2, width=64, heads=2, batch=1, length=16)
+
+
+@dataclass
+class Way:
+    """One way to save at every step; what the loop calls, and when."""
+
+    save: Callable[[], object] = nothing
+    before_step: Callable[[], object] = nothing
+    finish: Callable[[], object] = nothing
+
+
+@dataclass
+class Figures:
+    """What was measured of one way: of every step, and of every round."""
+
+    steps: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+    means: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
+    by_agent: list[float] = field(default_factory=list)
+
+
+def main() -> None:
+    bench = Bench("overhead", ITS_OWN, arguments())
+    shape = QUICK if bench.quick else SHAPES[bench.world]
+    training = Training(shape, torch.device("cpu"), divided=bench.world > 1)
+    with ExitStack() as cleanup:
+        cleanup.callback(clean, bench)
+        ways = make_ways(bench, training, cleanup)
+        for way in ways.values():
+            run(training, way, WARM)
+        training.fence_ends_here()
+        found = {name: Figures() for name in ways}
+        alone = Alone(bench, training)
+        for _ in bench.rounds:
+            for name, way in ways.items():
+                measure(bench, training, way, found[name])
+                bench.seconds.setdefault(name, []).append(found[name].means[-1])
+            alone.measure()
+        report(bench, training, found, alone)
+        dist.barrier()
+    bench.finish()
+
+
+def make_ways(bench: Bench, training: Training, cleanup: ExitStack) -> dict[str, Way]:
+    """Without, ours, and those peers that can save at every step, all into the same memory."""
+    if bench.rank == 0:
+        shutil.rmtree(MEMORY, ignore_errors=True)
+        MEMORY.mkdir()
+    dist.barrier()
+    chosen = ("dcp.async_save, thread, memory kept", "torch_checkpointing")
+    others = peers(training.tensors(), cleanup)
+    ways = {
+        WITHOUT: Way(),
+        OVERLAPPED: ours(bench, training, cleanup, overlap=True),
+        AT_ONCE: ours(bench, training, cleanup, overlap=False),
+    }
+    for name, peer in others.items():
+        if name.startswith(chosen):
+            ways[name] = theirs(bench, name, peer)
+    return ways
+
+
+def ours(bench: Bench, training: Training, cleanup: ExitStack, *, overlap: bool) -> Way:
+    """Snapshots in memory; no step is left out."""
+    memory = sw.Memory(every=1, overlap=overlap, dir=str(MEMORY), when_full="wait")
+    root = bench.dir / f"root-{overlap}"
+    checkpointer = sw.Checkpointer(root, every=NEVER, memory=memory)
+    cleanup.callback(checkpointer.close, wait=False)
+    checkpointer.prepare(training.state)
+    handles: list[sw.SaveHandle] = []
+
+    def save() -> None:
+        handle = checkpointer.save(len(handles) + 1, training.state)
+        if handle is None:
+            raise RuntimeError("a save that waits for a slot was left out")
+        handles.append(handle)
+
+    return Way(save, finish=lambda: handles[-1].result())
+
+
+def theirs(bench: Bench, name: str, peer: Peer) -> Way:
+    """A peer, which is waited for before it begins the next; the last two are kept."""
+    last = Begun(nothing)
+    paths: list[Path] = []
+
+    def save() -> None:
+        nonlocal last
+        last.result()
+        if bench.rank == 0 and len(paths) > 1:
+            shutil.rmtree(paths[-2])
+        paths.append(MEMORY / f"{name}-{len(paths)}")
+        last = peer.begin(paths[-1])
+
+    return Way(save, lambda: last.staged(), lambda: last.result())
+
+
+def run(training: Training, way: Way, steps: int) -> tuple[list[float], list[float]]:
+    """Train for some steps; seconds of each, and of those that it waited for the saving."""
+    training.wait_for_copy = way.before_step
+    timed = training.run(steps, way.save)
+    way.before_step()
+    training.wait_for_copy = nothing
+    way.finish()
+    return timed.steps, timed.waited
+
+
+def measure(bench: Bench, training: Training, way: Way, figures: Figures) -> None:
+    """One round of one way; the slowest rank counts."""
+    steps = STEPS_QUICK if bench.quick else STEPS
+    bench.settle()
+    before = used(bench)
+    timed, waited = run(training, way, steps)
+    dist.barrier()
+    after = used(bench)
+    slowest = [max(each) for each in zip(*bench.gathered(timed), strict=True)]
+    figures.steps += slowest
+    figures.waited += [max(each) for each in zip(*bench.gathered(waited), strict=True)]
+    figures.means.append(statistics.mean(slowest))
+    figures.processor.append((after[0] - before[0]) / steps)
+    figures.by_agent.append((after[1] - before[1]) / steps)
+
+
+def used(bench: Bench) -> tuple[float, float]:
+    """Processor seconds of all processes until now; and those of the agent alone."""
+    trainers = bench.gathered(os.getpid())
+    agents = family(agent_processes())
+    return processor_seconds(family(trainers) | agents), processor_seconds(agents)
+
+
+def agent_processes() -> list[int]:
+    """Those of the agents of this benchmark."""
+    cards = MEMORY.glob("*/agent.json")
+    return [msgspec.json.decode(card.read_bytes())["process"] for card in cards]
+
+
+class Alone:
+    """What copies and checksums take with nothing beside them.
+
+    Attributes:
+        processor: of each round, processor seconds of all ranks for a copy and its checksums.
+    """
+
+    def __init__(self, bench: Bench, training: Training) -> None:
+        tensors = local(training.tensors()).values()
+        self._bench = bench
+        self._copy_at_once, self._copy = copier(tensors, 4), copier(tensors, 1)
+        self.nbytes = sum(each.nbytes for each in tensors)
+        self.processor: list[float] = []
+
+    def measure(self) -> None:
+        """One round, after all else."""
+        bench = self._bench
+        bench.settle()
+        start, seconds = time.process_time(), []
+        for _ in range(COPIES):
+            block_checksums(self._copy())
+        used = (time.process_time() - start) / COPIES
+        self.processor.append(sum(bench.gathered(used)))
+        for _ in range(COPIES):
+            dist.barrier()
+            began = time.perf_counter()
+            self._copy_at_once()
+            seconds.append(time.perf_counter() - began)
+        slowest = max(bench.gathered(statistics.median(seconds)))
+        bench.seconds.setdefault(COPY, []).append(slowest)
+
+
+def report(bench: Bench, training: Training, found: dict[str, Figures], alone: Alone) -> None:
+    """Tables, and which goals are reached."""
+    bench.compare(WITHOUT, *(name for name in found if name != WITHOUT))
+    without = found[WITHOUT]
+    rows = [row(name, each, without, alone) for name, each in found.items()]
+    mega = alone.nbytes / 1e6
+    bench.table(f"Of a step; {mega:.0f} MB a rank, {len(without.steps)} steps of each", rows)
+    dcp = [slowdown(each, without) for name, each in found.items() if name.startswith("dcp")]
+    mine = slowdown(found[OVERLAPPED], without)
+    bench.goal("slow-down by snapshots at every step, of DCP's best", mine / min(dcp), most=1 / 3)
+    cost = added(found[OVERLAPPED], without) / statistics.median(alone.processor)
+    bench.goal("added processor seconds, of copies and checksums alone", cost, most=1.2)
+    if bench.world == 1:
+        copy = statistics.median(bench.seconds[COPY])
+        blocked = statistics.median(found[OVERLAPPED].waited) / copy
+        bench.goal("with a core to spare: save and fence block, of a copy", blocked, most=0.1)
+
+
+def row(name: str, figures: Figures, without: Figures, alone: Alone) -> dict[str, object]:
+    """A line of the table."""
+    more = partial(percent, base=statistics.mean(without.steps))
+    late = partial(percent, base=percentile(without.steps))
+    copies = statistics.median(alone.processor)
+    extra = 0.0 if figures is without else added(figures, without)
+    return {
+        "way": name,
+        "mean, ms": milliseconds(statistics.mean(figures.steps)),
+        "slower": more(statistics.mean(figures.steps)),
+        "p99, ms": milliseconds(percentile(figures.steps)),
+        "p99 slower": late(percentile(figures.steps)),
+        "waits, ms (median)": milliseconds(statistics.median(figures.waited)),
+        "processor, added ms": milliseconds(extra),
+        "of it the agent's": milliseconds(statistics.median(figures.by_agent)),
+        "× copies and checksums": f"{extra / copies:.3g}",
+    }
+
+
+def slowdown(figures: Figures, without: Figures) -> float:
+    """Seconds that a step takes longer: the median over the rounds."""
+    pairs = zip(figures.means, without.means, strict=True)
+    return statistics.median(a - b for a, b in pairs)
+
+
+def added(figures: Figures, without: Figures) -> float:
+    """Processor seconds that a step takes more: the median over the rounds."""
+    pairs = zip(figures.processor, without.processor, strict=True)
+    return statistics.median(a - b for a, b in pairs)
+
+
+def percentile(values: list[float]) -> float:
+    """Of a hundred, one is above it."""
+    return statistics.quantiles(values, n=100, method="inclusive")[98]
+
+
+def percent(value: float, base: float) -> str:
+    """How much more than the base."""
+    return f"{100 * (value / base - 1):.2f} %"
+
+
+def milliseconds(value: float) -> float:
+    """Two digits behind the point."""
+    return round(1000 * value, 2)
+
+
+def clean(bench: Bench) -> None:
+    """End the agent, and leave nothing in memory."""
+    if bench.rank == 0:
+        for process in agent_processes():
+            os.kill(process, signal.SIGTERM)
+        shutil.rmtree(MEMORY, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Processor seconds of processes, their threads and what they started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+TICK = os.sysconf("SC_CLK_TCK")
+PARENT, USER, SYSTEM, WAITED_USER, WAITED_SYSTEM = 1, 11, 12, 13, 14
+"""Where they stand in /proc/<process>/stat, counted from after the name."""
+
+
+def family(roots: Iterable[int]) -> set[int]:
+    """These processes, those that they started, and so on."""
+    parents = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit() and (fields := _stat(int(path.name))):
+            parents[int(path.name)] = int(fields[PARENT])
+    found = set(roots)
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def processor_seconds(processes: Iterable[int]) -> float:
+    """What these have used until now, and those of their children that are no more."""
+    fields = [found for each in processes if (found := _stat(each))]
+    wanted = (USER, SYSTEM, WAITED_USER, WAITED_SYSTEM)
+    return sum(int(each[field]) for each in fields for field in wanted) / TICK
+
+
+def _stat(process: int) -> list[str]:
+    """The fields after the name; none if there is no such process."""
+    with suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return []
