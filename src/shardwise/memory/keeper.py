@@ -7,8 +7,10 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 
 from shardwise.errors import StoreError
 from shardwise.memory.client import AgentClient
@@ -26,7 +28,7 @@ log = logging.getLogger("shardwise")
 class Keeper:
     """A thread of one rank of each node, which starts the agent again if it is gone.
 
-    What it sees it logs as warnings; it never raises, but for `check`.
+    What it sees it logs as warnings; it never raises, but for `check`. It ends with this object.
 
     Args:
         home: the node's directory.
@@ -34,14 +36,17 @@ class Keeper:
     """
 
     def __init__(self, home: Home, options: Memory) -> None:
-        self._home = home
-        self._options = options
-        self._starts: deque[float] = deque(maxlen=MOST_STARTS)
-        self._failure = self._trouble = ""
-        self._is_silent = False
-        self._stopping = threading.Event()
-        self._attendance = _attend(home)
-        self._thread = threading.Thread(target=self._live, name="shardwise-keeper", daemon=True)
+        self._round = _Round(home, options)
+        stopping = self._stopping = threading.Event()
+        weakref.finalize(self, stopping.set)
+        attending = ExitStack()
+        attending.enter_context(attendance(home))
+        self._thread = threading.Thread(
+            target=_go_round,
+            args=(self._round, stopping, attending),
+            name="shardwise-keeper",
+            daemon=True,
+        )
         self._thread.start()
 
     def check(self) -> None:
@@ -50,58 +55,77 @@ class Keeper:
         Raises:
             StoreError: says why.
         """
-        if self._failure and not self._home.has_agent():
-            raise StoreError(self._failure)
+        failure = self._round.failure
+        if failure and not self._round.home.has_agent():
+            raise StoreError(failure)
 
     def stop(self) -> None:
         """Leave the agent alone from now on; nothing if done before."""
         self._stopping.set()
         self._thread.join(LOOK_AROUND + NO_ANSWER)
-        if self._attendance >= 0:
-            fcntl.flock(self._attendance, fcntl.LOCK_UN)  # forked processes have it too
-            os.close(self._attendance)
-            self._attendance = -1
 
-    def _live(self) -> None:
-        asked = time.monotonic()
-        while not self._stopping.wait(LOOK_AROUND):
-            try:
-                if not self._home.has_agent():
-                    self._start_again()
-                    continue
-                self._failure = ""
-                if time.monotonic() - asked > BETWEEN_QUESTIONS:
-                    self._ask()
-                    asked = time.monotonic()
-            except Exception as error:  # whatever it is, the training goes on
-                if str(error) != self._trouble:
-                    log.exception("looking after the agent of %s", self._home)
-                self._trouble = str(error)
+
+def _go_round(each: _Round, stopping: threading.Event, attending: ExitStack) -> None:
+    with attending:
+        while not stopping.wait(LOOK_AROUND):
+            each.look()
+
+
+class _Round:
+    """What is looked at again and again.
+
+    Attributes:
+        failure: why the agent was given up; "" if it was not.
+    """
+
+    def __init__(self, home: Home, options: Memory) -> None:
+        self.home = home
+        self.failure = ""
+        self._options = options
+        self._starts: deque[float] = deque(maxlen=MOST_STARTS)
+        self._asked = time.monotonic()
+        self._is_silent = False
+        self._trouble = ""
+
+    def look(self) -> None:
+        """Look once; whatever is found, the training goes on."""
+        try:
+            if not self.home.has_agent():
+                self._start_again()
+                return
+            self.failure = ""
+            if time.monotonic() - self._asked > BETWEEN_QUESTIONS:
+                self._ask()
+                self._asked = time.monotonic()
+        except Exception as error:
+            if str(error) != self._trouble:
+                log.exception("looking after the agent of %s", self.home)
+            self._trouble = str(error)
 
     def _start_again(self) -> None:
-        if self._failure:
+        if self.failure:
             return
         now = time.monotonic()
         if len(self._starts) == MOST_STARTS and now - self._starts[0] < WITHIN:
-            self._failure = (
-                f"the agent of {self._home} ended {MOST_STARTS} times within {WITHIN:.0f} s, and "
-                f"is not started any more; its log ends so:\n{log_tail(self._home)}"
+            self.failure = (
+                f"the agent of {self.home} ended {MOST_STARTS} times within {WITHIN:.0f} s, and "
+                f"is not started any more; its log ends so:\n{log_tail(self.home)}"
             )
-            log.error("%s", self._failure)
+            log.error("%s", self.failure)
             return
         self._starts.append(now)
         doing = "starting another" if self._options.start_agent else "waiting for another"
-        log.warning("the agent of %s is gone; %s (its log: %s)", self._home, doing, self._home.log)
+        log.warning("the agent of %s is gone; %s (its log: %s)", self.home, doing, self.home.log)
         try:
-            card = agent_of(self._home, self._options)
+            card = agent_of(self.home, self._options)
         except StoreError as error:
             log.warning("%s", error)
         else:
-            log.warning("the agent of %s lives again (process %d)", self._home, card.process)
+            log.warning("the agent of %s lives again (process %d)", self.home, card.process)
 
     def _ask(self) -> None:
         """Have it answer; one that is stopped or starved lives, so no other may be started."""
-        card = card_of(self._home)
+        card = card_of(self.home)
         if card is None:
             return
         tls = self._options.tls
@@ -117,33 +141,44 @@ class Keeper:
                 client.health()
         except StoreError as error:
             failure = str(error)
-        if failure and not self._is_silent and self._home.has_agent():
+        if failure and not self._is_silent and self.home.has_agent():
             log.warning(
                 "the agent of %s (process %d) lives, but does not answer: %s; snapshots wait until "
                 "it does, or is ended",
-                self._home,
+                self.home,
                 card.process,
                 failure,
             )
         if self._is_silent and not failure:
-            log.warning("the agent of %s answers again", self._home)
+            log.warning("the agent of %s answers again", self.home)
         self._is_silent = bool(failure)
 
 
-def _attend(home: Home) -> int:
-    """A descriptor that shows, while it is open, that training runs beside the agent."""
-    fd = os.open(home.path / "training.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_SH)
-    return fd
+@contextmanager
+def attendance(home: Home) -> Iterator[None]:
+    """Have the agent know, while the block runs, that training runs beside it."""
+    with _attending(home) as fd:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        try:
+            yield
+        finally:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # processes that were forked hold it too
 
 
 def is_attended(home: Home) -> bool:
     """Whether training runs beside an agent."""
+    with _attending(home) as fd:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
+@contextmanager
+def _attending(home: Home) -> Iterator[int]:
     fd = os.open(home.path / "training.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        with suppress(BlockingIOError):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return False
-        return True
+        yield fd
     finally:
         os.close(fd)

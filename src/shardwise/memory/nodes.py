@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from shardwise.store.store import Buffer
 
 POLL = 0.005
 AT_ONCE = 5.0
+AGAIN = 0.2
 CALLING, SILENT = 5.0, 30.0
 T = TypeVar("T")
 
@@ -97,7 +98,7 @@ class Nodes:
                     last_sign = time.monotonic()
             except StoreError:
                 found = None
-                time.sleep(0.2)
+                time.sleep(AGAIN)
             if found is not None:
                 return found
             if time.monotonic() - last_sign > self._wait:
@@ -107,24 +108,47 @@ class Nodes:
         """Leave a note at a node.
 
         Raises:
-            StoreError: the node does not answer.
+            StoreError: the node does not answer, or the snapshot is abandoned.
         """
-        data = note if isinstance(note, bytes) else msgspec.json.encode(note)
-        if node == self._here:
-            write_note(self._place.path / name, data)
-        else:
-            self._client(node).put(self._place.run.name, self._place.step, name, data)
+        self.insist(lambda: self._put(node, name, note))
 
     def tell_all(self, name: str, note: object) -> None:
         """Leave a note at all nodes, at this one last: then all others have it, or are lost.
 
         Raises:
-            StoreError: some nodes do not answer; the others have it.
+            StoreError: some nodes do not answer, and the others have it; or the snapshot is
+                abandoned.
         """
-        tried = [self._try_to_tell(node, name, note) for node in [*self._clients, self._here]]
-        lost = [each for each in tried if each]
-        if lost:
-            raise StoreError("; ".join(lost))
+        left = list(self._clients)
+
+        def tell() -> None:
+            failures = {node: self._try_to_tell(node, name, note) for node in left}
+            left[:] = [node for node in left if failures[node]]
+            if left:
+                raise StoreError("; ".join(failures[node] for node in left))
+
+        try:
+            self.insist(tell)
+        finally:
+            self._put(self._here, name, note)
+
+    def insist(self, work: Callable[[], T]) -> T:
+        """What some work with other nodes gives; again and again, where one does not answer.
+
+        An agent that has died is followed by another within seconds.
+
+        Raises:
+            StoreError: one did not answer for too long, or the snapshot is abandoned.
+        """
+        deadline = time.monotonic() + self._wait
+        while True:
+            try:
+                return work()
+            except StoreError:
+                if time.monotonic() > deadline:
+                    raise
+            self._place.refuse_abandoned()
+            time.sleep(AGAIN)
 
     def read_range(self, node: str, name: str, offset: int, out: Buffer) -> None:
         """Fill `out` from a file of a node.
@@ -156,9 +180,16 @@ class Nodes:
         except KeyError:
             raise StoreError(f"nothing is known of node {node}") from None
 
+    def _put(self, node: str, name: str, note: object) -> None:
+        data = note if isinstance(note, bytes) else msgspec.json.encode(note)
+        if node == self._here:
+            write_note(self._place.path / name, data)
+        else:
+            self._client(node).put(self._place.run.name, self._place.step, name, data)
+
     def _try_to_tell(self, node: str, name: str, note: object) -> str:
         try:
-            self.tell(node, name, note)
+            self._put(node, name, note)
         except StoreError as error:
             return f"node {node}: {error}"
         return ""
@@ -172,7 +203,7 @@ class Nodes:
             return found
         try:
             data = self._client(node).read(
-                place.run.name, place.step, name, limit=LARGEST_NOTE, wait=AT_ONCE
+                place.run.name, place.step, name, limit=LARGEST_NOTE, wait=min(AT_ONCE, self._wait)
             )
         except FileNotFoundError:
             return None

@@ -1,0 +1,172 @@
+"""Runs whose agents speak TLS, die, or are started beside them: to the byte, as if they did not."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.memory.home import Home
+from shardwise.memory.notes import Card
+from shardwise.memory.spawn import card_of
+from shardwise.testing import Gang
+from tests.memory.certificates import Authority
+from tests.memory.test_snapshots import (
+    columns,
+    end_agents,
+    lose,
+    memory_of,
+    recover,
+    rows,
+    shm,
+    train,
+)
+
+__all__ = ["shm"]
+BESIDE = {"start_agent": False}
+
+
+@contextmanager
+def started(directory: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """`shardwise agent run`, as it is started beside training."""
+    command = [sys.executable, "-m", "shardwise", "agent", "run", f"--dir={directory}", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(30)
+        if process.stderr is not None:
+            process.stderr.close()
+
+
+def living(directory: Path, seconds: float = 20.0) -> Card:
+    """The card of the agent of a home, once it lives."""
+    home = Home(directory)
+    deadline = time.monotonic() + seconds
+    while (card := card_of(home)) is None:
+        assert time.monotonic() < deadline, "no agent came to life"
+        time.sleep(0.02)
+    return card
+
+
+def recover_at_the_first_node(root: str, shm: str, **options: Any) -> Any:
+    """Restore on fewer nodes than there were."""
+    return recover(root, shm, 1, **options)
+
+
+def test_nodes_that_speak_tls_protect_and_serve_each_other(
+    gang: Gang, tmp_path: Path, shm: Path
+) -> None:
+    root, tls = str(tmp_path / "root"), Authority(tmp_path / "authority").issue("node")
+    gang.run(train, root, str(shm), 2, 2, 2, world=2, copies=1, tls=tls)
+    assert all(living(shm / f"node{n}").url.startswith("https:") for n in range(2))
+    (copy,) = (shm / "node0").glob("**/step-00000002/r00001-*.safetensors")
+    (original,) = (shm / "node1").glob("**/step-00000002/r00001-*.safetensors")
+    assert copy.read_bytes() == original.read_bytes()
+    copy.unlink()
+    got = gang.run(recover_at_the_first_node, root, str(shm), tls=tls, world=1)
+    assert got[0][:2] == (2, "memory")
+
+
+def save_while_agents_die(root: str, shm: str) -> list[int]:
+    """All agents are killed while a save is under way, which nothing follows."""
+    with sw.Checkpointer(root, every=3, memory=memory_of(shm, 2, copies=1)) as cp:
+        for step in (1, 2, 3):
+            handle = cp.save(step, rows(step))
+            if step == 3:
+                dist.barrier()
+                if dist.get_rank() == 0:
+                    end_agents(Path(shm))
+                dist.barrier()
+            assert handle is not None
+            start = time.monotonic()
+            handle.protected(30.0)
+            handle.result(30.0)
+            assert time.monotonic() - start < 20
+        return cp.steps()
+
+
+def test_agents_that_die_in_mid_work_are_followed_and_nobody_else_has_to_save(
+    gang: Gang, tmp_path: Path, shm: Path
+) -> None:
+    assert gang.run(save_while_agents_die, str(tmp_path / "root"), str(shm), world=2)[0] == [3]
+
+
+def test_a_node_without_trainers_is_found_though_its_agent_is_another(
+    gang: Gang, tmp_path: Path, shm: Path
+) -> None:
+    root = str(tmp_path / "root")
+    gang.run(train, root, str(shm), 2, 3, 100, world=2)
+    before = living(shm / "node1")
+    end_agents(shm / "node1")
+    while card_of(Home(shm / "node1")) is not None:
+        time.sleep(0.01)
+    with started(shm / "node1"):
+        after = living(shm / "node1")
+        assert after.process != before.process
+        assert (after.url, after.token) == (before.url, before.token)
+        assert gang.run(recover_at_the_first_node, root, str(shm), world=1)[0][:2] == (3, "memory")
+
+
+def test_an_agent_that_is_started_beside_training_stays(
+    tmp_path: Path, shm: Path, gang: Gang
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("a-secret-that-was-given")
+    with started(shm / "node0", f"--secret-file={secret}", "--domain=rack") as process:
+        card = living(shm / "node0")
+        assert (card.token, card.domain, card.process) == (
+            "a-secret-that-was-given",
+            "rack",
+            process.pid,
+        )
+        gang.run(train, str(tmp_path / "root"), str(shm), 1, 2, 2, world=2, **BESIDE)
+        assert living(shm / "node0") == card
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    assert not (Home(shm / "node0").card).exists()
+
+
+def test_a_second_agent_is_refused(shm: Path) -> None:
+    with started(shm):
+        living(shm)
+        with started(shm) as second:
+            assert second.stderr is not None
+            assert second.wait(20) == 2
+            assert "another agent lives in" in second.stderr.read()
+
+
+def test_tls_takes_three_files(shm: Path) -> None:
+    with started(shm, "--tls-cert=a.pem") as process:
+        assert process.stderr is not None
+        assert process.wait(20) == 2
+        assert "go together" in process.stderr.read()
+
+
+def go_on(root: str, shm: str) -> list[int]:
+    """Go on from step 3, and be durable in a time in which no lost node is waited for."""
+    with sw.Checkpointer(root, every=5, memory=memory_of(shm, 4, copies=1)) as cp:
+        _, state = columns()
+        assert cp.restore(state, strict=False) == 3
+        for step in (4, 5):
+            handle = cp.save(step, rows(step))
+            assert handle is not None
+            handle.result(8.0)
+        return cp.steps()
+
+
+def test_a_run_goes_on_without_a_node_that_is_lost(gang: Gang, tmp_path: Path, shm: Path) -> None:
+    root = str(tmp_path / "root")
+    gang.run(train, root, str(shm), 4, 3, 100, world=4, copies=1)
+    lose(shm, 3)
+    assert gang.run(go_on, root, str(shm), world=4)[0] == [5]

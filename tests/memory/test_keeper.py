@@ -1,0 +1,197 @@
+"""Agents of nodes as processes: started, kept alive, asked for as they are, and ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+import shardwise as sw
+from shardwise.memory import keeper as keepers
+from shardwise.memory import spawn
+from shardwise.memory.client import AgentClient
+from shardwise.memory.home import Home
+from shardwise.memory.keeper import Keeper, is_attended
+from shardwise.memory.notes import Card
+from shardwise.memory.options import Memory
+from shardwise.memory.spawn import agent_of, card_of
+from tests.memory.certificates import Authority
+from tests.memory.test_snapshots import end_agents
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    """A home whose agent is ended afterwards."""
+    yield Home(tmp_path / "node")
+    end_agents(tmp_path)
+
+
+@contextmanager
+def kept(home: Home, options: Memory) -> Iterator[Keeper]:
+    """A keeper that is stopped afterwards."""
+    keeper = Keeper(home, options)
+    try:
+        yield keeper
+    finally:
+        keeper.stop()
+
+
+def until(seen: Callable[[], object], seconds: float = 15.0) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + seconds
+    while not seen():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.02)
+
+
+def kill(card: Card) -> None:
+    """As a crash would; it is gone when this returns."""
+    os.kill(card.process, signal.SIGKILL)
+
+
+def test_an_agent_that_dies_is_followed_by_one_that_is_the_same_to_others(
+    home: Home, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = Memory(dir=str(home.path.parent))
+    first = agent_of(home, options)
+    with closing(AgentClient(first)) as client, kept(home, options):
+        assert client.health().pid == first.process
+        until(lambda: is_attended(home))
+        start = time.monotonic()
+        kill(first)
+        until(lambda: (card := card_of(home)) and card.process != first.process)
+        assert time.monotonic() - start < 10
+        second = card_of(home)
+        assert second is not None
+        assert (second.node, second.url, second.token) == (first.node, first.url, first.token)
+        assert client.health().pid == second.process
+        until(lambda: "lives again" in caplog.text)
+        assert "is gone; starting another" in caplog.text
+    assert not is_attended(home)
+    kill(second)
+    until(lambda: not home.has_agent())
+    time.sleep(1.5)
+    assert not home.has_agent()
+
+
+def test_a_port_that_is_taken_meanwhile_is_given_up(home: Home) -> None:
+    options = Memory(dir=str(home.path.parent))
+    first = agent_of(home, options)
+    kill(first)
+    until(lambda: not home.has_agent())
+    with socket.create_server(("127.0.0.1", urlsplit(first.url).port or 0)):
+        second = agent_of(home, options)
+    assert second.url != first.url
+    assert second.token == first.token
+
+
+def test_an_agent_that_is_stopped_is_told_of_and_left_alone(
+    home: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keepers, "LOOK_AROUND", 0.05)
+    monkeypatch.setattr(keepers, "BETWEEN_QUESTIONS", 0.1)
+    monkeypatch.setattr(keepers, "NO_ANSWER", 0.3)
+    options = Memory(dir=str(home.path.parent))
+    card = agent_of(home, options)
+    with kept(home, options) as keeper:
+        os.kill(card.process, signal.SIGSTOP)
+        until(lambda: "lives, but does not answer" in caplog.text)
+        time.sleep(1.0)
+        keeper.check()
+        assert card_of(home) == card
+        os.kill(card.process, signal.SIGCONT)
+        until(lambda: "answers again" in caplog.text)
+    said = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert len(said) == 2
+
+
+def test_an_agent_that_cannot_live_is_given_up(
+    home: Home, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(keepers, "LOOK_AROUND", 0.05)
+    monkeypatch.setattr(keepers, "MOST_STARTS", 2)
+    absent = str(tmp_path / "absent")
+    tls = sw.Tls(certificate=absent, key=absent, ca=absent)
+    with kept(home, Memory(dir=str(home.path.parent), tls=tls)) as keeper:
+        until(lambda: keeper._round.failure)
+        with pytest.raises(sw.StoreError, match="ended 2 times within 60 s"):
+            keeper.check()
+        assert home.log.read_text().count("absent): [Errno 2]") == 2
+        with home.lock():
+            until(lambda: not keeper._round.failure)
+            keeper.check()
+
+
+def test_training_can_wait_for_an_agent_that_others_start(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = home.path.parent
+    with monkeypatch.context() as patch:
+        patch.setattr(spawn, "PATIENCE", 0.3)
+        with pytest.raises(sw.StoreError, match="start `shardwise agent run --dir"):
+            agent_of(home, Memory(dir=str(directory), start_agent=False))
+    card = agent_of(home, Memory(dir=str(directory)))
+    assert agent_of(home, Memory(dir=str(directory), start_agent=False)) == card
+
+
+def test_an_agent_that_is_another_than_is_asked_for_is_refused(home: Home, tmp_path: Path) -> None:
+    directory = str(home.path.parent)
+    card = agent_of(home, Memory(dir=directory, domain="rack-1", interface="lo"))
+    assert agent_of(home, Memory(dir=directory, interface="127.0.0.1")) == card
+    tls = Authority(tmp_path / "authority").issue("node")
+    for options, wrong in (
+        (Memory(dir=directory, domain="rack-2"), "its domain is 'rack-1', not 'rack-2'"),
+        (Memory(dir=directory, interface="127.0.0.2"), r"it serves 127\.0\.0\.1, not 127\.0\.0\.2"),
+        (Memory(dir=directory, tls=tls), "it speaks no TLS"),
+    ):
+        with pytest.raises(sw.StoreError, match=wrong) as caught:
+            agent_of(home, options)
+        assert f"kill {card.process}" in str(caught.value)
+
+
+def test_agents_speak_tls_if_asked(home: Home, tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "authority")
+    tls = authority.issue("node")
+    card = agent_of(home, Memory(dir=str(home.path.parent), tls=tls))
+    assert card.url.startswith("https://127.0.0.1:")
+    with closing(AgentClient(card, tls=authority.issue("other").for_client())) as client:
+        assert client.health().pid == card.process
+    with pytest.raises(sw.StoreError, match="it speaks TLS, and tls= is not given"):
+        agent_of(home, Memory(dir=str(home.path.parent)))
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6")
+def test_agents_serve_ipv6(home: Home) -> None:
+    card = agent_of(home, Memory(dir=str(home.path.parent), interface="::1"))
+    assert card.url.startswith("http://[::1]:")
+    with closing(AgentClient(card)) as client:
+        assert client.health().pid == card.process
+    assert agent_of(home, Memory(dir=str(home.path.parent), interface="0:0::1")) == card
+
+
+def test_a_home_that_disappears_is_no_harm(
+    home: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keepers, "LOOK_AROUND", 0.05)
+    with kept(home, Memory(dir=str(home.path.parent), start_agent=False)), home.lock():
+        home.path.rename(home.path.with_name("away"))
+        until(lambda: "looking after the agent" in caplog.text)
+        time.sleep(0.3)
+        assert caplog.text.count("looking after the agent") == 1
+
+
+def test_a_keeper_that_is_forgotten_stops(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keepers, "LOOK_AROUND", 0.05)
+    keeper = Keeper(home, Memory(dir=str(home.path.parent), start_agent=False))
+    until(lambda: is_attended(home))
+    with home.lock():
+        del keeper
+        until(lambda: not is_attended(home))
