@@ -11,10 +11,10 @@ export PIP_NO_INPUT := 1
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint format demo bench clean
+.PHONY: help test lint format demo demo-failures bench peers soak clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 test: $(READY) ## run the tests; ARGS="-m 'not ranks'" leaves out those that start processes
 	$(RUN) -m pytest $(ARGS)
@@ -31,8 +31,17 @@ format: $(READY) ## put the code into its one style
 demo: $(READY) ## show what shardwise does, in a minute and a half
 	$(RUN) examples/demo.py $(ARGS)
 
+demo-failures: $(READY) ## lose processes and hosts, and go on from memory; needs root
+	$(RUN) examples/failures.py $(ARGS)
+
 bench: $(READY) ## measure against the peers and the machine's own limits
 	$(RUN) benchmarks/run.py $(ARGS)
+
+peers: $(READY) ## install the peers that benchmarks compare with; those that are absent are left out
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[peers]'
+
+soak: $(READY) ## kill, lose and restore for as long as asked: ARGS="--minutes 60"
+	$(RUN) -m tests.soak.soak $(ARGS)
 
 clean: ## remove everything that was made here
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

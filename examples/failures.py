@@ -1,0 +1,283 @@
+"""Lose a process, a host, then two hosts at once, and go on each time: `make demo-failures`.
+
+Four hosts are made of network namespaces, each with its own memory and its own agent. A small GPT
+trains on all four, with a snapshot in memory at every step, and is broken three times. Its losses
+are held against a run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from demo import fresh_directory
+from failures_hosts import Launch, Run, launched
+from failures_plot import draw
+from failures_report import comparison, faults, origins, times
+from rich.console import Console
+
+from shardwise.testing.hosts import Host, Hosts, HostsUnavailable
+
+COUNT = 4
+SLOTS = 2  # committed snapshots that are kept in memory
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What fails, and how the run goes on.
+
+    Attributes:
+        title: what fails, in a few words.
+        step: it does so once this step is saved.
+        strike: makes it; returns the hosts that are destroyed by it.
+        parallel: the sharding that the run goes on with.
+        repair: returns the hosts that it goes on with.
+        source: where it is to find its state.
+        cost: the most steps it may lose.
+    """
+
+    title: str
+    step: int
+    strike: Callable[[Hosts, Launch], Sequence[Host]]
+    parallel: str
+    repair: Callable[[Hosts], Sequence[Host]]
+    source: str
+    cost: int
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How a run went on.
+
+    Attributes:
+        step: that of the snapshot or checkpoint it went on from.
+        source: "memory" or "storage".
+        reached: the last step that had been saved.
+        skipped: newer steps, and why they were not taken.
+        noticed: seconds until a launcher that was left saw its trainer end.
+        seconds: from then on: until trainers were there, had restored, and had made a step.
+        restore: seconds of the restore alone.
+        origin: bytes of the state that ranks wanted, by where they lay.
+        wanted: all of these, as the load reports say.
+        received: bytes that came over the cables of the hosts during the restore.
+    """
+
+    failure: Failure
+    step: int
+    source: str
+    reached: int
+    skipped: list[tuple[int, str]]
+    noticed: float
+    seconds: dict[str, float]
+    restore: float
+    origin: dict[str, int]
+    wanted: int
+    received: int
+
+
+def failures_after(every: int) -> list[Failure]:
+    """What is to fail: all between the first save to storage and the second."""
+    return [
+        Failure(
+            title="trainer on host-1 killed",
+            step=every + every // 4,
+            strike=kill_trainer,
+            parallel="fsdp",
+            repair=list,
+            source="memory",
+            cost=1,  # if a trainer had not copied its share yet
+        ),
+        Failure(
+            title="host-2 destroyed",
+            step=every + every // 2,
+            strike=lambda hosts, launch: destroy(launch, [hosts[2]]),
+            parallel="tp",
+            repair=lambda hosts: [host for host in hosts if host.running],
+            source="memory",
+            cost=SLOTS + 1,  # the newest whose parity was complete
+        ),
+        Failure(
+            title="host-0 and host-1 destroyed",
+            step=every + every * 3 // 4,
+            strike=lambda hosts, launch: destroy(launch, [hosts[0], hosts[1]]),
+            parallel="fsdp",
+            repair=replace_lost,
+            source="storage",
+            cost=every,
+        ),
+    ]
+
+
+def kill_trainer(_: Hosts, launch: Launch) -> list[Host]:
+    launch.processes["host-1"].kill()
+    return []
+
+
+def destroy(launch: Launch, victims: list[Host]) -> list[Host]:
+    launch.lost.update(host.name for host in victims)
+    for host in victims:
+        host.destroy()
+    return victims
+
+
+def replace_lost(hosts: Hosts) -> list[Host]:
+    """New machines take the places of those that were lost; their memory is empty."""
+    for host in hosts:
+        if not host.running:
+            host.start()
+    return list(hosts)
+
+
+class Story:
+    """A run that is broken again and again, and told as it goes on.
+
+    Attributes:
+        launches: each time that its trainers were started.
+        recoveries: how it went on, from the second launch on.
+    """
+
+    def __init__(self, console: Console, hosts: Hosts, run: Run) -> None:
+        self.launches: list[Launch] = []
+        self.recoveries: list[Recovery] = []
+        self._console = console
+        self._hosts = hosts
+        self._run = run
+
+    def play(self, failures: Sequence[Failure]) -> None:
+        """Train to the end, in spite of them."""
+        present: Sequence[Host] = list(self._hosts)
+        struck = noticed = 0.0
+        parallel = "fsdp"
+        for number in range(len(failures) + 1):
+            title = f"{parallel.upper()} on {len(present)}"
+            with launched(self._run, title, parallel, present) as launch:
+                self.launches.append(launch)
+                if number:
+                    launch.wait_for_a_step()
+                    self._note(failures[number - 1], struck, noticed)
+                if number == len(failures):
+                    launch.wait_until_done()
+                    self._say(f"[green]✓[/] trained to step {launch.saved}")
+                    break
+                failure = failures[number]
+                launch.wait_for(failure.step)
+                struck = time.monotonic()
+                lost = failure.strike(self._hosts, launch)
+                noticed = launch.wait_until_broken()
+            launch.lost.update(host.name for host in lost)
+            self._say(f"[red]✗[/] after step {launch.saved}: {failure.title}")
+            present, parallel = failure.repair(self._hosts), failure.parallel
+
+    def _note(self, failure: Failure, struck: float, noticed: float) -> None:
+        *earlier, launch = self.launches
+        restored = launch.event("restored")
+        there, first = launch.event("ready")["time"], launch.first_step()
+        step = restored["at"]
+        writing = next(each for each in reversed(earlier) if step in each.steps_saved())
+        lost = {name for each in earlier for name in each.lost}
+        ranks = [launch.event("restored", rank) for rank in range(len(launch.hosts))]
+        origin: Counter[str] = Counter()
+        for rank, each in enumerate(ranks):
+            if each["source"] == "storage":
+                origin["storage"] += each["wanted"]
+            for writer, nbytes in each["by_writer"].items():
+                origin[place(writing.hosts[int(writer)], launch.hosts[rank], lost)] += nbytes
+        recovery = Recovery(
+            failure=failure,
+            step=step,
+            source=restored["source"],
+            reached=earlier[-1].saved,
+            skipped=[(number, why) for number, why in restored["skipped"]],
+            noticed=noticed - struck,
+            seconds={
+                "start": there - noticed,
+                "restore": restored["time"] - there,
+                "first step": first - restored["time"],
+            },
+            restore=restored["seconds"],
+            origin=dict(origin),
+            wanted=sum(each["wanted"] for each in ranks),
+            received=sum(each["received"] for each in ranks),
+        )
+        self.recoveries.append(recovery)
+        self._tell(recovery, launch)
+
+    def _tell(self, recovery: Recovery, launch: Launch) -> None:
+        lost = recovery.reached - recovery.step
+        self._say(
+            f"[green]✓[/] goes on as {launch.title} from [bold]{recovery.source}[/], step "
+            f"{recovery.step}: {lost or 'no'} step{'' if lost == 1 else 's'} lost; trains again "
+            f"after {sum(recovery.seconds.values()):.1f} s, of which restoring took "
+            f"{recovery.restore:.2f}"
+        )
+        for step, why in recovery.skipped:
+            self._say(f"  [dim]not step {step}: {why}[/]")
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True)
+
+
+def place(writer: str, reader: str, lost: set[str]) -> str:
+    """Where a host had what another one saved."""
+    if writer in lost:
+        return "decoded"
+    return "local memory" if writer == reader else "other hosts"
+
+
+def main() -> int:
+    options = arguments()
+    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+    began = time.monotonic()
+    out = fresh_directory(options.out)
+    every = options.steps // 3
+    run = Run(out, "story", options.blocks, options.steps, every, in_memory=True)
+    try:
+        with Hosts(COUNT, out / "hosts") as hosts:
+            reference = uninterrupted(console, hosts, run)
+            story = Story(console, hosts, run)
+            story.play(failures_after(every)[: options.failures])
+    except HostsUnavailable as error:
+        console.print(f"[yellow]skipped[/]: {error}", soft_wrap=True)
+        return 0
+    tables = (times(story), origins(story), comparison(story, reference))
+    console.print("", *tables, sep="\n")
+    picture = out / "failures.png"
+    draw(story, reference, picture)
+    console.print(f"{picture} shows it. {time.monotonic() - began:.0f} s in all.")
+    wrong = faults(story, reference)
+    for line in wrong:
+        console.print(f"[red]✗[/] {line}", soft_wrap=True)
+    return 1 if wrong else 0
+
+
+def uninterrupted(console: Console, hosts: Hosts, story: Run) -> Launch:
+    """The same training without any failure, and without shardwise keeping anything of it."""
+    run = Run(story.out, "reference", story.blocks, story.steps, story.steps + 1, in_memory=False)
+    began = time.monotonic()
+    with launched(run, "FSDP on 4, never interrupted", "fsdp", list(hosts)) as launch:
+        launch.wait_until_done()
+    steps, took = len(launch.losses), time.monotonic() - began
+    console.print(f"[green]✓[/] {launch.title}: {steps} steps, {took:.0f} s")
+    return launch
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    out = Path("demo-out") / "failures"
+    parser.add_argument("--out", type=Path, default=out, help="where everything goes")
+    parser.add_argument("--steps", type=int, default=36, help="how long to train, at least 15")
+    parser.add_argument("--blocks", type=int, default=3, help="how deep the model is")
+    parser.add_argument("--failures", type=int, default=3, help="only so many of the three")
+    options = parser.parse_args()
+    if options.steps < 15:
+        parser.error(f"--steps {options.steps}: at least 15 are needed for all that is to fail")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
