@@ -170,3 +170,8 @@ def test_a_run_goes_on_without_a_node_that_is_lost(gang: Gang, tmp_path: Path, s
     gang.run(train, root, str(shm), 4, 3, 100, world=4, copies=1)
     lose(shm, 3)
     assert gang.run(go_on, root, str(shm), world=4)[0] == [5]
+
+
+def test_an_agent_needs_no_torch() -> None:
+    script = "import sys, shardwise.memory.service; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

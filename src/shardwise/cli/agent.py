@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from shardwise.cli import wording
+from shardwise.cli.agent_status import show_status
 from shardwise.cli.terminal import output, print_json
-from shardwise.memory import notes
-from shardwise.memory.home import Home, Run, read_note
+from shardwise.memory.home import Home
 from shardwise.memory.interface import LOOPBACK
-from shardwise.memory.notes import Card
 from shardwise.memory.options import DIRECTORY
-from shardwise.memory.place import Place
 from shardwise.memory.tls import Tls
-
-STAGES = ("commit", "protect", "persist")
 
 agent = typer.Typer(
     no_args_is_help=True, help="The agent of a node, which guards its snapshots in memory."
@@ -30,18 +22,9 @@ agent = typer.Typer(
 Directory = Annotated[
     Path, typer.Option("--dir", help="Where the node keeps its snapshots.", show_default=True)
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """A snapshot on this node, and how far each stage has come ("" if it was not asked for)."""
-
-    run: str
-    step: int
-    bytes: int
-    commit: str
-    protect: str
-    persist: str
+Certificate = Annotated[Path | None, typer.Option(help="Certificate of this node, in PEM.")]
+Key = Annotated[Path | None, typer.Option(help="The key of the certificate.")]
+Authority = Annotated[Path | None, typer.Option(help="Who signs the certificates of nodes.")]
 
 
 @agent.command()
@@ -54,9 +37,9 @@ def run(
         int, typer.Option(help="The port; 0: that of the agent before, or any that is free.")
     ] = 0,
     domain: Annotated[str, typer.Option(help="What fails together with this node.")] = "",
-    tls_cert: Annotated[Path | None, typer.Option(help="Certificate of this node, PEM.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its key.")] = None,
-    tls_ca: Annotated[Path | None, typer.Option(help="Who signs those of the others.")] = None,
+    tls_cert: Certificate = None,
+    tls_key: Key = None,
+    tls_ca: Authority = None,
     secret_file: Annotated[
         Path | None, typer.Option(help="What others must know; made in the home if not given.")
     ] = None,
@@ -88,71 +71,34 @@ def run(
         os._exit(0)  # threads still work: an ordinary exit would wait for them
 
 
+@agent.command()
+def status(
+    directory: Directory = Path(DIRECTORY),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    tls_cert: Certificate = None,
+    tls_key: Key = None,
+    tls_ca: Authority = None,
+) -> None:
+    """Show a node: its agent, its memory, and its snapshots, and how far each has come.
+
+    With --json: {"node", "url", "domain", "process", "alive", "answers", "agent_bytes", "training",
+    "directory", "bytes", "bytes_left", "runs": [{"run", "slots_used", "slots_free", "bytes_free",
+    "behind": {STAGE: {"step", "steps", "seconds"}}, "snapshots": [{"step", "bytes",
+    "bytes_for_others", "age", STAGE: {"state", "seconds", "failure"}, "protected_by"}]}]}; the
+    stages are "commit", "protect" and "persist", a state is "", "under way", "done" or "failed".
+    """
+    from shardwise.memory.status import status_of
+
+    found = status_of(Home(directory), _tls(tls_cert, tls_key, tls_ca))
+    if as_json:
+        print_json(found)
+    else:
+        show_status(found, output())
+
+
 def _tls(certificate: Path | None, key: Path | None, ca: Path | None) -> Tls | None:
     if certificate is None and key is None and ca is None:
         return None
     if certificate is None or key is None or ca is None:
         raise typer.BadParameter("--tls-cert, --tls-key and --tls-ca go together")
     return Tls(certificate=certificate, key=key, ca=ca)
-
-
-@agent.command()
-def status(
-    directory: Directory = Path(DIRECTORY),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-) -> None:
-    """Show the snapshots that a node keeps, and how far each has come.
-
-    With --json: {"node", "url", "alive", "bytes", "snapshots": [{"run", "step", "bytes", "commit",
-    "protect", "persist"}]}; a stage is "", "under way", "done", or what it failed with.
-    """
-    home = Home(directory)
-    card = read_note(home.card, Card)
-    kept = [_kept(home.run(name), step) for name in home.runs() for step in home.run(name).steps()]
-    used = sum(path.stat().st_size for path in home.path.rglob("*") if path.is_file())
-    document = {
-        "node": card.node if card else None,
-        "url": card.url if card else None,
-        "alive": home.has_agent(),
-        "bytes": used,
-        "snapshots": kept,
-    }
-    if as_json:
-        print_json(document)
-    else:
-        _show(home, card, used, kept, output())
-
-
-def _kept(kept: Run, step: int) -> Kept:
-    place = Place(kept, step)
-    files = [path for path in place.path.glob("*") if path.suffix in (".safetensors", ".bin")]
-    return Kept(
-        run=kept.name,
-        step=step,
-        bytes=sum(path.stat().st_size for path in files),
-        **{stage: _stage(place, stage) for stage in STAGES},
-    )
-
-
-def _stage(place: Place, stage: str) -> str:
-    names = place.named(".json")
-    for name in names:
-        if name.startswith(f"{stage}-all-"):
-            done = place.ended(stage, name.removesuffix(".json").rsplit("-", 1)[-1])
-            return (done.failure or "done") if done else ""
-    wanted = stage == "commit" or bool(notes.requested(stage, names))
-    wanted |= stage == "persist" and any(draft.root is not None for draft in place.drafts())
-    return "under way" if wanted else ""
-
-
-def _show(home: Home, card: Card | None, used: int, kept: list[Kept], console: Console) -> None:
-    alive = "alive" if home.has_agent() else "no agent lives here"
-    who = f"node {card.node} at {card.url}" if card else str(home)
-    console.print(f"{who}: {alive}, {wording.size(used)} in {home}", highlight=False)
-    if not kept:
-        return
-    table = Table("run", "step", "size", *STAGES, box=None, pad_edge=False)
-    for each in kept:
-        stages = (each.commit, each.protect, each.persist)
-        table.add_row(each.run, str(each.step), wording.size(each.bytes), *stages)
-    console.print(table)

@@ -21,13 +21,13 @@ from shardwise.memory.placement import (
     Member,
     Protection,
     copied_files,
+    group_of_files,
     memberships,
     parity_file_size,
     parity_name,
     place,
     unite,
 )
-from shardwise.memory.rings import group_of_files
 from shardwise.memory.seal import is_intact
 from shardwise.memory.trainers import is_present
 from shardwise.store.store import Buffer

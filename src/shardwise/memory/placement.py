@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Annotated
 
@@ -170,6 +170,14 @@ def group_of(ring: Sequence[Member], *, copies: int, parity: int) -> Group:
     m = min(parity, n - 1)
     chunk = chunk_size([member.size for member in ring], n, m) if m else 0
     return Group(tuple(ring), min(copies, n - 1), m, chunk)
+
+
+def group_of_files(
+    files: Iterable[tuple[str, str, str, int]], *, copies: int, parity: int
+) -> Group:
+    """The group that a ring is: node, domain, file name and bytes of each of its ranks."""
+    members = [Member(node, domain, ((name, size),)) for node, domain, name, size in files]
+    return group_of(members, copies=copies, parity=parity)
 
 
 def unite(save_id: str, groups: Sequence[Group], *, copies: int, parity: int) -> Protection:

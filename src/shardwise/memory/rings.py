@@ -6,7 +6,7 @@ the others of its group are about to stage, and makes copies or parity of it fro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -19,7 +19,7 @@ from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory.meeting import Meeting
 from shardwise.memory.options import Memory
-from shardwise.memory.placement import Group, Member, copied_files, group_of, place
+from shardwise.memory.placement import Group, Member, copied_files, group_of_files, place
 
 _ANY_SAVE = "0" * 16
 
@@ -52,14 +52,6 @@ class Ring:
         """Those whose files this rank copies."""
         names = {name for _, name, _ in copied_files(self.group, self.at)}
         return [each for each in self.holders if each.file.name in names]
-
-
-def group_of_files(
-    files: Iterable[tuple[str, str, str, int]], *, copies: int, parity: int
-) -> Group:
-    """The group that a ring is: node, domain, file name and bytes of each of its ranks."""
-    members = [Member(node, domain, ((name, size),)) for node, domain, name, size in files]
-    return group_of(members, copies=copies, parity=parity)
 
 
 def rings_of(
