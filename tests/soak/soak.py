@@ -1,0 +1,241 @@
+"""Train, fail, restore, check every byte, as long as asked: `make soak ARGS="--minutes 60"`.
+
+Four processes are four nodes, each with a directory and an agent of its own. They keep a snapshot
+of each step, protected by parity, and persist every 20th. In every cycle something fails at a
+moment that chance chooses; then they begin again, in another number and sharding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from shardwise.testing import Gang
+from shardwise.testing.worker import Outcome
+from tests.soak.faults import FAULTS, Fault, Field
+from tests.soak.history import History
+from tests.soak.steadiness import Steadiness
+from tests.soak.trainer import Line, Orders, lines_of, train
+
+NODES = 4
+LONGEST_CYCLE = 60.0
+GROUP_TIMEOUT = 20.0
+
+
+@dataclass
+class Tally:
+    """What has happened, by kind of fault."""
+
+    cycles: Counter[str] = field(default_factory=Counter)
+    sources: dict[str, Counter[str]] = field(default_factory=dict)
+    lost: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+
+class Soak:
+    """The run that is tried.
+
+    Args:
+        base: in memory: a directory for each node.
+        disk: the root of the run, and the journals.
+        logs: what is left of cycles that failed.
+        seed: of all that chance chooses.
+        say: what is told of each cycle.
+    """
+
+    def __init__(
+        self, base: Path, disk: Path, logs: Path, seed: int, say: Callable[[str], None]
+    ) -> None:
+        self._chance = random.Random(seed)
+        self._field = Field([base / f"node{i}" for i in range(NODES)])
+        self._disk = disk
+        self._logs = logs
+        self._say = say
+        self._root = disk / "root"
+        self.tally = Tally()
+        self.steadiness = Steadiness(base)
+        self._history = History()
+
+    def cycle(self, gang: Gang, number: int) -> None:
+        """One: begin, fail, look at what is left."""
+        fault = self._chance.choices(list(FAULTS), [kind.weight for kind in FAULTS.values()])[0]
+        kind = FAULTS[fault]
+        orders = self._orders(number, kind)
+        journal = Path(orders.journal)
+        alive = [node for node, processes in self._field.agents().items() if processes]
+        self._history.begin(orders.nodes, alive)
+        start = time.monotonic()
+        done = threading.Event()
+        injected = threading.Thread(
+            target=self._field.inject,
+            args=(kind, orders, random.Random(orders.seed + 1), done),
+            daemon=True,
+        )
+        injected.start()
+        outcomes = gang.outcomes(
+            train,
+            orders,
+            world=len(orders.nodes),
+            timeout=LONGEST_CYCLE,
+            group_timeout=GROUP_TIMEOUT,
+        )
+        done.set()
+        injected.join(LONGEST_CYCLE)
+        self.tally.cycles[fault] += 1
+        self.tally.seconds.append(time.monotonic() - start)
+        lines = lines_of(journal)
+        wrong = judged(outcomes, lines, kind)
+        wrong += self._history.learn(number, orders.nodes, lines, self._field.lost)
+        if self._history.source:
+            self.tally.sources.setdefault(fault, Counter())[self._history.source] += 1
+        self.tally.lost[fault] += self._history.lost
+        if wrong:
+            self._keep_logs(number, fault, orders, outcomes, wrong)
+            self._begin_anew()
+        else:
+            self.steadiness.look(self._field.agents())
+        self._say(
+            f"cycle {number}: {len(orders.nodes)} ranks, {fault}: {self.tally.seconds[-1]:.1f} s, "
+            f"from {self._history.source or 'nowhere'}, {self._history.lost} steps lost"
+            f"{moments(lines)}"
+        )
+        journal.unlink(missing_ok=True)
+
+    def _orders(self, number: int, kind: Fault) -> Orders:
+        chance = self._chance
+        world = chance.choice((2, 3, 4))
+        steps = chance.randint(3, 25)
+        dying = (chance.randrange(world), chance.randint(1, steps)) if kind.while_saving else None
+        return Orders(
+            cycle=number,
+            nodes=tuple(map(str, chance.sample(self._field.nodes, world))),
+            root=str(self._root),
+            journal=str(self._disk / f"journal-{number}"),
+            seed=chance.randrange(1 << 30),
+            axis=chance.randrange(2),
+            steps=1000 if kind.ends_training and dying is None else steps,
+            overlap=chance.random() < 0.5,
+            dies_saving=dying,
+            ends_well=kind.ends_well,
+        )
+
+    def _keep_logs(
+        self, number: int, fault: str, orders: Orders, outcomes: list[Outcome], wrong: list[str]
+    ) -> None:
+        kept = self._logs / f"cycle-{number}-{fault.replace(' ', '-')}"
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir(parents=True)
+        text = "\n".join([*wrong, "", str(orders), ""])
+        text += "\n".join(f"\nrank {each.rank} {each.kind}\n{each.report}" for each in outcomes)
+        (kept / "what-happened.txt").write_text(text)
+        with suppress(FileNotFoundError):
+            shutil.copy(orders.journal, kept / "journal.jsonl")
+        self._field.copy_notes(kept)
+        self.tally.failures += [f"cycle {number} ({fault}): {each} (see {kept})" for each in wrong]
+        print(self.tally.failures[-1], flush=True)
+
+    def _begin_anew(self) -> None:
+        """What failed once must not fail the cycles after it."""
+        self._field.clear()
+        shutil.rmtree(self._root, ignore_errors=True)
+        self._history = History()
+
+    def end(self) -> None:
+        """Leave nothing running."""
+        self._field.clear()
+
+
+def moments(lines: list[Line]) -> str:
+    """When each thing was last seen, in seconds from the beginning."""
+    last = {line.what: line.at for line in lines}
+    start = min((line.at for line in lines), default=0.0)
+    shown = ("here", "restored", "saving", "struck", "raised", "ended")
+    return "".join(f"; {what} {last[what] - start:.1f}" for what in shown if what in last)
+
+
+def judged(outcomes: list[Outcome], lines: list[Line], kind: Fault) -> list[str]:
+    """What of this should not have become of the ranks."""
+    raised = {line.rank: line.text for line in lines if line.what == "raised"}
+    wrong = []
+    for each in outcomes:
+        text = raised.get(each.rank, each.report).strip()
+        if each.kind == "hung":
+            wrong.append(f"rank {each.rank} hung for {LONGEST_CYCLE:.0f} s")
+        elif each.kind != "value" and not (kind.ends_training and is_expected(each, text, kind)):
+            wrong.append(f"rank {each.rank} {each.kind}: {text[-300:]}")
+    return wrong
+
+
+def is_expected(outcome: Outcome, text: str, kind: Fault) -> bool:
+    """Whether this is how a rank ends that is killed, or learns that another is gone."""
+    connecting = kind.while_restoring and "_new_process_group_helper" in text
+    return outcome.signal is not None or connecting or "shardwise.errors." in text
+
+
+def report(soak: Soak, seed: int, seconds: float) -> bool:
+    """Print what happened; whether all was well."""
+    tally = soak.tally
+    total = sum(tally.cycles.values())
+    print(f"\n{'fault':34}{'cycles':>8}{'memory':>8}{'storage':>9}{'nothing':>9}{'steps lost':>12}")
+    for fault, count in sorted(tally.cycles.items()):
+        found = tally.sources.get(fault, Counter())
+        cells = "".join(
+            f"{found[source]:>{width}}"
+            for source, width in (("memory", 8), ("storage", 9), ("nothing", 9))
+        )
+        print(f"{fault:34}{count:>8}{cells}{tally.lost[fault]:>12}")
+    longest = max(tally.seconds, default=0.0)
+    rate = f"{3600 * total / seconds:.0f} an hour, the longest took {longest:.1f} s"
+    print(f"\n{total} cycles in {seconds:.0f} s ({rate}), seed {seed}")
+    failures = [*tally.failures, *soak.steadiness.failures()]
+    for line in soak.steadiness.lines():
+        print(line)
+    for line in failures:
+        print(f"FAILED: {line}")
+    print("no failure" if not failures else f"{len(failures)} failures")
+    return not failures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--logs", type=Path, default=Path("soak-out"), help="of failed cycles")
+    parser.add_argument("--dir", type=Path, default=Path("/dev/shm"), help="memory of the nodes")
+    parser.add_argument("--verbose", action="store_true", help="a line for each cycle")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    base = Path(tempfile.mkdtemp(prefix="shardwise-soak-", dir=options.dir))
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="shardwise-soak-") as disk:
+        say = partial(print, flush=True) if options.verbose else lambda _: None
+        soak = Soak(base, Path(disk), options.logs, options.seed, say)
+        try:
+            with Gang(NODES) as gang:
+                number = 0
+                while time.monotonic() - start < 60 * options.minutes:
+                    number += 1
+                    soak.cycle(gang, number)
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        finally:
+            soak.end()
+            shutil.rmtree(base, ignore_errors=True)
+    sys.exit(0 if report(soak, options.seed, time.monotonic() - start) else 1)
+
+
+if __name__ == "__main__":
+    main()

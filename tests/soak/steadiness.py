@@ -1,0 +1,102 @@
+"""Whether what a soak leaves behind stays the same: memory of agents, files, processes."""
+
+from __future__ import annotations
+
+import statistics
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MOST_GROWTH = 32.0
+MOST_OF_AGENT = 256.0
+MOST_RATIO = 1.25
+ENOUGH = 30
+
+
+@dataclass
+class Use:
+    """What one agent used, in MB and in open files, each time it was looked at."""
+
+    memory: list[float] = field(default_factory=list)
+    files: list[int] = field(default_factory=list)
+
+
+class Steadiness:
+    """Looks after each cycle.
+
+    Args:
+        base: the directory of all nodes.
+    """
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+        self._agents: dict[int, Use] = {}
+        self._bytes: list[float] = []
+        self._files: list[float] = []
+        self._failures: list[str] = []
+
+    def look(self, agents: dict[str, list[int]]) -> None:
+        """Take note of what there is now."""
+        for node, processes in agents.items():
+            if len(processes) > 1:
+                self._failures.append(f"{len(processes)} agents live in {node}")
+            for process in processes:
+                with suppress(OSError):
+                    use = self._agents.setdefault(process, Use())
+                    use.memory.append(anonymous(process))
+                    use.files.append(len(list(Path(f"/proc/{process}/fd").iterdir())))
+        sizes = []
+        for path in self._base.rglob("*"):
+            with suppress(OSError):
+                sizes.append(path.stat().st_blocks * 512 / 1e6)
+        self._bytes.append(sum(sizes))
+        self._files.append(len(sizes))
+
+    def lines(self) -> list[str]:
+        """What was seen."""
+        peak = max((max(use.memory) for use in self._agents.values()), default=0.0)
+        growth = max((use.memory[-1] - use.memory[0] for use in self._agents.values()), default=0.0)
+        files = max((max(use.files) for use in self._agents.values()), default=0)
+        oldest = max((len(use.memory) for use in self._agents.values()), default=0)
+        said = [
+            f"agents: {len(self._agents)} lived, the longest for {oldest} cycles; at most "
+            f"{peak:.0f} MB and {files} open files each; at most {growth:.0f} MB more at its end "
+            "than at first"
+        ]
+        if growth > MOST_GROWTH:
+            said.append(f"WARNING: an agent grew by {growth:.0f} MB")
+        for name, found in (("MB", self._bytes), ("files", self._files)):
+            if found:
+                first, last = thirds(found)
+                said.append(
+                    f"in memory: {first:.0f} {name} in the first third of the cycles, {last:.0f} "
+                    f"in the last, at most {max(found):.0f}"
+                )
+        return said
+
+    def failures(self) -> list[str]:
+        """What is not as it must be."""
+        failures = list(self._failures)
+        for process, use in self._agents.items():
+            if max(use.memory) > MOST_OF_AGENT:
+                failures.append(f"agent {process} took {max(use.memory):.0f} MB")
+        for name, found in (("MB", self._bytes), ("files", self._files)):
+            if len(found) >= ENOUGH:
+                first, last = thirds(found)
+                if last > MOST_RATIO * first:
+                    failures.append(f"{name} in memory grew from {first:.0f} to {last:.0f}")
+        return failures
+
+
+def thirds(values: list[float]) -> tuple[float, float]:
+    """The mean of the first third, and that of the last."""
+    third = max(1, len(values) // 3)
+    return statistics.mean(values[:third]), statistics.mean(values[-third:])
+
+
+def anonymous(process: int) -> float:
+    """MB that a process has of its own: not the snapshots that it maps."""
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    return 0.0
