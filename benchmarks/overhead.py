@@ -33,8 +33,8 @@ WITHOUT = "no snapshots"
 OVERLAPPED, AT_ONCE = "sw, overlapped", "sw, at once"
 COPY = "one copy of a rank's share"
 SHAPES = {
-    1: Shape(layers=5, width=512, heads=8, batch=1, length=160),
-    2: Shape(layers=11, width=512, heads=8, batch=1, length=96),
+    1: Shape(layers=5, width=512, heads=8, batch=2, length=192),
+    2: Shape(layers=11, width=512, heads=8, batch=1, length=128),
 }
 QUICK = Shape(layers=2, width=64, heads=2, batch=1, length=16)
 

@@ -37,6 +37,7 @@ RUNS = [
         Run(question)
         for question in ("many_tensors", "memory", "planning", "checksums", "snapshots")
     ),
+    *(Run("overhead", processes) for processes in (1, 2)),
 ]
 
 

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 import signal
 import statistics
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from harness import ROWS, Bench, Size, arguments
-from limits import direct_write
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.tensor import DTensor
+from harness import ROWS, Bench, Size, arguments, rounded
+from limits import copier, direct_write
+from peers import Begun, Peer, Tensors, local, peers
 
 import shardwise as sw
 
@@ -32,8 +27,8 @@ MEMORY = Path("/dev/shm/shardwise-bench")
 COPY = "copy into memory that was touched before"
 OURS, OURS_DURABLE = "sw: save", "sw: save, until it is durable"
 RECOVERED, FROM_DISK = "sw: restore from memory", "sw: load from disk, cold"
-Begin = Callable[[Path], Callable[[], object]]
-"""Begins to save to a path, and returns when training may go on; gives what to wait for then."""
+COPIED_LATER = {"torch_checkpointing", "dcp.async_save, thread, memory kept, copied beside"}
+"""They return before they have copied, and a training must wait before it changes its tensors."""
 
 
 def main() -> None:
@@ -45,30 +40,56 @@ def main() -> None:
         cleanup.callback(clean, bench, root)
         checkpointer = make_checkpointer(bench, root)
         checkpointer.prepare(state)
-        ways = {OURS: ours(bench, checkpointer, state)} | by_dcp(state)
-        copy = copier(model)
+        ways = {OURS: ours(checkpointer, state, root)} | peers(model, cleanup)
+        copy = copier(local(model).values(), THREADS)
         copy()
-        for name, begin in ways.items():
-            bench.measure(f"{name}: the first", partial(begin, bench.dir / "first"))()
+        for name, way in ways.items():
+            bench.clear()
+            bench.measure(f"{name}: the first", lambda w=way: waited(w, bench.dir / "first"))()
         for step in bench.rounds:
             bench.measure(COPY, copy)
             bench.clear()
             bench.measure("direct write", lambda: direct_write(written(bench), share(bench)))
-            for name, begin in ways.items():
+            for name, way in ways.items():
                 bench.clear()
-                bench.measure(name, partial(begin, bench.dir / f"{step}"))()
-            bench.measure(OURS_DURABLE, lambda: ways[OURS](bench.dir)())
+                begin(bench, name, way, bench.dir / f"{step}").result()
+            bench.measure(OURS_DURABLE, lambda: ways[OURS].begin(bench.dir).result())
             recover(bench, checkpointer, state, root)
         report(bench, list(ways))
         bench.table(
             "What was saved, if the tensors change as soon as the call returns",
             [
-                {"way": name, "saved what it was given": keeps(bench, model, begin, root)}
-                for name, begin in ways.items()
+                {"way": name, "saved what it was given": keeps(bench, model, way)}
+                for name, way in ways.items()
             ],
         )
+        divide_replicas(bench, checkpointer)
         checkpointer.close(wait=False)
     bench.finish()
+
+
+def begin(bench: Bench, name: str, way: Peer, path: Path) -> Begun:
+    """Time a save until the call returns; and, of one that copies later, until that is done."""
+    if name not in COPIED_LATER:
+        return bench.measure(name, partial(way.begin, path))
+    bench.settle()
+    start = time.perf_counter()
+    begun = way.begin(path)
+    dist.barrier()
+    returned = time.perf_counter()
+    begun.staged()
+    dist.barrier()
+    bench.seconds.setdefault(name, []).append(returned - start)
+    copied = time.perf_counter() - start
+    bench.seconds.setdefault(f"{name}: until it is copied", []).append(copied)
+    return begun
+
+
+def waited(way: Peer, path: Path) -> Callable[[], object]:
+    """Begin, and wait until the tensors may change; gives what waits for the rest."""
+    begun = way.begin(path)
+    begun.staged()
+    return begun.result
 
 
 def make_checkpointer(bench: Bench, root: Path) -> sw.Checkpointer:
@@ -81,59 +102,37 @@ def make_checkpointer(bench: Bench, root: Path) -> sw.Checkpointer:
     return sw.Checkpointer(root, keep=sw.Keep(last=1), memory=memory)
 
 
-def ours(bench: Bench, checkpointer: sw.Checkpointer, state: dict[str, object]) -> Begin:
+def ours(checkpointer: sw.Checkpointer, state: dict[str, object], root: Path) -> Peer:
     """By the agent of the node."""
     steps = iter(range(1, 1 << 30))
 
-    def begin(_: Path) -> Callable[[], object]:
+    def begin(_: Path) -> Begun:
         handle = checkpointer.save(next(steps), state)
         if handle is None:
             raise RuntimeError("a save that waits for a slot was left out")
-        return handle.result
+        return Begun(handle.result)
 
-    return begin
+    return Peer(begin, lambda _, target: sw.load(max(root.glob("step-*")), {"model": target}))
 
 
-def by_dcp(state: dict[str, object]) -> dict[str, Begin]:
-    """By DCP: as it comes, with a stager that keeps its memory, and in a process of its own."""
-    stager = DefaultStager(
-        StagingOptions(
-            use_pinned_memory=False,
-            use_shared_memory=True,
-            use_async_staging=False,
-            use_non_blocking_copy=False,
-        )
+def divide_replicas(bench: Bench, checkpointer: sw.Checkpointer) -> None:
+    """A state that all ranks have, as under DDP: how many bytes of it each of them copies."""
+    torch.manual_seed(0)
+    replicas = {f"w{i}": torch.randn(1024, 1024) for i in range(16)}
+    total = sum(each.nbytes for each in replicas.values())
+    handle = checkpointer.save(1 << 30, {"model": replicas})
+    if handle is None:
+        raise RuntimeError("a save that waits for a slot was left out")
+    copied = bench.gathered(handle.result().bytes_written)
+    bench.table(
+        "What each rank copies of a state that all have",
+        [
+            {"rank": rank, "has, bytes": total, "copies, bytes": nbytes, "of it": rounded(nbytes / total)}
+            for rank, nbytes in enumerate(copied)
+        ],
     )
-
-    def begin(kind: AsyncCheckpointerType, *, cached: bool) -> Begin:
-        def save(path: Path) -> Callable[[], object]:
-            options = {"async_stager": stager} if cached else {}
-            saved = dcp.async_save(
-                state, checkpoint_id=path, async_checkpointer_type=kind, **options
-            )
-            if hasattr(saved, "staging_completion"):
-                saved.staging_completion.result()
-                return saved.upload_completion.result
-            return saved.result
-
-        return save
-
-    return {
-        "dcp.async_save, thread": begin(AsyncCheckpointerType.THREAD, cached=False),
-        "dcp.async_save, thread, memory kept": begin(AsyncCheckpointerType.THREAD, cached=True),
-        "dcp.async_save, process": begin(AsyncCheckpointerType.PROCESS, cached=False),
-    }
-
-
-def copier(model: dict[str, DTensor]) -> Callable[[], None]:
-    """The machine's limit: all of this rank's share, once, by as many threads as ours."""
-    sources = [t.to_local().view(torch.uint8).numpy().reshape(-1) for t in model.values()]
-    ends = np.cumsum([len(each) for each in sources]).tolist()
-    out = np.frombuffer(mmap.mmap(-1, ends[-1]), np.uint8)
-    out[:] = 0
-    targets = [out[end - len(each) : end] for each, end in zip(sources, ends, strict=True)]
-    pool = ThreadPoolExecutor(THREADS)
-    return lambda: list(pool.map(np.copyto, targets, sources)) and None
+    most = max(copied) * bench.world / total
+    bench.goal("replicated state: most bytes that a rank copies, of its n-th part", most, most=1.01)
 
 
 def recover(
@@ -153,16 +152,18 @@ def recover(
     bench.measure(FROM_DISK, lambda: sw.load(path, state))
 
 
-def report(bench: Bench, ways: list[str]) -> None:
+def report(bench: Bench, ways: Sequence[str]) -> None:
     """Compare with the copy, and say which goals are reached."""
+    later = [name for name in bench.seconds if name.endswith(": until it is copied")]
     firsts = [f"{name}: the first" for name in ways]
     for name in [*ways, *firsts]:
         if name in firsts:
             bench.seconds[name] *= len(bench.rounds)
-    bench.compare(COPY, *ways, *firsts, RECOVERED, FROM_DISK)
+    bench.compare(COPY, *ways, *later, *firsts, RECOVERED, FROM_DISK)
     bench.compare("direct write", OURS_DURABLE)
     bench.goal("save blocks, of a copy", bench.ratio(OURS, COPY), most=1.15)
-    best = min(statistics.median(bench.seconds[name]) for name in ways if "thread" in name)
+    by_thread = [n for n in [*ways, *later] if "thread" in n and n not in COPIED_LATER]
+    best = min(statistics.median(bench.seconds[name]) for name in by_thread)
     blocked = statistics.median(bench.seconds[OURS])
     bench.goal("save blocks, of dcp.async_save by a thread, its best", blocked / best, most=1)
     bench.goal("the first save, of a later one", bench.ratio(firsts[0], OURS), most=2)
@@ -172,23 +173,25 @@ def report(bench: Bench, ways: list[str]) -> None:
     bench.goal("restore, times faster than from disk", bench.ratio(FROM_DISK, RECOVERED), least=3)
 
 
-def keeps(bench: Bench, model: dict[str, DTensor], begin: Begin, root: Path) -> str:
+def keeps(bench: Bench, model: Tensors, way: Peer) -> str:
     """Whether what is saved is what was given, though it is changed right after the call."""
     bench.clear()
-    for tensor in model.values():
-        tensor.to_local().fill_(1)
-    wait = begin(bench.dir / "kept")
-    for tensor in model.values():
-        tensor.to_local().fill_(2)
-    wait()
+    fill(model, 1)
+    begun = way.begin(bench.dir / "kept")
+    fill(model, 2)
+    begun.staged()
+    begun.result()
     dist.barrier()
     target = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
-    if (bench.dir / "kept").exists():
-        dcp.load({"model": target}, checkpoint_id=bench.dir / "kept")
-    else:
-        sw.load(max(root.glob("step-*")), {"model": target})
-    intact = all(bool((tensor.to_local() == 1).all()) for tensor in target.values())
+    way.load(bench.dir / "kept", target)
+    intact = all(bool((tensor == 1).all()) for tensor in local(target).values())
     return "yes" if all(bench.gathered(intact)) else "no"
+
+
+def fill(model: Tensors, value: float) -> None:
+    """Change all tensors, where they lie."""
+    for tensor in local(model).values():
+        tensor.fill_(value)
 
 
 def share(bench: Bench) -> int:
