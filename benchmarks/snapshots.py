@@ -124,13 +124,11 @@ def divide_replicas(bench: Bench, checkpointer: sw.Checkpointer) -> None:
     if handle is None:
         raise RuntimeError("a save that waits for a slot was left out")
     copied = bench.gathered(handle.result().bytes_written)
-    bench.table(
-        "What each rank copies of a state that all have",
-        [
-            {"rank": rank, "has, bytes": total, "copies, bytes": nbytes, "of it": rounded(nbytes / total)}
-            for rank, nbytes in enumerate(copied)
-        ],
-    )
+    rows = [
+        {"rank": rank, "has, bytes": total, "copies, bytes": each, "of it": rounded(each / total)}
+        for rank, each in enumerate(copied)
+    ]
+    bench.table("What each rank copies of a state that all have", rows)
     most = max(copied) * bench.world / total
     bench.goal("replicated state: most bytes that a rank copies, of its n-th part", most, most=1.01)
 

@@ -81,7 +81,7 @@ class Field:
         """Let it happen, at a moment that chance chooses, unless the cycle is over before."""
         self.lost = set()
         journal, world = Path(orders.journal), len(orders.nodes)
-        awaited = "here" if fault.while_restoring else "restored"
+        awaited = "open" if fault.while_restoring else "restored"
         while sum(line.what == awaited for line in lines_of(journal)) < world:
             if done.wait(0.01):
                 return
@@ -173,7 +173,7 @@ class Fault:
         weight: how often, of the sum of all.
         strike: what is done to processes and nodes, once all ranks have restored.
         ends_training: ranks die of it, or tell that others have.
-        while_restoring: it may strike before they have restored.
+        while_restoring: it strikes once all have begun to restore.
         while_saving: a rank kills itself in the middle of a save.
         ends_well: the run is closed as one that is complete.
     """

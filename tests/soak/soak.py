@@ -31,6 +31,7 @@ from tests.soak.trainer import Line, Orders, lines_of, train
 
 NODES = 4
 LONGEST_CYCLE = 60.0
+SLOW, SLOW_KEPT = 8.0, 10
 GROUP_TIMEOUT = 20.0
 
 
@@ -43,6 +44,7 @@ class Tally:
     lost: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    slow: list[int] = field(default_factory=list)
 
 
 class Soak:
@@ -102,8 +104,12 @@ class Soak:
         if self._history.source:
             self.tally.sources.setdefault(fault, Counter())[self._history.source] += 1
         self.tally.lost[fault] += self._history.lost
-        if wrong:
+        slow = self.tally.seconds[-1] > SLOW
+        if wrong or (slow and len(self.tally.slow) < SLOW_KEPT):
             self._keep_logs(number, fault, orders, outcomes, wrong)
+        if slow:
+            self.tally.slow.append(number)
+        if wrong:
             self._begin_anew()
         else:
             self.steadiness.look(self._field.agents())
@@ -145,7 +151,7 @@ class Soak:
             shutil.copy(orders.journal, kept / "journal.jsonl")
         self._field.copy_notes(kept)
         self.tally.failures += [f"cycle {number} ({fault}): {each} (see {kept})" for each in wrong]
-        print(self.tally.failures[-1], flush=True)
+        print(*self.tally.failures[-len(wrong) :] if wrong else (f"slow: see {kept}",), flush=True)
 
     def _begin_anew(self) -> None:
         """What failed once must not fail the cycles after it."""
@@ -162,7 +168,7 @@ def moments(lines: list[Line]) -> str:
     """When each thing was last seen, in seconds from the beginning."""
     last = {line.what: line.at for line in lines}
     start = min((line.at for line in lines), default=0.0)
-    shown = ("here", "restored", "saving", "struck", "raised", "ended")
+    shown = ("open", "restored", "saving", "struck", "raised", "ended")
     return "".join(f"; {what} {last[what] - start:.1f}" for what in shown if what in last)
 
 
@@ -174,15 +180,14 @@ def judged(outcomes: list[Outcome], lines: list[Line], kind: Fault) -> list[str]
         text = raised.get(each.rank, each.report).strip()
         if each.kind == "hung":
             wrong.append(f"rank {each.rank} hung for {LONGEST_CYCLE:.0f} s")
-        elif each.kind != "value" and not (kind.ends_training and is_expected(each, text, kind)):
+        elif each.kind != "value" and not (kind.ends_training and is_expected(each, text)):
             wrong.append(f"rank {each.rank} {each.kind}: {text[-300:]}")
     return wrong
 
 
-def is_expected(outcome: Outcome, text: str, kind: Fault) -> bool:
+def is_expected(outcome: Outcome, text: str) -> bool:
     """Whether this is how a rank ends that is killed, or learns that another is gone."""
-    connecting = kind.while_restoring and "_new_process_group_helper" in text
-    return outcome.signal is not None or connecting or "shardwise.errors." in text
+    return outcome.signal is not None or "shardwise.errors." in text
 
 
 def report(soak: Soak, seed: int, seconds: float) -> bool:
@@ -200,6 +205,7 @@ def report(soak: Soak, seed: int, seconds: float) -> bool:
     longest = max(tally.seconds, default=0.0)
     rate = f"{3600 * total / seconds:.0f} an hour, the longest took {longest:.1f} s"
     print(f"\n{total} cycles in {seconds:.0f} s ({rate}), seed {seed}")
+    print(f"{len(tally.slow)} cycles took longer than {SLOW:.0f} s; logs of {SLOW_KEPT} are kept")
     failures = [*tally.failures, *soak.steadiness.failures()]
     for line in soak.steadiness.lines():
         print(line)

@@ -169,6 +169,7 @@ def attempt(orders: Orders, journal: Journal) -> None:
     with sw.Checkpointer(
         orders.root, keep=keep, every=EVERY, memory=memory, timeout=TIMEOUT
     ) as checkpointer:
+        journal.write("open")
         state = State(orders.axis)
         step = restore(checkpointer, state, journal)
         go_on(orders, checkpointer, state, step, journal)
