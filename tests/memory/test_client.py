@@ -107,7 +107,7 @@ def test_small_verbs(shared: Served, client: AgentClient) -> None:
     assert client.read(RUN, 10, DATA, limit=SIZE) == noise(SIZE)
     before = len(shared.wakes)
     client.wake()
-    client.put(RUN, 11, "a.json", b"{}")
+    client.put(RUN, 11, "commit-0123456789abcdef.json", b"{}")
     assert len(shared.wakes) == before + 2
     assert [(each.step, len(each.files)) for each in client.list(RUN)] == [(10, 1), (11, 1)]
     assert client.list("f" * 16) == []

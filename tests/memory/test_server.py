@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPResponse
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +21,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise.memory.home import LARGEST_NOTE
+from shardwise.errors import StoreError
+from shardwise.memory import server
+from shardwise.memory.home import LARGEST_NOTE, read_note
+from shardwise.memory.notes import Persist
 from shardwise.memory.server import create_app, serving
+from tests.memory.certificates import Authority
 
 RUN = "0123456789abcdef"
 STEP = "step-00000010"
 DATA = "r00000-0123456789abcdef.safetensors"
 TOKEN = "an unguessable token".replace(" ", "-")
 FILE = f"/runs/{RUN}/{STEP}/{DATA}"
+NOTE = "commit-0123456789abcdef.json"
 
 
 @dataclass
@@ -194,7 +199,7 @@ def test_odd_ranges(shared: Served, wanted: str, status: int, part: slice | None
         ("GET", FILE),
         ("GET", f"/runs/{RUN}/{STEP}/absent.json"),
         ("GET", "/no/such/thing"),
-        ("PUT", f"/runs/{RUN}/{STEP}/new.json"),
+        ("PUT", f"/runs/{RUN}/{STEP}/new-0123456789abcdef.json"),
         ("POST", "/wake"),
     ],
 )
@@ -204,7 +209,7 @@ def test_nothing_is_told_without_the_token(
     status, body, _ = shared.ask(method, path, b"{}" if method == "PUT" else None, token=token)
     assert (status, body) == (401, b"401: Unauthorized")
     assert not shared.wakes
-    assert not (shared.step / "new.json").exists()
+    assert not (shared.step / "new-0123456789abcdef.json").exists()
 
 
 def test_an_agent_without_a_token_is_refused(tmp_path: Path) -> None:
@@ -232,15 +237,15 @@ HOSTILE = [
     f"/runs/{RUN}/{STEP}/a%0a.json",
     f"/runs/{RUN}/{STEP}/{'a' * 250}.json",
     f"/runs/{RUN}/{STEP}/b%20c.json",
-    f"/runs/{RUN}/step-10/note.json",
-    f"/runs/{RUN}/step-000000010/note.json",
-    f"/runs/{RUN}/free/note.json",
-    f"/runs/{RUN.upper()}/{STEP}/note.json",
-    f"/runs/{RUN}0/{STEP}/note.json",
-    f"/runs/{RUN}%0a/{STEP}/note.json",
-    f"/runs/{RUN}/{STEP}/link.json",
-    f"/runs/{RUN}/{STEP}/pipe.json",
-    f"/runs/{RUN}/{STEP}/folder.json",
+    f"/runs/{RUN}/step-10/note-0123456789abcdef.json",
+    f"/runs/{RUN}/step-000000010/note-0123456789abcdef.json",
+    f"/runs/{RUN}/free/note-0123456789abcdef.json",
+    f"/runs/{RUN.upper()}/{STEP}/note-0123456789abcdef.json",
+    f"/runs/{RUN}0/{STEP}/note-0123456789abcdef.json",
+    f"/runs/{RUN}%0a/{STEP}/note-0123456789abcdef.json",
+    f"/runs/{RUN}/{STEP}/link-0123456789abcdef.json",
+    f"/runs/{RUN}/{STEP}/pipe-0123456789abcdef.json",
+    f"/runs/{RUN}/{STEP}/folder-0123456789abcdef.json",
     f"/runs/{RUN}/step-00000011/secret.json",
     "/runs/fedcba9876543210/step-00000010/secret.json",
 ]
@@ -254,9 +259,9 @@ def guarded(tmp_path: Path) -> Iterator[Served]:
         one.fill(".hidden.json", b"secret")
         for above in (one.home, one.home.parent, one.home / "runs"):
             (above / "secret.json").write_bytes(b"secret")
-        (one.step / "link.json").symlink_to(one.home / "secret.json")
-        os.mkfifo(one.step / "pipe.json")
-        (one.step / "folder.json").mkdir()
+        (one.step / "link-0123456789abcdef.json").symlink_to(one.home / "secret.json")
+        os.mkfifo(one.step / "pipe-0123456789abcdef.json")
+        (one.step / "folder-0123456789abcdef.json").mkdir()
         elsewhere = one.home.parent / "elsewhere"
         (elsewhere / STEP).mkdir(parents=True)
         (elsewhere / "secret.json").write_bytes(b"secret")
@@ -279,7 +284,10 @@ def test_no_note_is_written_elsewhere(guarded: Served, path: str) -> None:
     top = guarded.home.parent
     before = {each for each in top.rglob("*") if STEP not in each.parts}
     status, _, _ = guarded.ask("PUT", path, b"{}")
-    within = ("link.json", "pipe.json")  # a note takes their place
+    within = (
+        "link-0123456789abcdef.json",
+        "pipe-0123456789abcdef.json",
+    )  # a note takes their place
     assert status in ((204,) if path.endswith(within) else (400, 404, 405, 500))
     assert {each for each in top.rglob("*") if STEP not in each.parts} == before
     assert all(each.read_bytes() == b"secret" for each in top.rglob("secret.json"))
@@ -289,23 +297,28 @@ def test_links_and_hidden_files_are_not_listed(guarded: Served) -> None:
     status, body, _ = guarded.ask("GET", f"/runs/{RUN}")
     assert (status, [each["step"] for each in json.loads(body)]) == (200, [10])
     listed = {file["name"] for file in json.loads(body)[0]["files"]}
-    assert listed.isdisjoint({".hidden.json", "b c.json", "pipe.json", "folder.json"})
+    assert listed.isdisjoint(
+        {".hidden.json", "b c.json", "pipe-0123456789abcdef.json", "folder-0123456789abcdef.json"}
+    )
 
 
 def test_a_link_that_was_there_is_replaced_and_not_followed(served: Served) -> None:
     served.fill("kept.json", b"kept")
-    (served.step / "link.json").symlink_to(served.step / "kept.json")
-    assert served.ask("PUT", f"/runs/{RUN}/{STEP}/link.json", b"new")[0] == 204
-    assert not (served.step / "link.json").is_symlink()
+    (served.step / "link-0123456789abcdef.json").symlink_to(served.step / "kept.json")
+    assert served.ask("PUT", f"/runs/{RUN}/{STEP}/link-0123456789abcdef.json", b"new")[0] == 204
+    assert not (served.step / "link-0123456789abcdef.json").is_symlink()
     assert (served.step / "kept.json").read_bytes() == b"kept"
 
 
 def test_what_is_held_is_listed(served: Served) -> None:
-    served.fill("b.json", b"12")
-    served.fill("a.json", b"123")
+    served.fill("persist-0123456789abcdef.json", b"12")
+    served.fill(NOTE, b"123")
     (served.home / "runs" / RUN / "step-00000002").mkdir()
     (served.home / "runs" / RUN / "free").mkdir()
-    files = [{"name": "a.json", "size": 3}, {"name": "b.json", "size": 2}]
+    files = [
+        {"name": NOTE, "size": 3},
+        {"name": "persist-0123456789abcdef.json", "size": 2},
+    ]
     listed = [{"step": 2, "files": []}, {"step": 10, "files": files}]
     status, body, _ = served.ask("GET", f"/runs/{RUN}")
     assert (status, json.loads(body)) == (200, listed)
@@ -314,15 +327,42 @@ def test_what_is_held_is_listed(served: Served) -> None:
 
 
 def test_a_note_is_taken_and_the_agent_woken(served: Served) -> None:
-    path = f"/runs/{RUN}/{STEP}/draft.json"
+    path = f"/runs/{RUN}/{STEP}/protect-0123456789abcdef.json"
     assert served.ask("PUT", path, b'{"a":1}')[0] == 204
-    assert (served.step / "draft.json").read_bytes() == b'{"a":1}'
+    assert (served.step / "protect-0123456789abcdef.json").read_bytes() == b'{"a":1}'
     assert len(served.wakes) == 1
     assert served.ask("PUT", path, b"")[0] == 204
     assert served.ask("GET", path)[:2] == (200, b"")
     assert served.ask("POST", "/wake")[0] == 204
     assert len(served.wakes) == 3
-    assert os.listdir(served.step) == ["draft.json"]
+    assert os.listdir(served.step) == ["protect-0123456789abcdef.json"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "draft-0123456789abcdef.json",
+        "r00000-0123456789abcdef.staged.json",
+        "r00000-0123456789abcdef.kept-0.json",
+        "r00000-0123456789abcdef.safetensors.entry.json",
+        "protect-done-0123456789abcdef.json",
+        "protect-0123.json",
+        "run.json",
+        "abandoned",
+    ],
+)
+def test_what_trainers_say_is_taken_from_nobody_else(served: Served, name: str) -> None:
+    assert served.ask("PUT", f"/runs/{RUN}/{STEP}/{name}", b"{}")[0] == 400
+    assert not served.step.exists()
+    assert not served.wakes
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", ".x", "a/b", "a\n", ""])
+def test_only_files_of_the_snapshot_can_be_asked_for(tmp_path: Path, name: str) -> None:
+    wish = {"save_id": RUN, "place": "/", "files": [name], "wait": 1.0}
+    (tmp_path / "note").write_text(json.dumps(wish))
+    with pytest.raises(StoreError, match="regex"):
+        read_note(tmp_path / "note", Persist)
 
 
 def test_only_notes_are_taken(served: Served) -> None:
@@ -341,7 +381,7 @@ def test_only_notes_are_taken(served: Served) -> None:
     ],
 )
 def test_a_body_states_its_length(served: Served, headers: str, sent: str, status: int) -> None:
-    head = f"PUT /runs/{RUN}/{STEP}/a.json HTTP/1.1\r\nHost: a\r\n{headers}\r\n\r\n"
+    head = f"PUT /runs/{RUN}/{STEP}/{NOTE} HTTP/1.1\r\nHost: a\r\n{headers}\r\n\r\n"
     with served.line(head + sent) as line:
         answer = line.recv(1000)
     assert answer.split(b" ")[1] == str(status).encode()
@@ -350,7 +390,7 @@ def test_a_body_states_its_length(served: Served, headers: str, sent: str, statu
 
 @pytest.mark.parametrize("sent", [0, 1, 60_000, 99_999])
 def test_a_body_that_is_cut_off_leaves_nothing(served: Served, sent: int) -> None:
-    head = f"PUT /runs/{RUN}/{STEP}/a.json HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n"
+    head = f"PUT /runs/{RUN}/{STEP}/{NOTE} HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n"
     served.line(head + "x" * sent).close()
     assert served.ask("GET", "/health")[0] == 200
     time.sleep(0.05)
@@ -360,7 +400,7 @@ def test_a_body_that_is_cut_off_leaves_nothing(served: Served, sent: int) -> Non
 
 def test_no_half_written_note_is_ever_seen(served: Served) -> None:
     notes = [bytes([65 + n]) * (1 << 20) for n in range(4)]
-    path = f"/runs/{RUN}/{STEP}/a.json"
+    path = f"/runs/{RUN}/{STEP}/{NOTE}"
     served.ask("PUT", path, notes[0])
     with ThreadPoolExecutor(2) as pool:
         writing = pool.submit(lambda: [served.ask("PUT", path, note)[0] for note in notes * 4])
@@ -368,26 +408,28 @@ def test_no_half_written_note_is_ever_seen(served: Served) -> None:
             status, body, _ = served.ask("GET", path)
             assert status == 200
             assert body in notes
-    assert os.listdir(served.step) == ["a.json"]
+    assert os.listdir(served.step) == [NOTE]
 
 
 def test_no_room_is_told(served: Served) -> None:
-    (served.step / "a.json").mkdir(parents=True)
-    status, body, _ = served.ask("PUT", f"/runs/{RUN}/{STEP}/a.json", b"{}")
+    (served.step / NOTE).mkdir(parents=True)
+    status, body, _ = served.ask("PUT", f"/runs/{RUN}/{STEP}/{NOTE}", b"{}")
     assert status == 500
     assert b"directory" in body
-    assert os.listdir(served.step) == ["a.json"]
+    assert os.listdir(served.step) == [NOTE]
 
 
 def test_waiting_ends_when_the_note_comes(served: Served) -> None:
-    path = f"/runs/{RUN}/{STEP}/a.json"
+    path = f"/runs/{RUN}/{STEP}/{NOTE}"
     with ThreadPoolExecutor(2) as pool:
         put = pool.submit(served.ask, "GET", f"{path}?wait=5")
-        own = pool.submit(served.ask, "GET", f"/runs/{RUN}/{STEP}/b.json?wait=5")
+        own = pool.submit(
+            served.ask, "GET", f"/runs/{RUN}/{STEP}/persist-0123456789abcdef.json?wait=5"
+        )
         time.sleep(0.1)
         start = time.monotonic()
         served.ask("PUT", path, b"note")
-        served.fill("b.json", b"own")
+        served.fill("persist-0123456789abcdef.json", b"own")
         assert put.result(5)[:2] == (200, b"note")
         assert own.result(5)[:2] == (200, b"own")
         assert time.monotonic() - start < 1
@@ -451,12 +493,75 @@ def test_silent_connections_are_closed(tmp_path: Path) -> None:
         assert waiting.recv(1000).startswith(b"HTTP/1.1 404")
 
 
+def test_whoever_guesses_has_to_call_again(served: Served) -> None:
+    with socket.create_connection(("127.0.0.1", served.port), 5) as line:
+        line.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 2)
+        answer = b""
+        while part := line.recv(1000):
+            answer += part
+    assert answer.count(b"401 Unauthorized") == 1
+
+
+def test_there_are_not_more_connections_than_there_may_be(tmp_path: Path) -> None:
+    with serve(tmp_path, most=3) as one:
+        with ExitStack() as stack:
+            kept = [stack.enter_context(one.line("GET /hea")) for _ in range(3)]
+            deadline = time.monotonic() + 5
+            while not is_closed(socket.create_connection(("127.0.0.1", one.port), 0.2)):
+                assert time.monotonic() < deadline
+            kept[0].sendall(b"lth HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert kept[0].recv(1000)
+        assert_answers_again(one)
+
+
+def assert_answers_again(one: Served) -> None:
+    """It answers, in a while, whoever calls."""
+    for _ in range(100):
+        with suppress(OSError, HTTPException):
+            assert one.ask("GET", "/health")[0] == 200
+            return
+        time.sleep(0.02)
+    pytest.fail("it does not answer any more")
+
+
+def test_a_body_that_drips_is_not_waited_for(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "STALLED", 0.5)
+    head = f"PUT /runs/{RUN}/{STEP}/{NOTE} HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n"
+    start = time.monotonic()
+    with served.line(head) as line, suppress(ConnectionError):
+        line.settimeout(0.05)
+        answer = b""
+        while not answer and time.monotonic() - start < 10:
+            line.sendall(b"x")
+            with suppress(TimeoutError):
+                answer = line.recv(1000)
+    assert b"408" in answer
+    assert 0.4 < time.monotonic() - start < 5
+    assert not served.step.exists()
+
+
+def test_a_handshake_that_never_ends_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HANDSHAKE", 0.3)
+    tls = Authority(tmp_path / "authority").issue("node").for_server()
+    with (
+        serve(tmp_path / "home", tls=tls) as one,
+        socket.create_connection(("127.0.0.1", one.port), 5) as line,
+    ):
+        assert is_closed(line)
+
+
 def is_closed(line: socket.socket) -> bool:
     """Whether the other side closes it, within its timeout."""
     try:
         return line.recv(1000) == b""
     except ConnectionError:
         return True
+    except TimeoutError:
+        return False
 
 
 def test_headers_have_a_limit(served: Served) -> None:

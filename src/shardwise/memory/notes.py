@@ -7,6 +7,7 @@ that are there. So an agent that is killed needs nobody to tell its successor an
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 import msgspec
 
@@ -14,6 +15,7 @@ from shardwise.errors import FormatError
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory.placement import Group, Protection
 
+PlainName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")]
 _NOTE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.json")
 
 
@@ -107,7 +109,7 @@ class Persist(msgspec.Struct, frozen=True, kw_only=True):
 
     save_id: str
     place: str
-    files: list[str]
+    files: list[PlainName]
     wait: float
     budget: int | None = None
 

@@ -9,6 +9,7 @@ import asyncio
 import errno
 import hmac
 import os
+import re
 import secrets
 import socket
 import ssl
@@ -29,6 +30,7 @@ from shardwise.memory.home import LARGEST_NOTE
 
 LOOK_AROUND = 0.02
 STALLED = 30.0
+SLOWEST = 1 << 20
 QUIET = 90.0
 SLICE = 1 << 23
 ENDING = 2.0
@@ -36,6 +38,8 @@ BACKLOG = 1024
 MOST_CONNECTIONS = 1024
 HANDSHAKE = 10.0
 RUN = "/runs/{run:[0-9a-f]{16}}"
+_TOLD = re.compile(r"(?!draft-)[a-z]+(-all)?-[0-9a-f]{16}\.json")
+"""Requests and outcomes. What trainers say, an agent believes only if it appears on its node."""
 _LINK_OR_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENXIO)
 
 
@@ -152,8 +156,8 @@ class _Desk:
 
     async def note(self, request: web.Request) -> web.Response:
         run, step, name = _place(request)
-        if not name.endswith(".json"):
-            raise web.HTTPBadRequest(text="only notes are taken: names that end in .json")
+        if name != MANIFEST and not _TOLD.fullmatch(name):
+            raise web.HTTPBadRequest(text="no other node leaves a note of this name")
         data = await _body(request)
         try:
             await asyncio.to_thread(_write, self._home, run, step, name, data)
@@ -178,7 +182,9 @@ def _only_with(token: str) -> Middleware:
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         said = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if not hmac.compare_digest(said, expected):
-            raise web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"})
+            refusal = web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"})
+            refusal.force_close()
+            raise refusal
         return await handler(request)
 
     return check
@@ -228,11 +234,13 @@ async def _body(request: web.Request) -> bytearray:
     if size > LARGEST_NOTE:
         raise web.HTTPRequestEntityTooLarge(max_size=LARGEST_NOTE, actual_size=size)
     body = bytearray()
+
+    async def receive() -> None:
+        while len(body) <= size and (chunk := await request.content.readany()):
+            body.extend(chunk)
+
     try:
-        while chunk := await asyncio.wait_for(request.content.readany(), STALLED):
-            body += chunk
-            if len(body) > size:
-                break
+        await asyncio.wait_for(receive(), STALLED + size / SLOWEST)
     except asyncio.TimeoutError as error:
         raise web.HTTPRequestTimeout from error
     except (ConnectionError, web.RequestPayloadError) as error:
