@@ -24,7 +24,7 @@ from rich.console import Console
 from shardwise.testing.hosts import Host, Hosts, HostsUnavailable
 
 COUNT = 4
-SLOTS = 2  # committed snapshots that are kept in memory
+SLOTS = 2  # committed snapshots that are kept in memory: what sw.Memory takes for granted
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Failure:
     Attributes:
         title: what fails, in a few words.
         step: it does so once this step is saved.
-        strike: makes it; returns the hosts that are destroyed by it.
+        strike: makes it.
         parallel: the sharding that the run goes on with.
         repair: returns the hosts that it goes on with.
         source: where it is to find its state.
@@ -43,7 +43,7 @@ class Failure:
 
     title: str
     step: int
-    strike: Callable[[Hosts, Launch], Sequence[Host]]
+    strike: Callable[[Hosts, Launch], None]
     parallel: str
     repair: Callable[[Hosts], Sequence[Host]]
     source: str
@@ -113,16 +113,14 @@ def failures_after(every: int) -> list[Failure]:
     ]
 
 
-def kill_trainer(_: Hosts, launch: Launch) -> list[Host]:
+def kill_trainer(_: Hosts, launch: Launch) -> None:
     launch.processes["host-1"].kill()
-    return []
 
 
-def destroy(launch: Launch, victims: list[Host]) -> list[Host]:
+def destroy(launch: Launch, victims: list[Host]) -> None:
     launch.lost.update(host.name for host in victims)
     for host in victims:
         host.destroy()
-    return victims
 
 
 def replace_lost(hosts: Hosts) -> list[Host]:
@@ -167,9 +165,8 @@ class Story:
                 failure = failures[number]
                 launch.wait_for(failure.step)
                 struck = time.monotonic()
-                lost = failure.strike(self._hosts, launch)
+                failure.strike(self._hosts, launch)
                 noticed = launch.wait_until_broken()
-            launch.lost.update(host.name for host in lost)
             self._say(f"[red]✗[/] after step {launch.saved}: {failure.title}")
             present, parallel = failure.repair(self._hosts), failure.parallel
 
@@ -179,7 +176,7 @@ class Story:
         there, first = launch.event("ready")["time"], launch.first_step()
         step = restored["at"]
         writing = next(each for each in reversed(earlier) if step in each.steps_saved())
-        lost = {name for each in earlier for name in each.lost}
+        lost = {name for each in earlier[earlier.index(writing) :] for name in each.lost}
         ranks = [launch.event("restored", rank) for rank in range(len(launch.hosts))]
         origin: Counter[str] = Counter()
         for rank, each in enumerate(ranks):

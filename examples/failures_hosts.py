@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from shardwise.testing.hosts import Host
 
@@ -68,7 +68,10 @@ class Launch:
 
     def event(self, name: str, rank: int = 0) -> dict[str, Any]:
         """An event that a rank tells of."""
-        return next(each for each in self.entries(rank) if each.get("event") == name)
+        found = [each for each in self.entries(rank) if each.get("event") == name]
+        if not found:
+            self._give_up(f"the event {name!r} of rank {rank}")
+        return found[0]
 
     def steps_saved(self) -> list[int]:
         """The steps that were saved."""
@@ -126,7 +129,7 @@ class Launch:
                 self._give_up(what)
             time.sleep(POLL)
 
-    def _give_up(self, what: str) -> None:
+    def _give_up(self, what: str) -> NoReturn:
         said = [path.with_suffix(".txt").read_text()[-1500:] for path in self.journals]
         sys.exit(f"{self.title}: {what} was not reached; the trainers said\n" + "\n".join(said))
 

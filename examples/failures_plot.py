@@ -35,7 +35,7 @@ def draw(story: Story, reference: Launch, path: Path) -> None:
         {kind: nbytes / 1e6 for kind, nbytes in each.origin.items()} for each in story.recoveries
     ]
     _bars(right, names, millions, ORIGINS)
-    right.set_title("MB of the state, by where they came from", fontsize=10)
+    right.set_title("MB of the state, by where they lay", fontsize=10)
     left.invert_yaxis()
     figure.suptitle("One run that loses a process, a host, and two hosts at once")
     figure.savefig(path, dpi=130)

@@ -39,10 +39,9 @@ def times(story: Story) -> Table:
 
 
 def origins(story: Story) -> Table:
-    """Where the state came from."""
-    table = Table(
-        title="where the state came from: MB that all ranks together wanted", title_justify="left"
-    )
+    """Where the state lay that all ranks wanted, by its boxes; and what the cables have counted."""
+    title = "where the state lay, in MB of all ranks; and what came over cables meanwhile"
+    table = Table(title=title, title_justify="left")
     table.add_column("what failed")
     for column in (*PLACES, "over cables"):
         table.add_column(column, justify="right")

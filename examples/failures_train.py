@@ -92,7 +92,10 @@ def parallelize(model: GPT, parallel: str) -> DeviceMesh:
 
 
 def by_writer(model: GPT, report: sw.RestoreReport) -> dict[int, int]:
-    """Bytes of the state that this rank wanted, by the rank that had saved them."""
+    """Bytes of the state that this rank wanted, by the rank that had saved them.
+
+    A restore does not say where its bytes came from; the boxes of the snapshot do.
+    """
     (snapshot,) = Path("/dev/shm").glob(f"shardwise-*/runs/*/step-{report.step:08d}")
     checkpoint = sw.open(snapshot)
     tensors = checkpoint.tensors()
