@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import msgspec
 
 from shardwise.errors import CorruptionError, StoreError
-from shardwise.manifest.names import MANIFEST
 from shardwise.memory.home import Run
 from shardwise.memory.nodes import Nodes
 from shardwise.memory.notes import Card
@@ -17,6 +16,7 @@ from shardwise.memory.place import Place
 from shardwise.memory.placement import Protection, decode_protection
 from shardwise.memory.rebuild import Rebuilder
 from shardwise.memory.seal import mapped
+from shardwise.memory.tls import Tls
 from shardwise.store import LocalStore, ReadableFile, Store, WritableFile
 from shardwise.store.store import Buffer
 
@@ -30,10 +30,11 @@ class Assembly(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         step: None if there is none.
-        holders: the nodes that have each file; none for what must be decoded.
+        holders: the nodes that have each file; none for what must be decoded. Of the manifest,
+            the one on which it was found whole.
         sizes: bytes of each data file.
         nodes: those that hold some of it.
-        protection: who protects whom, encoded, if something must be decoded.
+        protection: who protects whom, encoded, if something can be decoded.
         newer: steps that cannot be had, and why.
     """
 
@@ -52,11 +53,12 @@ class AssembledStore:
         assembly: where each file lies; of several holders this node is preferred.
         run: what this node keeps of the run.
         node: the name of this node.
+        tls: by what nodes know each other.
     """
 
     alignment = 4096
 
-    def __init__(self, assembly: Assembly, run: Run, node: str) -> None:
+    def __init__(self, assembly: Assembly, run: Run, node: str, tls: Tls | None = None) -> None:
         if assembly.step is None:
             raise StoreError("there is no snapshot")
         self._assembly = assembly
@@ -64,7 +66,8 @@ class AssembledStore:
         self._node = node
         self._local = LocalStore(run.step(assembly.step))
         cards = list(assembly.nodes.values())
-        self._nodes = Nodes(Place(run, assembly.step), cards, node, WAIT)
+        self._nodes = Nodes(Place(run, assembly.step), cards, node, WAIT, tls)
+        self._gone: dict[str, str] = {}
         self._rebuilder: Rebuilder | None = None
         self._owner: dict[str, str] = {}
         if assembly.protection:
@@ -72,7 +75,7 @@ class AssembledStore:
             self._owner = _owners(protection)
             self._rebuilder = Rebuilder(
                 protection,
-                self._nodes.read_range,
+                self._read_range,
                 lost=set(self._owner.values()) - assembly.nodes.keys(),
                 threads=DECODING_THREADS,
             )
@@ -101,12 +104,12 @@ class AssembledStore:
 
     def read(self, key: str, *, limit: int) -> bytes:
         """All of a small file."""
-        nodes = self._assembly.holders.get(key, [])
+        nodes = self._assembly.holders.get(key)
+        if not nodes:
+            raise FileNotFoundError(f"{self} has no {key}")
         if self._node in nodes:
             return self._local.read(key, limit=limit)
-        for node in nodes:
-            return self._nodes.read(node, key, limit=limit)
-        raise FileNotFoundError(f"{self} has no {key}")
+        return self._nodes.read(nodes[0], key, limit=limit)
 
     def list(self) -> list[str]:
         """The names of its files."""
@@ -115,7 +118,7 @@ class AssembledStore:
     @contextmanager
     def hold(self, key: str, *, shared: bool) -> Iterator[bool]:
         """Keep this node's part from being retired."""
-        if self._node not in self._assembly.holders.get(MANIFEST, ()):
+        if not (self._local.path / key).exists():
             yield True
             return
         with self._local.hold(key, shared=True) as held:
@@ -151,7 +154,7 @@ class AssembledStore:
         """The ways to read a range of a file: from each holder, and by decoding."""
 
         def of_node(node: str) -> Way:
-            return lambda offset, out: self._nodes.read_range(node, key, offset, out)
+            return lambda offset, out: self._read_range(node, key, offset, out)
 
         ways = [of_node(node) for node in nodes]
         rebuilder = self._rebuilder
@@ -159,6 +162,16 @@ class AssembledStore:
             owner = self._owner[key]
             ways.append(lambda offset, out: rebuilder.read(owner, key, offset, out))
         return ways
+
+    def _read_range(self, node: str, key: str, offset: int, out: Buffer) -> None:
+        """Read from a node; one that has failed once is not waited for again."""
+        if node in self._gone:
+            raise StoreError(self._gone[node])
+        try:
+            self._nodes.read_range(node, key, offset, out)
+        except StoreError as error:
+            self._gone[node] = str(error)
+            raise
 
 
 @dataclass(slots=True)

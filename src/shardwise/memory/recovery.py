@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -20,20 +21,35 @@ from shardwise.memory.client import AgentClient
 from shardwise.memory.home import Run
 from shardwise.memory.notes import Card, Protect
 from shardwise.memory.place import Place
+from shardwise.memory.placement import Protection
 from shardwise.memory.rebuild import assemblable
+from shardwise.memory.seal import is_intact
 from shardwise.memory.snapshots import Snapshots
+from shardwise.memory.tls import Tls
 
 SETTLE = 5.0
 POLL = 0.01
 ABSENT = 2.0
+SILENT = 10.0
+ASKED_AT_A_TIME = 16
+
+Read = Callable[[str, int, str], bytes]
+"""`read(node, step, name)`: all of a small file; raises `OSError` where it cannot be had."""
 
 
 class Held(msgspec.Struct, array_like=True):
-    """What a node holds of a run: file names and sizes by step, and the nodes it knows of."""
+    """What a node holds of a run.
+
+    Attributes:
+        steps: names and sizes of files, by step.
+        knows: the nodes that it knows of.
+        removed: whether something was damaged just now, and removed.
+    """
 
     node: str
     steps: dict[int, dict[str, int]]
     knows: list[Card]
+    removed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +68,13 @@ def find_snapshot(
 
     Args:
         step: that of this step only.
-        below: only older ones: this one has turned out to be damaged.
+        below: only older ones: this one has turned out to be damaged. It is taken again only if
+            what was damaged could be found and removed, and the rest is enough.
     """
     assembly = find_assembly(snapshots, group, step=step, below=below)
     if assembly.step is None:
         return Found(-1, None, assembly.newer)
-    store = AssembledStore(assembly, snapshots.run, snapshots.node)
+    store = AssembledStore(assembly, snapshots.run, snapshots.node, snapshots.tls)
     return Found(assembly.step, store, assembly.newer)
 
 
@@ -65,13 +82,19 @@ def find_assembly(
     snapshots: Snapshots, group: Group, *, step: int | None, below: int | None
 ) -> Assembly:
     """Agree on where the files of that snapshot lie."""
-    meeting = snapshots.meeting
+    meeting, run, here = snapshots.meeting, snapshots.run, snapshots.node
+    tls = snapshots.tls
 
     def speak() -> bytes:
         if not snapshots.is_first_of_node:
             return b""
-        _let_settle(snapshots.run, snapshots.node)
-        return msgspec.msgpack.encode(what_is_held(snapshots.run, snapshots.node))
+        removed = False
+        if below is None:
+            _let_settle(run, here)
+        else:
+            removed = remove_damaged(Place(run, below))
+        held = what_is_held(run, here)
+        return msgspec.msgpack.encode(msgspec.structs.replace(held, removed=removed))
 
     def answer(said: list[bytes]) -> bytes:
         held = [msgspec.msgpack.decode(each, type=Held) for each in said if each]
@@ -80,12 +103,17 @@ def find_assembly(
             for card in each.knows:
                 cards.setdefault(card.node, card)
         present = {each.node for each in held}
-        for card in cards.values():
-            if card.node not in present:
-                with suppress(StoreError, OSError):
-                    held.append(_ask(card, meeting.run))
-        found = choose(held, cards, snapshots.run, step=step, below=below)
-        return msgspec.msgpack.encode(found)
+        absent = [card for card in cards.values() if card.node not in present]
+        with ThreadPoolExecutor(ASKED_AT_A_TIME, "shardwise-ask") as pool:
+            asked = pool.map(lambda card: _ask(card, run.name, tls), absent)
+            held += [each for each in asked if each]
+
+        def read(node: str, step: int, name: str) -> bytes:
+            if node == here:
+                return (run.step(step) / name).read_bytes()
+            return _read_of(cards[node], run.name, step, name, tls)
+
+        return msgspec.msgpack.encode(choose(held, cards, read, step=step, below=below))
 
     reply = exchange(group, "looking for snapshots", speak, answer)
     return msgspec.msgpack.decode(reply, type=Assembly)
@@ -100,93 +128,146 @@ def what_is_held(run: Run, node: str) -> Held:
         with suppress(FileNotFoundError):
             found = place.path.iterdir()
             steps[step] = {each.name: each.stat().st_size for each in found}
-        for draft in place.drafts():
-            knows |= {card.node: card for card in draft.nodes}
+        with suppress(StoreError):  # a draft that is damaged knows nobody
+            for draft in place.drafts():
+                knows |= {card.node: card for card in draft.nodes}
     return Held(node, steps, list(knows.values()))
+
+
+def remove_damaged(place: Place) -> bool:
+    """Remove what is not what was committed, so that it is had from elsewhere; if there was any."""
+    try:
+        manifest = decode_manifest((place.path / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return False
+    except FormatError:
+        damaged = [MANIFEST]
+    else:
+        damaged = [
+            entry.name
+            for entry in manifest.files
+            if place.has(entry.name) and not is_intact(place.path / entry.name, entry)
+        ]
+    for name in damaged:
+        (place.path / name).unlink(missing_ok=True)
+        (place.path / notes.staged(name)).unlink(missing_ok=True)  # its slot is no more in use
+    return bool(damaged)
 
 
 def choose(
     held: list[Held],
     cards: Mapping[str, Card],
-    run: Run,
+    read: Read,
     *,
     step: int | None,
     below: int | None,
 ) -> Assembly:
     """The newest step whose manifest some node has, and all of whose files some nodes have."""
     newer: list[tuple[int, str]] = []
-    steps = sorted({s for each in held for s in each.steps}, reverse=True)
-    for candidate in steps:
-        if step not in (None, candidate) or (below is not None and candidate >= below):
+    again = any(each.removed for each in held)
+    for candidate in sorted({s for each in held for s in each.steps}, reverse=True):
+        if step not in (None, candidate):
             continue
-        having = [each for each in held if MANIFEST in each.steps.get(candidate, {})]
-        if not having:
-            newer.append((candidate, "memory: it was not committed"))
+        if below is not None and (candidate > below or (candidate == below and not again)):
             continue
-        try:
-            manifest = decode_manifest(_read(having[0].node, cards, run, candidate, MANIFEST))
-        except (StoreError, FormatError, OSError) as error:
-            newer.append((candidate, f"memory: {error}"))
-            continue
-        found = _assemble(candidate, manifest, held, cards, run)
-        if isinstance(found, str):
-            newer.append((candidate, found))
-        else:
+        found = _assemble_any(candidate, held, cards, read)
+        if not isinstance(found, str):
             return msgspec.structs.replace(found, newer=newer)
+        newer.append((candidate, f"memory: {found}"))
     return Assembly(None, {}, {}, {}, b"", newer)
 
 
-def _assemble(
-    step: int, manifest: Manifest, held: list[Held], cards: Mapping[str, Card], run: Run
+def _assemble_any(
+    step: int, held: list[Held], cards: Mapping[str, Card], read: Read
 ) -> Assembly | str:
-    """Where the files of a snapshot lie, or why they cannot be had."""
+    """Where the files of a step lie, by the first of its manifests of which all can be had.
+
+    All nodes have the same, but one that is damaged, or that was away when the step was saved anew.
+    """
+    reasons: list[str] = []
+    tried: set[str] = set()
+    for each in held:
+        files = each.steps.get(step, {})
+        if MANIFEST not in files or any(save in name for save in tried for name in files):
+            continue
+        try:
+            manifest = decode_manifest(read(each.node, step, MANIFEST))
+        except (FormatError, OSError) as error:
+            reasons.append(f"node {each.node}: {error}")
+            continue
+        if manifest.save_id not in tried:
+            tried.add(manifest.save_id)
+            found = _assemble(step, manifest, each.node, held, cards, read)
+            if not isinstance(found, str):
+                return found
+            reasons.append(found)
+    return "; ".join(reasons) or "it was not committed"
+
+
+def _assemble(
+    step: int,
+    manifest: Manifest,
+    source: str,
+    held: list[Held],
+    cards: Mapping[str, Card],
+    read: Read,
+) -> Assembly | str:
+    """Where the files of a manifest lie, which a node was the source of; or why not all can be
+    had."""
     sizes = {file.name: file.size for file in manifest.files}
     names = {each.node: each.steps.get(step, {}) for each in held}
     holders = {
         name: [node for node, files in names.items() if files.get(name) == size]
         for name, size in sizes.items()
     }
-    note = notes.request("protect", manifest.save_id)
     lost = {name for name, nodes in holders.items() if not nodes}
-    protection = b""
-    if lost:
-        knowing = [node for node, files in names.items() if note in files]
-        if knowing:
-            data = _read(knowing[0], cards, run, step, note)
-            wish = msgspec.json.decode(data, type=Protect)
-            protection = msgspec.json.encode(wish.protection)
-            lost = assemblable(wish.protection, names)
+    protection = _protection(step, manifest.save_id, names, read)
+    if protection is not None:
+        lost &= assemblable(protection, names)
     if lost:
         shown = ", ".join(sorted(lost)[:3])
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-        return f"memory: no node that is left has {shown}{more}"
-    holders[MANIFEST] = [node for node, files in names.items() if MANIFEST in files]
+        return f"no node that is left has {shown}{more}"
+    holders[MANIFEST] = [source]
     live = {node: cards[node] for node, files in names.items() if files}
-    return Assembly(step, holders, sizes, live, protection, [])
+    encoded = b"" if protection is None else msgspec.json.encode(protection)
+    return Assembly(step, holders, sizes, live, encoded, [])
 
 
-def _read(node: str, cards: Mapping[str, Card], run: Run, step: int, name: str) -> bytes:
-    local = run.step(step) / name
-    if local.exists():
-        return local.read_bytes()
-    client = AgentClient(cards[node])
-    try:
-        return client.read(run.name, step, name, limit=LARGEST_MANIFEST)
-    finally:
-        client.close()
+def _protection(
+    step: int, save_id: str, names: Mapping[str, Mapping[str, int]], read: Read
+) -> Protection | None:
+    """Who protects whom, as the first node says whose note of it is whole."""
+    note = notes.request("protect", save_id)
+    for node, files in names.items():
+        if note in files:
+            with suppress(OSError, msgspec.DecodeError):
+                return msgspec.json.decode(read(node, step, note), type=Protect).protection
+    return None
 
 
-def _ask(card: Card, run: str) -> Held:
-    """What a node without trainers holds, if its agent lives."""
-    client = AgentClient(card, connect_timeout=ABSENT)
-    try:
+def _read_of(card: Card, run: str, step: int, name: str, tls: Tls | None) -> bytes:
+    with closing(_client_of(card, tls)) as client:
+        return client.read(run, step, name, limit=LARGEST_MANIFEST)
+
+
+def _ask(card: Card, run: str, tls: Tls | None) -> Held | None:
+    """What a node without trainers holds; None if its agent does not answer."""
+    with (
+        suppress(OSError),
+        closing(_client_of(card, tls)) as client,
+    ):
         steps = {
             listed.step: {file.name: file.size for file in listed.files}
             for listed in client.list(run)
         }
         return Held(card.node, steps, [])
-    finally:
-        client.close()
+    return None
+
+
+def _client_of(card: Card, tls: Tls | None) -> AgentClient:
+    context = None if tls is None else tls.for_client()
+    return AgentClient(card, connect_timeout=ABSENT, read_timeout=SILENT, tls=context)
 
 
 def _let_settle(run: Run, node: str) -> None:
@@ -199,10 +280,16 @@ def _let_settle(run: Run, node: str) -> None:
 
 
 def _is_under_way(place: Place, node: str) -> bool:
-    unsealed = any(not place.has(notes.entry(each.file.name)) for each in place.staged())
-    waiting = [
-        draft
-        for draft in place.drafts()
-        if draft.leader == node and place.ended("commit", draft.save_id) is None
-    ]
-    return unsealed or bool(waiting)
+    """Whether the agent has still something to do for a commit, and all that it takes is here."""
+    try:
+        staged = {each.file.name for each in place.staged()}
+        waiting = [
+            draft
+            for draft in place.drafts()
+            if draft.leader == node
+            and place.ended("commit", draft.save_id) is None
+            and all(name in staged for name, of_node in draft.files if of_node == node)
+        ]
+    except StoreError:  # a note is damaged: nothing comes of it
+        return False
+    return bool(waiting) or any(not place.has(notes.entry(name)) for name in staged)

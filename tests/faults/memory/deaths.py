@@ -1,0 +1,73 @@
+"""How processes die in the middle of their work: at a bucket of a copy, at a note they write.
+
+    python deaths.py PATTERN WHEN agent run --dir=…
+
+is the command line of shardwise, but dies at the first note whose name has this pattern.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from shardwise.engine.content import Content
+    from shardwise.store.store import Buffer
+
+When = Literal["before", "within", "after"]
+
+
+def die() -> None:
+    """Be killed, at once."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at_bucket(number: int) -> None:
+    """From now on, die when the copy comes to this bucket, in its midst."""
+    from shardwise.engine.content import Content
+
+    fill = Content.fill
+    seen = iter(range(number + 1))
+
+    def dying(content: Content, low: int, high: int, out: Buffer) -> None:
+        if next(seen) == number:
+            half = (high - low) // 2
+            fill(content, low, low + half, out[:half])
+            die()
+        fill(content, low, high, out)
+
+    Content.fill = dying  # type: ignore[method-assign]
+
+
+def die_at_note(pattern: str, when: When) -> None:
+    """From now on, die when a note is written whose name has this pattern.
+
+    Args:
+        when: before it; when it is written, and not yet in place; when it is there.
+    """
+    from shardwise.memory.home import write_note
+
+    def dying(path: Path, note: object) -> None:
+        if not re.search(pattern, path.name):
+            return write_note(path, note)
+        if when == "within":
+            path.with_name(f".{path.name}.0badf00d").write_bytes(b'{"cut": ')
+        if when == "after":
+            write_note(path, note)
+        return die()
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("shardwise.memory.") and hasattr(module, "write_note"):
+            module.write_note = dying  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    import shardwise.memory.service  # noqa: F401  # so that its notes are seen too
+    from shardwise.cli import main
+
+    die_at_note(sys.argv.pop(1), sys.argv.pop(1))  # type: ignore[arg-type]
+    main()

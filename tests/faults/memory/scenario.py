@@ -1,0 +1,241 @@
+"""A run whose every step depends on all before it, on nodes that are directories of one machine.
+
+Each step changes all values by those of the step before, in integers: a state that was recovered
+wrongly, or a step too early or too late, can never again be that of a run without a fault.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.memory.home import read_note
+from shardwise.memory.notes import Card
+from shardwise.memory.place import ABANDONED
+
+ROWS, COLUMNS = 48, 1024
+FACTOR = 6364136223846793005
+WAIT = 8.0
+SLOTS = 3  # of a rank: two that are kept, and one that is written
+
+_SAVE = "[0-9a-f]{16}"
+_DATA = rf"r\d{{5}}-{_SAVE}\.safetensors"
+_HOME = re.compile(r"agent\.[a-z.]+|node|[a-z]+\.lock|runs")
+_SLOT = re.compile(r"r\d{5}-[0-9a-f]{8}\.slot")
+_OUTCOME = re.compile(rf"(commit|protect|persist)-all-{_SAVE}\.json")
+_SNAPSHOT = re.compile(
+    rf"manifest\.json|{ABANDONED}|{_DATA}(\.entry\.json)?|r\d{{5}}-{_SAVE}\.staged\.json"
+    rf"|draft-{_SAVE}\.json|[a-z]+(-done|-all)?-{_SAVE}\.json|parity-{_SAVE}(-\d+)+\.bin"
+)
+
+Act = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Where a run keeps what, and on how many nodes, of which the ranks take equal parts.
+
+    `node_of` says on which node each rank is, where the parts are not those.
+    """
+
+    root: Path
+    shm: Path
+    nodes: int = 1
+    node_of: tuple[int, ...] = ()
+    every: int = 1000
+    columns: int = COLUMNS
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def node(self) -> int:
+        """The node of this rank."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        return self.node_of[rank] if self.node_of else rank * self.nodes // world
+
+    def directory(self, node: int) -> Path:
+        """Where a node keeps its home."""
+        return self.shm / f"node{node}"
+
+    def open(self) -> sw.Checkpointer:
+        """The checkpoints of the run, on this rank."""
+        directory = self.directory(self.node())
+        directory.mkdir(exist_ok=True)
+        given = {"dir": str(directory), "when_full": "wait", "wait": WAIT, **self.options}
+        return sw.Checkpointer(self.root, every=self.every, memory=sw.Memory(**given))
+
+
+@dataclass(frozen=True, slots=True)
+class Went:
+    """How a rank went on: from which step, from where, and why from no newer one."""
+
+    step: int | None
+    source: str
+    skipped: str
+
+
+def reference(step: int, columns: int = COLUMNS) -> torch.Tensor:
+    """The values of a run without a fault."""
+    values = torch.arange(ROWS * columns, dtype=torch.int64).reshape(ROWS, columns)
+    for each in range(1, step + 1):
+        train(values, each)
+    return values
+
+
+def train(values: torch.Tensor, step: int) -> None:
+    """Make a step."""
+    values.mul_(FACTOR).add_(step)
+
+
+def box_of(columns: int, by: str) -> sw.Box:
+    """What this rank has of them: an equal part of the rows or of the columns."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if by == "rows":
+        return sw.Box((ROWS // world * rank, 0), (ROWS // world, columns))
+    return sw.Box((0, columns // world * rank), (ROWS, columns // world))
+
+
+def begin(cp: sw.Checkpointer, columns: int, by: str) -> tuple[torch.Tensor, dict[str, Any], Went]:
+    """Restore; this rank's values, its state, and where they came from. All bytes are compared."""
+    box = box_of(columns, by)
+    values = reference(0, columns)[box.slices()].clone()
+    state = {"t": sw.Shards((ROWS, columns), torch.int64, [(box, values)]), "step": 0}
+    step = cp.restore(state)
+    report = cp.last_restore
+    assert torch.equal(values, reference(step or 0, columns)[box.slices()])
+    assert state["step"] == (step or 0)
+    if report is None:
+        return values, state, Went(step, "", "")
+    return values, state, Went(step, report.source, str(report.skipped))
+
+
+def go_on(
+    cluster: Cluster,
+    until: int,
+    *,
+    by: str = "rows",
+    fault: Act | None = None,
+    at: int = 0,
+    victims: Sequence[int] = (0,),
+    results: bool = True,
+) -> Went:
+    """Restore, train and save until a step; leave without a word. A fault comes before the save
+    of the step `at`, on the ranks `victims`."""
+    cp = cluster.open()
+    values, state, went = begin(cp, cluster.columns, by)
+    handles = []
+    for step in range((went.step or 0) + 1, until + 1):
+        train(values, step)
+        state["step"] = step
+        if fault is not None and step == at and dist.get_rank() in victims:
+            fault()
+        handles.append(cp.save(step, state))
+    for handle in handles:
+        assert handle is not None
+        if results:
+            handle.result(20.0)
+    cp.close(wait=False)
+    return went
+
+
+def cards(directory: Path) -> list[Card]:
+    """Those of the agents of all homes below a directory."""
+    found = [read_note(card, Card) for card in directory.glob("**/agent.json")]
+    return [card for card in found if card is not None]
+
+
+def signal_agents(directory: Path, number: signal.Signals) -> list[int]:
+    """Send a signal to the agents of all homes below a directory; their processes."""
+    processes = [card.process for card in cards(directory)]
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, number)
+    return processes
+
+
+def end_agents(directory: Path) -> None:
+    """Kill the agents of all homes below a directory; wait until they are gone."""
+    processes = signal_agents(directory, signal.SIGKILL)
+    until(lambda: not any(is_running(process) for process in processes))
+
+
+def is_running(process: int) -> bool:
+    """Whether there is such a process, and it is not a zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def lose(directory: Path) -> None:
+    """A node is lost, with its agent and all of its memory."""
+    end_agents(directory)
+    for path in sorted(directory.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+def until(true: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not become so in time"
+        time.sleep(0.002)
+
+
+def steps_in(root: Path) -> list[int]:
+    """Those that are committed in storage; each is whole."""
+    with sw.Checkpointer(root) as cp:
+        steps = cp.steps()
+    for step in steps:
+        sw.open(root / f"step-{step:08d}").verify()
+    return steps
+
+
+def strays(shm: Path) -> list[str]:
+    """What lies in the homes below a directory, and belongs to nothing."""
+    found = []
+    for home in shm.glob("*/shardwise-*"):
+        found += [path for path in home.iterdir() if not _HOME.fullmatch(path.name)]
+        for run in (home / "runs").iterdir():
+            for folder in run.iterdir():
+                pattern = {"free": _SLOT, "ended": _OUTCOME}.get(folder.name, _SNAPSHOT)
+                inside = list(folder.iterdir())
+                found += [path for path in inside if not pattern.fullmatch(path.name)]
+                if pattern is _SNAPSHOT and not inside:
+                    found.append(folder)
+    return sorted(str(path.relative_to(shm)) for path in found)
+
+
+def slots(shm: Path) -> dict[str, int]:
+    """How many slots each rank has on each node, free or in use."""
+    counts: dict[str, int] = {}
+    for home in shm.glob("*/shardwise-*"):
+        free = [path.name[:6] for path in home.glob("runs/*/free/*.slot")]
+        notes = home.glob("runs/*/step-*/*.staged.json")
+        used = [path.name[:6] for path in notes if _data_of(path).exists()]
+        for rank in (*free, *used):
+            name = f"{home.parent.name}/{rank}"
+            counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def _data_of(staged: Path) -> Path:
+    return staged.with_name(staged.name.replace(".staged.json", ".safetensors"))
+
+
+def assert_tidy(shm: Path, ranks: int) -> None:
+    """Nothing but what belongs there, and as many slots as there should be, once agents rest."""
+    with suppress(AssertionError):
+        until(lambda: not strays(shm) and list(slots(shm).values()) == [SLOTS] * ranks)
+    assert not (left := strays(shm)), left
+    counts = slots(shm)
+    assert list(counts.values()) == [SLOTS] * ranks, counts
