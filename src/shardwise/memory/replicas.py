@@ -6,7 +6,7 @@ blocks are left to the agent, who also compares what the others' checksums say w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -34,14 +34,14 @@ class Keeping:
     Attributes:
         ring: those who protect each other.
         data: the data sections of the others' files, by rank, as they lie in this rank's memory.
-        take: gives a free slot of so many bytes.
+        take: gives a free slot of so many bytes, beside those of these names.
         place: the snapshot, on this node.
         pool: does the copying, in so many `threads`.
     """
 
     ring: Ring
     data: Mapping[int, Data]
-    take: Callable[[int], Slot]
+    take: Callable[[int, Collection[str]], Slot]
     place: Place
     pool: ThreadPoolExecutor
     threads: int
@@ -56,7 +56,7 @@ class Keeping:
         if group.parity:
             self._keep_parity(group)
         for number, owner in enumerate(self.ring.copied()):
-            slot = self.take(owner.file.size)
+            slot = self.take(owner.file.size, ())
             low, high = known_range(owner.file)
             stage(self._fill(owner), low, high, slot.buffer, self.pool)
             self._leave(number, slot, None, {owner.file.name: (low, high)}, {})
@@ -66,7 +66,10 @@ class Keeping:
         return lambda low, high, out: data.fill(low - base, high - base, out)
 
     def _keep_parity(self, group: Group) -> None:
-        slots = [self.take(parity_file_size(group.chunk)) for _ in range(group.parity)]
+        slots: list[Slot] = []
+        for _ in range(group.parity):
+            taken = [slot.name for slot in slots]
+            slots.append(self.take(parity_file_size(group.chunk), taken))
         reading = {each.file.name: _Reading(each, self._fill(each)) for each in self._others()}
 
         def read(_: str, file: str, offset: int, out: Buffer) -> None:

@@ -110,7 +110,10 @@ def _tidy(place: Place) -> bool:
     by_save = {name.rsplit("-", 1)[-1].split(".")[0] for name in place.named(".staged.json")}
     if len(by_save) < 2:
         return False
-    old = by_save - {decode_manifest((place.path / MANIFEST).read_bytes()).save_id}
+    by_save -= {decode_manifest((place.path / MANIFEST).read_bytes()).save_id}
+    old = {save_id for save_id in by_save if place.ended("commit", save_id) is not None}
+    if not old:
+        return False
     with place.hold(shared=False) as held:
         if held:
             _remove(place, [name for name in os.listdir(place.path) if any(o in name for o in old)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,8 +80,11 @@ class Slots:
         """Whether one is free."""
         return bool(self._free())
 
-    def take(self, nbytes: int) -> Slot | None:
+    def take(self, nbytes: int, *, besides: Collection[str] = ()) -> Slot | None:
         """A free slot, as a file of so many bytes; None if there is none.
+
+        Args:
+            besides: the names of others that are being filled.
 
         It stays where free ones wait until the caller, who has filled it, moves it to where it
         belongs: what a trainer that is killed leaves behind is a free slot.
@@ -88,7 +92,7 @@ class Slots:
         Raises:
             StoreError: the memory file system is full.
         """
-        names = self._free()
+        names = [name for name in self._free() if name not in besides]
         if not names:
             return None
         largest = max(names, key=self._size)

@@ -33,6 +33,7 @@ from shardwise.memory.rings import Rings
 from shardwise.memory.spawn import agent_of
 from shardwise.memory.staging import Part, Staging
 from shardwise.memory.tls import Tls
+from shardwise.memory.trainers import Presence
 from shardwise.plan.cache import PlanCache
 from shardwise.retention import Keep
 from shardwise.store import Store
@@ -58,6 +59,7 @@ class Snapshots:
         self.skipped = 0
         self.home, self.meeting = meet(root, options, group)
         self.run: Run = self.home.run(self.meeting.run)
+        self._presence = Presence(self.run, group.rank)
         self._rings = Rings(options, self.meeting, group)
         self._staging = Staging(self.home, self.run, group.rank, options, self.wake)
         self._keeper = Keeper(self.home, options) if self.is_first_of_node else None
@@ -209,6 +211,7 @@ class Snapshots:
                     self._give_back()
         finally:
             self._staging.close()
+            self._presence.end()
             if self._keeper is not None:
                 self._keeper.stop()
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from shardwise.engine.content import Content, data_of
 from shardwise.engine.planning import Planned
@@ -156,12 +157,12 @@ class Staging:
         """Make what this rank keeps for those of its ring."""
         described = part.planned.described
         data = {rank: data_of(share, described) for rank, share in part.planned.peers.items()}
-        take = lambda nbytes: self._slot(self._others, nbytes)  # noqa: E731
+        take = partial(self._slot, self._others)
         Keeping(ring, data, take, part.place, self._pool, self._threads).keep()
 
-    def _slot(self, slots: Slots, nbytes: int) -> Slot:
+    def _slot(self, slots: Slots, nbytes: int, besides: Collection[str] = ()) -> Slot:
         deadline = time.monotonic() + self._options.wait
-        while (slot := slots.take(nbytes)) is None:
+        while (slot := slots.take(nbytes, besides=besides)) is None:
             if time.monotonic() > deadline:
                 raise StoreError(
                     f"no slot was free for {self._options.wait:.0f} s: the agent of {self._home} "

@@ -1,0 +1,160 @@
+"""Redundancy that ranks make out of their own replicas: the same bytes, without the network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardwise as sw
+from shardwise.memory.completion import claim
+from shardwise.memory.home import Run, write_note
+from shardwise.memory.place import Place
+from shardwise.memory.rings import peers_of, rings_of
+from shardwise.testing import Gang
+from tests.memory.test_snapshots import lose, memory_of, shm
+
+__all__ = ["shm"]
+
+SIZE = 700_000
+
+
+def replicated(step: int) -> dict[str, Any]:
+    """What all ranks hold alike, and a value that each has of its own."""
+    big = torch.arange(SIZE, dtype=torch.float32) * step
+    small = torch.full((5,), float(step))
+    return {"big": big, "small": small, "step": step, "mine": sw.PerRank("x" * dist.get_rank())}
+
+
+def hybrid(step: int, half: int) -> dict[str, Any]:
+    """Rows that every other rank holds alike, as in hybrid sharding."""
+    rows = torch.arange(8 * 40_000, dtype=torch.float32).reshape(8, -1) + step
+    box = sw.Box((4 * half, 0), (4, 40_000))
+    shards = sw.Shards((8, 40_000), torch.float32, [(box, rows[box.slices()].clone())])
+    return {"t": shards, "step": step}
+
+
+def save(root: str, shm: str, kind: str, steps: int, options: dict[str, Any]) -> list[int]:
+    """Save some steps into the memory of as many nodes as ranks; what this node made for others."""
+    memory = memory_of(shm, dist.get_world_size(), **options)
+    cp = sw.Checkpointer(root, every=100, memory=memory)
+    made = []
+    for step in range(1, steps + 1):
+        rank = dist.get_rank()
+        state = replicated(step) if kind == "replicated" else hybrid(step, rank % 2)
+        if kind == "unequal" and rank == 1:
+            state["t"].fragments[0].data[2, 777] += 1
+        handle = cp.save(step, state)
+        assert handle is not None
+        handle.protected(20.0)
+        kept = Place(cp._snapshots.run, step).kept()  # type: ignore[union-attr]
+        made.append(sum(each.file.startswith(".") for each in kept))  # the agent has taken it up
+    cp.close(wait=False)
+    return made
+
+
+def recover(root: str, shm: str, kind: str, nodes: int) -> tuple[int | None, str, str]:
+    """Restore all of it on every rank, and compare."""
+    state: dict[str, Any]
+    if kind == "replicated":
+        state = {"big": torch.zeros(SIZE), "small": torch.zeros(5), "step": -1}
+    else:
+        state = {"t": torch.zeros(8, 40_000), "step": -1}
+    with sw.Checkpointer(root, every=100, memory=memory_of(shm, nodes)) as cp:
+        step = cp.restore(state, strict=False)
+        if step is None or cp.last_restore is None:
+            return None, "", ""
+        if kind == "replicated":
+            assert torch.equal(state["big"], torch.arange(SIZE, dtype=torch.float32) * step)
+            assert state["small"].tolist() == [float(step)] * 5
+        else:
+            whole = torch.arange(8 * 40_000, dtype=torch.float32).reshape(8, -1) + step
+            assert torch.equal(state["t"], whole)
+        assert state["step"] == step
+        return step, cp.last_restore.source, str(cp.last_restore.skipped)
+
+
+@pytest.mark.parametrize(
+    "options", [{"copies": 1}, {"copies": 2}, {"parity": 1}, {"parity": 2}], ids=str
+)
+@pytest.mark.parametrize("kind", ["replicated", "hybrid"])
+def test_a_lost_node_comes_back(
+    gang: Gang, tmp_path: Path, shm: Path, kind: str, options: dict[str, Any]
+) -> None:
+    root = str(tmp_path / "root")
+    made = gang.run(save, root, str(shm), kind, 4, options, world=4)
+    lost = options.get("copies", 0) + options.get("parity", 0)
+    ring = 4 if kind == "replicated" else 2
+    expected = min(lost, ring - 1)
+    assert made == [[expected] * 4] * 4
+    for node in range(min(lost, ring - 1)):
+        lose(shm, node if kind == "replicated" else 2 * node)
+    found = gang.run(recover, root, str(shm), kind, 4, world=4)
+    assert found == [(4, "memory", "()")] * 4
+
+
+def test_replicas_that_differ_are_not_taken_for_copies(
+    gang: Gang, tmp_path: Path, shm: Path
+) -> None:
+    """What protects the owner's bytes is then made of the owner's bytes."""
+    root = str(tmp_path / "root")
+    for options in ({"copies": 1}, {"parity": 1}):
+        gang.run(save, root, str(shm), "unequal", 1, options, world=4)
+        lose(shm, 3)
+        assert gang.run(recover, root, str(shm), "hybrid", 4, world=4) == [(1, "memory", "()")] * 4
+
+
+def test_what_was_begun_to_be_completed_is_not_completed_again(
+    gang: Gang, tmp_path: Path, shm: Path
+) -> None:
+    """An agent that is killed in mid-work leaves a mixture, to which nothing must be added."""
+    gang.run(save, str(tmp_path / "root"), str(shm), "replicated", 1, {"parity": 1}, world=4)
+    ((run, step),) = {
+        (each.parent.parent, each.parent) for each in shm.glob("node0/*/runs/*/*/*.kept-*.json")
+    }
+    place = Place(Run(run), 1)
+    (kept,) = place.kept()
+    (note,) = (each.name for each in step.glob("*.kept-*.json"))
+    assert kept.file.startswith(".")
+    assert claim(place, note, kept.file[1:], kept.ring) is None
+    write_note(place.path / note, msgspec.structs.replace(kept, file="anew"))
+    (place.path / kept.file[1:]).rename(place.path / "anew")
+    assert claim(place, note, kept.file[1:], kept.ring) is not None
+    assert claim(place, note, kept.file[1:], kept.ring) is None
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 4)), min_size=1, max_size=24),
+    st.sampled_from([(1, 0), (2, 0), (0, 1), (0, 2)]),
+    st.integers(2, 5),
+)
+def test_rings_are_of_ranks_that_hold_the_same_on_different_nodes(
+    ranks: list[tuple[str, int]], way: tuple[int, int], group_size: int
+) -> None:
+    alike = [key.encode() for key, _ in ranks]
+    node_of = [f"n{node}" for _, node in ranks]
+    copies, parity = way
+    rings = rings_of(
+        alike,
+        node_of,
+        dict.fromkeys(node_of, ""),
+        copies=copies,
+        parity=parity,
+        group_size=group_size,
+    )
+    listed = [rank for ring in rings for rank in ring]
+    assert len(listed) == len(set(listed))
+    for ring in rings:
+        assert len({alike[rank] for rank in ring}) == 1
+        assert len({node_of[rank] for rank in ring}) == len(ring) > 1
+    peers = peers_of(rings, len(ranks), copies=copies)
+    for ring in rings:
+        for rank in ring:
+            assert set(peers[rank]) <= set(ring) - {rank}
+            assert len(peers[rank]) == min(copies or len(ring), len(ring) - 1)
