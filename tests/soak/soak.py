@@ -151,7 +151,8 @@ class Soak:
             shutil.copy(orders.journal, kept / "journal.jsonl")
         self._field.copy_notes(kept)
         self.tally.failures += [f"cycle {number} ({fault}): {each} (see {kept})" for each in wrong]
-        print(*self.tally.failures[-len(wrong) :] if wrong else (f"slow: see {kept}",), flush=True)
+        shown = self.tally.failures[-len(wrong) :] if wrong else [f"slow: see {kept}"]
+        print("\n".join(shown), flush=True)
 
     def _begin_anew(self) -> None:
         """What failed once must not fail the cycles after it."""
