@@ -371,3 +371,13 @@ def test_homes_are_private(tmp_path: Path) -> None:
     with pytest.raises(sw.StoreError, match="is a link"):
         Home(tmp_path)
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_ranks_of_a_host_of_which_some_have_the_files_in_memory_and_some_not(
+    gang: Gang, tmp_path: Path, shm: Path
+) -> None:
+    root = str(tmp_path / "root")
+    gang.run(train, root, str(shm), 2, 2, 100, world=2, copies=1)
+    lose(shm, 1)
+    found = gang.run(recover, root, str(shm), 2, world=2, timeout=60.0)
+    assert [each[:2] for each in found] == [(2, "memory")] * 2

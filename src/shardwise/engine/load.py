@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -157,7 +158,8 @@ class GroupFilling:
 
         def speak() -> bytes:
             prepared.append(prepare())
-            return _encode_spans(prepared[0].plan.spans)
+            spans = prepared[0].plan.spans
+            return msgspec.msgpack.encode((_are_mapped(spans, opened), _encode_spans(spans)))
 
         self._opened = opened
         self._arena = arena
@@ -176,9 +178,13 @@ class GroupFilling:
             RankError: another rank of the node could not read its part.
         """
         neighbours, opened = self._neighbours, self._opened
-        everyone = [_decode_spans(message) for message in neighbours.messages]
+        heard = [
+            msgspec.msgpack.decode(message, type=tuple[bool, bytes])
+            for message in neighbours.messages
+        ]
+        everyone = [_decode_spans(spans) for _, spans in heard]
         shared = share_reads(everyone, largest_read=self._arena.read_size)
-        alone = len(neighbours) == 1 or self._all_in_memory(shared.file)
+        alone = len(neighbours) == 1 or all(are_mapped for are_mapped, _ in heard)
         if alone or bytes_saved(everyone, shared) < WORTH_SHARING:
             return fill(self.filling, opened, self._arena, verify=verify)
         slots = min(self._arena.reads, int(np.bincount(shared.reader).max()))
@@ -197,12 +203,13 @@ class GroupFilling:
         _finish(self.filling.leaves)
         return int((shared.high - shared.low)[own].sum())
 
-    def _all_in_memory(self, files: npt.NDArray[np.int64]) -> bool:
-        """Whether each rank of the node can read these files where they lie."""
-        store, entries = self._opened.store, self._opened.manifest.files
-        if not isinstance(store, MappedStore):
-            return False
-        return all(store.is_mapped(entries[number].name) for number in np.unique(files).tolist())
+
+def _are_mapped(spans: Spans, opened: Opened) -> bool:
+    """Whether this rank can read all that it wants where it lies in memory."""
+    store, entries = opened.store, opened.manifest.files
+    return isinstance(store, MappedStore) and all(
+        store.is_mapped(entries[number].name) for number in np.unique(spans.file).tolist()
+    )
 
 
 def _finish(leaves: Sequence[TensorLeaf]) -> None:
