@@ -159,6 +159,7 @@ class Soak:
         self._field.clear()
         shutil.rmtree(self._root, ignore_errors=True)
         self._history = History()
+        self.steadiness.begin_anew()
 
     def end(self) -> None:
         """Leave nothing running."""

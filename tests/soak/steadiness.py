@@ -10,7 +10,8 @@ from pathlib import Path
 MOST_GROWTH = 32.0
 MOST_OF_AGENT = 256.0
 MOST_RATIO = 1.25
-ENOUGH = 30
+ENOUGH, WARM = 30, 20
+"""Cycles that a trend is told from, and those after a beginning in which nodes still fill."""
 
 
 @dataclass
@@ -34,6 +35,11 @@ class Steadiness:
         self._bytes: list[float] = []
         self._files: list[float] = []
         self._failures: list[str] = []
+        self._looks = 0
+
+    def begin_anew(self) -> None:
+        """All nodes are empty again."""
+        self._looks = 0
 
     def look(self, agents: dict[str, list[int]]) -> None:
         """Take note of what there is now."""
@@ -49,8 +55,10 @@ class Steadiness:
         for path in self._base.rglob("*"):
             with suppress(OSError):
                 sizes.append(path.stat().st_blocks * 512 / 1e6)
-        self._bytes.append(sum(sizes))
-        self._files.append(len(sizes))
+        self._looks += 1
+        if self._looks > WARM:
+            self._bytes.append(sum(sizes))
+            self._files.append(len(sizes))
 
     def lines(self) -> list[str]:
         """What was seen."""
