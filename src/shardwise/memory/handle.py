@@ -38,12 +38,11 @@ class Stages:
             self.ended(stage)
 
     def is_over(self) -> bool:
-        """Whether the last stage has ended.
-
-        Raises:
-            StoreError: it has failed.
-        """
-        return self.ended(self.stages[-1]) is not None
+        """Whether all has ended well. What has failed is still to be raised."""
+        try:
+            return self.ended(self.stages[-1]) is not None
+        except StoreError:
+            return False
 
     def wait_all(self, timeout: float | None) -> Done:
         """Wait until all stages have ended; how the last one has.
@@ -122,7 +121,7 @@ class SaveHandle:
         if self._stages is None:
             return True
         try:
-            return self._stages.is_over()
+            return self._stages.ended(self._stages.stages[-1]) is not None
         except StoreError:
             return True
 
