@@ -32,7 +32,7 @@ from shardwise.events import Recorder, Sink
 from shardwise.manifest.names import step_directory, step_of_directory
 from shardwise.memory.handle import SaveHandle
 from shardwise.memory.options import Memory
-from shardwise.memory.snapshots import Snapshots
+from shardwise.memory.snapshots import Snapshots, Storing
 from shardwise.plan.cache import PlanCache
 from shardwise.preemption import Preemption
 from shardwise.restoring import RestoreReport, Restoring
@@ -189,8 +189,8 @@ class Checkpointer:
         with without_collection():
             if self._snapshots is not None:
                 self._fence_steps(state)
-                keep = self._keep if durable else None
-                handle = self._snapshots.save(prepare, keep, self._plans, recorder)
+                storing = Storing(durable, self._keep)
+                handle = self._snapshots.save(prepare, storing, self._plans, recorder)
             else:
                 handle = SaveHandle(save_all(prepare, self._group, self._plans, recorder))
         if handle is None:

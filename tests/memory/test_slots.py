@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from shardwise.memory.home import Home, Run, new_run
+from shardwise.manifest.manifest import FileEntry
+from shardwise.memory import notes
+from shardwise.memory.home import Home, Run, new_run, write_note
+from shardwise.memory.notes import Done, Staged
 from shardwise.memory.persist import Throttle
-from shardwise.memory.retire import discard_newer
+from shardwise.memory.place import Place
+from shardwise.memory.retire import discard_newer, retire_old
 from shardwise.memory.slots import Slots
 
 
@@ -99,3 +103,31 @@ def test_a_budget_spreads_bytes_over_time() -> None:
 def test_options_that_make_no_sense_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="Memory"):
         sw.Memory(**options)  # type: ignore[arg-type]
+
+
+def leave_committed(run: Run, step: int, *ended: str) -> None:
+    """A snapshot that is committed, and of which some stages have ended."""
+    save = f"{step:016x}"
+    place = Place(run, step)
+    place.path.mkdir(parents=True)
+    file = FileEntry(f"r00000-{save}.safetensors", 0, 10, 0, 0, 0, 0)
+    (place.path / file.name).write_bytes(bytes(10))
+    staged = Staged(file, f"r00000-{step}.slot", 2, ("commit", "protect"))
+    write_note(place.path / notes.staged(file.name), staged)
+    write_note(place.path / "manifest.json", b"{}")
+    for stage in ended:
+        write_note(place.path / notes.outcome(stage, save), Done(save_id=save, stage=stage))
+
+
+def test_the_newest_that_is_protected_stays(run: Run) -> None:
+    run.free.mkdir(parents=True)
+    leave_committed(run, 5, "commit", "protect")
+    leave_committed(run, 6, "commit")
+    leave_committed(run, 7, "commit")
+    assert not retire_old(Place(run, 5))
+    assert run.steps() == [5, 6, 7]
+    save = f"{7:016x}"
+    outcome = Done(save_id=save, stage="protect")
+    write_note(run.step(7) / notes.outcome("protect", save), outcome)
+    assert retire_old(Place(run, 5))
+    assert run.steps() == [6, 7]

@@ -168,8 +168,8 @@ def test_what_cannot_be_made_up_for_comes_from_storage_and_it_says_why(
 ) -> None:
     root = str(tmp_path / "root")
     gang.run(train, root, str(shm), 4, 3, 2, world=4, parity=1)
-    lose(shm, 0)
-    lose(shm, 1)
+    for node in (0, 1, 2):
+        lose(shm, node)
     step, source, skipped = gang.run(recover, root, str(shm), 4, world=4)[0]
     assert (step, source) == (2, "storage")
     assert "no node that is left has" in skipped
@@ -381,3 +381,36 @@ def test_ranks_of_a_host_of_which_some_have_the_files_in_memory_and_some_not(
     lose(shm, 1)
     found = gang.run(recover, root, str(shm), 2, world=2, timeout=60.0)
     assert [each[:2] for each in found] == [(2, "memory")] * 2
+
+
+def train_and_die(root: str, shm: str, victim: int) -> None:
+    """Protected snapshots in memory only; then one trainer is killed."""
+    cp = sw.Checkpointer(root, every=100, memory=memory_of(shm, 2, copies=1))
+    for step in (1, 2, 3):
+        handle = cp.save(step, rows(step))
+        assert handle is not None
+        handle.protected(20.0)
+    if dist.get_rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    cp.close(wait=False)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_what_is_in_memory_is_persisted_when_a_trainer_is_lost(
+    gang: Gang, tmp_path: Path, shm: Path, victim: int
+) -> None:
+    root = tmp_path / "root"
+    gang.outcomes(train_and_die, str(root), str(shm), victim, world=2, timeout=60.0)
+    deadline = time.monotonic() + 20.0
+    while not (root / "step-00000003" / "manifest.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    checkpoint = sw.open(root / "step-00000003")
+    checkpoint.verify()
+    assert torch.equal(checkpoint["t"][...], reference(3))  # type: ignore[index]
+    assert not (root / "step-00000002").exists()
+    end_agents(shm)
+    for node in (0, 1):
+        lose(shm, node)
+    assert gang.run(recover, str(root), str(shm), 2, world=2)[0][:2] == (3, "storage")

@@ -29,12 +29,14 @@ from shardwise.memory.place import Place
 from shardwise.memory.publication import publication
 from shardwise.memory.seal import seal
 from shardwise.memory.tls import Tls
+from shardwise.memory.trainers import lost_trainers
 from shardwise.store import open_store
 
 log = logging.getLogger("shardwise.agent")
 W = TypeVar("W")
 FILES_AT_A_TIME = 2
 POLL = 0.002
+AT_ONCE = 0.5
 
 
 Duty = Callable[[Place], bool]
@@ -74,8 +76,21 @@ class Leading:
         return self._lead(place, "protect", lambda draft: True, self._protect)
 
     def persist(self, place: Place) -> bool:
-        """Have all nodes copy their files to storage, and publish the manifest there."""
-        return self._lead(place, "persist", lambda draft: draft.root is not None, self._persist)
+        """Have all nodes copy their files to storage, and publish the manifest there.
+
+        A snapshot that is to be rescued is persisted also by another node than that of its draft.
+        """
+
+        def wanted(draft: Draft) -> bool:
+            return draft.durable or place.has(notes.request("rescue", draft.save_id))
+
+        busy = self._lead(place, "persist", wanted, self._persist)
+        for draft in place.terms():
+            ended = place.has(notes.outcome("persist", draft.save_id))
+            if not ended and place.has(notes.request("rescue", draft.save_id)):
+                busy = True
+                self._finish(place, "persist", draft, self._persist)
+        return busy
 
     def _lead(
         self,
@@ -122,6 +137,7 @@ class Leading:
     def _commit(self, place: Place, draft: Draft, nodes: Nodes) -> int:
         entries = [nodes.expect(node, notes.entry(name), FileEntry) for name, node in draft.files]
         manifest = complete_manifest(draft.manifest.encode(), entries)
+        nodes.tell_others(notes.terms(draft.save_id), draft)
         nodes.tell_all(MANIFEST, manifest)
         return sum(each.size for each in entries)
 
@@ -177,6 +193,12 @@ def cards_of(draft: Draft, run: Run) -> list[Card]:
     return [known[card.node] for card in draft.nodes]
 
 
+def is_newest(place: Place) -> bool:
+    """Whether a snapshot is the newest that is committed here."""
+    newer = [step for step in place.run.steps() if step > place.step]
+    return place.is_committed() and not any(Place(place.run, s).is_committed() for s in newer)
+
+
 class Following:
     """The duties of every node: what the leader of a snapshot asks it for.
 
@@ -201,6 +223,35 @@ class Following:
                 return nodes.insist(lambda: guard(place, wish, nodes, self._node))
 
         return self._follow(place, "protect", Protect, work)
+
+    def watch(self, place: Place) -> bool:
+        """Have the newest snapshot persisted, if a trainer of this node is lost."""
+        if not is_newest(place) or not lost_trainers(place.run):
+            return False
+        save_id = decode_manifest((place.path / MANIFEST).read_bytes()).save_id
+        called = [notes.request(each, save_id) for each in ("rescue", "called")]
+        if any(map(place.has, [notes.outcome("persist", save_id), *called])):
+            return False
+        for draft in place.drafts() + place.terms():
+            if draft.save_id == save_id and draft.rescue and not draft.durable:
+                log.warning("a trainer is lost: step %d is to be persisted", place.step)
+                self._call_for_rescue(place, draft)
+                return True
+        return False
+
+    def _call_for_rescue(self, place: Place, draft: Draft) -> None:
+        """Tell the node that leads; or another, if that is lost; or do it here."""
+        call = Done(save_id=draft.save_id, stage="rescue", node=self._node)
+        cards = cards_of(draft, place.run)
+        with Nodes(place, cards, self._node, AT_ONCE, self._tls) as nodes:
+            for node in dict.fromkeys([draft.leader, *(card.node for card in draft.nodes)]):
+                try:
+                    nodes.tell(node, notes.request("rescue", draft.save_id), call)
+                except StoreError as error:
+                    log.warning("node %s: %s", node, error)
+                    continue
+                write_note(place.path / notes.request("called", draft.save_id), call)
+                return
 
     def _follow(self, place: Place, stage: str, kind: type[W], work: Callable[[W], int]) -> bool:
         busy = False

@@ -112,8 +112,8 @@ class Nodes:
         """
         self.insist(lambda: self._put(node, name, note))
 
-    def tell_all(self, name: str, note: object) -> None:
-        """Leave a note at all nodes, at this one last: then all others have it, or are lost.
+    def tell_others(self, name: str, note: object) -> None:
+        """Leave a note at all nodes but this one.
 
         Raises:
             StoreError: some nodes do not answer, and the others have it; or the snapshot is
@@ -127,8 +127,17 @@ class Nodes:
             if left:
                 raise StoreError("; ".join(failures[node] for node in left))
 
+        self.insist(tell)
+
+    def tell_all(self, name: str, note: object) -> None:
+        """Leave a note at all nodes, at this one last: then all others have it, or are lost.
+
+        Raises:
+            StoreError: some nodes do not answer, and the others have it; or the snapshot is
+                abandoned.
+        """
         try:
-            self.insist(tell)
+            self.tell_others(name, note)
         finally:
             self._put(self._here, name, note)
 
@@ -142,12 +151,12 @@ class Nodes:
         """
         deadline = time.monotonic() + self._wait
         while True:
+            self._place.refuse_abandoned()
             try:
                 return work()
             except StoreError:
                 if time.monotonic() > deadline:
                     raise
-            self._place.refuse_abandoned()
             time.sleep(AGAIN)
 
     def read_range(self, node: str, name: str, offset: int, out: Buffer) -> None:

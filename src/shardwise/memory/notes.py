@@ -76,8 +76,10 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
         manifest: the manifest, its files left out; text.
         files: the names of the files, in the manifest's order, and the node of each.
         nodes: of all nodes of the run.
-        root: where to persist it to, if it is to be persisted.
-        keep: rules of retention there.
+        root: where it belongs in storage.
+        durable: whether it is to be persisted in any case.
+        rescue: whether it is to be persisted if a trainer is lost.
+        keep: rules of retention in storage.
         copies, parity, group: how to protect it.
         rings: names of files whose ranks hold the same, and protect each other without the network.
         wait: seconds to wait for a node that does not answer.
@@ -91,7 +93,9 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
     files: list[tuple[str, str]]
     nodes: list[Card]
     leader: str
-    root: str | None = None
+    root: str
+    durable: bool = False
+    rescue: bool = False
     overwrite: bool = False
     keep: dict[str, int | str | None] = {}
     copies: int = 0
@@ -142,6 +146,11 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     files: int = 0
 
 
+def save_of(data_file: str) -> str:
+    """The id of the save that a data file, or a note of it, is of."""
+    return data_file.split("-")[1].split(".")[0]
+
+
 def staged(data_file: str) -> str:
     """The name of the note that a data file is staged."""
     return f"{data_file.removesuffix('.safetensors')}.staged.json"
@@ -160,6 +169,11 @@ def entry(data_file: str) -> str:
 def draft(save_id: str) -> str:
     """The name of the draft of a snapshot."""
     return f"draft-{save_id}.json"
+
+
+def terms(save_id: str) -> str:
+    """The name of the draft of a snapshot, at the nodes that do not lead it."""
+    return request("terms", save_id)
 
 
 def request(stage: str, save_id: str) -> str:

@@ -31,6 +31,8 @@ class Memory:
             and one that runs serves where it does.
         tls: by what nodes know each other, over connections that are encrypted; in clear if None.
         start_agent: start an agent where none lives; otherwise wait for one that others start.
+        rescue: when a trainer ends without having closed its Checkpointer, the agents persist the
+            newest snapshot at once.
         budget: bytes a second that an agent may copy to storage; no bound if None.
         when_full: if all slots are taken: leave this snapshot out, or wait for one. A save that is
             to be persisted waits.
@@ -51,6 +53,7 @@ class Memory:
     interface: str | None = None
     tls: Tls | None = None
     start_agent: bool = True
+    rescue: bool = True
     budget: int | None = None
     when_full: Literal["skip", "wait"] = "skip"
     wait: float = 60.0

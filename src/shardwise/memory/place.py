@@ -64,7 +64,14 @@ class Place:
 
     def drafts(self) -> list[Draft]:
         """The drafts in it: one, unless the step was saved twice."""
-        names = [name for name in self.named(".json") if name.startswith("draft-")]
+        return self._drafts("draft-")
+
+    def terms(self) -> list[Draft]:
+        """The drafts that other nodes lead, as those have told this one."""
+        return self._drafts("terms-")
+
+    def _drafts(self, prefix: str) -> list[Draft]:
+        names = [name for name in self.named(".json") if name.startswith(prefix)]
         found = [read_note(self.path / name, Draft) for name in names]
         return [draft for draft in found if draft is not None]
 
@@ -72,6 +79,10 @@ class Place:
         """The files in it that trainers have staged."""
         found = [read_note(self.path / name, Staged) for name in self.named(".staged.json")]
         return [staged for staged in found if staged is not None]
+
+    def saves(self) -> set[str]:
+        """The ids of the saves of which trainers have staged something in it."""
+        return {notes.save_of(name) for name in self.named(".staged.json")}
 
     def kept(self) -> list[Kept]:
         """What trainers have made for others from their replicas."""

@@ -49,7 +49,7 @@ def publication(draft: Draft) -> Iterator[Publication]:
         CheckpointExistsError: there is a checkpoint, and it is not to be overwritten.
         StoreError: the place cannot be locked.
     """
-    root = open_store(draft.root or "")
+    root = open_store(draft.root)
     store = root.at(step_directory(draft.step))
     names = store.list()
     if not draft.overwrite and MANIFEST in names:

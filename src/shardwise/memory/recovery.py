@@ -84,13 +84,14 @@ def find_assembly(
     """Agree on where the files of that snapshot lie."""
     meeting, run, here = snapshots.meeting, snapshots.run, snapshots.node
     tls = snapshots.tls
+    complete = _complete_saves(snapshots, group) if below is None else set()
 
     def speak() -> bytes:
         if not snapshots.is_first_of_node:
             return b""
         removed = False
         if below is None:
-            _let_settle(run, here)
+            _let_settle(run, complete)
         else:
             removed = remove_damaged(Place(run, below))
         held = what_is_held(run, here)
@@ -129,7 +130,7 @@ def what_is_held(run: Run, node: str) -> Held:
             found = place.path.iterdir()
             steps[step] = {each.name: each.stat().st_size for each in found}
         with suppress(StoreError):  # a draft that is damaged knows nobody
-            for draft in place.drafts():
+            for draft in place.drafts() + place.terms():
                 knows |= {card.node: card for card in draft.nodes}
     return Held(node, steps, list(knows.values()))
 
@@ -270,26 +271,38 @@ def _client_of(card: Card, tls: Tls | None) -> AgentClient:
     return AgentClient(card, connect_timeout=ABSENT, read_timeout=SILENT, tls=context)
 
 
-def _let_settle(run: Run, node: str) -> None:
-    """Give the agent time to commit what was staged completely before the trainers ended."""
+def _complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
+    """The saves that were staged on all nodes: what is still to be committed of them will be."""
+
+    def speak() -> bytes:
+        staged: list[str] = []
+        begun: list[tuple[str, list[str]]] = []
+        for step in snapshots.run.steps() if snapshots.is_first_of_node else ():
+            place = Place(snapshots.run, step)
+            with suppress(StoreError):  # a note is damaged: nothing comes of it
+                staged += [each.file.name for each in place.staged()]
+                begun += [
+                    (each.save_id, [name for name, _ in each.files]) for each in place.drafts()
+                ]
+        return msgspec.msgpack.encode((staged, begun))
+
+    def answer(said: list[bytes]) -> bytes:
+        kind = tuple[list[str], list[tuple[str, list[str]]]]
+        heard = [msgspec.msgpack.decode(each, type=kind) for each in said]
+        staged = {name for names, _ in heard for name in names}
+        complete = {save for _, begun in heard for save, files in begun if staged.issuperset(files)}
+        return msgspec.msgpack.encode(complete)
+
+    reply = exchange(group, "asking what was staged", speak, answer)
+    return msgspec.msgpack.decode(reply, type=set[str])
+
+
+def _let_settle(run: Run, complete: set[str]) -> None:
+    """Give the agents time to commit what was staged completely before the trainers ended."""
     deadline = time.monotonic() + SETTLE
     while time.monotonic() < deadline and any(
-        _is_under_way(Place(run, step), node) for step in run.steps()
+        save in complete and place.ended("commit", save) is None
+        for place in (Place(run, step) for step in run.steps())
+        for save in place.saves()
     ):
         time.sleep(POLL)
-
-
-def _is_under_way(place: Place, node: str) -> bool:
-    """Whether the agent has still something to do for a commit, and all that it takes is here."""
-    try:
-        staged = {each.file.name for each in place.staged()}
-        waiting = [
-            draft
-            for draft in place.drafts()
-            if draft.leader == node
-            and place.ended("commit", draft.save_id) is None
-            and all(name in staged for name, of_node in draft.files if of_node == node)
-        ]
-    except StoreError:  # a note is damaged: nothing comes of it
-        return False
-    return bool(waiting) or any(not place.has(notes.entry(name)) for name in staged)

@@ -36,14 +36,22 @@ def retire_old(place: Place) -> bool:
 
 
 def _kept(run: Run, committed: list[int]) -> set[int]:
-    """The newest, those that are worked on now, and as many more as there are slots."""
+    """The newest, the newest that is protected, those that are worked on now, and as many more as
+    there are slots."""
     slots = max((each.slots for each in Place(run, committed[-1]).staged()), default=2)
     kept = {committed[-1], *(each for each in committed if _is_busy(Place(run, each)))}
+    protected = [step for step in committed if _is_protected(Place(run, step))]
+    kept |= set(protected[-1:])
     for each in reversed(committed):
         if len(kept) >= slots:
             break
         kept.add(each)
     return kept
+
+
+def _is_protected(place: Place) -> bool:
+    ended = [place.ended("protect", save_id) for save_id in place.saves()]
+    return any(done is not None and not done.failure for done in ended)
 
 
 def retire(place: Place, patience: float) -> bool:
@@ -94,7 +102,7 @@ def _is_busy(place: Place) -> bool:
         stage
         for staged in place.staged()
         for stage in staged.stages
-        if place.ended(stage, staged.file.name.split("-")[1].split(".")[0]) is None
+        if place.ended(stage, notes.save_of(staged.file.name)) is None
     }
     newer = [each for each in place.run.steps() if each > place.step]
     overtaken = {
@@ -107,7 +115,7 @@ def _is_busy(place: Place) -> bool:
 
 def _tidy(place: Place) -> bool:
     """Remove what is left of other saves of a step that is committed now."""
-    by_save = {name.rsplit("-", 1)[-1].split(".")[0] for name in place.named(".staged.json")}
+    by_save = place.saves()
     if len(by_save) < 2:
         return False
     by_save -= {decode_manifest((place.path / MANIFEST).read_bytes()).save_id}

@@ -86,6 +86,7 @@ def run_agent(directory: Path, terms: Terms) -> bool:
                 "persist": undisturbed(leading.persist),
                 "guard": undisturbed(following.protect),
                 "copy": undisturbed(following.persist),
+                "watch": undisturbed(following.watch),
                 "retire": retire_old,
             },
         )

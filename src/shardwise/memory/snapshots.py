@@ -7,7 +7,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import msgspec
 
@@ -37,6 +37,19 @@ from shardwise.memory.trainers import Presence
 from shardwise.plan.cache import PlanCache
 from shardwise.retention import Keep
 from shardwise.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Storing:
+    """What becomes of a snapshot in storage.
+
+    Attributes:
+        durable: it is persisted in any case; otherwise only if a trainer is lost.
+        keep: what is kept there then.
+    """
+
+    durable: bool
+    keep: Keep
 
 
 class Snapshots:
@@ -95,7 +108,7 @@ class Snapshots:
     def save(
         self,
         prepare: Callable[[], Save],
-        keep: Keep | None,
+        storing: Storing,
         plans: PlanCache,
         recorder: Recorder,
     ) -> SaveHandle | None:
@@ -103,7 +116,7 @@ class Snapshots:
 
         Args:
             prepare: says what this rank brings; its store is where the step belongs in storage.
-            keep: persist it there, and keep in the root what this says; None: in memory only.
+            storing: what is to become of it there.
 
         Raises:
             ShardwiseError: on all ranks: this save cannot be, or an earlier one failed meanwhile.
@@ -118,14 +131,14 @@ class Snapshots:
                 self._keeper.check()
             card = agent_of(self.home, self._options)
             staging = self._staging
-            free = not staging.is_prepared or keep is not None or staging.has_free()
+            free = not staging.is_prepared or storing.durable or staging.has_free()
             note = msgspec.msgpack.encode((free, card))
             brought.append(prepare())
             job = brought[0]
             return Wish(held=job.held, options=job.options, place=str(job.store), note=note)
 
         def admit(said: list[bytes]) -> str:
-            if keep is not None:
+            if storing.durable:
                 refuse_existing(brought[0])
             heard = [msgspec.msgpack.decode(each, type=tuple[bool, Card]) for each in said]
             self.meeting.nodes = list({card.node: card for _, card in heard}.values())
@@ -139,7 +152,7 @@ class Snapshots:
             return None
         if brought[0].options.check_replicas:
             check_replicas(planned.described, self._group)
-        return self._begin(planned, brought[0], keep, recorder, sent)
+        return self._begin(planned, brought[0], storing, recorder, sent)
 
     def prepare(self, prepare: Callable[[], Save], plans: PlanCache, recorder: Recorder) -> int:
         """Allocate and touch the slots of all ranks; the bytes that were allocated for this one.
@@ -244,16 +257,16 @@ class Snapshots:
         self._open = begun
 
     def _begin(
-        self, planned: Planned, job: Save, keep: Keep | None, recorder: Recorder, sent: int
+        self, planned: Planned, job: Save, storing: Storing, recorder: Recorder, sent: int
     ) -> SaveHandle:
         """Stage what was planned; what fails here the other ranks hear of when they next meet."""
         options = job.options
         place = Place(self.run, options.step or 0)
-        wanted = ("commit", "protect") if keep is None else ("commit", "protect", "persist")
+        wanted = ("commit", "protect", "persist") if storing.durable else ("commit", "protect")
         stages = Stages(self.home, place, planned.save_id, wanted)
         content = planned.content()
         its_ring = self._rings.join(planned, content)
-        draft = None if planned.template is None else self._draft(planned, options, keep)
+        draft = None if planned.template is None else self._draft(planned, options, storing)
         part = Part(
             place=place, planned=planned, content=content, ring=its_ring, draft=draft, stages=wanted
         )
@@ -261,7 +274,7 @@ class Snapshots:
             staging = self._staging.begin(part)
         self._open = [*(each for each in self._open if not each.is_over()), stages]
         report = SaveReport(
-            path=str(place.path if keep is None else job.store),
+            path=str(job.store if storing.durable else place.path),
             step=options.step,
             bytes_total=0,
             bytes_written=0 if content is None else content.layout.size,
@@ -273,7 +286,7 @@ class Snapshots:
         )
         return SaveHandle(report, stages, staging)
 
-    def _draft(self, planned: Planned, options: SaveOptions, keep: Keep | None) -> Draft:
+    def _draft(self, planned: Planned, options: SaveOptions, storing: Storing) -> Draft:
         template = planned.template
         if template is None:
             raise RuntimeError("only rank 0 has a draft")
@@ -286,9 +299,11 @@ class Snapshots:
             nodes=self.meeting.nodes,
             leader=self.node,
             rings=self._rings.files,
-            root=str(self._root) if keep is not None else None,
+            root=str(self._root),
+            durable=storing.durable,
+            rescue=self._options.rescue,
             overwrite=options.overwrite,
-            keep={} if keep is None else asdict(keep),
+            keep=asdict(storing.keep),
             copies=self._options.copies,
             parity=self._options.parity,
             group=self._options.group,
