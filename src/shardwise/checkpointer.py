@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Literal
 from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -18,7 +17,7 @@ from shardwise import api
 from shardwise.engine.arena import DEFAULT_MAX_BUFFER
 from shardwise.engine.collection import without_collection
 from shardwise.engine.exchange import exchange
-from shardwise.engine.group import Group, SoloGroup, TorchGroup, own_process_group
+from shardwise.engine.group import Group, SoloGroup, TorchGroup, own_group
 from shardwise.engine.leftovers import collect_leftovers
 from shardwise.engine.load import LoadReport
 from shardwise.engine.options import SaveOptions
@@ -89,15 +88,20 @@ class Checkpointer:
         self._on_event = on_event
         self._plans = PlanCache()
         self._damaged: set[int] = set()
-        self._own = own_process_group(timeout)
-        self._group: Group = SoloGroup() if self._own is None else TorchGroup(self._own)
         self._preemption = Preemption() if on_sigterm == "save" else None
         self._closed = False
         self._fenced: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
         self.last_restore: RestoreReport | None = None
-        exchange(self._group, "opening a root", lambda: b"", self._collect)
         self._memory = memory
-        self._snapshots = Snapshots(self._root, memory, self._group) if memory else None
+        self._own: TorchGroup | None = None
+        try:
+            self._own = own_group(timeout)
+            self._group: Group = self._own or SoloGroup()
+            exchange(self._group, "opening a root", lambda: b"", self._collect)
+            self._snapshots = Snapshots(self._root, memory, self._group) if memory else None
+        except BaseException:
+            self._let_go()
+            raise
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -123,6 +127,8 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
+        if not wait:
+            self._leave()  # first, as others may be waiting for this rank
         try:
             if self._snapshots is not None:
                 self._snapshots.close(wait=wait)
@@ -131,11 +137,13 @@ class Checkpointer:
                 hook.remove()
             self._let_go()
 
+    def _leave(self) -> None:
+        if self._own is not None:
+            self._own.close()
+
     def _let_go(self) -> None:
+        self._leave()
         preemption, self._preemption = self._preemption, None
-        if self._own is not None and dist.is_initialized():
-            dist.destroy_process_group(self._own)
-        self._own = None
         if preemption is not None:
             preemption.stop()
 

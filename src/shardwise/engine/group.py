@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import LostRankError
+
+CONNECTING = timedelta(minutes=1)
 
 
 class Group(Protocol):
@@ -64,13 +66,28 @@ class SoloGroup:
 
 
 class TorchGroup:
-    """A process group of `torch.distributed` whose backend moves CPU tensors."""
+    """A process group of `torch.distributed` whose backend moves CPU tensors.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    Args:
+        group: the ranks.
+        own: nobody else talks over it. So it can be closed, and is once a rank is lost: those that
+            wait for this one learn of it at once, and not when their time is up.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, own: bool = False) -> None:
+        self._group: dist.ProcessGroup | None = group
+        self._own = own
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.bytes_sent = 0
+
+    def close(self) -> None:
+        """Let go of a group of its own; nothing if that was done before."""
+        if self._own:
+            # Connections are closed when nothing refers to the group any more.
+            group, self._group = self._group, None
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
 
     def gather(self, data: bytes) -> list[bytes]:
         """Lengths by a collective, then each rank's bytes by themselves: no padding."""
@@ -92,45 +109,56 @@ class TorchGroup:
     def broadcast(self, data: bytes) -> bytes:
         """The length first, then the bytes."""
         length = torch.tensor([len(data)], dtype=torch.int64)
-        self._run(lambda: dist.broadcast(length, group=self._group, group_src=0))
+        self._run(lambda group: dist.broadcast(length, group=group, group_src=0))
         content = _tensor(data) if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
         if len(content):
-            self._run(lambda: dist.broadcast(content, group=self._group, group_src=0))
+            self._run(lambda group: dist.broadcast(content, group=group, group_src=0))
         self.bytes_sent += len(data) if self.rank == 0 else 0
         return data if self.rank == 0 else _bytes(content)
 
     def _gather_sizes(self, size: int) -> list[int]:
         mine = torch.tensor([size], dtype=torch.int64)
         everyone = [torch.empty_like(mine) for _ in range(self.size)] if self.rank == 0 else None
-        self._run(lambda: dist.gather(mine, everyone, group=self._group, group_dst=0))
+        self._run(lambda group: dist.gather(mine, everyone, group=group, group_dst=0))
         return [int(size) for size in everyone or []]
 
     def _scatter_size(self, sizes: Sequence[int]) -> int:
         mine = torch.empty(1, dtype=torch.int64)
         parts = [torch.tensor([size], dtype=torch.int64) for size in sizes] or None
-        self._run(lambda: dist.scatter(mine, parts, group=self._group, group_src=0))
+        self._run(lambda group: dist.scatter(mine, parts, group=group, group_src=0))
         return int(mine)
 
     def _send(self, data: bytes, rank: int) -> None:
         if data:
-            self._run(lambda: dist.send(_tensor(data), group=self._group, group_dst=rank))
+            self._run(lambda group: dist.send(_tensor(data), group=group, group_dst=rank))
             self.bytes_sent += len(data)
 
     def _receive(self, size: int, rank: int) -> bytes:
         content = torch.empty(size, dtype=torch.uint8)
         if size:
-            self._run(lambda: dist.recv(content, group=self._group, group_src=rank))
+            self._run(lambda group: dist.recv(content, group=group, group_src=rank))
         return _bytes(content)
 
-    def _run(self, operation: object) -> None:
+    def _run(self, operation: Callable[[dist.ProcessGroup], object]) -> None:
         try:
-            operation()  # type: ignore[operator]
+            operation(self._open())
         except RuntimeError as error:
-            said = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise LostRankError(
-                "talking to the other ranks (one of them died, or did not answer in time)",
-                {self.rank: said},
-            ) from error
+            self.close()
+            # The frames that it went through refer to the group, and would keep it open.
+            raise _lost("talking to", error, self.rank) from error.with_traceback(None)
+
+    def _open(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise RuntimeError("it gave up before, or closed; make another")
+        return self._group
+
+
+def _lost(doing: str, error: Exception, rank: int) -> LostRankError:
+    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return LostRankError(
+        f"{doing} the other ranks (one of them died, gave up, or did not answer in time)",
+        {rank: said},
+    )
 
 
 def _tensor(data: bytes) -> torch.Tensor:
@@ -141,12 +169,33 @@ def _bytes(content: torch.Tensor) -> bytes:
     return content.numpy().tobytes()
 
 
-def own_process_group(timeout: timedelta) -> dist.ProcessGroup | None:
-    """A new gloo group of all ranks, for one owner to talk over; None without distribution."""
+def own_group(timeout: timedelta) -> TorchGroup | None:
+    """A new gloo group of all ranks, for one owner to talk over; None without distribution.
+
+    Raises:
+        LostRankError: a rank died, or did not come in time.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
-    return group
+    default = dist.distributed_c10d._get_default_group()
+    patience = timeout
+    try:
+        if moves_cpu_tensors(default):
+            # A rank that died before it came is noticed here at once: its connections are closed.
+            _meet(default, timeout)
+            patience = min(timeout, CONNECTING)
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=patience)
+        group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+    except RuntimeError as error:
+        raise _lost("meeting", error, dist.get_rank()) from error.with_traceback(None)
+    return TorchGroup(group, own=True)
+
+
+def _meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    options = dist.BarrierOptions()
+    options.timeout = timeout
+    options.device = torch.device("cpu")
+    group.barrier(options).wait()
 
 
 def moves_cpu_tensors(group: dist.ProcessGroup) -> bool:

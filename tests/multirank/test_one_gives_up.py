@@ -1,0 +1,144 @@
+"""A rank that is lost, or gives up, is noticed by all others within seconds, though it lives on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.engine import group as groups
+from shardwise.engine.exchange import exchange
+from shardwise.engine.group import own_group
+from shardwise.testing import Gang
+
+TIMEOUT = timedelta(seconds=40)
+SOON = 5.0
+LINGER = 7.0
+
+
+def state() -> dict[str, Any]:
+    return {"x": torch.ones(3)}
+
+
+def timed(operation: Callable[[], object]) -> tuple[str, float]:
+    """What kind of error it ends with, and after how long; then this rank lives on for a while."""
+    start = time.monotonic()
+    try:
+        operation()
+    except Exception as error:  # held while this rank lives on, as a handler would
+        took = time.monotonic() - start
+        time.sleep(max(0.0, LINGER - took))
+        return type(error).__name__, took
+    return "", time.monotonic() - start
+
+
+@contextmanager
+def connecting_within(seconds: float) -> Iterator[None]:
+    """Ranks that have met are connected in that time."""
+    usual, groups.CONNECTING = groups.CONNECTING, timedelta(seconds=seconds)
+    try:
+        yield
+    finally:
+        groups.CONNECTING = usual
+
+
+def train_wrongly(path: str) -> None:
+    with sw.Checkpointer(path, timeout=TIMEOUT) as checkpointer:
+        checkpointer.save(1, state())
+        if dist.get_rank() == 1:
+            raise KeyError("a bug in the training")
+        checkpointer.save(2, state())
+
+
+def fail_in_training(path: str) -> tuple[str, float]:
+    return timed(lambda: train_wrongly(path))
+
+
+def test_an_error_in_training_is_noticed(gang: Gang, tmp_path: Path) -> None:
+    told = gang.run(fail_in_training, str(tmp_path), world=3)
+    assert [kind for kind, _ in told] == ["LostRankError", "KeyError", "LostRankError"]
+    assert max(took for _, took in told) < SOON, told
+
+
+def die_in_save(path: str) -> tuple[str, float]:
+    checkpointer = sw.Checkpointer(path, timeout=TIMEOUT)
+    checkpointer.save(1, state())
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    told = timed(lambda: checkpointer.save(2, state()))
+    with pytest.raises(sw.LostRankError, match="make another"):
+        checkpointer.save(3, state())
+    return told
+
+
+def test_one_that_died_is_noticed_by_those_that_wait_for_another(
+    gang: Gang, tmp_path: Path
+) -> None:
+    outcomes = gang.outcomes(die_in_save, str(tmp_path), world=4)
+    assert [outcome.kind for outcome in outcomes] == ["value", "died", "value", "value"]
+    told = [outcome.value for outcome in outcomes if outcome.rank != 1]
+    assert {kind for kind, _ in told} == {"LostRankError"}
+    assert max(took for _, took in told) < SOON, told
+
+
+def die_before_making(path: str) -> tuple[str, float]:
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return timed(lambda: sw.Checkpointer(path, timeout=TIMEOUT))
+
+
+def die_while_making(path: str) -> tuple[str, float]:
+    dist.barrier()
+    if dist.get_rank() == 1:
+        dist.new_group = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
+    with connecting_within(2.0):
+        return timed(lambda: sw.Checkpointer(path, timeout=TIMEOUT))
+
+
+@pytest.mark.parametrize("die", [die_before_making, die_while_making])
+def test_one_that_dies_while_the_group_is_made_is_noticed(
+    gang: Gang, tmp_path: Path, die: Callable[[str], tuple[str, float]]
+) -> None:
+    outcomes = gang.outcomes(die, str(tmp_path), world=2)
+    assert [outcome.kind for outcome in outcomes] == ["value", "died"]
+    kind, took = outcomes[0].value
+    assert kind == "LostRankError"
+    assert took < SOON
+
+
+def wait_for_one_that_is_late(late: float) -> tuple[str, float]:
+    with connecting_within(0.5):
+        group = own_group(timedelta(seconds=3))
+    assert group is not None
+
+    def speak() -> bytes:
+        if dist.get_rank() == 1:
+            time.sleep(late)
+        return b""
+
+    def meet() -> None:
+        exchange(group, "meeting", speak, lambda _: b"")
+
+    if late < 3:
+        meet()
+        group.close()
+        return "", 0.0
+    return timed(meet)
+
+
+def test_ranks_wait_for_each_other_as_long_as_they_were_told(gang: Gang) -> None:
+    assert gang.run(wait_for_one_that_is_late, 1.5, world=2) == [("", 0.0)] * 2
+    (kind, took), _ = gang.run(wait_for_one_that_is_late, 5.0, world=2)
+    assert kind == "LostRankError"
+    assert 2 < took < 5
