@@ -13,6 +13,7 @@ from shardwise.cli.agent_status import show_status
 from shardwise.cli.terminal import output, print_json
 from shardwise.memory.home import Home
 from shardwise.memory.interface import LOOPBACK
+from shardwise.memory.logfile import log_to
 from shardwise.memory.options import DIRECTORY
 from shardwise.memory.tls import Tls
 
@@ -46,6 +47,9 @@ def run(
     until_idle: Annotated[
         bool, typer.Option("--until-idle", help="End when nothing is kept, and nobody trains.")
     ] = False,
+    log: Annotated[
+        Path | None, typer.Option(help="Log to this file, 2 MB at most, and not to stderr.")
+    ] = None,
 ) -> None:
     """Be the agent of this node, until SIGTERM.
 
@@ -56,7 +60,10 @@ def run(
     from shardwise.memory.service import Terms, run_agent
 
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(message)s",
+        handlers=[logging.StreamHandler() if log is None else log_to(log)],
+        force=True,
     )
     terms = Terms(
         interface=interface,

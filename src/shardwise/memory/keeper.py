@@ -15,8 +15,9 @@ from contextlib import ExitStack, closing, contextmanager
 from shardwise.errors import StoreError
 from shardwise.memory.client import AgentClient
 from shardwise.memory.home import Home
+from shardwise.memory.logfile import log_tail
 from shardwise.memory.options import Memory
-from shardwise.memory.spawn import agent_of, card_of, log_tail
+from shardwise.memory.spawn import agent_of, card_of
 
 LOOK_AROUND = 1.0
 BETWEEN_QUESTIONS = 5.0
@@ -109,7 +110,7 @@ class _Round:
         if len(self._starts) == MOST_STARTS and now - self._starts[0] < WITHIN:
             self.failure = (
                 f"the agent of {self.home} ended {MOST_STARTS} times within {WITHIN:.0f} s, and "
-                f"is not started any more; its log ends so:\n{log_tail(self.home)}"
+                f"is not started any more; its log ends so:\n{log_tail(self.home.log)}"
             )
             log.error("%s", self.failure)
             return

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from shardwise.errors import StoreError
 from shardwise.memory.home import Home, read_note
 from shardwise.memory.interface import LOOPBACK, address_of, served_address
+from shardwise.memory.logfile import log_tail, open_log
 from shardwise.memory.notes import Card
 from shardwise.memory.options import Memory
 
@@ -46,7 +47,7 @@ def _await(home: Home, command: list[str], options: Memory) -> Card:
     while (card := card_of(home)) is None:
         if not home.has_agent():
             if process is not None and process.poll() is not None:
-                raise StoreError(f"the agent of {home} ended at once:\n{log_tail(home)}")
+                raise StoreError(f"the agent of {home} ended at once:\n{log_tail(home.log)}")
             if process is None and options.start_agent:
                 home.card.unlink(missing_ok=True)
                 process = _start(home, command)
@@ -57,7 +58,7 @@ def _await(home: Home, command: list[str], options: Memory) -> Card:
                     f"{PATIENCE:.0f} s: start `shardwise agent run --dir {home.path.parent}`"
                 )
             raise StoreError(
-                f"the agent of {home} did not start in {PATIENCE:.0f} s:\n{log_tail(home)}"
+                f"the agent of {home} did not start in {PATIENCE:.0f} s:\n{log_tail(home.log)}"
             )
         time.sleep(POLL)
     return card
@@ -76,7 +77,7 @@ def _alone(home: Home) -> Iterator[None]:
 
 def _command(home: Home, options: Memory, address: str) -> list[str]:
     command = [sys.executable, "-m", "shardwise", "agent", "run", f"--dir={home.path.parent}"]
-    command += [f"--interface={address}", "--until-idle"]
+    command += [f"--interface={address}", "--until-idle", f"--log={home.log}"]
     if options.domain is not None:
         command.append(f"--domain={options.domain}")
     if (tls := options.tls) is not None:
@@ -87,7 +88,7 @@ def _command(home: Home, options: Memory, address: str) -> list[str]:
 
 def _start(home: Home, command: list[str]) -> subprocess.Popen[bytes]:
     """In a session of its own: what ends the trainers does not end it."""
-    with home.log.open("ab") as log:
+    with open_log(home.log) as log:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
@@ -114,11 +115,3 @@ def _refuse_other(home: Home, card: Card, options: Memory, address: str | None) 
             f"Ask for what it is, or end it (kill {card.process}): the next one goes on with the "
             "snapshots that it keeps"
         )
-
-
-def log_tail(home: Home) -> str:
-    """The last that an agent had to say."""
-    try:
-        return "\n".join(home.log.read_text(errors="replace").splitlines()[-10:])
-    except OSError:
-        return "(it has no log)"
