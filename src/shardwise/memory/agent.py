@@ -5,7 +5,6 @@ It has no state of its own. One that is killed is followed by one that reads the
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -13,13 +12,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from shardwise.memory.attempts import Attempts
 from shardwise.memory.duties import Duty
 from shardwise.memory.home import Home
 from shardwise.memory.place import Place
 
 LOOK_AROUND = 1.0
 NICE = 10
-log = logging.getLogger("shardwise.agent")
 
 
 class Agent:
@@ -63,29 +62,25 @@ class Agent:
 
     def _work(self, name: str, duty: Duty) -> None:
         bell = self._bells[name]
+        attempts = Attempts(name, duty)
         while not self._stopping:
             bell.wait(LOOK_AROUND)
             bell.clear()
-            while not self._stopping and self._round(name, duty):
+            while not self._stopping and self._round(attempts):
                 self.wake()
 
-    def _round(self, name: str, duty: Duty) -> bool:
+    def _round(self, attempts: Attempts) -> bool:
         """Look at all snapshots once; whether anything was done."""
         busy = False
+        seen = set()
         for run in self._home.runs():
             kept = self._home.run(run)
             for step in kept.steps():
-                busy |= _attempt(name, duty, Place(kept, step))
+                place = Place(kept, step)
+                seen.add(place.path)
+                busy |= attempts.attempt(place)
+        attempts.forget_but(seen)
         return busy
-
-
-def _attempt(name: str, duty: Duty, place: Place) -> bool:
-    """A duty that fails is tried again when the agent looks around the next time."""
-    try:
-        return duty(place)
-    except Exception:
-        log.exception("%s: %s", name, place.path)
-        return False
 
 
 def undisturbed(duty: Duty) -> Duty:

@@ -25,7 +25,7 @@ from shardwise.memory.home import Run, read_note, write_note
 from shardwise.memory.nodes import Nodes
 from shardwise.memory.notes import Card, Done, Draft, Persist, Protect, Staged
 from shardwise.memory.persist import Throttle, copy_to_store
-from shardwise.memory.place import Place
+from shardwise.memory.place import ABANDONED, Place
 from shardwise.memory.publication import publication
 from shardwise.memory.seal import seal
 from shardwise.memory.tls import Tls
@@ -120,7 +120,7 @@ class Leading:
         start = time.monotonic()
         cards = cards_of(draft, place.run)
         with Nodes(place, cards, self._node, draft.wait, self._tls) as nodes:
-            nbytes, failure = attempt(lambda: work(place, draft, nodes))
+            nbytes, failure = attempt(place, lambda: work(place, draft, nodes))
             done = Done(
                 save_id=draft.save_id,
                 stage=stage,
@@ -262,7 +262,7 @@ class Following:
                 continue
             busy = True
             start = time.monotonic()
-            nbytes, failure = attempt(partial(work, wish))
+            nbytes, failure = attempt(place, partial(work, wish))
             done = Done(
                 save_id=save_id,
                 stage=stage,
@@ -275,12 +275,13 @@ class Following:
         return busy
 
 
-def attempt(work: Callable[[], int]) -> tuple[int, str]:
-    """What some work gives, or why it cannot be done."""
+def attempt(place: Place, work: Callable[[], int]) -> tuple[int, str]:
+    """What some work on a snapshot gives, or why it cannot be done."""
     try:
         return work(), ""
     except (ShardwiseError, OSError) as error:
-        log.error("%s: %s", type(error).__name__, error)
+        level = logging.INFO if place.has(ABANDONED) else logging.ERROR
+        log.log(level, "%s: %s", type(error).__name__, error)
         return 0, f"{type(error).__name__}: {error}"
 
 

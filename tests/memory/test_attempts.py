@@ -1,0 +1,134 @@
+"""Duties that fail: how often they are tried again, and what the log says of it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import StoreError
+from shardwise.memory import attempts
+from shardwise.memory.attempts import Attempts
+from shardwise.memory.duties import attempt
+from shardwise.memory.home import Home
+from shardwise.memory.place import Place
+
+
+class Clock:
+    """The time, as a test has it."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        """In seconds."""
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time that attempts go by."""
+    clock = Clock()
+    monkeypatch.setattr(attempts, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    """A snapshot of which there is nothing."""
+    place = Place(Home(tmp_path).run("0" * 16), 3)
+    place.path.mkdir(parents=True)
+    return place
+
+
+@pytest.fixture(autouse=True)
+def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """All that is logged."""
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+class Failing:
+    """A duty that fails, until it is told not to."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+        self.times = 0
+
+    def __call__(self, place: Place) -> bool:
+        """Fail."""
+        self.times += 1
+        if self.error is not None:
+            raise self.error
+        return True
+
+
+def test_what_fails_again_and_again_is_tried_ever_later_and_told_ever_more_rarely(
+    place: Place, clock: Clock, told: pytest.LogCaptureFixture
+) -> None:
+    duty = Failing(ValueError("no"))
+    kept = Attempts("seal", duty)
+    for _ in range(36_000):
+        assert not kept.attempt(place)
+        clock.now += 0.1
+    assert 60 < duty.times < 75
+    assert told.text.count("Traceback") == 1
+    assert [each.levelname for each in told.records] == ["ERROR"] * 7
+    assert "ValueError: no (64 times by now)" in told.text
+    duty.error = None
+    clock.now += 60.0
+    assert kept.attempt(place)
+    assert kept.attempt(place)
+
+
+def test_what_fails_once_is_tried_again_at_once(place: Place, clock: Clock) -> None:
+    duty = Failing(ValueError("no"))
+    kept = Attempts("seal", duty)
+    assert not kept.attempt(place)
+    duty.error = None
+    assert kept.attempt(place)
+
+
+def test_the_same_failure_of_many_snapshots_has_one_traceback(
+    place: Place, clock: Clock, told: pytest.LogCaptureFixture
+) -> None:
+    kept = Attempts("seal", Failing(ValueError("no")))
+    for step in range(100):
+        each = Place(place.run, step)
+        each.path.mkdir(exist_ok=True)
+        kept.attempt(each)
+    assert told.text.count("Traceback") == 1
+    assert len(told.records) == 7
+    kept.forget_but({place.path})
+    assert len(kept._places) == 1
+
+
+def test_races_with_retirement_are_no_errors(
+    place: Place, clock: Clock, told: pytest.LogCaptureFixture
+) -> None:
+    gone = Place(place.run, 4)
+    Attempts("seal", Failing(OSError("gone"))).attempt(gone)
+    duty = Failing(FileNotFoundError("manifest.json"))
+    kept = Attempts("commit", duty)
+    kept.attempt(place)
+    place.abandon()
+    Attempts("protect", Failing(StoreError("is abandoned"))).attempt(place)
+
+    def refused() -> int:
+        place.refuse_abandoned()
+        return 1
+
+    assert "is abandoned" in attempt(place, refused)[1]
+    assert [each.levelname for each in told.records] == ["INFO"] * 4
+    assert "Traceback" not in told.text
+
+
+def test_a_file_that_stays_away_is_an_error(
+    place: Place, clock: Clock, told: pytest.LogCaptureFixture
+) -> None:
+    kept = Attempts("seal", Failing(FileNotFoundError("data")))
+    kept.attempt(place)
+    clock.now += 1.0
+    kept.attempt(place)
+    assert [each.levelname for each in told.records] == ["INFO", "ERROR"]
+    assert "Traceback" in told.text
