@@ -33,6 +33,7 @@ _SAVE = "[0-9a-f]{16}"
 _DATA = rf"r\d{{5}}-{_SAVE}\.safetensors"
 _HOME = re.compile(r"agent\.[a-z.]+|node|[a-z]+\.lock|runs")
 _SLOT = re.compile(r"r\d{5}-[0-9a-f]{8}\.slot")
+_TRAINER = re.compile(r"[a-z]?\d+(\.lock)?")
 _OUTCOME = re.compile(rf"(commit|protect|persist)-all-{_SAVE}\.json")
 _SNAPSHOT = re.compile(
     rf"manifest\.json|{ABANDONED}|{_DATA}(\.entry\.json)?|r\d{{5}}-{_SAVE}\.staged\.json"
@@ -207,7 +208,8 @@ def strays(shm: Path) -> list[str]:
         found += [path for path in home.iterdir() if not _HOME.fullmatch(path.name)]
         for run in (home / "runs").iterdir():
             for folder in run.iterdir():
-                pattern = {"free": _SLOT, "ended": _OUTCOME}.get(folder.name, _SNAPSHOT)
+                known = {"free": _SLOT, "ended": _OUTCOME, "trainers": _TRAINER}
+                pattern = known.get(folder.name, _SNAPSHOT)
                 inside = list(folder.iterdir())
                 found += [path for path in inside if not pattern.fullmatch(path.name)]
                 if pattern is _SNAPSHOT and not inside:

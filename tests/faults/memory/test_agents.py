@@ -35,15 +35,10 @@ SAVE = "[0-9a-f]{16}"
 NOTES: list[tuple[int, str, deaths.When]] = [
     (0, r"\.entry\.json", "within"),
     (0, r"manifest\.json", "within"),
-    (0, r"manifest\.json", "after"),
-    (0, f"commit-all-{SAVE}", "within"),
-    (0, f"protect-{SAVE}", "within"),
     (0, f"protect-done-{SAVE}", "within"),
     (0, f"protect-all-{SAVE}", "within"),
-    (0, f"persist-{SAVE}", "within"),
     (0, f"persist-done-{SAVE}", "within"),
     (1, r"\.entry\.json", "within"),
-    (1, f"protect-done-{SAVE}", "within"),
     (1, f"persist-done-{SAVE}", "within"),
 ]
 

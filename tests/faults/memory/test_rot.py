@@ -39,7 +39,7 @@ def restored(gang: Gang, cluster: Cluster, until: int, world: int = 2) -> Went:
 @pytest.fixture
 def copied(gang: Gang, root: Path, shm: Path) -> Cluster:
     """Two nodes that keep copies of each other's files, with the steps 1 to 3, and 2 in storage."""
-    cluster = Cluster(root=root, shm=shm, nodes=2, every=2, options={"copies": 1, "wait": 3.0})
+    cluster = Cluster(root=root, shm=shm, nodes=2, every=2, options={"copies": 1, "wait": 2.0})
     gang.run(go_on, cluster, 3, world=2)
     return cluster
 
