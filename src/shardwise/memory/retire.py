@@ -12,6 +12,7 @@ from shardwise.manifest.names import MANIFEST
 from shardwise.memory import notes
 from shardwise.memory.home import Run
 from shardwise.memory.place import Place
+from shardwise.memory.tenants import evict_movers
 from shardwise.store import LocalStore
 
 ENDED = "ended"
@@ -32,7 +33,10 @@ def retire_old(place: Place) -> bool:
         return place.step in committed and _tidy(place)
     if place.step in _kept(run, committed):
         return _tidy(place)
-    return False if _is_busy(place) else retire(place, PATIENCE)
+    if _is_busy(place) or not retire(place, PATIENCE):
+        return False
+    evict_movers(Place(run, committed[-1]))
+    return True
 
 
 def _kept(run: Run, committed: list[int]) -> set[int]:

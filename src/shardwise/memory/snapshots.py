@@ -24,7 +24,7 @@ from shardwise.memory.guard import gaps
 from shardwise.memory.handle import SaveHandle, Stages
 from shardwise.memory.home import Run
 from shardwise.memory.keeper import Keeper
-from shardwise.memory.meeting import meet
+from shardwise.memory.meeting import meet, reaching
 from shardwise.memory.notes import Card, Draft
 from shardwise.memory.options import Memory
 from shardwise.memory.place import Place
@@ -32,6 +32,7 @@ from shardwise.memory.retire import discard_newer
 from shardwise.memory.rings import Rings
 from shardwise.memory.spawn import agent_of
 from shardwise.memory.staging import Part, Staging
+from shardwise.memory.tenants import evict
 from shardwise.memory.tls import Tls
 from shardwise.memory.trainers import Presence
 from shardwise.plan.cache import PlanCache
@@ -66,13 +67,14 @@ class Snapshots:
 
     def __init__(self, root: Store, options: Memory, group: Group) -> None:
         self._root = root
-        self._options = options
+        self._options = options = reaching(options, group)
         self._group = group
         self._open: list[Stages] = []
         self.skipped = 0
         self.home, self.meeting = meet(root, options, group)
         self.run: Run = self.home.run(self.meeting.run)
         self._presence = Presence(self.run, group.rank)
+        self._evict_movers()
         self._rings = Rings(options, self.meeting, group)
         self._staging = Staging(self.home, self.run, group.rank, options, self.wake)
         self._keeper = Keeper(self.home, options) if self.is_first_of_node else None
@@ -89,6 +91,17 @@ class Snapshots:
         )
         for gap in found:
             warnings.warn(f"snapshots in memory: {gap}", RuntimeWarning, stacklevel=4)
+
+    def _evict_movers(self) -> None:
+        """Give the memory of ranks back that were on this node before, and are not any more."""
+
+        def speak() -> bytes:
+            if self.is_first_of_node:
+                node_of = self.meeting.node_of
+                evict(self.run, lambda rank: node_of[rank : rank + 1] == [self.node])
+            return b""
+
+        exchange(self._group, "giving memory back", speak, lambda _: b"")
 
     @property
     def tls(self) -> Tls | None:
@@ -227,6 +240,17 @@ class Snapshots:
             self._presence.end()
             if self._keeper is not None:
                 self._keeper.stop()
+
+    def settle(self) -> None:
+        """Wait until what is to be persisted is, or has failed. A rank may do so alone.
+
+        Raises:
+            StoreError: something failed, or the agent is gone.
+        """
+        self.fence()
+        for each in self._open:
+            if each.stages[-1] == "persist":
+                each.wait_all(None)
 
     def _give_back(self) -> None:
         """Leave nothing of the run in memory. All ranks together."""

@@ -1,0 +1,59 @@
+"""Ranks that move to other nodes leave no memory behind; those that come back find theirs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwise.testing import Gang
+from tests.faults.memory.scenario import Cluster, go_on, until
+
+STEPS = 3
+
+
+def slots(shm: Path) -> set[tuple[str, int]]:
+    """On which node which ranks have memory, free or in use, also for others."""
+    names = ("free/*.slot", "step-*/*.staged.json", "step-*/*.kept-*.json")
+    found = [path for name in names for path in shm.glob(f"*/*/runs/*/{name}")]
+    return {(path.relative_to(shm).parts[0], int(path.name[1:6])) for path in found}
+
+
+def free(shm: Path) -> dict[str, int]:
+    """The free slots, as files."""
+    return {each.name: each.stat().st_ino for each in shm.glob("*/*/runs/*/free/*.slot")}
+
+
+@pytest.mark.parametrize("options", [{}, {"copies": 1}])
+def test_ranks_that_swap_their_nodes_leave_nothing_behind(
+    gang: Gang, root: Path, shm: Path, options: dict[str, int]
+) -> None:
+    cluster = Cluster(root=root, shm=shm, nodes=2, node_of=(0, 1), every=1, options=options)
+    gang.run(go_on, cluster, STEPS, world=2)
+    went = gang.run(go_on, replace(cluster, node_of=(1, 0)), 3 * STEPS, world=2)
+    assert {each.step for each in went} == {STEPS}
+    until(lambda: slots(shm) == {("node1", 0), ("node0", 1)})
+
+
+def test_a_world_that_shrinks_gives_memory_back_when_it_opens(
+    gang: Gang, root: Path, shm: Path
+) -> None:
+    cluster = Cluster(root=root, shm=shm, nodes=1, every=1)
+    gang.run(go_on, cluster, STEPS, world=2)
+    until(lambda: any(name.startswith("r00001") for name in free(shm)))
+    gang.run(go_on, cluster, STEPS, world=1)
+    assert not any(name.startswith("r00001") for name in free(shm))
+    gang.run(go_on, cluster, 3 * STEPS, world=1)
+    until(lambda: slots(shm) == {("node0", 0)})
+
+
+def test_ranks_that_come_back_find_their_memory(gang: Gang, root: Path, shm: Path) -> None:
+    cluster = Cluster(root=root, shm=shm, nodes=2, every=1)
+    gang.run(go_on, cluster, STEPS, world=2)
+    time.sleep(1.5)  # the agent looks around while nobody lives here
+    before = free(shm)
+    assert {name[:6] for name in before} == {"r00000", "r00001"}
+    gang.run(go_on, cluster, STEPS, world=2)
+    assert before.items() <= free(shm).items()
