@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from shardwise.engine.describe import Described
 from shardwise.engine.memory import Memory, memory_of
@@ -30,20 +31,25 @@ class PieceSource:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The data section of a file: pieces by their byte offsets."""
+    """The data section of a file: pieces by their byte offsets, and the devices they lie on."""
 
     pieces: Sequence[PieceSource]
     starts: npt.NDArray[np.int64]
+    devices: frozenset[torch.device]
 
-    def fill(self, low: int, high: int, out: Buffer) -> None:
-        """Copy bytes `low:high` of the section to `out`; what lies outside of it is left alone."""
+    def fill(self, low: int, high: int, out: Buffer, *, wait: bool = True) -> None:
+        """Copy bytes `low:high` of the section to `out`; what lies outside of it is left alone.
+
+        Args:
+            wait: as for `Memory.read`.
+        """
         first = int(np.searchsorted(self.starts, low, side="right")) - 1
         last = int(np.searchsorted(self.starts, high, side="left"))
         for source in self.pieces[max(first, 0) : last]:
             at = source.start
             a, b = max(low, at), min(high, at + source.nbytes)
             if a < b:
-                _copy_piece(source, a - at, b - at, out[a - low : b - low])
+                _copy_piece(source, a - at, b - at, out[a - low : b - low], wait)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +60,17 @@ class Content:
     data: Data
     objects: bytes
 
-    def fill(self, low: int, high: int, out: Buffer) -> None:
-        """Copy bytes `low:high` of the file to `out`."""
+    @property
+    def devices(self) -> frozenset[torch.device]:
+        """Those on which some of it lies."""
+        return self.data.devices
+
+    def fill(self, low: int, high: int, out: Buffer, *, wait: bool = True) -> None:
+        """Copy bytes `low:high` of the file to `out`; `wait` is as for `Memory.read`."""
         layout = self.layout
         _copy_bytes(layout.header, 0, low, high, out)
         _copy_bytes(self.objects, layout.objects_at, low, high, out)
-        self.data.fill(low - layout.data_at, high - layout.data_at, out)
+        self.data.fill(low - layout.data_at, high - layout.data_at, out, wait=wait)
 
 
 def content_of(
@@ -99,7 +110,9 @@ def data_of(share: Share, described: Described) -> Data:
         within = tuple(o - p for o, p in zip(box.offset, base, strict=True))
         pieces.append(PieceSource(start, nbytes, memory, within, box.shape))
         start += nbytes
-    return Data(pieces, np.array([piece.start for piece in pieces], np.int64))
+    starts = np.array([piece.start for piece in pieces], np.int64)
+    devices = frozenset(each.device for each in memories.values() if each.device is not None)
+    return Data(pieces, starts, devices)
 
 
 def _boxes(share: Share, described: Described) -> Iterator[tuple[int, Box]]:
@@ -117,20 +130,22 @@ def _copy_bytes(data: bytes, at: int, low: int, high: int, out: Buffer) -> None:
         out[a - low : b - low] = np.frombuffer(data, np.uint8)[a - at : b - at]
 
 
-def _copy_piece(source: PieceSource, low: int, high: int, out: Buffer) -> None:
+def _copy_piece(source: PieceSource, low: int, high: int, out: Buffer, wait: bool) -> None:
     """Copy bytes `low:high` of a piece, as it lies in the file, to `out`."""
     memory, itemsize = source.memory, source.memory.itemsize
     if low == 0 and high == source.nbytes:
-        _copy_box(memory, source.offset, source.shape, out)
+        _copy_box(memory, source.offset, source.shape, out, wait)
         return
     at = 0
     for box in boxes_of_range(source.shape, low // itemsize, high // itemsize):
         nbytes = box.size * itemsize
         offset = tuple(o + b for o, b in zip(source.offset, box.offset, strict=True))
-        _copy_box(memory, offset, box.shape, out[at : at + nbytes])
+        _copy_box(memory, offset, box.shape, out[at : at + nbytes], wait)
         at += nbytes
 
 
-def _copy_box(memory: Memory, offset: tuple[int, ...], shape: tuple[int, ...], out: Buffer) -> None:
+def _copy_box(
+    memory: Memory, offset: tuple[int, ...], shape: tuple[int, ...], out: Buffer, wait: bool
+) -> None:
     index = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-    memory.read(index, out.view(memory.dtype).reshape(shape))
+    memory.read(index, out.view(memory.dtype).reshape(shape), wait=wait)

@@ -16,13 +16,19 @@ Slices = tuple[slice, ...]
 
 
 class Memory(Protocol):
-    """A strided piece of local memory that holds one fragment."""
+    """A strided piece of local memory that holds one fragment; `device` is None on the host."""
 
     itemsize: int
     dtype: np.dtype[np.generic]
+    device: torch.device | None
 
-    def read(self, index: Slices, out: Array) -> None:
-        """Copy a box of it to `out`, which has the box's shape and this `dtype`."""
+    def read(self, index: Slices, out: Array, *, wait: bool = True) -> None:
+        """Copy a box of it to `out`, which has the box's shape and this `dtype`.
+
+        Args:
+            wait: until it is copied; otherwise, where there is a device, it is when that has done
+                what is on its current stream, and the memory and `out` must be kept until then.
+        """
         ...
 
     def write(self, index: Slices, source: Array) -> None:
@@ -33,12 +39,14 @@ class Memory(Protocol):
 class HostMemory:
     """A fragment in host memory."""
 
+    device: torch.device | None = None
+
     def __init__(self, data: torch.Tensor) -> None:
         self._array = host_array(data)
         self.dtype = self._array.dtype
         self.itemsize = self.dtype.itemsize
 
-    def read(self, index: Slices, out: Array) -> None:
+    def read(self, index: Slices, out: Array, *, wait: bool = True) -> None:
         """Copy a box to `out`."""
         np.copyto(out, self._array[index])
 
@@ -52,12 +60,13 @@ class DeviceMemory:
 
     def __init__(self, data: torch.Tensor) -> None:
         self._carrier = as_carrier(data)
+        self.device: torch.device | None = data.device
         self.itemsize = data.element_size()
         self.dtype = torch.empty(0, dtype=self._carrier.dtype).numpy().dtype
 
-    def read(self, index: Slices, out: Array) -> None:
+    def read(self, index: Slices, out: Array, *, wait: bool = True) -> None:
         """Copy a box to `out`."""
-        torch.from_numpy(out).copy_(self._carrier[index])
+        torch.from_numpy(out).copy_(self._carrier[index], non_blocking=not wait)
 
     def write(self, index: Slices, source: Array) -> None:
         """Copy `source` to a box."""
@@ -69,6 +78,8 @@ class DeviceMemory:
 class CastingMemory:
     """A fragment that is filled from another dtype, `saved`, as `Tensor.to` converts."""
 
+    device: torch.device | None = None
+
     def __init__(self, data: torch.Tensor, saved: torch.dtype) -> None:
         self._data = data.detach()
         self._saved = saved
@@ -76,7 +87,7 @@ class CastingMemory:
         self.dtype = carrier.numpy().dtype
         self.itemsize = carrier.element_size()
 
-    def read(self, index: Slices, out: Array) -> None:
+    def read(self, index: Slices, out: Array, *, wait: bool = True) -> None:
         """Saving does not cast."""
         raise TypeError("a casting fragment is only written to")
 

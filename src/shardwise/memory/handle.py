@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 
 from shardwise.engine.save import SaveReport
 from shardwise.errors import StoreError
 from shardwise.memory import notes
+from shardwise.memory.copying import Copying
 from shardwise.memory.home import Home, read_note
 from shardwise.memory.notes import Done
 from shardwise.memory.place import Place
@@ -103,18 +103,18 @@ class SaveHandle:
     Args:
         report: what it did until now; all that there is to report, if it is over.
         stages: what is still to come; None if it is durable.
-        staging: the copy into memory, if it may still be under way.
+        copying: the copy into memory, if it may still be under way. Whoever waits hurries it.
     """
 
     def __init__(
         self,
         report: SaveReport,
         stages: Stages | None = None,
-        staging: Future[None] | None = None,
+        copying: Copying | None = None,
     ) -> None:
         self._report = report
         self._stages = stages
-        self._staging = staging
+        self._copying = copying
 
     def done(self) -> bool:
         """Whether it is over: durable (or, if that is all it is for, safe in memory), or failed."""
@@ -133,10 +133,8 @@ class SaveHandle:
         Raises:
             TimeoutError: `timeout` seconds have passed.
         """
-        if self._staging is not None:
-            done, _ = wait([self._staging], timeout)
-            if not done:
-                raise TimeoutError(f"the state is not copied after {timeout:g} s")
+        if self._copying is not None and not self._copying.wait(timeout):
+            raise TimeoutError(f"the state is not copied after {timeout:g} s")
 
     def committed(self, timeout: float | None = None) -> None:
         """Wait until the snapshot is whole on all nodes, and what `restore` would take.
@@ -145,8 +143,8 @@ class SaveHandle:
             StoreError: it has failed; says at which stage, and why.
             TimeoutError: `timeout` seconds have passed.
         """
-        if self._stages is not None:
-            self._stages.wait("commit", timeout)
+        if (stages := self._hurried()) is not None:
+            stages.wait("commit", timeout)
 
     def protected(self, timeout: float | None = None) -> None:
         """Wait until it would survive the loss of as many nodes as it was asked to.
@@ -154,8 +152,8 @@ class SaveHandle:
         Raises:
             StoreError, TimeoutError: as for `committed`.
         """
-        if self._stages is not None:
-            self._stages.wait("protect", timeout)
+        if (stages := self._hurried()) is not None:
+            stages.wait("protect", timeout)
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait until it is durable, or, if it is for memory only, protected.
@@ -163,9 +161,9 @@ class SaveHandle:
         Raises:
             StoreError, TimeoutError: as for `committed`.
         """
-        if self._stages is None:
+        if (stages := self._hurried()) is None:
             return self._report
-        ended = {stage: self._stages.wait(stage, timeout) for stage in self._stages.stages}
+        ended = {stage: stages.wait(stage, timeout) for stage in stages.stages}
         last = ended["commit"]
         seconds = self._report.seconds | {stage: each.seconds for stage, each in ended.items()}
         return replace(
@@ -175,3 +173,9 @@ class SaveHandle:
             files=last.files,
             seconds=seconds,
         )
+
+    def _hurried(self) -> Stages | None:
+        """What is still to come, now that it is waited for."""
+        if self._copying is not None:
+            self._copying.hurry()
+        return self._stages

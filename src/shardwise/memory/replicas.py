@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.engine.content import Data
 from shardwise.manifest.checksums import BLOCK, block_checksums, block_count
 from shardwise.memory import notes
 from shardwise.memory.encoding import PIECE, encode_pieces, owned
@@ -23,8 +22,16 @@ from shardwise.memory.place import Place
 from shardwise.memory.placement import Group, parity_file_size
 from shardwise.memory.rings import Holder, Ring, known_range
 from shardwise.memory.slots import Slot
-from shardwise.memory.stage import stage
+from shardwise.memory.stage import Fill, stage
 from shardwise.store.store import Buffer
+
+
+def bytes_read(ring: Ring) -> int:
+    """How much is read from replicas to protect the others of a ring, at most."""
+    group = ring.group
+    ranges = [known_range(each.file) for each in ring.copied()]
+    of_parity = group.parity * (len(group.members) - group.parity) * group.chunk
+    return sum(high - low for low, high in ranges) + of_parity
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +40,15 @@ class Keeping:
 
     Attributes:
         ring: those who protect each other.
-        data: the data sections of the others' files, by rank, as they lie in this rank's memory.
+        data: copies from the data sections of the others' files, by rank, as they lie in this
+            rank's memory.
         take: gives a free slot of so many bytes, beside those of these names.
         place: the snapshot, on this node.
         pool: does the copying, in so many `threads`.
     """
 
     ring: Ring
-    data: Mapping[int, Data]
+    data: Mapping[int, Fill]
     take: Callable[[int, Collection[str]], Slot]
     place: Place
     pool: ThreadPoolExecutor
@@ -61,9 +69,9 @@ class Keeping:
             stage(self._fill(owner), low, high, slot.buffer, self.pool)
             self._leave(number, slot, None, {owner.file.name: (low, high)}, {})
 
-    def _fill(self, owner: Holder) -> Callable[[int, int, Buffer], None]:
-        data, base = self.data[owner.rank], owner.file.data_at
-        return lambda low, high, out: data.fill(low - base, high - base, out)
+    def _fill(self, owner: Holder) -> Fill:
+        fill, base = self.data[owner.rank], owner.file.data_at
+        return lambda low, high, out: fill(low - base, high - base, out)
 
     def _keep_parity(self, group: Group) -> None:
         slots: list[Slot] = []
@@ -112,7 +120,7 @@ class Keeping:
 class _Reading:
     """A file of which only tensors are known; all else is read as zeros."""
 
-    def __init__(self, holder: Holder, fill: Callable[[int, int, Buffer], None]) -> None:
+    def __init__(self, holder: Holder, fill: Fill) -> None:
         self.name = holder.file.name
         self._known = known_range(holder.file)
         self._fill = fill

@@ -7,8 +7,9 @@ import os
 import secrets
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -30,6 +31,44 @@ class Slot:
     buffer: Buffer
 
 
+class Locks(Protocol):
+    """Page-locks memory, so that a device copies to it by itself."""
+
+    def lock(self, address: int, nbytes: int) -> bool:
+        """Lock it; whether that could be."""
+        ...
+
+    def unlock(self, address: int) -> None:
+        """Unlock what was locked from this address on."""
+        ...
+
+
+@dataclass(slots=True)
+class _Mapping:
+    """A file as it is mapped.
+
+    Attributes:
+        lasting: how many of its first bytes have had the same pages ever since. A device knows no
+            others: what it copied to pages that a file has lost would be lost too.
+        asked: whether it was to be page-locked.
+        locked: whether it is.
+    """
+
+    memory: mmap.mmap
+    lasting: int
+    asked: bool = False
+    locked: bool = False
+    buffer: Buffer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.buffer = np.frombuffer(self.memory, np.uint8)
+
+    @property
+    def address(self) -> int:
+        """Of its first byte, in this process."""
+        return int(self.buffer.ctypes.data)
+
+
 class Slots:
     """The slots of one rank on one node.
 
@@ -41,18 +80,25 @@ class Slots:
         prefix: what their names begin with: whose they are.
         named_by: a word in the names of the notes that say which of them are in use.
         count: how many there should be, those in use included.
+        locks: page-locks those that a device copies to.
     """
 
-    def __init__(self, run: Run, prefix: str, named_by: str, count: int) -> None:
+    def __init__(
+        self, run: Run, prefix: str, named_by: str, count: int, locks: Locks | None = None
+    ) -> None:
         self._run = run
         self._directory = run.free
         self._prefix = prefix
         self._notes = f"r{prefix[1:]}*.{named_by}*.json"
         self._count = count
-        self._maps: dict[int, mmap.mmap] = {}
+        self._locks = locks
+        self._maps: dict[int, _Mapping] = {}
 
-    def prepare(self, nbytes: int) -> int:
+    def prepare(self, nbytes: int, *, locked: int = 0) -> int:
         """Have as many slots as there should be, each with room for so many bytes.
+
+        Args:
+            locked: how many of the first bytes of each a device copies to.
 
         Returns:
             The bytes that were allocated.
@@ -73,18 +119,19 @@ class Slots:
         for name in wanted:
             if growth[name]:
                 self._allocate(self._directory / name, size)
-            self._map(self._directory / name)
+            self._map(self._directory / name, locked)
         return needed
 
     def has_free(self) -> bool:
         """Whether one is free."""
         return bool(self._free())
 
-    def take(self, nbytes: int, *, besides: Collection[str] = ()) -> Slot | None:
+    def take(self, nbytes: int, *, besides: Collection[str] = (), locked: int = 0) -> Slot | None:
         """A free slot, as a file of so many bytes; None if there is none.
 
         Args:
             besides: the names of others that are being filled.
+            locked: how many of its first bytes a device copies to.
 
         It stays where free ones wait until the caller, who has filled it, moves it to where it
         belongs: what a trainer that is killed leaves behind is a free slot.
@@ -99,9 +146,10 @@ class Slots:
         path = self._directory / largest
         if self._size(largest) < nbytes:
             self._allocate(path, _rounded(nbytes))
-        buffer = self._map(path)
+        mapping = self._map(path, locked)
         os.truncate(path, nbytes)
-        return Slot(largest, path, buffer[:nbytes])
+        mapping.lasting = min(mapping.lasting, _rounded(nbytes))
+        return Slot(largest, path, mapping.buffer[:nbytes])
 
     def remove(self) -> None:
         """Give the memory of free slots back."""
@@ -110,7 +158,8 @@ class Slots:
 
     def close(self) -> None:
         """Unmap all; the files stay."""
-        self._maps.clear()
+        for inode in list(self._maps):
+            self._unmap(inode)
 
     def _free(self) -> list[str]:
         try:
@@ -148,24 +197,34 @@ class Slots:
         finally:
             os.close(fd)
 
-    def _map(self, path: Path) -> Buffer:
+    def _map(self, path: Path, locked: int) -> _Mapping:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             found = os.fstat(fd)
-            known = self._maps.get(found.st_ino)
-            if known is None or len(known) < found.st_size:
+            inode, size = found.st_ino, found.st_size
+            known = self._maps.get(inode)
+            if known is None or len(known.memory) < size or known.lasting < locked:
+                self._unmap(inode)
                 flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-                known = self._maps[found.st_ino] = mmap.mmap(fd, found.st_size, flags)
-            return np.frombuffer(known, np.uint8)
+                known = self._maps[inode] = _Mapping(mmap.mmap(fd, size, flags), _rounded(size))
         finally:
             os.close(fd)
+        if locked and self._locks is not None and not known.asked:
+            known.asked = True
+            known.locked = self._locks.lock(known.address, len(known.memory))
+        return known
+
+    def _unmap(self, inode: int) -> None:
+        known = self._maps.pop(inode, None)
+        if known is not None and known.locked and self._locks is not None:
+            self._locks.unlock(known.address)
 
     def _too_small(self, size: int, needed: int) -> StoreError:
         return StoreError(
             f"{self._directory} has {self._available():,} bytes left; "
             f"{self._count} slots of {size:,} bytes for this rank need {needed:,} more: make it "
             "larger (containers: --shm-size; else: mount -o remount,size=…), keep fewer slots, or "
-            "name another directory with Memory(dir=…)"
+            "name another directory with Memory(dir=…); or save while the training waits, with memory=None"
         )
 
 

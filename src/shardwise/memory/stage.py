@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from shardwise.store.store import Buffer
 
@@ -19,5 +19,11 @@ def stage(fill: Fill, low: int, high: int, out: Buffer, pool: ThreadPoolExecutor
         stop = min(at + BUCKET, high)
         fill(at, stop, out[at:stop])
 
-    for _ in pool.map(copy, range(low, high, BUCKET)):
-        pass
+    jobs = [pool.submit(copy, at) for at in range(low, high, BUCKET)]
+    try:
+        for job in jobs:
+            job.result()
+    finally:  # when this returns, nothing is copied to `out` any more
+        for job in jobs:
+            job.cancel()
+        wait(jobs)

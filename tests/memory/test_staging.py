@@ -1,0 +1,468 @@
+"""Copies beside a training: what they hold, whom they hold up, and on which streams they go.
+
+The streams here are queues. What is put on one is done when the test says so, in an order that is
+the worst for what is tested; so nothing is right by luck.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.engine.content import Content, Data, PieceSource
+from shardwise.engine.memory import DeviceMemory, HostMemory, Memory
+from shardwise.engine.planning import Planned
+from shardwise.layout import Box
+from shardwise.manifest.datafile import lay_out
+from shardwise.memory import device as device_module
+from shardwise.memory.copying import Copying
+from shardwise.memory.device import TorchAccelerator
+from shardwise.memory.home import Home, Run, new_run
+from shardwise.memory.pace import Slack
+from shardwise.memory.place import Place
+from shardwise.memory.slots import Slots
+from shardwise.memory.staging import Part, Staging
+from shardwise.memory.streams import Streams
+
+CARD = torch.device("meta", 0)
+OTHER = torch.device("meta", 1)
+SIZE = 100_000
+BOUND = 10.0
+
+
+class Event:
+    """Happens when a stream comes to it."""
+
+    def __init__(self) -> None:
+        self.happened = False
+
+
+class Stream:
+    """A queue of work, done when the test says so."""
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        self.device = device
+        self.name = name
+        self.work: deque[Callable[[], object] | Event] = deque()
+
+    def run(self) -> None:
+        """Do all of it, up to an event that has not happened."""
+        while self.work:
+            first = self.work[0]
+            if isinstance(first, Event):
+                if not first.happened:
+                    return
+            else:
+                first()
+            self.work.popleft()
+
+
+class Simulated:
+    """An accelerator that does nothing by itself."""
+
+    def __init__(self) -> None:
+        self.training = {each: Stream(each, "training") for each in (CARD, OTHER)}
+        self.own: dict[torch.device, Stream] = {}
+        self.locked: dict[int, int] = {}
+        self.can_lock = True
+        self.asked_to_lock = 0
+        self._current = threading.local()
+
+    def new_stream(self, device: torch.device) -> Stream:
+        assert device not in self.own, "one for each device"
+        self.own[device] = Stream(device, "own")
+        return self.own[device]
+
+    def current_stream(self, device: torch.device) -> Stream:
+        stream: Stream = getattr(self._current, str(device.index), self.training[device])
+        return stream
+
+    def set_stream(self, stream: Stream) -> None:
+        setattr(self._current, str(stream.device.index), stream)
+
+    def mark(self, stream: Stream) -> Event:
+        event = Event()
+        stream.work.append(lambda: setattr(event, "happened", True))
+        return event
+
+    def follow(self, stream: Stream, event: Event) -> None:
+        stream.work.append(event)
+
+    def wait(self, event: Event) -> None:
+        deadline = time.monotonic() + BOUND
+        while not event.happened:
+            assert time.monotonic() < deadline, "nobody ran the stream"
+            time.sleep(0.001)
+
+    def lock_pages(self, address: int, nbytes: int, device: torch.device) -> bool:
+        self.asked_to_lock += 1
+        if self.can_lock:
+            self.locked[address] = nbytes
+        return self.can_lock
+
+    def unlock_pages(self, address: int, device: torch.device) -> None:
+        del self.locked[address]
+
+
+class SimulatedMemory:
+    """Bytes on a simulated device."""
+
+    itemsize = 1
+    dtype: np.dtype[Any] = np.dtype(np.uint8)
+
+    def __init__(self, accelerator: Simulated, device: torch.device, values: np.ndarray) -> None:
+        self.device = device
+        self.values = values
+        self._accelerator = accelerator
+
+    def read(self, index: tuple[slice, ...], out: np.ndarray, *, wait: bool = True) -> None:
+        """Copy on the current stream of this thread."""
+        stream = self._accelerator.current_stream(self.device)
+        stream.work.append(lambda: np.copyto(out, self.values[index]))
+        if wait:
+            self._accelerator.wait(self._accelerator.mark(stream))
+
+    def write(self, index: tuple[slice, ...], source: np.ndarray) -> None:
+        raise NotImplementedError
+
+
+def content_of(*memories: Memory) -> Content:
+    """A file of tensors of `SIZE` bytes each."""
+    entries = [(f"t{i}", "uint8", (SIZE,), Box((0,), (SIZE,))) for i in range(len(memories))]
+    starts = [i * SIZE for i in range(len(memories))]
+    pieces = [
+        PieceSource(start, SIZE, memory, (0,), (SIZE,))
+        for start, memory in zip(starts, memories, strict=True)
+    ]
+    devices = frozenset(each.device for each in memories if each.device is not None)
+    return Content(lay_out(entries, 0, {}), Data(pieces, np.array(starts), devices), b"")
+
+
+class Trial:
+    """Staging for one rank, without an agent."""
+
+    def __init__(self, directory: Path, *, overlap: bool = True) -> None:
+        self.accelerator = Simulated()
+        home = Home(directory)
+        self.run: Run = home.run(new_run())
+        options = sw.Memory(overlap=overlap, dir=str(directory))
+        accelerator: Any = self.accelerator
+        self.staging = Staging(home, self.run, 0, options, lambda: None, accelerator)
+
+    def begin(self, content: Content, step: int = 1) -> Copying:
+        """Begin a part that holds this."""
+        nothing: Any = None
+        planned = Planned(
+            save_id=f"{step:016x}",
+            rank=0,
+            share=nothing,
+            peers={},
+            held=nothing,
+            described=nothing,
+            template=None,
+            cached=False,
+        )
+        part = Part(
+            place=Place(self.run, step),
+            planned=planned,
+            content=content,
+            ring=None,
+            draft=None,
+            stages=("commit", "protect"),
+        )
+        return self.staging.begin(part)
+
+    def staged(self, content: Content, step: int = 1) -> list[int] | None:
+        """The tensors of a step as one byte each; None if there is no file yet."""
+        found = list(self.run.step(step).glob("*.safetensors"))
+        if not found:
+            return None
+        data = found[0].read_bytes()[content.layout.data_at : content.layout.objects_at]
+        tensors = [data[at : at + SIZE] for at in range(0, len(data), SIZE)]
+        assert all(len(set(each)) == 1 for each in tensors), "a mixture of versions"
+        return [each[0] for each in tensors]
+
+
+@pytest.fixture
+def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
+    """Staging in buckets of 4 KiB, beside a training."""
+    monkeypatch.setattr("shardwise.memory.stage.BUCKET", 4096)
+    found = Trial(tmp_path)
+    yield found
+    found.staging.close()
+    assert not found.accelerator.locked
+
+
+@pytest.mark.parametrize("first", ["training", "own"])
+@pytest.mark.parametrize("fenced", [True, False])
+def test_a_part_is_what_devices_held_at_the_save_and_no_thread_waits(
+    trial: Trial, first: str, fenced: bool
+) -> None:
+    """Work is on the stream already when the save comes; more comes after the fence."""
+    accelerator = trial.accelerator
+    training = accelerator.training[CARD]
+    values = np.zeros(SIZE, np.uint8)
+    content = content_of(SimulatedMemory(accelerator, CARD, values))  # type: ignore[arg-type]
+    training.work.append(lambda: values.fill(1))
+    copying = trial.begin(content)
+    assert copying.issued.wait(BOUND)
+    if fenced:
+        trial.staging.fence()
+    training.work.append(lambda: values.fill(2))
+    own = accelerator.own[CARD]
+    for stream in (training, own) if first == "training" else (own, training):
+        stream.run()
+    assert trial.staged(content) is None or not fenced, "noted before it was copied"
+    own.run()
+    training.run()
+    assert copying.wait(BOUND)
+    trial.staging.check()
+    assert trial.staged(content) == [1 if fenced else 2], "without a fence, this tells nothing"
+    assert values[0] == 2
+
+
+def test_devices_and_the_host_are_copied_together(trial: Trial) -> None:
+    accelerator = trial.accelerator
+    values = [np.full(SIZE, 10 + i, np.uint8) for i in range(3)]
+    held = torch.from_numpy(values[1])
+    content = content_of(
+        SimulatedMemory(accelerator, CARD, values[0]),  # type: ignore[arg-type]
+        HostMemory(held),
+        SimulatedMemory(accelerator, OTHER, values[2]),  # type: ignore[arg-type]
+    )
+    for step in (1, 2):
+        copying = trial.begin(content, step)
+        trial.staging.fence()
+        held += 1  # the host's part is copied when the fence is passed
+        for each in (CARD, OTHER):
+            accelerator.training[each].run()
+            accelerator.own[each].run()
+        assert copying.wait(BOUND)
+        trial.staging.check()
+        assert trial.staged(content, step) == [10, 10 + step, 12]
+    assert len(accelerator.locked) == 3, "the slots, each once"
+
+
+def test_threads_have_their_own_streams_back(trial: Trial) -> None:
+    accelerator = trial.accelerator
+    streams = Streams(accelerator)  # type: ignore[arg-type]
+    streams.begin([CARD, OTHER])
+    memory = SimulatedMemory(accelerator, OTHER, np.ones(SIZE, np.uint8))
+    fill = streams.fill(content_of(memory).data, wait=False)  # type: ignore[arg-type]
+    fill(0, SIZE, np.zeros(SIZE, np.uint8))
+    assert accelerator.current_stream(CARD) is accelerator.training[CARD]
+    assert accelerator.current_stream(OTHER) is accelerator.training[OTHER]
+    assert len(accelerator.own[OTHER].work) == 2, "an event to wait for, and a copy"
+    assert len(accelerator.own[CARD].work) == 1
+
+
+def test_without_devices_nothing_of_an_accelerator_is_touched(trial: Trial) -> None:
+    content = content_of(HostMemory(torch.full((SIZE,), 7, dtype=torch.uint8)))
+    streams = Streams(trial.accelerator)  # type: ignore[arg-type]
+    assert streams.fill(content, wait=False) == content.fill
+    trial.begin(content)
+    trial.staging.fence()
+    assert trial.staged(content) == [7]
+    assert not trial.accelerator.own
+    assert not trial.accelerator.asked_to_lock
+
+
+def test_without_overlap_it_is_copied_when_save_returns(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, overlap=False)
+    values = np.full(SIZE, 3, np.uint8)
+    memory = SimulatedMemory(trial.accelerator, CARD, values)
+    content = content_of(memory)  # type: ignore[arg-type]
+
+    def card() -> None:
+        while not done.wait(0.001):
+            for stream in (trial.accelerator.training[CARD], *trial.accelerator.own.values()):
+                stream.run()
+
+    done = threading.Event()
+    running = threading.Thread(target=card)
+    running.start()
+    try:
+        assert trial.begin(content).done.is_set()
+        assert trial.staged(content) == [3]
+    finally:
+        done.set()
+        running.join()
+        trial.staging.close()
+
+
+def test_a_device_that_fails_is_told_at_the_next_save_and_fences_pass(trial: Trial) -> None:
+    class Failing(SimulatedMemory):
+        def read(self, index: tuple[slice, ...], out: np.ndarray, *, wait: bool = True) -> None:
+            raise RuntimeError("out of memory")
+
+    memory = Failing(trial.accelerator, CARD, np.zeros(SIZE, np.uint8))
+    trial.begin(content_of(memory))  # type: ignore[arg-type]
+    trial.staging.fence()
+    for stream in (trial.accelerator.training[CARD], trial.accelerator.own[CARD]):
+        stream.run()
+    with pytest.raises(sw.StoreError, match=r"staging step 1: .*out of memory"):
+        trial.staging.check()
+    trial.staging.check()
+
+
+def test_a_copy_is_spread_over_the_slack_and_a_fence_ends_that_at_once(trial: Trial) -> None:
+    content = content_of(HostMemory(torch.full((SIZE,), 5, dtype=torch.uint8)))
+    assert trial.begin(content, 1).done.wait(BOUND), "the first goes at full speed"
+    trial.staging.fence()
+    slack = trial.staging._slack
+    assert slack is not None
+    for _ in range(5):
+        slack.add(1000.0, waited=False)
+    copying = trial.begin(content, 2)
+    assert not copying.done.wait(0.3)
+    start = time.monotonic()
+    trial.staging.fence()
+    assert time.monotonic() - start < BOUND
+    assert trial.staged(content, 2) == [5]
+    assert slack.target() == 0, "it had to wait, so the next goes at full speed"
+    assert trial.begin(content, 3).done.wait(BOUND)
+
+
+@pytest.mark.parametrize("by", ["hurry", "wait"])
+def test_whoever_waits_ends_the_pauses(by: str) -> None:
+    slack = Slack()
+    slack.add(1000.0, waited=False)
+    copying = Copying(3, slack)
+    seen: list[int] = []
+    fill = copying.paced(lambda low, high, out: seen.append(low))
+
+    def copy() -> None:
+        for at in range(3):
+            fill(at, at + 1, np.zeros(1, np.uint8))
+        copying.done.set()
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    thread.join(0.2)
+    assert seen == [0]
+    if by == "hurry":
+        copying.hurry()
+    else:
+        assert copying.wait(BOUND)
+    thread.join(BOUND)
+    assert seen == [0, 1, 2]
+    copying.hurry()
+    assert slack.target() == 0
+
+
+@pytest.fixture
+def slots(tmp_path: Path) -> tuple[Slots, Simulated]:
+    """Slots that are page-locked for a device."""
+    accelerator = Simulated()
+    streams = Streams(accelerator)  # type: ignore[arg-type]
+    streams.begin([CARD])
+    run = Home(tmp_path).run(new_run())
+    return Slots(run, "r00000-", "staged", 1, streams), accelerator
+
+
+def test_slots_are_locked_once_and_unlocked_before_they_are_unmapped(
+    slots: tuple[Slots, Simulated],
+) -> None:
+    own, accelerator = slots
+    own.prepare(10_000)
+    assert not accelerator.locked, "nobody asked"
+    own.prepare(10_000, locked=8000)
+    for nbytes in (10_000, 9000, 10_000, 9000):
+        slot = own.take(nbytes, locked=8000)
+        assert slot is not None
+        assert slot.buffer.ctypes.data in accelerator.locked
+    assert accelerator.asked_to_lock == 1
+    own.close()
+    assert not accelerator.locked
+
+
+def test_pages_that_a_file_has_lost_are_not_copied_to(slots: tuple[Slots, Simulated]) -> None:
+    """A file that was cut and grew has other pages there than those that a device knows."""
+    own, accelerator = slots
+    own.prepare(50_000, locked=50_000)
+    for nbytes, times in ((10_000, 1), (10_100, 1), (50_000, 2), (40_000, 2), (50_000, 3)):
+        slot = own.take(nbytes, locked=nbytes)
+        assert slot is not None
+        assert accelerator.asked_to_lock == times
+        assert list(accelerator.locked) == [slot.buffer.ctypes.data]
+        slot.buffer[:] = times
+        assert slot.path.read_bytes() == bytes([times]) * nbytes
+
+
+def test_what_cannot_be_locked_is_asked_for_once(slots: tuple[Slots, Simulated]) -> None:
+    own, accelerator = slots
+    accelerator.can_lock = False
+    own.prepare(10_000, locked=10_000)
+    assert own.take(10_000, locked=10_000) is not None
+    assert accelerator.asked_to_lock == 1
+    own.close()
+
+
+@pytest.mark.parametrize("where", [torch.device("cuda", 0), torch.device("xpu", 0)])
+def test_memory_that_is_not_locked_is_warned_of_with_its_cost(
+    monkeypatch: pytest.MonkeyPatch, where: torch.device
+) -> None:
+    monkeypatch.setattr(device_module, "_cuda", lambda *_: "out of memory")
+    with pytest.warns(RuntimeWarning, match=r"4,096 bytes .* page-locked .* several times as long"):
+        assert not TorchAccelerator().lock_pages(1 << 20, 4096, where)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.bool,
+        torch.int64,
+        torch.complex64,
+        torch.complex128,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("wait", [True, False])
+def test_memory_of_a_device_is_read_like_that_of_the_host(dtype: torch.dtype, wait: bool) -> None:
+    """Whatever its dtype and strides; on the host here, where both can be compared."""
+    values = torch.arange(24).reshape(4, 6).to(dtype)
+    cases = [values, values.t(), values[1:3, ::2], values[2, 3], values.expand(2, 4, 6)]
+    for each in cases:
+        index = tuple(slice(0, n) for n in each.shape)
+        one, other = DeviceMemory(each), HostMemory(each)
+        assert (one.dtype, one.itemsize) == (other.dtype, other.itemsize)
+        read = [np.zeros(each.shape, one.dtype) for _ in range(2)]
+        one.read(index, read[0], wait=wait)
+        other.read(index, read[1], wait=wait)
+        assert read[0].tobytes() == read[1].tobytes()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_part_on_a_cuda_device(tmp_path: Path) -> None:
+    trial = Trial(tmp_path)
+    trial.staging._streams = Streams(TorchAccelerator())
+    tensor = torch.zeros(SIZE, dtype=torch.uint8, device="cuda")
+    busy = torch.ones(4096, 4096, device="cuda")
+    try:
+        for step in range(1, 9):
+            for _ in range(20):
+                busy = (busy @ busy).clamp(0, 1)
+            tensor.fill_(step)
+            content = content_of(DeviceMemory(tensor))
+            copying = trial.begin(content, step)
+            trial.staging.fence()
+            tensor.fill_(100)
+            assert copying.wait(BOUND)
+            trial.staging.check()
+            assert trial.staged(content, step) == [step]
+            (data,) = trial.run.step(step).glob("*.safetensors")
+            data.rename(trial.run.free / f"r00000-{step:08x}.slot")
+    finally:
+        trial.staging.close()
