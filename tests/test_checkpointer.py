@@ -21,7 +21,7 @@ def state(value: float) -> dict[str, Any]:
 
 
 def fill(root: Path, *steps: int, **options: Any) -> None:
-    with sw.Checkpointer(root, **options) as checkpointer:
+    with sw.Checkpointer(root, **options, memory=None) as checkpointer:
         for step in steps:
             checkpointer.save(step, state(step))
 
@@ -35,7 +35,7 @@ def damage(root: Path, step: int, name: str = "*.safetensors") -> None:
 
 
 def test_it_saves_when_it_is_due_and_restores_the_newest(tmp_path: Path) -> None:
-    with sw.Checkpointer(tmp_path, every=5) as checkpointer:
+    with sw.Checkpointer(tmp_path, every=5, memory=None) as checkpointer:
         handles = [checkpointer.save(step, state(step)) for step in range(1, 13)]
         due = [handle for handle in handles if handle is not None]
         assert all(handle.done() for handle in due)
@@ -52,7 +52,7 @@ def test_it_saves_when_it_is_due_and_restores_the_newest(tmp_path: Path) -> None
 
 
 def test_an_empty_root_restores_nothing(tmp_path: Path) -> None:
-    with sw.Checkpointer(tmp_path / "new") as checkpointer:
+    with sw.Checkpointer(tmp_path / "new", memory=None) as checkpointer:
         assert checkpointer.restore(state(0)) is None
         assert checkpointer.latest() is None
 
@@ -61,7 +61,7 @@ def test_an_empty_root_restores_nothing(tmp_path: Path) -> None:
 def test_damage_falls_back_to_the_one_before_and_says_why(tmp_path: Path, name: str) -> None:
     fill(tmp_path, 1, 2, 3)
     damage(tmp_path, 3, name)
-    with sw.Checkpointer(tmp_path) as checkpointer:
+    with sw.Checkpointer(tmp_path, memory=None) as checkpointer:
         target = state(0)
         assert checkpointer.restore(target) == 2
         assert target["t"].tolist() == [2.0] * 1000
@@ -78,7 +78,10 @@ def test_if_all_are_damaged_that_is_an_error_that_lists_them(tmp_path: Path) -> 
     fill(tmp_path, 1, 2)
     damage(tmp_path, 1)
     damage(tmp_path, 2)
-    with sw.Checkpointer(tmp_path) as checkpointer, pytest.raises(sw.CorruptionError) as caught:
+    with (
+        sw.Checkpointer(tmp_path, memory=None) as checkpointer,
+        pytest.raises(sw.CorruptionError) as caught,
+    ):
         checkpointer.restore(state(0))
     assert "step 1:" in str(caught.value)
     assert "step 2:" in str(caught.value)
@@ -86,13 +89,13 @@ def test_if_all_are_damaged_that_is_an_error_that_lists_them(tmp_path: Path) -> 
 
 def test_what_is_intact_but_does_not_fit_is_no_damage(tmp_path: Path) -> None:
     fill(tmp_path, 1, 2)
-    with sw.Checkpointer(tmp_path) as checkpointer, pytest.raises(sw.MismatchError):
+    with sw.Checkpointer(tmp_path, memory=None) as checkpointer, pytest.raises(sw.MismatchError):
         checkpointer.restore({"t": torch.zeros(3)})
 
 
 def test_a_step_is_not_overwritten_unasked(tmp_path: Path) -> None:
     fill(tmp_path, 1)
-    with sw.Checkpointer(tmp_path) as checkpointer:
+    with sw.Checkpointer(tmp_path, memory=None) as checkpointer:
         with pytest.raises(sw.CheckpointExistsError):
             checkpointer.save(1, state(5))
         checkpointer.save(1, state(5), overwrite=True)
@@ -104,14 +107,14 @@ def test_a_step_is_not_overwritten_unasked(tmp_path: Path) -> None:
 
 def test_retention_keeps_by_every_rule(tmp_path: Path) -> None:
     keep = sw.Keep(last=2, every=4, best="loss")
-    with sw.Checkpointer(tmp_path, keep=keep) as checkpointer:
+    with sw.Checkpointer(tmp_path, keep=keep, memory=None) as checkpointer:
         for step, loss in enumerate([5.0, 1.0, 4.0, 3.0, 6.0, 7.0, 8.0], start=1):
             checkpointer.save(step, state(step), metrics={"loss": loss})
         assert checkpointer.steps() == [2, 4, 6, 7]
 
 
 def test_a_metric_that_keep_needs_must_be_given(tmp_path: Path) -> None:
-    with sw.Checkpointer(tmp_path, keep=sw.Keep(best="loss")) as checkpointer:
+    with sw.Checkpointer(tmp_path, keep=sw.Keep(best="loss"), memory=None) as checkpointer:
         with pytest.raises(sw.StateError, match="loss"):
             checkpointer.save(1, state(1), metrics={"los": 1.0})
         checkpointer.save(1, state(1), metrics={"loss": float("nan")})
@@ -122,7 +125,7 @@ def test_a_metric_that_keep_needs_must_be_given(tmp_path: Path) -> None:
 
 
 def test_a_step_that_was_not_there_is_not_taken_for_damaged(tmp_path: Path) -> None:
-    with sw.Checkpointer(tmp_path) as checkpointer:
+    with sw.Checkpointer(tmp_path, memory=None) as checkpointer:
         with pytest.raises(sw.CheckpointNotFoundError, match="step 9"):
             checkpointer.restore(state(0), step=9)
         fill(tmp_path, 9)
@@ -131,7 +134,7 @@ def test_a_step_that_was_not_there_is_not_taken_for_damaged(tmp_path: Path) -> N
 
 
 def test_a_run_that_diverges_keeps_its_checkpoints(tmp_path: Path) -> None:
-    with sw.Checkpointer(tmp_path, keep=sw.Keep(last=1, best="loss")) as checkpointer:
+    with sw.Checkpointer(tmp_path, keep=sw.Keep(last=1, best="loss"), memory=None) as checkpointer:
         for step, loss in enumerate([2.0, float("nan"), float("inf"), 3.0], start=1):
             checkpointer.save(step, state(step), metrics={"loss": loss, "done": True})
         assert checkpointer.steps() == [1, 4]
@@ -143,7 +146,7 @@ def test_a_run_that_diverges_keeps_its_checkpoints(tmp_path: Path) -> None:
 
 
 def test_what_is_being_read_is_not_removed(tmp_path: Path) -> None:
-    with sw.Checkpointer(tmp_path, keep=sw.Keep(last=1)) as checkpointer:
+    with sw.Checkpointer(tmp_path, keep=sw.Keep(last=1), memory=None) as checkpointer:
         checkpointer.save(1, state(1))
         with LocalStore(tmp_path / step_directory(1)).hold(MANIFEST, shared=True):
             checkpointer.save(2, state(2))
@@ -155,7 +158,7 @@ def test_what_is_being_read_is_not_removed(tmp_path: Path) -> None:
 def test_a_damaged_newest_never_costs_the_newest_that_is_intact(tmp_path: Path) -> None:
     fill(tmp_path, 1, 2, 9)
     damage(tmp_path, 9)
-    with sw.Checkpointer(tmp_path, keep=sw.Keep(last=1)) as checkpointer:
+    with sw.Checkpointer(tmp_path, keep=sw.Keep(last=1), memory=None) as checkpointer:
         assert checkpointer.restore(state(0)) == 2
         checkpointer.save(3, state(3))
         assert checkpointer.restore(state(0)) == 3
@@ -174,7 +177,7 @@ def test_leftovers_are_collected_and_nothing_else(tmp_path: Path) -> None:
     ]
     for path in [*leftovers, first / "notes.txt"]:
         path.write_text("x")
-    with sw.Checkpointer(tmp_path) as checkpointer:
+    with sw.Checkpointer(tmp_path, memory=None) as checkpointer:
         assert checkpointer.steps() == [1]
         assert not any(path.exists() for path in leftovers)
         assert (first / "notes.txt").exists()
@@ -184,10 +187,13 @@ def test_leftovers_are_collected_and_nothing_else(tmp_path: Path) -> None:
 
 def test_bad_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="every"):
-        sw.Checkpointer(tmp_path, every=0)
+        sw.Checkpointer(tmp_path, every=0, memory=None)
     with pytest.raises(ValueError, match="last"):
         sw.Keep(last=0)
-    with pytest.raises(ValueError, match="step -1"), sw.Checkpointer(tmp_path) as checkpointer:
+    with (
+        pytest.raises(ValueError, match="step -1"),
+        sw.Checkpointer(tmp_path, memory=None) as checkpointer,
+    ):
         checkpointer.save(-1, {})
 
 
@@ -215,7 +221,7 @@ def test_the_newest_is_always_kept(
 
 def fall_back(root: str) -> tuple[int | None, float, str]:
     target = {"t": torch.zeros(1000)}
-    with sw.Checkpointer(root) as checkpointer:
+    with sw.Checkpointer(root, memory=None) as checkpointer:
         step = checkpointer.restore(target, strict=False)
         report = checkpointer.last_restore
         return step, float(target["t"].sum()), report.skipped[0][1] if report else ""

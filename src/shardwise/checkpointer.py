@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -38,6 +41,11 @@ from shardwise.restoring import RestoreReport, Restoring
 from shardwise.retention import Keep, apply_retention, committed_steps
 from shardwise.store import LocalStore, Store, open_store
 
+IN_BACKGROUND = Memory(every=0, slots=1)
+"""One save is persisted while the next is staged, and that is all that memory is used for."""
+
+log = logging.getLogger("shardwise")
+
 
 class Checkpointer:
     """The checkpoints of one run, below one root: saved at intervals, kept by rule, restored.
@@ -48,9 +56,9 @@ class Checkpointer:
         root: a directory, or a store; each step has a directory of its own below it.
         keep: which checkpoints to keep.
         every: steps that are a multiple of this are saved to the root.
-        memory: stage saves into the memory of the nodes, and let their agents do all else while
-            the training goes on; and keep snapshots there, which `restore` takes where they are
-            newer. Without it, `save` returns when the checkpoint is durable.
+        memory: how saves are staged into the memory of the nodes, whose agents do all else while
+            the training goes on; and which snapshots stay there, which `restore` takes where they
+            are newer. None: `save` returns when the checkpoint is durable.
         on_sigterm: `"save"`: after SIGTERM on any rank, the next `save` saves whatever its step,
             and then lets the signal take its course.
         check_replicas, allow_pickle, max_buffer, on_event: as for `shardwise.save`.
@@ -67,7 +75,7 @@ class Checkpointer:
         *,
         keep: Keep | None = None,
         every: int = 1,
-        memory: Memory | None = None,
+        memory: Memory | None = IN_BACKGROUND,
         on_sigterm: Literal["save"] | None = None,
         check_replicas: bool = False,
         allow_pickle: bool = False,
@@ -102,6 +110,7 @@ class Checkpointer:
         except BaseException:
             self._let_go()
             raise
+        _settle_at_exit(weakref.ref(self))
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -140,6 +149,16 @@ class Checkpointer:
     def _leave(self) -> None:
         if self._own is not None:
             self._own.close()
+
+    def _settle(self) -> None:
+        """Wait until what this rank has begun to save is durable, as the process ends; log what
+        has failed."""
+        if self._closed or self._snapshots is None:
+            return
+        try:
+            self._snapshots.settle()
+        except StoreError as error:
+            log.error("not everything is durable: %s", error)
 
     def _let_go(self) -> None:
         self._leave()
@@ -181,7 +200,8 @@ class Checkpointer:
         self._refuse_closed()
         preempted = self._is_preempted()
         durable = preempted or step % self._every == 0
-        if not durable and (self._memory is None or step % self._memory.every):
+        in_memory = self._memory is not None and self._memory.every
+        if not durable and (not in_memory or step % in_memory):
             return None
         recorder = Recorder(self._on_event)
         overwrite = overwrite or step in self._damaged
@@ -338,6 +358,15 @@ class Checkpointer:
         return b""
 
 
+def _settle_at_exit(reference: weakref.ref[Checkpointer]) -> None:
+    def settle() -> None:
+        checkpointer = reference()
+        if checkpointer is not None:
+            checkpointer._settle()
+
+    atexit.register(settle)
+
+
 def _optimizers_in(value: object) -> Iterator[Optimizer]:
     if isinstance(value, Optimizer):
         yield value
@@ -351,6 +380,9 @@ def _optimizers_in(value: object) -> Iterator[Optimizer]:
 def _root_of(place: api.Place, *, everywhere: bool) -> Store:
     """The root's store; `everywhere`: agents must be able to open it by its name too."""
     if everywhere and not isinstance(place, (str, os.PathLike, LocalStore)):
-        raise StoreError(f"{place}: with memory=, the root must be a path or URL that agents open")
+        raise StoreError(
+            f"{place}: the root must be a path or URL, which the agents that persist saves can "
+            "open; or save while the training waits, with memory=None"
+        )
     store = open_store(place)
     return LocalStore(store.path.absolute()) if isinstance(store, LocalStore) else store

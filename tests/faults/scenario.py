@@ -51,7 +51,7 @@ def save_step(root: Path, step: int, seed: int, victim: int, at: int | None) -> 
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = Fault(at if rank == victim else None)
-    with sw.Checkpointer(faulty(root, mine), keep=sw.Keep(last=1)) as checkpointer:
+    with sw.Checkpointer(faulty(root, mine), keep=sw.Keep(last=1), memory=None) as checkpointer:
         checkpointer.save(step, state_of(seed, rank, world))
     return mine.seen
 
@@ -59,7 +59,7 @@ def save_step(root: Path, step: int, seed: int, victim: int, at: int | None) -> 
 def restored(root: Path) -> tuple[int | None, State]:
     """The newest step that is intact, as this process alone restores it."""
     state = state_of(0)
-    with sw.Checkpointer(root) as checkpointer:
+    with sw.Checkpointer(root, memory=None) as checkpointer:
         return checkpointer.restore(state), state
 
 

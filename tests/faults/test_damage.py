@@ -205,7 +205,7 @@ def test_a_file_of_another_size_is_said_to_be(root: Path, damage: Callable[[Path
 def test_a_damaged_step_is_saved_again(root: Path) -> None:
     swap_ranks(step_directory(root, 2))
     state = state_of(0)
-    with sw.Checkpointer(root) as checkpointer:
+    with sw.Checkpointer(root, memory=None) as checkpointer:
         assert checkpointer.restore(state) == 1
         assert checkpointer.last_restore is not None
         ((step, reason),) = checkpointer.last_restore.skipped

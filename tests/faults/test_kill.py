@@ -27,7 +27,7 @@ SECONDS = 15.0
 @pytest.fixture
 def root(place: Path) -> Path:
     """A root with a committed step, whose values are those of seed `OLD`."""
-    with sw.Checkpointer(place / "root") as checkpointer:
+    with sw.Checkpointer(place / "root", memory=None) as checkpointer:
         checkpointer.save(1, state_of(OLD))
     return place / "root"
 
@@ -82,7 +82,7 @@ def assert_survives(root: Path, step: int, seed: int, *, where: str) -> None:
     assert found == step, where
     assert_values(state, seed)
     assert step_directory(root, step).joinpath("manifest.json").exists(), where
-    with sw.Checkpointer(root, keep=sw.Keep(last=1)) as checkpointer:
+    with sw.Checkpointer(root, keep=sw.Keep(last=1), memory=None) as checkpointer:
         checkpointer.save(2, state_of(AGAIN), overwrite=step == 2)
         assert checkpointer.steps() == [2], where
     found, state = restored(root)

@@ -101,7 +101,7 @@ def refuse_one_write(root: Path, number: int) -> float:
     rank, world = dist.get_rank(), dist.get_world_size()
     fault = Fault(0 if rank == 1 else None, refuse(number), only=("write_at",))
     started = time.monotonic()
-    with sw.Checkpointer(FaultyStore(LocalStore(root), fault)) as checkpointer:
+    with sw.Checkpointer(FaultyStore(LocalStore(root), fault), memory=None) as checkpointer:
         try:
             checkpointer.save(2, state_of(NEW, rank, world))
         except (OSError, sw.RankError):
@@ -159,7 +159,7 @@ def disk(place: Path) -> Iterator[Path]:
 
 def test_a_disk_that_is_full_loses_nothing(disk: Path) -> None:
     root = disk / "root"
-    with sw.Checkpointer(root) as checkpointer:
+    with sw.Checkpointer(root, memory=None) as checkpointer:
         checkpointer.save(1, state_of(OLD))
         with pytest.raises(OSError, match="space") as caught:
             checkpointer.save(2, state_of(NEW) | {"large": torch.ones(1 << 18)})
@@ -175,7 +175,7 @@ def test_a_disk_that_is_full_loses_nothing(disk: Path) -> None:
 
 def test_a_full_disk_that_has_no_room_for_the_manifest_loses_nothing(disk: Path) -> None:
     root = disk / "root"
-    with sw.Checkpointer(root) as checkpointer:
+    with sw.Checkpointer(root, memory=None) as checkpointer:
         checkpointer.save(1, state_of(OLD))
     fill(disk / "filler")
     attempts = 0
@@ -195,7 +195,7 @@ def fill(path: Path) -> None:
 
 def saved_or_unharmed(root: Path) -> bool:
     """Whether step 2 was saved; if not, step 1 is what it was."""
-    with sw.Checkpointer(root) as checkpointer:
+    with sw.Checkpointer(root, memory=None) as checkpointer:
         try:
             checkpointer.save(2, state_of(NEW))
         except OSError as error:
@@ -210,7 +210,7 @@ def saved_or_unharmed(root: Path) -> bool:
 
 def test_from_a_read_only_disk_one_loads(disk: Path) -> None:
     root = disk / "root"
-    with sw.Checkpointer(root) as checkpointer:
+    with sw.Checkpointer(root, memory=None) as checkpointer:
         checkpointer.save(1, state_of(OLD))
     crashed = step_directory(root, 2)
     crashed.mkdir()
@@ -220,7 +220,10 @@ def test_from_a_read_only_disk_one_loads(disk: Path) -> None:
     found, state = restored(root)
     assert found == 1
     assert_values(state, OLD)
-    with sw.Checkpointer(root) as checkpointer, pytest.raises(OSError, match="Read-only") as caught:
+    with (
+        sw.Checkpointer(root, memory=None) as checkpointer,
+        pytest.raises(OSError, match="Read-only") as caught,
+    ):
         checkpointer.save(2, state_of(NEW))
     assert caught.value.errno == errno.EROFS
     assert checkpointer.steps() == [1]
@@ -229,10 +232,10 @@ def test_from_a_read_only_disk_one_loads(disk: Path) -> None:
 @pytest.mark.parametrize("action", [FULL_DISK, READ_ONLY], ids=["full", "read-only"])
 def test_a_disk_that_takes_nothing_keeps_what_it_has(place: Path, action: Action) -> None:
     """The same where mounting is not permitted."""
-    with sw.Checkpointer(place) as checkpointer:
+    with sw.Checkpointer(place, memory=None) as checkpointer:
         checkpointer.save(1, state_of(OLD))
     fault = Fault(0, action, only=("create", "write_at", "commit", "publish"), sticky=True)
-    with sw.Checkpointer(FaultyStore(LocalStore(place), fault)) as checkpointer:
+    with sw.Checkpointer(FaultyStore(LocalStore(place), fault), memory=None) as checkpointer:
         with pytest.raises(OSError, match=r"space|Read-only"):
             checkpointer.save(2, state_of(NEW))
         state = state_of(0)

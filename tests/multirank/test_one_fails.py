@@ -65,7 +65,7 @@ def load_with(path: str, name: str) -> None:
 
 
 def restore_with(path: str, name: str) -> None:
-    with sw.Checkpointer(path) as checkpointer:
+    with sw.Checkpointer(path, memory=None) as checkpointer:
         if name == "close":
             checkpointer.close()
         step = mine(2, 1) if name == "step" else None
@@ -78,7 +78,7 @@ def saved(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> str:
     path = str(tmp_path_factory.mktemp("saved") / "c")
     for each in (path, f"{path}-2"):
         sw.save(each, state())
-    with sw.Checkpointer(f"{path}-root") as checkpointer:
+    with sw.Checkpointer(f"{path}-root", memory=None) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, {"x": torch.ones(3), "loader": {"at": 1}})
     return path

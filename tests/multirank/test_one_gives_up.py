@@ -53,7 +53,7 @@ def connecting_within(seconds: float) -> Iterator[None]:
 
 
 def train_wrongly(path: str) -> None:
-    with sw.Checkpointer(path, timeout=TIMEOUT) as checkpointer:
+    with sw.Checkpointer(path, timeout=TIMEOUT, memory=None) as checkpointer:
         checkpointer.save(1, state())
         if dist.get_rank() == 1:
             raise KeyError("a bug in the training")
@@ -71,7 +71,7 @@ def test_an_error_in_training_is_noticed(gang: Gang, tmp_path: Path) -> None:
 
 
 def die_in_save(path: str) -> tuple[str, float]:
-    checkpointer = sw.Checkpointer(path, timeout=TIMEOUT)
+    checkpointer = sw.Checkpointer(path, timeout=TIMEOUT, memory=None)
     checkpointer.save(1, state())
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -95,7 +95,7 @@ def die_before_making(path: str) -> tuple[str, float]:
     dist.barrier()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return timed(lambda: sw.Checkpointer(path, timeout=TIMEOUT))
+    return timed(lambda: sw.Checkpointer(path, timeout=TIMEOUT, memory=None))
 
 
 def die_while_making(path: str) -> tuple[str, float]:
@@ -103,7 +103,7 @@ def die_while_making(path: str) -> tuple[str, float]:
     if dist.get_rank() == 1:
         dist.new_group = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
     with connecting_within(2.0):
-        return timed(lambda: sw.Checkpointer(path, timeout=TIMEOUT))
+        return timed(lambda: sw.Checkpointer(path, timeout=TIMEOUT, memory=None))
 
 
 @pytest.mark.parametrize("die", [die_before_making, die_while_making])

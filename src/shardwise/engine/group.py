@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
 
@@ -189,6 +191,22 @@ def own_group(timeout: timedelta) -> TorchGroup | None:
     except RuntimeError as error:
         raise _lost("meeting", error, dist.get_rank()) from error.with_traceback(None)
     return TorchGroup(group, own=True)
+
+
+def own_address() -> str | None:
+    """The address of this host on the network over which the ranks have met; None if not known."""
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    while isinstance(store, dist.distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    if host is None:
+        return None
+    with suppress(OSError):
+        for family, kind, *_, there in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as towards:
+                towards.connect(there)  # nothing is sent
+                return str(towards.getsockname()[0])
+    return None
 
 
 def _meet(group: dist.ProcessGroup, timeout: timedelta) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from contextlib import suppress
+from dataclasses import replace
 
 import msgspec
 
 from shardwise.engine.exchange import exchange
-from shardwise.engine.group import Group
+from shardwise.engine.group import Group, own_address
 from shardwise.errors import MismatchError, StoreError
 from shardwise.memory.home import Home, new_run
 from shardwise.memory.interface import refuse_unreachable
@@ -26,6 +28,21 @@ class Meeting(msgspec.Struct, array_like=True):
     run: str
     nodes: list[Card]
     node_of: list[str]
+
+
+def reaching(options: Memory, group: Group) -> Memory:
+    """The options, with the interface on which others reach this node, if they need it.
+
+    All ranks together.
+    """
+
+    def answer(said: list[bytes]) -> bytes:
+        return b"1" if len(set(said)) > 1 else b""
+
+    several = exchange(group, "finding hosts", lambda: socket.gethostname().encode(), answer)
+    return (
+        replace(options, interface=own_address()) if several and not options.interface else options
+    )
 
 
 def meet(root: Store, options: Memory, group: Group) -> tuple[Home, Meeting]:

@@ -15,7 +15,8 @@ class Memory:
     """Snapshots in the memory of the nodes.
 
     Args:
-        every: a snapshot at every step that is a multiple of this.
+        every: a snapshot at every step that is a multiple of this; 0: only of those that are saved
+            to the root.
         slots: how many committed snapshots are kept; one more is being written.
         overlap: copy while the training goes on, up to the next step of an optimizer that is in the
             state, which waits for it. Whatever else changes the state before (buffers in a forward
@@ -27,8 +28,9 @@ class Memory:
         group: how many nodes protect each other by parity.
         domain: what fails together with this node, such as its rack; the node itself if None.
         interface: where a node's agent serves the others: an address, or the name of a network
-            interface, such as "eth0". If None, an agent that is started serves its own host only,
-            and one that runs serves where it does.
+            interface, such as "eth0". If None, an agent that is started serves on the network over
+            which the ranks have met, or its own host only if that has all ranks; and one that
+            runs serves where it does.
         tls: by what nodes know each other, over connections that are encrypted; in clear if None.
         start_agent: start an agent where none lives; otherwise wait for one that others start.
         rescue: when a trainer ends without having closed its Checkpointer, the agents persist the
@@ -59,7 +61,7 @@ class Memory:
     wait: float = 60.0
 
     def __post_init__(self) -> None:
-        least = {"every": 1, "slots": 2, "copies": 0, "parity": 0, "group": 2}
+        least = {"every": 0, "slots": 1, "copies": 0, "parity": 0, "group": 2}
         for name, at_least in least.items():
             value = getattr(self, name)
             if type(value) is not int or value < at_least:

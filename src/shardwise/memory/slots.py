@@ -224,7 +224,8 @@ class Slots:
             f"{self._directory} has {self._available():,} bytes left; "
             f"{self._count} slots of {size:,} bytes for this rank need {needed:,} more: make it "
             "larger (containers: --shm-size; else: mount -o remount,size=…), keep fewer slots, or "
-            "name another directory with Memory(dir=…); or save while the training waits, with memory=None"
+            "name another directory with Memory(dir=…); or save while the training waits, with "
+            "memory=None"
         )
 
 
