@@ -50,10 +50,6 @@ def test_a_node_is_replaced_and_the_ranks_are_permuted(gang: Gang, root: Path, s
     assert strays(shm) == []
 
 
-@pytest.mark.xfail(
-    reason="slots of ranks that are on another node now wait in `free` for ever: the memory of a "
-    "node grows by theirs with every permutation"
-)
 def test_the_slots_of_ranks_that_have_moved_are_given_back(
     gang: Gang, root: Path, shm: Path
 ) -> None:
@@ -180,10 +176,6 @@ def save_again(cluster: Cluster) -> None:
     cp.close(wait=False)
 
 
-@pytest.mark.xfail(
-    reason="retire._tidy takes every save but the committed one for an older one, and removes the "
-    "files of one that is still to be committed"
-)
 def test_a_step_that_is_saved_again_is_not_tidied_away_before_it_is_committed(
     gang: Gang, root: Path, shm: Path
 ) -> None:
