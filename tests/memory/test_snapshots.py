@@ -286,7 +286,7 @@ def test_a_torn_copy_is_never_committed_nor_persisted(
     step, source, skipped = gang.run(recover, str(root), str(shm), 2, world=2)[0]
     assert (step, source) == (2, "memory")
     assert "not committed" in skipped
-    with sw.Checkpointer(root) as cp:
+    with sw.Checkpointer(root, memory=None) as cp:
         assert cp.steps() == [1, 2]
 
 
@@ -414,3 +414,33 @@ def test_what_is_in_memory_is_persisted_when_a_trainer_is_lost(
     for node in (0, 1):
         lose(shm, node)
     assert gang.run(recover, str(root), str(shm), 2, world=2)[0][:2] == (3, "storage")
+
+
+def train_and_lose_a_node(root: str, shm: str, lost: int) -> None:
+    """Protected snapshots in memory only; then a node is lost, with its trainer and its agent."""
+    cp = sw.Checkpointer(root, every=100, memory=memory_of(shm, 3, copies=1))
+    for step in (1, 2, 3):
+        handle = cp.save(step, rows(step))
+        assert handle is not None
+        handle.protected(20.0)
+    if dist.get_rank() == lost:
+        lose(Path(shm), lost)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_what_is_in_memory_is_persisted_when_a_node_is_lost(
+    gang: Gang, tmp_path: Path, shm: Path, lost: int
+) -> None:
+    """By whichever node is left, with the files of the other from their copies."""
+    root = tmp_path / "root"
+    gang.outcomes(train_and_lose_a_node, str(root), str(shm), lost, world=3, timeout=60.0)
+    deadline = time.monotonic() + 40.0
+    while not (root / "step-00000003" / "manifest.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    checkpoint = sw.open(root / "step-00000003")
+    checkpoint.verify()
+    assert torch.equal(checkpoint["t"][...], reference(3))  # type: ignore[index]

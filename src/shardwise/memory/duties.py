@@ -27,6 +27,7 @@ from shardwise.memory.notes import Card, Done, Draft, Persist, Protect, Staged
 from shardwise.memory.persist import Throttle, copy_to_store
 from shardwise.memory.place import ABANDONED, Place
 from shardwise.memory.publication import publication
+from shardwise.memory.rescue import copy_lost
 from shardwise.memory.seal import seal
 from shardwise.memory.tls import Tls
 from shardwise.memory.trainers import lost_trainers
@@ -37,6 +38,7 @@ W = TypeVar("W")
 FILES_AT_A_TIME = 2
 POLL = 0.002
 AT_ONCE = 0.5
+PATIENCE = 5.0  # with nodes that do not answer, when others are lost
 
 
 Duty = Callable[[Place], bool]
@@ -119,7 +121,9 @@ class Leading:
     ) -> None:
         start = time.monotonic()
         cards = cards_of(draft, place.run)
-        with Nodes(place, cards, self._node, draft.wait, self._tls) as nodes:
+        rescuing = place.has(notes.request("rescue", draft.save_id))
+        wait = min(draft.wait, PATIENCE) if rescuing else draft.wait
+        with Nodes(place, cards, self._node, wait, self._tls) as nodes:
             nbytes, failure = attempt(place, lambda: work(place, draft, nodes))
             done = Done(
                 save_id=draft.save_id,
@@ -165,25 +169,58 @@ class Leading:
         return sum(each.bytes for each in ended)
 
     def _persist(self, place: Place, draft: Draft, nodes: Nodes) -> int:
+        """Each node copies its own files; this one those of nodes that are lost."""
         with publication(draft) as publish:
             by_node: dict[str, list[str]] = {}
             for name, node in draft.files:
                 by_node.setdefault(node, []).append(name)
-            for node, files in by_node.items():
-                wish = Persist(
-                    save_id=draft.save_id,
-                    place=str(publish.store),
-                    files=files,
-                    budget=draft.budget,
-                    wait=draft.wait,
-                )
-                nodes.tell(node, notes.request("persist", draft.save_id), wish)
-            nbytes = self._gather(nodes, "persist", draft, by_node)
+            lost = [
+                node
+                for node, files in by_node.items()
+                if not self._ask_to_persist(place, draft, nodes, node, files, str(publish.store))
+            ]
+            nbytes = 0
+            for node in by_node.keys() - set(lost):
+                done = self._persisted(place, draft, nodes, node)
+                if done is None:
+                    lost.append(node)
+                elif done.failure:
+                    raise StoreError(f"node {node}: {done.failure}")
+                else:
+                    nbytes += done.bytes
             commit = nodes.expect(self._node, notes.outcome("commit", draft.save_id), Done)
             if commit.failure:
                 raise StoreError(f"it was never committed: {commit.failure}")
+            if lost:
+                names = [name for node in lost for name in by_node[node]]
+                cards = cards_of(draft, place.run)
+                nbytes += copy_lost(place, names, cards, self._node, self._tls, publish.store)
             publish.finish((place.path / MANIFEST).read_bytes())
             return nbytes
+
+    def _ask_to_persist(
+        self, place: Place, draft: Draft, nodes: Nodes, node: str, files: list[str], to: str
+    ) -> bool:
+        """Ask a node to copy its files; whether it has heard."""
+        wish = Persist(
+            save_id=draft.save_id, place=to, files=files, budget=draft.budget, wait=draft.wait
+        )
+        try:
+            nodes.tell(node, notes.request("persist", draft.save_id), wish)
+        except StoreError as error:
+            place.refuse_abandoned()
+            log.warning("node %s is lost: %s", node, error)
+            return False
+        return True
+
+    def _persisted(self, place: Place, draft: Draft, nodes: Nodes, node: str) -> Done | None:
+        """How a node has ended; None if it is lost."""
+        try:
+            return nodes.expect(node, notes.done("persist", draft.save_id), Done, patient=True)
+        except StoreError as error:
+            place.refuse_abandoned()
+            log.warning("node %s is lost: %s", node, error)
+            return None
 
 
 def cards_of(draft: Draft, run: Run) -> list[Card]:

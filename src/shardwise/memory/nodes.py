@@ -25,6 +25,10 @@ CALLING, SILENT = 5.0, 30.0
 T = TypeVar("T")
 
 
+class _GoneError(StoreError):
+    """A node does not answer, and the run has gone on without it."""
+
+
 class Nodes:
     """The nodes that hold a snapshot, this one among them.
 
@@ -97,6 +101,7 @@ class Nodes:
                 if patient:
                     last_sign = time.monotonic()
             except StoreError:
+                self._refuse_gone([node])
                 found = None
                 time.sleep(AGAIN)
             if found is not None:
@@ -124,6 +129,7 @@ class Nodes:
         def tell() -> None:
             failures = {node: self._try_to_tell(node, name, note) for node in left}
             left[:] = [node for node in left if failures[node]]
+            self._refuse_gone(left)
             if left:
                 raise StoreError("; ".join(failures[node] for node in left))
 
@@ -154,6 +160,8 @@ class Nodes:
             self._place.refuse_abandoned()
             try:
                 return work()
+            except _GoneError:
+                raise
             except StoreError:
                 if time.monotonic() > deadline:
                     raise
@@ -182,6 +190,19 @@ class Nodes:
                 view = view[count:]
         finally:
             os.close(fd)
+
+    def _refuse_gone(self, nodes: Sequence[str]) -> None:
+        """Raise if one of these, which do not answer, is no longer needed for newer snapshots."""
+        run = self._place.run
+        for step in reversed([step for step in run.steps() if step > self._place.step]):
+            newer = Place(run, step)
+            drafts = newer.drafts() + newer.terms()
+            if drafts:
+                present = {card.node for draft in drafts for card in draft.nodes}
+                gone = sorted(set(nodes) - present)
+                if gone:
+                    raise _GoneError(f"the run has gone on without node {', '.join(gone)}")
+                return
 
     def _client(self, node: str) -> AgentClient:
         try:
