@@ -9,21 +9,20 @@ from shardwise.engine.save import SaveReport
 from shardwise.errors import StoreError
 from shardwise.memory import notes
 from shardwise.memory.copying import Copying
-from shardwise.memory.home import Home, read_note
+from shardwise.memory.home import read_note
 from shardwise.memory.notes import Done
 from shardwise.memory.place import Place
 from shardwise.memory.retire import ENDED
+from shardwise.memory.vigil import Agents, Vigil
 
 POLL = (0.001, 0.05)
-LOOK_AROUND = 0.5
-GONE = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
     """What a save goes through, in the words of its notes, and where those are looked for."""
 
-    home: Home
+    agents: Agents
     place: Place
     save_id: str
     stages: tuple[str, ...]
@@ -71,10 +70,12 @@ class Stages:
         """Wait until a stage has ended.
 
         Raises:
-            StoreError: it has failed, or the node's agent is gone.
+            StoreError: it has failed; or the agent of this node is gone, or that or the one that
+                leads does not answer.
             TimeoutError: `timeout` seconds have passed.
         """
-        start = looked = seen = time.monotonic()
+        start = time.monotonic()
+        vigil = Vigil(self.agents)
         pause = POLL[0]
         while (done := self.ended(stage)) is None:
             self.ended("commit")
@@ -83,15 +84,10 @@ class Stages:
                 raise TimeoutError(
                     f"step {self.place.step}: {stage} has not ended in {timeout:g} s"
                 )
-            if now - looked > LOOK_AROUND:
-                looked = now
-                if self.home.has_agent():
-                    seen = now
-                elif now - seen > GONE:
-                    raise StoreError(
-                        f"step {self.place.step}: {stage}: the agent of {self.home} is gone; the "
-                        f"next save starts another, which goes on (its log: {self.home.log})"
-                    )
+            try:
+                vigil.look(None if timeout is None else start + timeout - now)
+            except StoreError as error:
+                raise StoreError(f"step {self.place.step}: {stage}: {error}") from error
             time.sleep(pause)
             pause = min(2 * pause, POLL[1])
         return done

@@ -10,14 +10,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 
 from shardwise.errors import StoreError
-from shardwise.memory.client import AgentClient
 from shardwise.memory.home import Home
 from shardwise.memory.logfile import log_tail
 from shardwise.memory.options import Memory
 from shardwise.memory.spawn import agent_of, card_of
+from shardwise.memory.vigil import silence
 
 LOOK_AROUND = 1.0
 BETWEEN_QUESTIONS = 5.0
@@ -129,19 +129,7 @@ class _Round:
         card = card_of(self.home)
         if card is None:
             return
-        tls = self._options.tls
-        failure = ""
-        try:
-            client = AgentClient(
-                card,
-                connect_timeout=NO_ANSWER,
-                read_timeout=NO_ANSWER,
-                tls=None if tls is None else tls.for_client(),
-            )
-            with closing(client):
-                client.health()
-        except StoreError as error:
-            failure = str(error)
+        failure = silence(card, self._options.tls, NO_ANSWER)
         if failure and not self._is_silent and self.home.has_agent():
             log.warning(
                 "the agent of %s (process %d) lives, but does not answer: %s; snapshots wait until "

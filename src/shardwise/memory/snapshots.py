@@ -35,6 +35,7 @@ from shardwise.memory.staging import Part, Staging
 from shardwise.memory.tenants import evict
 from shardwise.memory.tls import Tls
 from shardwise.memory.trainers import Presence
+from shardwise.memory.vigil import Agents
 from shardwise.plan.cache import PlanCache
 from shardwise.retention import Keep
 from shardwise.store import Store
@@ -227,19 +228,36 @@ class Snapshots:
             StoreError: something failed.
         """
         try:
-            self.fence()
             if wait:
-                self._raise_failures()
-                for each in self._open:
-                    each.wait_all(None)
-                if self._open and self._open[-1].stages[-1] == "persist":
-                    self.go_on_from(None)
-                    self._give_back()
+                self._finish()
+            self.fence()
         finally:
             self._staging.close()
             self._presence.end()
             if self._keeper is not None:
                 self._keeper.stop()
+
+    def _finish(self) -> None:
+        """Wait until all that was begun is over. All ranks together."""
+
+        def speak() -> bytes:
+            self.fence()
+            self._raise_failures()
+            for each in self._open:
+                each.wait_all(None)
+            return b""
+
+        exchange(self._group, "finishing what was begun", speak, lambda _: b"")
+        if self._open and self._open[-1].stages[-1] == "persist":
+            self.go_on_from(None)
+            self._give_back()
+
+    @property
+    def _agents(self) -> Agents:
+        first = self.meeting.node_of[0]
+        leader = next(each for each in self.meeting.nodes if each.node == first)
+        elsewhere = None if first == self.node else leader
+        return Agents(self.home, elsewhere, self._options.tls, self._options.wait)
 
     def settle(self) -> None:
         """Wait until what is to be persisted is, or has failed. A rank may do so alone.
@@ -254,14 +272,17 @@ class Snapshots:
 
     def _give_back(self) -> None:
         """Leave nothing of the run in memory. All ranks together."""
-        self._staging.remove()
+
+        def remove_free() -> bytes:
+            self._staging.remove()
+            return b""
 
         def remove() -> bytes:
             if self.is_first_of_node:
                 shutil.rmtree(self.run.path, ignore_errors=True)
             return b""
 
-        exchange(self._group, "giving memory back", lambda: b"", lambda _: b"")
+        exchange(self._group, "giving memory back", remove_free, lambda _: b"")
         exchange(self._group, "giving memory back", remove, lambda _: b"")
 
     def wake(self) -> None:
@@ -287,7 +308,7 @@ class Snapshots:
         options = job.options
         place = Place(self.run, options.step or 0)
         wanted = ("commit", "protect", "persist") if storing.durable else ("commit", "protect")
-        stages = Stages(self.home, place, planned.save_id, wanted)
+        stages = Stages(self._agents, place, planned.save_id, wanted)
         content = planned.content()
         its_ring = self._rings.join(planned, content)
         draft = None if planned.template is None else self._draft(planned, options, storing)
