@@ -184,14 +184,18 @@ class Slots:
     def _allocate(self, path: Path, size: int) -> None:
         """Give a file pages, so that writing to it can neither fail nor wait for them."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        parts = range(0, size, AT_A_TIME)
+
+        def touch(at: int) -> None:
+            os.posix_fallocate(fd, at, min(AT_A_TIME, size - at))
+
         try:
             os.ftruncate(fd, size)
-            with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-
-                def touch(at: int) -> None:
-                    os.posix_fallocate(fd, at, min(AT_A_TIME, size - at))
-
-                list(pool.map(touch, range(0, size, AT_A_TIME)))
+            try:
+                with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+                    list(pool.map(touch, parts))
+            except RuntimeError:  # the process is ending, and gives threads no more work
+                list(map(touch, parts))
         except OSError as error:
             raise self._too_small(size, size) from error
         finally:

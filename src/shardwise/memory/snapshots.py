@@ -265,7 +265,7 @@ class Snapshots:
         Raises:
             StoreError: something failed, or the agent is gone.
         """
-        self.fence()
+        self._staging.check()
         for each in self._open:
             if each.stages[-1] == "persist":
                 each.wait_all(None)

@@ -19,7 +19,13 @@ def stage(fill: Fill, low: int, high: int, out: Buffer, pool: ThreadPoolExecutor
         stop = min(at + BUCKET, high)
         fill(at, stop, out[at:stop])
 
-    jobs = [pool.submit(copy, at) for at in range(low, high, BUCKET)]
+    starts = range(low, high, BUCKET)
+    try:
+        jobs = [pool.submit(copy, at) for at in starts]
+    except RuntimeError:  # the process is ending, and gives threads no more work
+        for at in starts:
+            copy(at)
+        return
     try:
         for job in jobs:
             job.result()
