@@ -222,7 +222,8 @@ class Snapshots:
 
         Args:
             wait: until all that was begun is over. If the newest snapshot is in storage then, the
-                memory is given back. Otherwise the agents go on alone.
+                memory is given back. Otherwise the agents go on alone, and when this process ends,
+                it counts as lost.
 
         Raises:
             StoreError: something failed.
@@ -230,10 +231,10 @@ class Snapshots:
         try:
             if wait:
                 self._finish()
+                self._presence.end()
             self.fence()
         finally:
             self._staging.close()
-            self._presence.end()
             if self._keeper is not None:
                 self._keeper.stop()
 
