@@ -31,11 +31,14 @@ def test_a_slot_is_the_same_memory_again(run: Run) -> None:
     assert first is not None
     first.buffer[:] = 7
     assert first.path.read_bytes() == b"\7" * 10_000
-    target = run.path / "snapshot"
+    run.step(1).mkdir()
+    target, note = (run.step(1) / f"r00003-{'0' * 16}.{each}" for each in ("data", "staged.json"))
     inode = os.stat(first.path).st_ino
     first.path.rename(target)
+    note.touch()
     assert slots.take(10_000) is None
     target.rename(run.free / first.name)
+    note.unlink()
     again = slots.take(12_000)
     assert again is not None
     assert os.stat(again.path).st_ino == inode
@@ -56,10 +59,25 @@ def test_slots_in_use_count(run: Run) -> None:
 
 
 def test_ranks_do_not_take_each_others(run: Run) -> None:
-    mine, other = (Slots(run, f"r{rank:05d}-", "staged", 1) for rank in (1, 11))
+    mine, other = (Slots(run, f"r{rank:05d}-", "staged", n) for rank, n in ((1, 1), (11, 0)))
     mine.prepare(100)
     assert not other.has_free()
     assert other.take(100) is None
+
+
+def test_a_slot_that_is_lost_is_made_up_for(run: Run) -> None:
+    """Such as one whose note was damaged, so that nobody knew what it is called."""
+    slots = Slots(run, "r00000-", "staged", 2)
+    slots.prepare(1000)
+    for path in run.free.iterdir():
+        path.unlink()
+    assert slots.has_free()
+    taken = slots.take(1000)
+    assert taken is not None
+    taken.buffer[:] = 5
+    assert taken.path.read_bytes() == b"\5" * 1000
+    assert slots.prepare(1000) > 0
+    assert len(list(run.free.iterdir())) == 2
 
 
 def test_too_little_memory_is_an_error_that_says_how_much_is_needed(run: Run) -> None:
@@ -91,8 +109,8 @@ def test_a_budget_spreads_bytes_over_time() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"every": 0},
-        {"slots": 1},
+        {"every": -1},
+        {"slots": 0},
         {"copies": 1, "parity": 1},
         {"parity": 8},
         {"when_full": "never"},

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from shardwise.errors import ShardwiseError, StoreError
@@ -47,9 +48,8 @@ Duty = Callable[[Place], bool]
 def seal_staged(place: Place) -> bool:
     """Take the checksums of files that were staged."""
     busy = False
-    for name in place.named(".staged.json"):
-        staged = read_note(place.path / name, Staged)
-        if staged is None or place.has(notes.entry(staged.file.name)):
+    for staged in place.staged():
+        if place.has(notes.entry(staged.file.name)):
             continue
         sealed = seal(place.path / staged.file.name, staged.file)
         write_note(place.path / notes.entry(sealed.name), sealed)
@@ -294,12 +294,12 @@ class Following:
         busy = False
         for save_id in notes.requested(stage, place.named(".json")):
             name = notes.done(stage, save_id)
-            wish = read_note(place.path / notes.request(stage, save_id), kind)
-            if wish is None or place.has(name):
+            if place.has(name):
                 continue
             busy = True
             start = time.monotonic()
-            nbytes, failure = attempt(place, partial(work, wish))
+            request = place.path / notes.request(stage, save_id)
+            nbytes, failure = attempt(place, partial(_fulfil, request, kind, work))
             done = Done(
                 save_id=save_id,
                 stage=stage,
@@ -310,6 +310,14 @@ class Following:
             )
             write_note(place.path / name, done)
         return busy
+
+
+def _fulfil(request: Path, kind: type[W], work: Callable[[W], int]) -> int:
+    """Do what a note asks for."""
+    wish = read_note(request, kind)
+    if wish is None:
+        raise StoreError(f"{request} is gone")
+    return work(wish)
 
 
 def attempt(place: Place, work: Callable[[], int]) -> tuple[int, str]:

@@ -163,5 +163,5 @@ def read_note(path: Path, kind: type[T]) -> T | None:
         return None
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StoreError(f"{path}: {error}") from error

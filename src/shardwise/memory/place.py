@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from shardwise.errors import StoreError
 from shardwise.manifest.names import MANIFEST
@@ -16,6 +18,8 @@ from shardwise.memory.home import Run, read_note
 from shardwise.memory.notes import Done, Draft, Kept, Staged
 
 ABANDONED = "abandoned"
+log = logging.getLogger("shardwise.agent")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +75,11 @@ class Place:
         return self._drafts("terms-")
 
     def _drafts(self, prefix: str) -> list[Draft]:
-        names = [name for name in self.named(".json") if name.startswith(prefix)]
-        found = [read_note(self.path / name, Draft) for name in names]
-        return [draft for draft in found if draft is not None]
+        return self._whole([name for name in self.named(".json") if name.startswith(prefix)], Draft)
 
     def staged(self) -> list[Staged]:
         """The files in it that trainers have staged."""
-        found = [read_note(self.path / name, Staged) for name in self.named(".staged.json")]
-        return [staged for staged in found if staged is not None]
+        return self._whole(self.named(".staged.json"), Staged)
 
     def saves(self) -> set[str]:
         """The ids of the saves of which trainers have staged something in it."""
@@ -86,13 +87,35 @@ class Place:
 
     def kept(self) -> list[Kept]:
         """What trainers have made for others from their replicas."""
-        names = [name for name in self.named(".json") if notes.is_kept(name)]
-        found = [read_note(self.path / name, Kept) for name in names]
-        return [kept for kept in found if kept is not None]
+        return self._whole([name for name in self.named(".json") if notes.is_kept(name)], Kept)
 
     def ended(self, stage: str, save_id: str) -> Done | None:
-        """How a stage has ended for the cluster, if it has."""
-        return read_note(self.path / notes.outcome(stage, save_id), Done)
+        """How a stage has ended for the cluster, if it has; badly, if nobody can tell any more."""
+        name = notes.outcome(stage, save_id)
+        try:
+            return read_note(self.path / name, Done)
+        except StoreError as error:
+            self._tell_of_damage(name, error)
+            return Done(save_id=save_id, stage=stage, failure=f"its outcome is damaged: {error}")
+
+    def _whole(self, names: list[str], kind: type[T]) -> list[T]:
+        """The notes of these names, but for those that are damaged: nothing comes of them."""
+        found = []
+        for name in names:
+            try:
+                note = read_note(self.path / name, kind)
+            except StoreError as error:
+                self._tell_of_damage(name, error)
+                continue
+            if note is not None:
+                found.append(note)
+        return found
+
+    def _tell_of_damage(self, name: str, error: StoreError) -> None:
+        """Once, whoever comes across it: a file that is made beside it says that it was told."""
+        with suppress(OSError):
+            self.beside(f"{name}.damaged").touch(exist_ok=False)
+            log.error("nothing comes of a note that is damaged: %s", error)
 
     def abandon(self) -> None:
         """Have whoever waits for something to become of it cease to."""

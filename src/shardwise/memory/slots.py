@@ -109,8 +109,7 @@ class Slots:
         self._directory.mkdir(parents=True, exist_ok=True)
         size = _rounded(nbytes + ROOM)
         wanted = self._free()
-        lacking = self._count - len(wanted) - self._in_use()
-        wanted += [f"{self._prefix}{secrets.token_hex(4)}.slot" for _ in range(lacking)]
+        wanted += [self._new_name() for _ in range(self._lacking())]
         sizes = {name: self._size(name) for name in wanted}
         growth = {name: size - has if has < nbytes else 0 for name, has in sizes.items()}
         needed = sum(growth.values())
@@ -124,7 +123,7 @@ class Slots:
 
     def has_free(self) -> bool:
         """Whether one is free."""
-        return bool(self._free())
+        return bool(self._free()) or self._lacking() > 0
 
     def take(self, nbytes: int, *, besides: Collection[str] = (), locked: int = 0) -> Slot | None:
         """A free slot, as a file of so many bytes; None if there is none.
@@ -140,6 +139,8 @@ class Slots:
             StoreError: the memory file system is full.
         """
         names = [name for name in self._free() if name not in besides]
+        if not names and self._lacking() > 0:  # the note was damaged that said what it is called
+            names = [self._new_name()]
         if not names:
             return None
         largest = max(names, key=self._size)
@@ -170,6 +171,14 @@ class Slots:
 
     def _in_use(self) -> int:
         return sum(len(list(self._run.step(step).glob(self._notes))) for step in self._run.steps())
+
+    def _lacking(self) -> int:
+        """How many there should be more; what is becoming free meanwhile is there already."""
+        in_use = self._in_use()
+        return self._count - in_use - len(self._free())
+
+    def _new_name(self) -> str:
+        return f"{self._prefix}{secrets.token_hex(4)}.slot"
 
     def _size(self, name: str) -> int:
         try:

@@ -1,0 +1,107 @@
+"""Notes of a snapshot as a node reads them, also when they are damaged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import StoreError
+from shardwise.manifest.manifest import FileEntry
+from shardwise.memory import notes
+from shardwise.memory.duties import Following, seal_staged
+from shardwise.memory.home import Home, new_run, read_note, write_note
+from shardwise.memory.notes import Done, Draft, Kept, Staged
+from shardwise.memory.place import Place
+from shardwise.memory.placement import Group, Member
+
+ONE, OTHER = "0" * 16, "1" * 16
+DAMAGES = [b'"', b'{"save_id": "\xff"}', b"[" * 100_000]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    """A snapshot of which there is nothing yet."""
+    place = Place(Home(tmp_path).run(new_run()), 1)
+    place.path.mkdir(parents=True)
+    return place
+
+
+def draft(save_id: str) -> Draft:
+    return Draft(
+        save_id=save_id, step=1, manifest="", files=[], nodes=[], leader="a", root="/nowhere"
+    )
+
+
+def staged(save_id: str) -> Staged:
+    return Staged(FileEntry(f"r00000-{save_id}.safetensors", 0, 0, 0, 0, 0, 0), "slot", 2, ())
+
+
+def kept(save_id: str) -> Kept:
+    return Kept(Group((Member("a", "", ()),)), save_id, "slot", None, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "note", "found"),
+    [
+        (notes.draft, draft, Place.drafts),
+        (notes.terms, draft, Place.terms),
+        (lambda save_id: notes.staged(f"r00000-{save_id}.safetensors"), staged, Place.staged),
+        (lambda save_id: notes.kept(f"r00000-{save_id}.safetensors", 0), kept, Place.kept),
+    ],
+)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_note_is_passed_over_and_told_of_once(
+    place: Place,
+    caplog: pytest.LogCaptureFixture,
+    name: Callable[[str], str],
+    note: Callable[[str], object],
+    found: Callable[[Place], list[object]],
+    damage: bytes,
+) -> None:
+    write_note(place.path / name(ONE), note(ONE))
+    write_note(place.path / name(OTHER), note(OTHER))
+    assert found(place) == [note(ONE), note(OTHER)]
+    write_note(place.path / name(ONE), damage)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            assert found(place) == [note(OTHER)]
+    (told,) = caplog.messages
+    assert name(ONE) in told
+
+
+def test_a_damaged_outcome_is_a_failure(place: Place) -> None:
+    assert place.ended("commit", ONE) is None
+    write_note(place.path / notes.outcome("commit", ONE), DAMAGES[0])
+    ended = place.ended("commit", ONE)
+    assert ended is not None
+    assert "damaged" in ended.failure
+
+
+@pytest.mark.parametrize("stage", ["persist", "protect"])
+def test_a_damaged_wish_ends_as_a_failure(place: Place, stage: str) -> None:
+    write_note(place.path / notes.request(stage, ONE), DAMAGES[0])
+    following = Following("a")
+    duty = following.persist if stage == "persist" else following.protect
+    assert duty(place)
+    done = read_note(place.path / notes.done(stage, ONE), Done)
+    assert done is not None
+    assert (done.stage, done.node) == (stage, "a")
+    assert notes.request(stage, ONE) in done.failure
+    assert not duty(place)
+
+
+def test_a_damaged_note_of_a_file_keeps_no_other_from_being_sealed(place: Place) -> None:
+    write_note(place.path / notes.staged(f"r00000-{ONE}.safetensors"), DAMAGES[0])
+    write_note(place.path / notes.staged(f"r00001-{OTHER}.safetensors"), staged(OTHER))
+    with pytest.raises(FileNotFoundError):  # it is come to, and lacks its file
+        seal_staged(place)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_no_note_is_a_store_error(place: Place, damage: bytes) -> None:
+    write_note(place.path / "note.json", damage)
+    with pytest.raises(StoreError, match=r"note\.json"):
+        read_note(place.path / "note.json", Draft)
