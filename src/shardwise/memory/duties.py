@@ -32,7 +32,7 @@ from shardwise.memory.rescue import copy_lost
 from shardwise.memory.seal import seal
 from shardwise.memory.tls import Tls
 from shardwise.memory.trainers import lost_trainers
-from shardwise.store import open_store
+from shardwise.store import Store, open_store
 
 log = logging.getLogger("shardwise.agent")
 W = TypeVar("W")
@@ -169,34 +169,38 @@ class Leading:
         return sum(each.bytes for each in ended)
 
     def _persist(self, place: Place, draft: Draft, nodes: Nodes) -> int:
-        """Each node copies its own files; this one those of nodes that are lost."""
         with publication(draft) as publish:
-            by_node: dict[str, list[str]] = {}
-            for name, node in draft.files:
-                by_node.setdefault(node, []).append(name)
-            lost = [
-                node
-                for node, files in by_node.items()
-                if not self._ask_to_persist(place, draft, nodes, node, files, str(publish.store))
-            ]
-            nbytes = 0
-            for node in by_node.keys() - set(lost):
-                done = self._persisted(place, draft, nodes, node)
-                if done is None:
-                    lost.append(node)
-                elif done.failure:
-                    raise StoreError(f"node {node}: {done.failure}")
-                else:
-                    nbytes += done.bytes
-            commit = nodes.expect(self._node, notes.outcome("commit", draft.save_id), Done)
-            if commit.failure:
-                raise StoreError(f"it was never committed: {commit.failure}")
-            if lost:
-                names = [name for node in lost for name in by_node[node]]
-                cards = cards_of(draft, place.run)
-                nbytes += copy_lost(place, names, cards, self._node, self._tls, publish.store)
+            copied = 0 if publish.is_published else self._copy(place, draft, nodes, publish.store)
             publish.finish((place.path / MANIFEST).read_bytes())
-            return nbytes
+            return copied
+
+    def _copy(self, place: Place, draft: Draft, nodes: Nodes, to: Store) -> int:
+        """Each node copies its own files; this one those of nodes that are lost."""
+        by_node: dict[str, list[str]] = {}
+        for name, node in draft.files:
+            by_node.setdefault(node, []).append(name)
+        lost = [
+            node
+            for node, files in by_node.items()
+            if not self._ask_to_persist(place, draft, nodes, node, files, str(to))
+        ]
+        nbytes = 0
+        for node in by_node.keys() - set(lost):
+            done = self._persisted(place, draft, nodes, node)
+            if done is None:
+                lost.append(node)
+            elif done.failure:
+                raise StoreError(f"node {node}: {done.failure}")
+            else:
+                nbytes += done.bytes
+        commit = nodes.expect(self._node, notes.outcome("commit", draft.save_id), Done)
+        if commit.failure:
+            raise StoreError(f"it was never committed: {commit.failure}")
+        if lost:
+            names = [name for node in lost for name in by_node[node]]
+            cards = cards_of(draft, place.run)
+            nbytes += copy_lost(place, names, cards, self._node, self._tls, to)
+        return nbytes
 
     def _ask_to_persist(
         self, place: Place, draft: Draft, nodes: Nodes, node: str, files: list[str], to: str

@@ -109,10 +109,6 @@ def test_agents_that_die_at_any_note_are_followed_by_others_that_go_on(
     assert_tidy(shm, 2)
 
 
-@pytest.mark.xfail(
-    reason="publication refuses a step that the agent before has published, of the same save: "
-    "persisting fails with CheckpointExistsError though all is durable"
-)
 def test_an_agent_that_dies_when_it_has_published_is_followed_by_one_that_sees_it(
     gang: Gang, copied: Cluster
 ) -> None:
