@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,6 +21,7 @@ from shardwise.manifest.manifest import (
     Manifest,
     ObjectEntry,
     TensorEntry,
+    complete_manifest,
     decode_manifest,
     encode_manifest,
     encode_tensors,
@@ -43,6 +45,18 @@ def test_any_altered_byte_is_noticed(pristine: Path) -> None:
             flipped = bytearray(data)
             flipped[at] ^= mask
             assert_refused_or_equal(bytes(flipped), manifest)
+
+
+def test_an_altered_draft_is_noticed_when_it_is_completed(pristine: Path) -> None:
+    manifest = decode_manifest((pristine / "manifest.json").read_bytes())
+    draft = encode_manifest(msgspec.structs.replace(manifest, files=()))
+    assert complete_manifest(draft, manifest.files) == encode_manifest(manifest)
+    for at in range(len(draft)):
+        for mask in (1, 0x20, 0x80, 0xFF):
+            flipped = bytearray(draft)
+            flipped[at] ^= mask
+            with pytest.raises(FormatError, match="draft"):
+                complete_manifest(bytes(flipped), manifest.files)
 
 
 @given(st.binary(max_size=40), st.integers(0, 10_000), st.integers(0, 40))

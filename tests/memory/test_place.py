@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shardwise.errors import StoreError
-from shardwise.manifest.manifest import FileEntry
+from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import notes
-from shardwise.memory.duties import Following, seal_staged
+from shardwise.memory.duties import Following, Leading, seal_staged
 from shardwise.memory.home import Home, new_run, read_note, write_note
 from shardwise.memory.notes import Done, Draft, Kept, Staged
 from shardwise.memory.place import Place
@@ -98,6 +99,20 @@ def test_a_damaged_note_of_a_file_keeps_no_other_from_being_sealed(place: Place)
     write_note(place.path / notes.staged(f"r00001-{OTHER}.safetensors"), staged(OTHER))
     with pytest.raises(FileNotFoundError):  # it is come to, and lacks its file
         seal_staged(place)
+
+
+def test_a_draft_of_which_a_bit_has_flipped_is_not_committed(place: Place) -> None:
+    manifest = Manifest(
+        save_id=ONE, step=1, created="now", world_size=1, files=(), objects=(), tensors=()
+    )
+    text = encode_manifest(manifest).decode().replace('"world_size":1', '"world_size":3')
+    damaged = msgspec.structs.replace(draft(ONE), manifest=text)
+    write_note(place.path / notes.draft(ONE), damaged)
+    assert Leading("a").commit(place)
+    ended = place.ended("commit", ONE)
+    assert ended is not None
+    assert "the draft of the manifest was altered" in ended.failure
+    assert not place.is_committed()
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -116,11 +116,11 @@ def complete_manifest(draft: bytes, files: Sequence[FileEntry]) -> bytes:
     """The manifest of a draft, which `encode_manifest` made without files, with these.
 
     Raises:
-        FormatError: it is no such draft.
+        FormatError: it is no such draft, or was altered.
     """
-    body, marker, _ = draft.rpartition(b'"crc32":')
+    body = _checked(draft, "the draft of the manifest")
     head, empty, tail = body.partition(b'"files":[],\n')
-    if not marker or not empty:
+    if not empty:
         raise FormatError("this is no manifest without files")
     whole = head + b'"files":' + msgspec.json.encode(list(files)) + b",\n" + tail
     return whole + b'"crc32":%d}\n' % crc32(whole)
@@ -132,11 +132,7 @@ def decode_manifest(data: bytes) -> Manifest:
     Raises:
         FormatError: these bytes are not a manifest, were altered, or are of another version.
     """
-    body, marker, tail = data.rpartition(b'"crc32":')
-    if not marker or not tail.endswith(b"}\n") or not tail[:-2].isdigit():
-        raise FormatError("the manifest is cut off: its last line is not its checksum")
-    if len(tail) > 12 or int(tail[:-2]) != crc32(body):
-        raise FormatError("the manifest was altered: it does not have its own checksum")
+    body = _checked(data, "the manifest")
     text = body.rstrip(b",\n") + b"}"
     try:
         head = msgspec.json.decode(text, type=_Head)
@@ -148,6 +144,16 @@ def decode_manifest(data: bytes) -> Manifest:
         return msgspec.json.decode(text, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"the manifest is malformed: {error}") from error
+
+
+def _checked(data: bytes, what: str) -> bytes:
+    """All but the checksum at the end, which it has."""
+    body, marker, tail = data.rpartition(b'"crc32":')
+    if not marker or not tail.endswith(b"}\n") or not tail[:-2].isdigit():
+        raise FormatError(f"{what} is cut off: its last line is not its checksum")
+    if len(tail) > 12 or int(tail[:-2]) != crc32(body):
+        raise FormatError(f"{what} was altered: it does not have its own checksum")
+    return body
 
 
 class _Head(msgspec.Struct):
