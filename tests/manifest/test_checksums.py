@@ -5,10 +5,18 @@ from __future__ import annotations
 import zlib
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.manifest.checksums import BLOCK, block_checksums, block_count, crc32, damaged_blocks
+from shardwise.manifest.checksums import (
+    BLOCK,
+    BlockTable,
+    block_checksums,
+    block_count,
+    crc32,
+    damaged_blocks,
+)
 
 
 @given(st.binary(max_size=300))
@@ -30,3 +38,24 @@ def test_an_altered_byte_is_found_in_its_block(size: int, where: int) -> None:
 def test_a_short_last_block_is_covered() -> None:
     data = np.ones(BLOCK + 1, np.uint8)
     assert block_checksums(data).tolist() == [zlib.crc32(data[:BLOCK]), zlib.crc32(data[BLOCK:])]
+
+
+@given(st.integers(0, 6 * BLOCK), st.data())
+def test_a_run_of_blocks_is_verified_as_its_blocks_are(size: int, data: st.DataObject) -> None:
+    content = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    table = BlockTable(block_checksums(content))
+    first = data.draw(st.integers(0, block_count(size)))
+    last = data.draw(st.integers(first, block_count(size)))
+    part = content[first * BLOCK : last * BLOCK]
+    assert table.damaged(first, part) == []
+    if len(part):
+        where = data.draw(st.integers(0, len(part) - 1))
+        part[where] ^= data.draw(st.integers(1, 255))
+        assert table.damaged(first, part) == [where // BLOCK]
+
+
+def test_more_than_the_table_covers_is_damaged() -> None:
+    content = np.ones(4 * BLOCK, np.uint8)
+    table = BlockTable(block_checksums(content[: 2 * BLOCK]))
+    with pytest.raises(ValueError, match="shape"):
+        table.damaged(0, content)

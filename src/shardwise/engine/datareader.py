@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import errno
 
-import numpy as np
-import numpy.typing as npt
-
 from shardwise.engine.arena import aligned_buffer
 from shardwise.errors import CorruptionError, StoreError
-from shardwise.manifest.checksums import BLOCK, block_count, crc32, damaged_blocks
+from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
 from shardwise.manifest.manifest import FileEntry
 from shardwise.store import MappedFile, ReadableFile, Store
 from shardwise.store.store import Buffer
@@ -33,7 +30,7 @@ class DataReader:
             raise CorruptionError(f"{self._where} is missing; the manifest names it") from error
         except StoreError as error:
             raise CorruptionError(str(error)) from error
-        self._table: npt.NDArray[np.uint32] | None = None
+        self._table: BlockTable | None = None
         try:
             if self._file.size != entry.size:
                 raise CorruptionError(
@@ -74,8 +71,7 @@ class DataReader:
     def _verified(self, low: int, data: Buffer) -> Buffer:
         high = low + len(data)
         if self._table is not None:
-            expected = self._table[low // BLOCK : block_count(high)]
-            bad = damaged_blocks(data, expected)
+            bad = self._table.damaged(low // BLOCK, data)
             if bad:
                 first, last = low + bad[0] * BLOCK, min(low + (bad[-1] + 1) * BLOCK, high)
                 raise CorruptionError(
@@ -103,7 +99,7 @@ class DataReader:
                 raise
             raise CorruptionError(f"{self._where} cannot be read at byte {offset}") from error
 
-    def _read_table(self) -> npt.NDArray[np.uint32]:
+    def _read_table(self) -> BlockTable:
         low = self.entry.checksums_at // ALIGNMENT * ALIGNMENT
         buffer = aligned_buffer(-(-(self.entry.size - low) // ALIGNMENT) * ALIGNMENT)
         count = self._read_at(low, buffer)
@@ -113,4 +109,4 @@ class DataReader:
                 f"{self._where}: its checksums are not those that the manifest knows; "
                 "the file was altered, or is that of another save"
             )
-        return encoded.view("<u4")
+        return BlockTable(encoded.view("<u4"))

@@ -6,6 +6,8 @@ it at twenty times zlib's speed.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
@@ -13,7 +15,10 @@ from isal import isal_zlib
 BLOCK = 64 * 1024
 """Bytes that share one checksum: the unit in which data files are read."""
 
+POLYNOMIAL = 0xEDB88320
+
 Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint32]
 
 
 def crc32(data: bytes | memoryview | Bytes) -> int:
@@ -26,13 +31,84 @@ def block_count(nbytes: int) -> int:
     return -(-nbytes // BLOCK)
 
 
-def block_checksums(data: Bytes) -> npt.NDArray[np.uint32]:
+def block_checksums(data: Bytes) -> Words:
     """The checksum of each block of `data`, which starts at a block's boundary."""
     view = data.data
     sums = [isal_zlib.crc32(view[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
     return np.array(sums, np.uint32)
 
 
-def damaged_blocks(data: Bytes, expected: npt.NDArray[np.uint32]) -> list[int]:
+def damaged_blocks(data: Bytes, expected: Words) -> list[int]:
     """Which blocks of `data` do not have their expected checksum."""
     return np.flatnonzero(block_checksums(data) != expected).tolist()
+
+
+class BlockTable:
+    """The checksums of a file's blocks, by which also a run of blocks is verified at once.
+
+    A call for each block would cost as much as the checksums do. The checksum of blocks `i:j` is
+    that of `:j` and that of `:i`, moved on by the zeros of `j - i` blocks, XORed: as zlib's
+    `crc32_combine` has it.
+    """
+
+    def __init__(self, sums: Words) -> None:
+        self._sums = sums
+        upto = sums.astype(np.uint32)
+        distance = 1
+        while distance < len(upto):  # Hillis and Steele: data parallel algorithms, 1986
+            upto[distance:] ^= _moved_on(upto[:-distance], distance)
+            distance *= 2
+        self._upto = upto
+
+    def damaged(self, first: int, data: Bytes) -> list[int]:
+        """Which blocks of `data`, which begins with block `first`, are not as they were."""
+        whole = len(data) // BLOCK
+        expected = self._sums[first : first + block_count(len(data))]
+        if whole > 1 and crc32(data[: whole * BLOCK]) == self._of_run(first, first + whole):
+            return [whole + i for i in damaged_blocks(data[whole * BLOCK :], expected[whole:])]
+        return damaged_blocks(data, expected)
+
+    def _of_run(self, first: int, last: int) -> int:
+        if last > len(self._upto):
+            return -1
+        before = self._upto[first - 1 : first] if first else np.zeros(1, np.uint32)
+        return int(self._upto[last - 1] ^ _moved_on(before, last - first)[0])
+
+
+def _moved_on(sums: Words, blocks: int) -> Words:
+    """What checksums become when the zeros of so many blocks are gone over."""
+    found = np.zeros(len(sums), np.uint32)
+    for i, table in enumerate(_byte_tables(blocks)):
+        found ^= table[(sums >> np.uint32(8 * i)) & np.uint32(0xFF)]
+    return found
+
+
+@cache
+def _byte_tables(blocks: int) -> list[Words]:
+    """The same for each value of each byte of a checksum: it is linear in these."""
+    values = np.arange(256, dtype=np.uint32)
+    tables = []
+    for matrix in np.split(_zeros(8 * BLOCK * blocks), 4):
+        table = np.zeros(256, np.uint32)
+        for bit, row in enumerate(matrix):
+            table ^= np.where((values >> np.uint32(bit)) & np.uint32(1), row, np.uint32(0))
+        tables.append(table)
+    return tables
+
+
+def _zeros(bits: int) -> Words:
+    """The matrix over GF(2) of so many zero bits: what each bit of a checksum becomes."""
+    power = np.array([POLYNOMIAL, *(1 << n for n in range(31))], np.uint32)
+    found = np.array([1 << n for n in range(32)], np.uint32)
+    while bits:
+        if bits & 1:
+            found = _times(power, found)
+        power = _times(power, power)
+        bits >>= 1
+    return found
+
+
+def _times(matrix: Words, rows: Words) -> Words:
+    bits = (rows[:, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
+    product: Words = np.bitwise_xor.reduce(np.where(bits, matrix, np.uint32(0)), axis=1)
+    return product

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardwise.engine.arena import aligned_buffer
 from shardwise.errors import CorruptionError, StoreError
-from shardwise.manifest.checksums import BLOCK, crc32, damaged_blocks
+from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
 from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory.assembled import AssembledStore
@@ -58,7 +58,7 @@ def _copy(source: ReadableFile, entry: FileEntry, to: Store) -> None:
     source.read_at(entry.checksums_at, table)
     if crc32(table) != entry.checksums_crc32:
         raise CorruptionError(f"{entry.name}: its checksums were altered")
-    expected = table.view("<u4")
+    sums = BlockTable(table.view("<u4"))
     buffer = aligned_buffer(CHUNK)
     to.delete(entry.name)
     target = to.create(entry.name, entry.size)
@@ -67,8 +67,7 @@ def _copy(source: ReadableFile, entry: FileEntry, to: Store) -> None:
             part = buffer[: min(CHUNK, entry.size - low)]
             source.read_at(low, part)
             covered = part[: max(0, entry.checksums_at - low)]
-            sums = expected[low // BLOCK : low // BLOCK + -(-len(covered) // BLOCK)]
-            if damaged_blocks(covered, sums):
+            if sums.damaged(low // BLOCK, covered):
                 raise CorruptionError(f"{entry.name}: bytes from {low} on fail their checksum")
             whole = -(-len(part) // to.alignment) * to.alignment
             buffer[len(part) : whole] = 0

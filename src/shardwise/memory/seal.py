@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from shardwise.errors import CorruptionError
-from shardwise.manifest.checksums import BLOCK, block_checksums, block_count, crc32
+from shardwise.manifest.checksums import BLOCK, BlockTable, block_checksums, block_count, crc32
 from shardwise.manifest.manifest import FileEntry
 from shardwise.store.store import Buffer
 
@@ -68,9 +68,8 @@ def is_intact(path: Path, entry: FileEntry) -> bool:
     encoded = data[entry.checksums_at :]
     if crc32(encoded) != entry.checksums_crc32:
         return False
-    table = np.frombuffer(encoded.tobytes(), "<u4")
-    for low in range(0, entry.checksums_at, AT_A_TIME):
-        sums = block_checksums(data[low : min(low + AT_A_TIME, entry.checksums_at)])
-        if not np.array_equal(sums, table[low // BLOCK : low // BLOCK + len(sums)]):
-            return False
-    return True
+    table = BlockTable(np.frombuffer(encoded.tobytes(), "<u4"))
+    return not any(
+        table.damaged(low // BLOCK, data[low : min(low + AT_A_TIME, entry.checksums_at)])
+        for low in range(0, entry.checksums_at, AT_A_TIME)
+    )
