@@ -14,6 +14,12 @@ from tests.faults.memory.scenario import Cluster, go_on, until
 STEPS = 3
 
 
+def train_and_end(cluster: Cluster) -> None:
+    """Two ranks train for so many steps, and their processes end."""
+    with Gang(2) as gang:
+        gang.run(go_on, cluster, STEPS, world=2)
+
+
 def slots(shm: Path) -> set[tuple[str, int]]:
     """On which node which ranks have memory, free or in use, also for others."""
     names = ("free/*.slot", "step-*/*.staged.json", "step-*/*.kept-*.json")
@@ -31,7 +37,7 @@ def test_ranks_that_swap_their_nodes_leave_nothing_behind(
     gang: Gang, root: Path, shm: Path, options: dict[str, int]
 ) -> None:
     cluster = Cluster(root=root, shm=shm, nodes=2, node_of=(0, 1), every=1, options=options)
-    gang.run(go_on, cluster, STEPS, world=2)
+    train_and_end(cluster)
     went = gang.run(go_on, replace(cluster, node_of=(1, 0)), 3 * STEPS, world=2)
     assert {each.step for each in went} == {STEPS}
     until(lambda: slots(shm) == {("node1", 0), ("node0", 1)})
@@ -41,7 +47,7 @@ def test_a_world_that_shrinks_gives_memory_back_when_it_opens(
     gang: Gang, root: Path, shm: Path
 ) -> None:
     cluster = Cluster(root=root, shm=shm, nodes=1, every=1)
-    gang.run(go_on, cluster, STEPS, world=2)
+    train_and_end(cluster)
     until(lambda: any(name.startswith("r00001") for name in free(shm)))
     gang.run(go_on, cluster, STEPS, world=1)
     assert not any(name.startswith("r00001") for name in free(shm))
@@ -51,7 +57,7 @@ def test_a_world_that_shrinks_gives_memory_back_when_it_opens(
 
 def test_ranks_that_come_back_find_their_memory(gang: Gang, root: Path, shm: Path) -> None:
     cluster = Cluster(root=root, shm=shm, nodes=2, every=1)
-    gang.run(go_on, cluster, STEPS, world=2)
+    train_and_end(cluster)
     time.sleep(1.5)  # the agent looks around while nobody lives here
     before = free(shm)
     assert {name[:6] for name in before} == {"r00000", "r00001"}
