@@ -121,7 +121,7 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close(wait=kind is None)
+        self._close(wait=kind is None, failed=kind is not None)
 
     def close(self, *, wait: bool = True) -> None:
         """Let go of what the ranks talk over, and of signals: one that came too late for a save
@@ -133,6 +133,9 @@ class Checkpointer:
         Raises:
             StoreError: something that was begun has failed.
         """
+        self._close(wait=wait, failed=False)
+
+    def _close(self, *, wait: bool, failed: bool) -> None:
         if self._closed:
             return
         self._closed = True
@@ -140,7 +143,7 @@ class Checkpointer:
             self._leave()  # first, as others may be waiting for this rank
         try:
             if self._snapshots is not None:
-                self._snapshots.close(wait=wait)
+                self._snapshots.close(wait=wait, failed=failed)
         finally:
             for hook in self._fenced.values():
                 hook.remove()

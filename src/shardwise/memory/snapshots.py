@@ -24,10 +24,12 @@ from shardwise.memory.guard import gaps
 from shardwise.memory.handle import SaveHandle, Stages
 from shardwise.memory.home import Run
 from shardwise.memory.keeper import Keeper
+from shardwise.memory.lineage import Lineage, go_on_from
 from shardwise.memory.meeting import meet, reaching
 from shardwise.memory.notes import Card, Draft
 from shardwise.memory.options import Memory
 from shardwise.memory.place import Place
+from shardwise.memory.predecessors import remove_predecessors
 from shardwise.memory.retire import discard_newer
 from shardwise.memory.rings import Rings
 from shardwise.memory.spawn import agent_of
@@ -73,14 +75,25 @@ class Snapshots:
         self._open: list[Stages] = []
         self.skipped = 0
         self.home, self.meeting = meet(root, options, group)
-        self.run: Run = self.home.run(self.meeting.run)
-        self._presence = Presence(self.run, group.rank)
+        self.run: Run = self.home.run(self.meeting.lineage.run)
+        self._presence = self._take_its_place()
         self._evict_movers()
         self._rings = Rings(options, self.meeting, group)
         self._staging = Staging(self.home, self.run, group.rank, options, self.wake)
         self._keeper = Keeper(self.home, options) if self.is_first_of_node else None
         if group.rank == 0:
             self._warn_of_gaps()
+
+    def _take_its_place(self) -> Presence:
+        """On each node. All ranks together."""
+        taken: list[Presence] = []
+
+        def speak() -> bytes:
+            taken.append(Presence(self.run, self._group.rank))
+            return b""
+
+        exchange(self._group, "taking their places", speak, lambda _: b"")
+        return taken[0]
 
     def _warn_of_gaps(self) -> None:
         options = self._options
@@ -94,10 +107,11 @@ class Snapshots:
             warnings.warn(f"snapshots in memory: {gap}", RuntimeWarning, stacklevel=4)
 
     def _evict_movers(self) -> None:
-        """Give the memory of ranks back that were on this node before, and are not any more."""
+        """Give memory back: of runs and ranks that were on this node before, and are no more."""
 
         def speak() -> bytes:
             if self.is_first_of_node:
+                remove_predecessors(self.home, self.run, str(self._root))
                 node_of = self.meeting.node_of
                 evict(self.run, lambda rank: node_of[rank : rank + 1] == [self.node])
             return b""
@@ -208,22 +222,33 @@ class Snapshots:
         self._staging.fence()
 
     def go_on_from(self, step: int | None) -> None:
-        """Forget snapshots that are newer than what the run goes on from. All ranks together."""
+        """Forget snapshots that are newer than what the run goes on from. All ranks together.
 
-        def speak() -> bytes:
-            if self.is_first_of_node:
-                discard_newer(self.run, step)
-            return b""
+        Nodes that are out of reach, or have no trainers, may keep some: the root says that those
+        are abandoned.
+        """
 
-        exchange(self._group, "discarding newer snapshots", speak, lambda _: b"")
+        def answer(_: list[bytes]) -> bytes:
+            lineage = go_on_from(self._root, self.meeting.lineage.run, step)
+            return msgspec.msgpack.encode(lineage)
 
-    def close(self, *, wait: bool) -> None:
+        reply = exchange(
+            self._group, "discarding newer snapshots", lambda: self._discard(step), answer
+        )
+        self.meeting.lineage = msgspec.msgpack.decode(reply, type=Lineage)
+
+    def _discard(self, step: int | None) -> bytes:
+        if self.is_first_of_node:
+            discard_newer(self.run, step)
+        return b""
+
+    def close(self, *, wait: bool, failed: bool) -> None:
         """Let go of the slots.
 
         Args:
             wait: until all that was begun is over. If the newest snapshot is in storage then, the
-                memory is given back. Otherwise the agents go on alone, and when this process ends,
-                it counts as lost.
+                memory is given back. Otherwise the agents go on alone.
+            failed: this trainer counts as lost.
 
         Raises:
             StoreError: something failed.
@@ -231,9 +256,11 @@ class Snapshots:
         try:
             if wait:
                 self._finish()
-                self._presence.end()
             self.fence()
+            if not failed:
+                self._presence.end()
         finally:
+            self._presence.leave()
             self._staging.close()
             if self._keeper is not None:
                 self._keeper.stop()
@@ -250,7 +277,6 @@ class Snapshots:
 
         exchange(self._group, "finishing what was begun", speak, lambda _: b"")
         if self._open and self._open[-1].stages[-1] == "persist":
-            self.go_on_from(None)
             self._give_back()
 
     @property
@@ -283,6 +309,7 @@ class Snapshots:
                 shutil.rmtree(self.run.path, ignore_errors=True)
             return b""
 
+        exchange(self._group, "giving memory back", lambda: self._discard(None), lambda _: b"")
         exchange(self._group, "giving memory back", remove_free, lambda _: b"")
         exchange(self._group, "giving memory back", remove, lambda _: b"")
 
@@ -344,6 +371,7 @@ class Snapshots:
             files=[(data_file(r, planned.save_id), node_of[r]) for r in template.ranks],
             nodes=self.meeting.nodes,
             leader=self.node,
+            epoch=self.meeting.lineage.epoch,
             rings=self._rings.files,
             root=str(self._root),
             durable=storing.durable,

@@ -4,33 +4,74 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
+from shardwise.errors import StoreError
 from shardwise.memory.home import Run
+
+PATIENCE = 10.0
+POLL = 0.02
 
 
 class Presence:
     """A trainer lives, until it says goodbye or ends in whatever way.
 
     The lock is the process's own: children that were forked do not hold it.
+
+    Raises:
+        StoreError: another process is this rank of this run, on this node.
     """
 
     def __init__(self, run: Run, rank: int) -> None:
         self._path = _path(run, rank)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.lockf(self._fd, fcntl.LOCK_EX)
+        deadline = time.monotonic() + PATIENCE
+        while (fd := self._lock()) is None:
+            if time.monotonic() > deadline:
+                raise StoreError(
+                    f"another process is rank {rank} of run {run.name} on this node, and has been "
+                    f"for {PATIENCE:.0f} s: end it, or save to another root"
+                )
+            time.sleep(POLL)
+        self._fd: int | None = fd
 
     def end(self) -> None:
         """Say goodbye."""
-        self._path.unlink(missing_ok=True)
-        os.close(self._fd)
+        if self._fd is not None:
+            self._path.unlink(missing_ok=True)
+            self.leave()
+
+    def leave(self) -> None:
+        """Go without a word, as if this process had ended."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def _lock(self) -> int | None:
+        """A lock of the file that lies there now; None if another has it."""
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_ino == self._path.stat().st_ino:
+                return fd
+        except OSError:  # it is locked, or was removed meanwhile
+            pass
+        os.close(fd)
+        return None
 
 
 def is_present(run: Run, rank: int) -> bool:
     """Whether the trainer of a rank lives on this node."""
     return _is_locked(_path(run, rank))
+
+
+def has_trainers(run: Run) -> bool:
+    """Whether any trainer lives on this node."""
+    with suppress(FileNotFoundError):
+        return any(_is_locked(path) for path in _directory(run).iterdir())
+    return False
 
 
 def lost_trainers(run: Run) -> list[int]:
