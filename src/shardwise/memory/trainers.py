@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +19,7 @@ POLL = 0.02
 class Presence:
     """A trainer lives, until it says goodbye or ends in whatever way.
 
-    The lock is the process's own: children that were forked do not hold it.
+    Children that are forked let go of the lock, so that none keeps it when this process is gone.
 
     Raises:
         StoreError: another process is this rank of this run, on this node.
@@ -36,6 +37,8 @@ class Presence:
                 )
             time.sleep(POLL)
         self._fd: int | None = fd
+        reference = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _leave(reference))
 
     def end(self) -> None:
         """Say goodbye."""
@@ -53,13 +56,19 @@ class Presence:
         """A lock of the file that lies there now; None if another has it."""
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(fd).st_ino == self._path.stat().st_ino:
                 return fd
         except OSError:  # it is locked, or was removed meanwhile
             pass
         os.close(fd)
         return None
+
+
+def _leave(reference: weakref.ref[Presence]) -> None:
+    presence = reference()
+    if presence is not None:
+        presence.leave()
 
 
 def is_present(run: Run, rank: int) -> bool:
@@ -93,11 +102,11 @@ def _path(run: Run, rank: int) -> Path:
 
 def _is_locked(path: Path) -> bool:
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return False
     try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
     finally:

@@ -1,0 +1,64 @@
+"""Who lives is known by a lock, and by nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import shardwise as sw
+from shardwise.memory import trainers
+from shardwise.memory.home import Home, Run, new_run
+from shardwise.memory.trainers import Presence, is_present, lost_trainers
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run without trainers."""
+    return Home(tmp_path).run(new_run())
+
+
+def test_looking_at_a_trainer_does_not_end_it(run: Run) -> None:
+    presence = Presence(run, 3)
+    assert is_present(run, 3)
+    assert is_present(run, 3)
+    assert not is_present(run, 4)
+    assert lost_trainers(run) == []
+    presence.end()
+    assert not is_present(run, 3)
+    assert lost_trainers(run) == []
+
+
+def test_one_that_goes_without_a_word_is_lost_until_it_is_back(run: Run) -> None:
+    Presence(run, 3).leave()
+    assert lost_trainers(run) == [3]
+    presence = Presence(run, 3)
+    assert lost_trainers(run) == []
+    presence.end()
+
+
+def test_a_child_does_not_keep_its_parent_alive(run: Run) -> None:
+    presence = Presence(run, 0)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        assert is_present(run, 0)
+        presence.leave()
+        deadline = time.monotonic() + 10.0
+        while not lost_trainers(run):
+            assert time.monotonic() < deadline
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_rank_is_not_taken_twice(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainers, "PATIENCE", 0.1)
+    presence = Presence(run, 0)
+    with pytest.raises(sw.StoreError, match="another process is rank 0 of run"):
+        Presence(run, 0)
+    presence.end()
