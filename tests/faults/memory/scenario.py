@@ -23,6 +23,7 @@ import shardwise as sw
 from shardwise.memory.home import read_note
 from shardwise.memory.notes import Card
 from shardwise.memory.place import ABANDONED
+from shardwise.memory.predecessors import ROOT
 
 ROWS, COLUMNS = 48, 1024
 FACTOR = 6364136223846793005
@@ -208,6 +209,8 @@ def strays(shm: Path) -> list[str]:
         found += [path for path in home.iterdir() if not _HOME.fullmatch(path.name)]
         for run in (home / "runs").iterdir():
             for folder in run.iterdir():
+                if folder.name == ROOT:
+                    continue
                 known = {"free": _SLOT, "ended": _OUTCOME, "trainers": _TRAINER}
                 pattern = known.get(folder.name, _SNAPSHOT)
                 inside = list(folder.iterdir())

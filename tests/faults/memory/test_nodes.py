@@ -14,7 +14,9 @@ import pytest
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.memory.home import Run
 from shardwise.memory.nodes import Nodes
+from shardwise.memory.trainers import Presence
 from shardwise.store.store import Buffer
 from shardwise.testing import Gang
 from tests.faults.memory.scenario import (
@@ -27,6 +29,7 @@ from tests.faults.memory.scenario import (
     signal_agents,
     slots,
     strays,
+    train,
 )
 
 needs_pyeclib = pytest.mark.skipif(
@@ -146,12 +149,46 @@ def test_snapshots_of_an_older_run_of_the_same_name_are_fenced_off(
     assert strays(shm) == []
 
 
-@pytest.mark.xfail(reason="nobody gives back the memory of runs that are no more")
+def save_and_end(cluster: Cluster) -> None:
+    """Go on by a step, and close well."""
+    cp = cluster.open()
+    values, state, went = begin(cp, cluster.columns, "rows")
+    state["step"] = (went.step or 0) + 1
+    train(values, state["step"])
+    handle = cp.save(state["step"], state)
+    assert handle is not None
+    handle.result(10.0)
+    cp.close()
+
+
 def test_the_memory_of_an_older_run_is_given_back(gang: Gang, root: Path, shm: Path) -> None:
-    cluster = Cluster(root=root, shm=shm)
-    gang.run(go_on, cluster, 5, world=2)
+    def runs() -> set[str]:
+        return {each.name for each in shm.glob("*/*/runs/*")}
+
+    cluster = Cluster(root=root, shm=shm, nodes=2)
+    gang.run(save_and_end, replace(cluster, root=root / "other"), world=2)
+    others = runs()
+    gang.run(save_and_end, cluster, world=2)
+    assert len(runs()) == 2
     (root / "run.json").unlink()
-    gang.run(go_on, cluster, 2, world=2)
+    gang.run(save_and_end, cluster, world=2)
+    assert runs() > others
+    assert len(runs()) == 2
+
+
+def test_the_memory_of_an_older_run_is_left_to_its_trainers(
+    gang: Gang, root: Path, shm: Path
+) -> None:
+    cluster = Cluster(root=root, shm=shm)
+    gang.run(save_and_end, cluster, world=2)
+    (older,) = shm.glob("*/*/runs/*")
+    trainer = Presence(Run(older), 7)
+    (root / "run.json").unlink()
+    gang.run(save_and_end, cluster, world=2)
+    assert list(older.glob("step-00000001/manifest.json"))
+    trainer.end()
+    gang.run(save_and_end, cluster, world=2)
+    assert not older.exists()
     assert len(list(shm.glob("*/*/runs/*"))) == 1
 
 
