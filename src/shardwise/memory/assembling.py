@@ -15,6 +15,7 @@ from shardwise.memory import notes
 from shardwise.memory.assembled import Assembly
 from shardwise.memory.client import AgentClient
 from shardwise.memory.home import Run
+from shardwise.memory.lineage import Lineage
 from shardwise.memory.notes import Card, Protect
 from shardwise.memory.place import Place
 from shardwise.memory.placement import Protection
@@ -85,8 +86,15 @@ def choose(
     *,
     step: int | None,
     below: int | None,
+    lineage: Lineage | None = None,
 ) -> Assembly:
-    """The newest step whose manifest some node has, and all of whose files some nodes have."""
+    """The newest step whose manifest some node has, and all of whose files some nodes have.
+
+    Args:
+        step: of this step only.
+        below: only older ones than this, or this one, if something of it was removed.
+        lineage: of the run: what it has abandoned is passed over.
+    """
     newer: list[tuple[int, str]] = []
     again = any(each.removed for each in held)
     for candidate in sorted({s for each in held for s in each.steps}, reverse=True):
@@ -94,7 +102,7 @@ def choose(
             continue
         if below is not None and (candidate > below or (candidate == below and not again)):
             continue
-        found = _assemble_any(candidate, held, cards, read)
+        found = _assemble_any(candidate, held, cards, read, lineage)
         if not isinstance(found, str):
             return msgspec.structs.replace(found, newer=newer)
         newer.append((candidate, f"memory: {found}"))
@@ -102,7 +110,7 @@ def choose(
 
 
 def _assemble_any(
-    step: int, held: list[Held], cards: Mapping[str, Card], read: Read
+    step: int, held: list[Held], cards: Mapping[str, Card], read: Read, lineage: Lineage | None
 ) -> Assembly | str:
     """Where the files of a step lie, by the first of its manifests of which all can be had.
 
@@ -121,11 +129,49 @@ def _assemble_any(
             continue
         if manifest.save_id not in tried:
             tried.add(manifest.save_id)
-            found = _assemble(step, manifest, each.node, held, cards, read)
+            found = _abandoned(step, manifest.save_id, held, read, lineage) or _assemble(
+                step, manifest, each.node, held, cards, read
+            )
             if not isinstance(found, str):
                 return found
             reasons.append(found)
     return "; ".join(reasons) or "it was not committed"
+
+
+def _abandoned(
+    step: int, save_id: str, held: list[Held], read: Read, lineage: Lineage | None
+) -> str:
+    """Why a save is none that the run went on from; "" if it may be.
+
+    One of which nobody can tell when it was saved could be such a one, so it is none.
+    """
+    branch = None if lineage is None else lineage.newest_before(step)
+    if branch is None:
+        return ""
+    epoch = _epoch(step, save_id, held, read)
+    if epoch is None:
+        return "no draft of it is left that would tell whether the run has gone back since"
+    if epoch >= branch.epoch:
+        return ""
+    if branch.step < 0:
+        return "abandoned: the run began anew"
+    return f"abandoned: the run went on from step {branch.step}"
+
+
+class _Epoch(msgspec.Struct):
+    """What is needed of a draft."""
+
+    epoch: int = 0
+
+
+def _epoch(step: int, save_id: str, held: list[Held], read: Read) -> int | None:
+    """The epoch of a save, as the first node says whose draft of it is whole."""
+    for each in held:
+        for note in (notes.draft(save_id), notes.terms(save_id)):
+            if note in each.steps.get(step, {}):
+                with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    return msgspec.json.decode(read(each.node, step, note), type=_Epoch).epoch
+    return None
 
 
 def _assemble(

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import socket
-from contextlib import suppress
 from dataclasses import replace
 
 import msgspec
 
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group, own_address
-from shardwise.errors import MismatchError, StoreError
-from shardwise.memory.home import Home, new_run
+from shardwise.errors import MismatchError
+from shardwise.memory.home import Home
 from shardwise.memory.interface import refuse_unreachable
+from shardwise.memory.lineage import Lineage, lineage_of
 from shardwise.memory.notes import Card
 from shardwise.memory.options import Memory
 from shardwise.memory.spawn import agent_of
 from shardwise.store import Store
 
-RUN = "run.json"
-LARGEST_RUN = 4096
-
 
 class Meeting(msgspec.Struct, array_like=True):
     """Which run this is, its nodes, and the node of each rank."""
 
-    run: str
+    lineage: Lineage
     nodes: list[Card]
     node_of: list[str]
 
@@ -50,7 +47,8 @@ def meet(root: Store, options: Memory, group: Group) -> tuple[Home, Meeting]:
 
     Raises:
         MismatchError: ranks do not ask for the same protection.
-        StoreError: an agent does not come to life, or cannot be reached by the others.
+        StoreError: the root cannot be read; or an agent does not come to life, or cannot be
+            reached by the others.
     """
     homes: list[Home] = []
     protection = f"copies={options.copies}, parity={options.parity}, group={options.group}"
@@ -67,26 +65,8 @@ def meet(root: Store, options: Memory, group: Group) -> tuple[Home, Meeting]:
         cards = [card for _, card in heard]
         refuse_unreachable(cards)
         nodes = {card.node: card for card in cards}
-        meeting = Meeting(run_of(root), list(nodes.values()), [card.node for card in cards])
+        meeting = Meeting(lineage_of(root), list(nodes.values()), [card.node for card in cards])
         return msgspec.msgpack.encode(meeting)
 
     reply = exchange(group, "finding the agents of the nodes", speak, answer)
     return homes[0], msgspec.msgpack.decode(reply, type=Meeting)
-
-
-def run_of(root: Store) -> str:
-    """The id of the run that persists to a root; a new one, if the root is new.
-
-    It lies in the root, so that a run that is begun anew, in a root that was emptied, never takes
-    snapshots of the one before for its own.
-    """
-    for _ in range(2):
-        with suppress(FileNotFoundError):
-            data = root.read(RUN, limit=LARGEST_RUN)
-            try:
-                return msgspec.json.decode(data, type=dict[str, str])["run"]
-            except (msgspec.DecodeError, KeyError) as error:
-                raise StoreError(f"{root}: {RUN} is damaged; remove it") from error
-        with suppress(FileExistsError):
-            root.publish(RUN, msgspec.json.encode({"run": new_run()}), replace=False)
-    raise StoreError(f"{root}: {RUN} comes and goes")

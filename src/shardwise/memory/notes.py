@@ -76,6 +76,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
         manifest: the manifest, its files left out; text.
         files: the names of the files, in the manifest's order, and the node of each.
         nodes: of all nodes of the run.
+        epoch: of the run, when it was saved.
         root: where it belongs in storage.
         durable: whether it is to be persisted in any case.
         rescue: whether it is to be persisted if a trainer is lost.
@@ -94,6 +95,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[Card]
     leader: str
     root: str
+    epoch: int = 0
     durable: bool = False
     rescue: bool = False
     overwrite: bool = False

@@ -80,7 +80,8 @@ def find_assembly(
         absent = [card for card in cards.values() if card.node not in present]
         held += ask_others(absent, run.name, tls)
         read = reader(cards, run, here, tls)
-        return msgspec.msgpack.encode(choose(held, cards, read, step=step, below=below))
+        found = choose(held, cards, read, step=step, below=below, lineage=meeting.lineage)
+        return msgspec.msgpack.encode(found)
 
     reply = exchange(group, "looking for snapshots", speak, answer)
     return msgspec.msgpack.decode(reply, type=Assembly)

@@ -1,0 +1,168 @@
+"""Where a run has gone back is written down in its root, and what it abandoned is passed over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardwise as sw
+from shardwise.manifest.manifest import Manifest, encode_manifest
+from shardwise.memory import notes
+from shardwise.memory.assembling import Held, choose
+from shardwise.memory.lineage import MOST_BRANCHES, Branch, Lineage, go_on_from, lineage_of
+from shardwise.store import LocalStore
+
+RUN = "0" * 16
+steps = st.one_of(st.none(), st.integers(0, 12))
+
+
+def is_abandoned(branches: list[tuple[int, int]], epoch: int, step: int) -> bool:
+    """By the definition: a later epoch begins after an earlier step."""
+    return any(later > epoch and begins < step for later, begins in branches)
+
+
+@given(st.lists(steps, max_size=30))
+def test_what_is_left_of_the_branches_says_what_all_of_them_do(went: list[int | None]) -> None:
+    lineage = Lineage(RUN)
+    for step in went:
+        lineage = lineage.gone_on_from(step)
+    every = [(epoch, -1 if s is None else s) for epoch, s in enumerate(went, start=1)]
+    assert lineage.epoch == len(went)
+    for step in range(14):
+        branch = lineage.newest_before(step)
+        for epoch in range(len(went) + 1):
+            found = branch is not None and branch.epoch > epoch
+            assert found == is_abandoned(every, epoch, step), (epoch, step)
+
+
+def test_many_branches_stay_few_and_abandon_no_less() -> None:
+    lineage = Lineage(RUN)
+    every = []
+    for step in range(3 * MOST_BRANCHES):
+        lineage = lineage.gone_on_from(step)
+        every.append((lineage.epoch, step))
+    assert len(lineage.branches) <= MOST_BRANCHES + 1
+    for step in range(0, 3 * MOST_BRANCHES + 2, 5):
+        branch = lineage.newest_before(step)
+        for epoch in range(0, lineage.epoch + 1, 7):
+            if is_abandoned(every, epoch, step):
+                assert branch is not None
+                assert branch.epoch > epoch
+    assert lineage.newest_before(3 * MOST_BRANCHES - 1) == Branch(lineage.epoch - 1, step=190)
+
+
+def test_it_is_written_down(tmp_path: Path) -> None:
+    root = LocalStore(tmp_path / "root")
+    begun = lineage_of(root)
+    assert (lineage_of(root), begun.epoch) == (begun, 0)
+    for step, expected in [
+        (20, [(1, 20)]),
+        (35, [(1, 20), (2, 35)]),
+        (30, [(1, 20), (3, 30)]),
+        (None, [(4, -1)]),
+    ]:
+        after = go_on_from(root, begun.run, step)
+        assert lineage_of(root) == after
+        assert [(each.epoch, each.step) for each in after.branches] == expected
+
+
+def test_a_root_of_before_has_no_branches(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(f'{{"run": "{RUN}"}}')
+    assert lineage_of(LocalStore(tmp_path)) == Lineage(RUN)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"run": "../x"}', '{"run": 1}', '"\udcff"'])
+def test_a_damaged_root_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(sw.StoreError, match=r"run\.json is damaged .*; remove it"):
+        lineage_of(LocalStore(tmp_path))
+
+
+def test_a_root_that_was_begun_anew_is_an_error(tmp_path: Path) -> None:
+    root = LocalStore(tmp_path)
+    with pytest.raises(sw.StoreError, match="disappeared"):
+        go_on_from(root, RUN, 1)
+    other = lineage_of(root)
+    with pytest.raises(sw.StoreError, match=f"begun anew by run {other.run}"):
+        go_on_from(root, RUN, 1)
+    assert lineage_of(root) == other
+
+
+def saved(step: int, epoch: int | None, *, of: str = "terms") -> dict[str, bytes]:
+    """What a node has of a snapshot without files, saved in an epoch."""
+    save_id = f"{step:08x}{9 if epoch is None else epoch:08x}"
+    manifest = Manifest(
+        save_id=save_id, step=step, created="now", world_size=1, files=(), objects=(), tensors=()
+    )
+    found = {"manifest.json": encode_manifest(manifest)}
+    if epoch is not None:
+        draft = notes.Draft(
+            save_id=save_id,
+            step=step,
+            manifest="",
+            files=[],
+            nodes=[],
+            leader="a",
+            root="",
+            epoch=epoch,
+        )
+        name = notes.terms(save_id) if of == "terms" else notes.draft(save_id)
+        found[name] = msgspec.json.encode(draft)
+    return found
+
+
+def chosen(nodes: list[dict[int, dict[str, bytes]]], lineage: Lineage) -> tuple[int | None, str]:
+    """The step that is chosen of what nodes hold, and why no newer one."""
+
+    def read(node: str, step: int, name: str) -> bytes:
+        return nodes[int(node)][step][name]
+
+    def sizes(files: dict[str, bytes]) -> dict[str, int]:
+        return {name: len(data) for name, data in files.items()}
+
+    held = [
+        Held(str(node), {step: sizes(files) for step, files in by_step.items()}, [])
+        for node, by_step in enumerate(nodes)
+    ]
+    cards = {each.node: notes.Card(each.node, "http://x", "t") for each in held}
+    found = choose(held, cards, read, step=None, below=None, lineage=lineage)
+    return found.step, str(found.newer)
+
+
+@pytest.mark.parametrize("of", ["draft", "terms"])
+def test_abandoned_snapshots_of_idle_nodes_are_passed_over(of: str) -> None:
+    idle = {step: saved(step, 0, of=of) for step in (19, 20, 35, 37)}
+    busy = {step: saved(step, 1, of=of) for step in (21, 30)}
+    lineage = Lineage(RUN)
+    assert chosen([idle], lineage)[0] == 37
+    lineage = lineage.gone_on_from(20)
+    step, why = chosen([idle], lineage)
+    assert step == 20
+    assert why.count("abandoned: the run went on from step 20") == 2
+    assert chosen([idle, busy], lineage)[0] == 30
+    again = {35: saved(35, 1, of=of)}
+    assert chosen([idle, busy | again], lineage)[0] == 35
+    assert chosen([idle, busy], lineage.gone_on_from(None)) == (
+        None,
+        str([(s, "memory: abandoned: the run began anew") for s in (37, 35, 30, 21, 20, 19)]),
+    )
+
+
+def test_one_of_which_nobody_can_tell_when_it_was_saved_is_passed_over() -> None:
+    held = {step: saved(step, None) for step in (5, 7)}
+    assert chosen([held], Lineage(RUN))[0] == 7
+    step, why = chosen([held], Lineage(RUN).gone_on_from(5))
+    assert step == 5
+    assert "no draft of it is left" in why
+
+
+def test_a_damaged_draft_is_made_up_for_by_anothers() -> None:
+    lineage = Lineage(RUN).gone_on_from(5)
+    whole, damaged = saved(7, 1), saved(7, 1, of="draft")
+    damaged = {name: data if "manifest" in name else b"\xff" for name, data in damaged.items()}
+    assert chosen([{7: damaged}], lineage)[0] is None
+    assert chosen([{7: damaged}, {7: whole}], lineage)[0] == 7
