@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from shardwise.memory.notes import Done, Staged
 from shardwise.memory.persist import Throttle
 from shardwise.memory.place import Place
 from shardwise.memory.retire import discard_newer, retire_old
-from shardwise.memory.slots import Slots
+from shardwise.memory.room import needed_for_others, taken_for_others
+from shardwise.memory.slots import AT_A_TIME, PAGE, Slots
 
 
 @pytest.fixture
@@ -84,6 +86,94 @@ def test_too_little_memory_is_an_error_that_says_how_much_is_needed(run: Run) ->
     with pytest.raises(sw.StoreError, match=r"3 slots of [\d,]+ bytes .* need [\d,]+ more"):
         Slots(run, "r00000-", "staged", 3).prepare(1 << 50)
     assert not list(run.free.iterdir())
+
+
+def full(fd: int, offset: int, length: int) -> None:
+    """There are pages for the first bytes only."""
+    if offset:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    os.pwrite(fd, bytes(PAGE), 0)
+
+
+def test_a_slot_that_cannot_be_allocated_is_as_it_was(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = Slots(run, "r00000-", "staged", 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(sw.StoreError, match="make it larger"):
+            slots.prepare(3 * AT_A_TIME)
+        assert not list(run.free.iterdir())
+    slots.prepare(1000)
+    (slot,) = run.free.iterdir()
+    size = slot.stat().st_size
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        for grow in (slots.prepare, slots.take):
+            with pytest.raises(sw.StoreError, match="make it larger"):
+                grow(3 * AT_A_TIME)
+            assert slot.stat().st_size == size
+    taken = slots.take(1000)
+    assert taken is not None
+    taken.buffer[:] = 1
+
+
+def test_a_slot_whose_pages_were_not_all_given_gets_them(run: Run) -> None:
+    """Whoever allocated it was killed."""
+    run.free.mkdir(parents=True)
+    slot = run.free / "r00000-00000000.slot"
+    slot.touch()
+    os.truncate(slot, 4 << 20)
+    slots = Slots(run, "r00000-", "staged", 1)
+    assert slots.prepare(1000) > 0
+    found = slot.stat()
+    assert found.st_blocks * 512 >= found.st_size
+    os.truncate(slot, 0)
+    os.truncate(slot, 4 << 20)
+    assert slots.take(100_000) is not None
+    assert slot.stat().st_blocks * 512 >= 100_000
+
+
+def test_memory_for_others_has_to_be_left(run: Run) -> None:
+    slots = Slots(run, "r00000-", "staged", 2)
+    said = r"keep for others needs [\d,]{16,} more, and 2 slots .* need [\d,]{7,} more"
+    with pytest.raises(sw.StoreError, match=said):
+        slots.prepare(1000, for_others=1 << 50)
+    assert not list(run.free.iterdir())
+    assert slots.prepare(1000, for_others=1000) > 0
+    with pytest.raises(
+        sw.StoreError, match=r"keep for others needs [\d,]{16,} more, and .* 0 more"
+    ):
+        slots.prepare(1000, for_others=1 << 50)
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes", "expected"),
+    [
+        ({"copies": 1}, 1, 0),
+        ({"copies": 1}, 2, 2 * 1000),
+        ({"copies": 2}, 2, 2 * 1000),
+        ({"copies": 2, "slots": 3}, 8, 3 * 2 * 1000),
+        ({"parity": 1}, 2, 2 * 1000),
+        ({"parity": 1}, 3, 2 * 500),
+        ({"parity": 2, "group": 6}, 12, 2 * 2 * 250),
+        ({"parity": 1, "group": 4}, 6, 2 * 500),
+        ({}, 8, 0),
+    ],
+)
+def test_what_is_kept_for_others_is_known_before(
+    options: dict[str, int], nodes: int, expected: int
+) -> None:
+    assert needed_for_others(1000, sw.Memory(**options), nodes=nodes) == expected  # type: ignore[arg-type]
+
+
+def test_what_is_kept_for_others_already_is_what_is_in_no_slot(run: Run) -> None:
+    assert taken_for_others(run) == 0
+    leave_committed(run, 1)
+    assert taken_for_others(run) == 0
+    for name, size in [("r00001-0.safetensors", 30), (".parity-0-0.bin", 5), ("x.json", 100)]:
+        (run.step(1) / name).write_bytes(bytes(size))
+    assert taken_for_others(run) == 35
 
 
 def test_what_is_newer_is_discarded(run: Run) -> None:

@@ -20,6 +20,7 @@ from shardwise.store.store import Buffer
 ROOM = 1 << 20  # headers and the values of a rank differ a little from save to save
 AT_A_TIME = 64 << 20
 PAGE = mmap.PAGESIZE
+BLOCK = 512  # of st_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +95,12 @@ class Slots:
         self._locks = locks
         self._maps: dict[int, _Mapping] = {}
 
-    def prepare(self, nbytes: int, *, locked: int = 0) -> int:
+    def prepare(self, nbytes: int, *, locked: int = 0, for_others: int = 0) -> int:
         """Have as many slots as there should be, each with room for so many bytes.
 
         Args:
             locked: how many of the first bytes of each a device copies to.
+            for_others: the bytes that have to be left beside them.
 
         Returns:
             The bytes that were allocated.
@@ -113,12 +115,14 @@ class Slots:
         sizes = {name: self._size(name) for name in wanted}
         growth = {name: size - has if has < nbytes else 0 for name, has in sizes.items()}
         needed = sum(growth.values())
-        if needed > self._available():
-            raise self._too_small(size, needed)
+        if needed + for_others > self._available():
+            raise self._too_small(size, needed, for_others)
         for name in wanted:
             if growth[name]:
                 self._allocate(self._directory / name, size)
             self._map(self._directory / name, locked)
+        if for_others > self._available():  # by now, other ranks have allocated theirs
+            raise self._too_small(size, 0, for_others)
         return needed
 
     def has_free(self) -> bool:
@@ -181,18 +185,24 @@ class Slots:
         return f"{self._prefix}{secrets.token_hex(4)}.slot"
 
     def _size(self, name: str) -> int:
+        """The bytes that have pages; 0 if some lack theirs, as whoever gave them was killed."""
         try:
-            return (self._directory / name).stat().st_size
+            found = (self._directory / name).stat()
         except FileNotFoundError:
             return 0
+        return found.st_size if found.st_blocks * BLOCK >= found.st_size else 0
 
     def _available(self) -> int:
         stat = os.statvfs(self._directory)
         return stat.f_bavail * stat.f_frsize
 
     def _allocate(self, path: Path, size: int) -> None:
-        """Give a file pages, so that writing to it can neither fail nor wait for them."""
+        """Give a file pages, so that writing to it can neither fail nor wait for them.
+
+        If there are not enough, it is as it was.
+        """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        before = os.fstat(fd).st_size
         parts = range(0, size, AT_A_TIME)
 
         def touch(at: int) -> None:
@@ -206,7 +216,10 @@ class Slots:
             except RuntimeError:  # the process is ending, and gives threads no more work
                 list(map(touch, parts))
         except OSError as error:
-            raise self._too_small(size, size) from error
+            os.ftruncate(fd, before)
+            if not before:
+                path.unlink(missing_ok=True)
+            raise self._too_small(size, size - before) from error
         finally:
             os.close(fd)
 
@@ -232,9 +245,11 @@ class Slots:
         if known is not None and known.locked and self._locks is not None:
             self._locks.unlock(known.address)
 
-    def _too_small(self, size: int, needed: int) -> StoreError:
+    def _too_small(self, size: int, needed: int, for_others: int = 0) -> StoreError:
+        others = f"what its node is to keep for others needs {for_others:,} more, and "
         return StoreError(
             f"{self._directory} has {self._available():,} bytes left; "
+            f"{others if for_others else ''}"
             f"{self._count} slots of {size:,} bytes for this rank need {needed:,} more: make it "
             "larger (containers: --shm-size; else: mount -o remount,size=…), keep fewer slots, or "
             "name another directory with Memory(dir=…); or save while the training waits, with "

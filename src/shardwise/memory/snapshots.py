@@ -79,7 +79,15 @@ class Snapshots:
         self._presence = self._take_its_place()
         self._evict_movers()
         self._rings = Rings(options, self.meeting, group)
-        self._staging = Staging(self.home, self.run, group.rank, options, self.wake)
+        self._staging = Staging(
+            self.home,
+            self.run,
+            group.rank,
+            options,
+            self.wake,
+            nodes=len(set(self.meeting.node_of)),
+            ranks_here=self.meeting.node_of.count(self.node),
+        )
         self._keeper = Keeper(self.home, options) if self.is_first_of_node else None
         if group.rank == 0:
             self._warn_of_gaps()

@@ -23,6 +23,7 @@ from shardwise.memory.place import Place
 from shardwise.memory.placement import parity_file_size
 from shardwise.memory.replicas import Keeping, bytes_read
 from shardwise.memory.rings import Ring
+from shardwise.memory.room import needed_for_others, taken_for_others
 from shardwise.memory.slots import Slot, Slots
 from shardwise.memory.stage import Fill, stage
 from shardwise.memory.streams import Source, Streams
@@ -76,6 +77,7 @@ class Staging:
         options: as the user gave them.
         wake: has the node's agent look at the notes.
         accelerator: what tensors may lie on; if None, that of torch.
+        nodes, ranks_here: how many the run has, and of its ranks, this node.
     """
 
     def __init__(
@@ -86,8 +88,14 @@ class Staging:
         options: Memory,
         wake: Callable[[], None],
         accelerator: Accelerator | None = None,
+        *,
+        nodes: int = 1,
+        ranks_here: int = 1,
     ) -> None:
         self._home = home
+        self._run = run
+        self._nodes = nodes
+        self._ranks_here = ranks_here
         self._options = options
         self._wake = wake
         self._threads = THREADS_BESIDE_TRAINING if options.overlap else THREADS
@@ -117,13 +125,20 @@ class Staging:
         self.is_prepared = True
         allocated = 0
         if content is not None:
-            allocated += self._own.prepare(content.layout.size, locked=_by_device(content))
+            size = content.layout.size
+            for_others = 0 if ring is not None else self._to_leave(size)
+            allocated += self._own.prepare(size, locked=_by_device(content), for_others=for_others)
         if ring is not None:
             sizes = [each.file.size for each in ring.copied()]
             sizes += [parity_file_size(ring.group.chunk)] if ring.parity else []
             most = max(sizes, default=0)
             allocated += self._others.prepare(most, locked=self._to_lock(most, ring))
         return allocated
+
+    def _to_leave(self, share: int) -> int:
+        """The memory that this node's agent will need to protect others over the network."""
+        needed = needed_for_others(share, self._options, nodes=self._nodes) * self._ranks_here
+        return max(0, needed - taken_for_others(self._run)) if needed else 0
 
     def has_free(self) -> bool:
         """Whether there is memory for another part."""

@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from shardwise.testing import Gang
 from tests.faults.memory.scenario import WAIT, Cluster, begin, end_agents, go_on, steps_in, train
 
 MEGABYTE = 1 << 20
+ENOUGH = 17 * MEGABYTE  # for the slots of two ranks with 1.5 each, and no more
 Mount = Callable[[str, int], Path]
 
 
@@ -61,6 +63,19 @@ def test_too_little_memory_is_an_error_at_the_start(
     for _ in range(2):  # nor does what was begun then make it seem enough
         said = gang.run(refusal, cluster, world=2)
         assert all(re.search(r"need [\d,]{7,} more: make it larger", each) for each in said), said
+
+
+@pytest.mark.parametrize("protection", [{"copies": 1}, {"parity": 1}])
+def test_too_little_memory_to_protect_others_is_an_error_at_the_start(
+    gang: Gang, root: Path, mount: Mount, protection: dict[str, int]
+) -> None:
+    """There is room for what ranks stage, and not for what agents make of it for each other."""
+    unprotected = Cluster(root=root, shm=mount("enough", ENOUGH), nodes=2, columns=8192)
+    assert gang.run(refusal, unprotected, world=2) == ["", ""]
+    lacking = replace(unprotected, shm=mount("lacking", ENOUGH), options=protection)
+    for _ in range(2):
+        said = gang.run(refusal, lacking, world=2)
+        assert any("to keep for others needs" in each for each in said), said
 
 
 @contextmanager
