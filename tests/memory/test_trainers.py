@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-import shardwise as sw
-from shardwise.memory import trainers
 from shardwise.memory.home import Home, Run, new_run
 from shardwise.memory.trainers import Presence, is_present, lost_trainers
 
@@ -56,9 +56,29 @@ def test_a_child_does_not_keep_its_parent_alive(run: Run) -> None:
         os.waitpid(child, 0)
 
 
-def test_a_rank_is_not_taken_twice(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainers, "PATIENCE", 0.1)
+TAKE = """
+import sys
+from pathlib import Path
+from shardwise.memory import trainers
+from shardwise.memory.home import Run
+trainers.PATIENCE = 0.1
+trainers.Presence(Run(Path(sys.argv[1])), 0)
+"""
+
+
+def test_a_rank_is_not_taken_by_another_process(run: Run) -> None:
     presence = Presence(run, 0)
-    with pytest.raises(sw.StoreError, match="another process is rank 0 of run"):
-        Presence(run, 0)
+    command = [sys.executable, "-c", TAKE, str(run.path)]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "another process is rank 0 of run" in refused.stderr
     presence.end()
+    assert subprocess.run(command, timeout=60).returncode == 0
+
+
+def test_a_process_that_gave_up_may_begin_anew(run: Run) -> None:
+    lost = Presence(run, 0)
+    again = Presence(run, 0)
+    assert is_present(run, 0)
+    again.end()
+    assert lost_trainers(run) == []
+    lost.leave()

@@ -19,7 +19,8 @@ POLL = 0.02
 class Presence:
     """A trainer lives, until it says goodbye or ends in whatever way.
 
-    Children that are forked let go of the lock, so that none keeps it when this process is gone.
+    Children that are forked let go of the lock, so that none keeps it when this process is gone. A
+    process that is this rank already, as it never said goodbye, stays so.
 
     Raises:
         StoreError: another process is this rank of this run, on this node.
@@ -29,7 +30,7 @@ class Presence:
         self._path = _path(run, rank)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + PATIENCE
-        while (fd := self._lock()) is None:
+        while (fd := self._lock()) is None and not self._is_held_here():
             if time.monotonic() > deadline:
                 raise StoreError(
                     f"another process is rank {rank} of run {run.name} on this node, and has been "
@@ -42,9 +43,8 @@ class Presence:
 
     def end(self) -> None:
         """Say goodbye."""
-        if self._fd is not None:
-            self._path.unlink(missing_ok=True)
-            self.leave()
+        self._path.unlink(missing_ok=True)
+        self.leave()
 
     def leave(self) -> None:
         """Go without a word, as if this process had ended."""
@@ -58,11 +58,25 @@ class Presence:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(fd).st_ino == self._path.stat().st_ino:
+                os.pwrite(fd, _this_process(), 0)
                 return fd
         except OSError:  # it is locked, or was removed meanwhile
             pass
         os.close(fd)
         return None
+
+    def _is_held_here(self) -> bool:
+        try:
+            return self._path.read_bytes() == _this_process()
+        except FileNotFoundError:
+            return False
+
+
+def _this_process() -> bytes:
+    """What no other process is called, nor one in another namespace."""
+    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    return f"{namespace}:{os.getpid()}:{started}".ljust(60).encode()
 
 
 def _leave(reference: weakref.ref[Presence]) -> None:
