@@ -444,3 +444,14 @@ def test_what_is_in_memory_is_persisted_when_a_node_is_lost(
     checkpoint = sw.open(root / "step-00000003")
     checkpoint.verify()
     assert torch.equal(checkpoint["t"][...], reference(3))  # type: ignore[index]
+
+
+def look_only(root: str, shm: str) -> list[int]:
+    """The steps of a root, by a Checkpointer that saves nothing."""
+    with sw.Checkpointer(root, memory=memory_of(shm, 2)) as cp:
+        return cp.steps()
+
+
+def test_looking_leaves_nothing_behind(gang: Gang, tmp_path: Path, shm: Path) -> None:
+    assert gang.run(look_only, str(tmp_path / "root"), str(shm), world=2) == [[], []]
+    assert not list(shm.glob("*/*/runs/*"))

@@ -195,7 +195,7 @@ def until(true: Callable[[], object], seconds: float = 10.0) -> None:
 
 def steps_in(root: Path) -> list[int]:
     """Those that are committed in storage; each is whole."""
-    with sw.Checkpointer(root) as cp:
+    with sw.Checkpointer(root, memory=None) as cp:
         steps = cp.steps()
     for step in steps:
         sw.open(root / f"step-{step:08d}").verify()
