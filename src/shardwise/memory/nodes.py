@@ -239,5 +239,5 @@ class Nodes:
             return None
         try:
             return msgspec.json.decode(data, type=kind)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise StoreError(f"node {node}: {name}: {error}") from error
