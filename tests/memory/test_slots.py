@@ -239,3 +239,11 @@ def test_the_newest_that_is_protected_stays(run: Run) -> None:
     write_note(run.step(7) / notes.outcome("protect", save), outcome)
     assert retire_old(Place(run, 5))
     assert run.steps() == [6, 7]
+
+
+def test_a_step_that_is_retired_while_slots_are_counted_counts_for_nothing(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "steps", lambda: [7])
+    assert Slots(run, "r00000-", "staged", 2).prepare(1000) > 0
+    assert len(list(run.free.iterdir())) == 2

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 import mmap
 import os
 import secrets
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -174,7 +176,11 @@ class Slots:
         return sorted(name for name in names if name.startswith(self._prefix))
 
     def _in_use(self) -> int:
-        return sum(len(list(self._run.step(step).glob(self._notes))) for step in self._run.steps())
+        used = 0
+        for step in self._run.steps():
+            with suppress(FileNotFoundError):  # it was retired meanwhile
+                used += len(fnmatch.filter(os.listdir(self._run.step(step)), self._notes))
+        return used
 
     def _lacking(self) -> int:
         """How many there should be more; what is becoming free meanwhile is there already."""
