@@ -50,7 +50,7 @@ class DataReader:
             CorruptionError: they are not the bytes that were saved.
         """
         self._fill(low, high, buffer)
-        return self._verified(low, buffer[: high - low])
+        return self.verify(low, buffer[: high - low])
 
     def view(self, low: int, high: int, buffer: Buffer) -> Buffer:
         """The same bytes, where they lie if the file lies in memory; else in `buffer`.
@@ -59,7 +59,7 @@ class DataReader:
             CorruptionError: they are not the bytes that were saved.
         """
         if isinstance(self._file, MappedFile):
-            return self._verified(low, self._file.view(low, high - low))
+            return self.verify(low, self._file.view(low, high - low))
         return self.read(low, high, buffer)
 
     def _fill(self, low: int, high: int, buffer: Buffer) -> None:
@@ -68,7 +68,12 @@ class DataReader:
         if count < high - low:
             raise CorruptionError(f"{self._where} ends at byte {low + count}, in mid-read")
 
-    def _verified(self, low: int, data: Buffer) -> Buffer:
+    def verify(self, low: int, data: Buffer) -> Buffer:
+        """The same bytes, which are whole blocks from `low` on, if they are those that were saved.
+
+        Raises:
+            CorruptionError: they are not.
+        """
         high = low + len(data)
         if self._table is not None:
             bad = self._table.damaged(low // BLOCK, data)

@@ -211,7 +211,7 @@ def _protection(
     note = notes.request("protect", save_id)
     for node, files in names.items():
         if note in files:
-            with suppress(OSError, msgspec.DecodeError):
+            with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 return msgspec.json.decode(read(node, step, note), type=Protect).protection
     return None
 

@@ -199,7 +199,9 @@ class Leading:
         if lost:
             names = [name for node in lost for name in by_node[node]]
             cards = cards_of(draft, place.run)
-            nbytes += copy_lost(place, names, cards, self._node, self._tls, to)
+            nbytes += copy_lost(
+                place, names, cards, self._node, self._tls, to, Throttle(draft.budget)
+            )
         return nbytes
 
     def _ask_to_persist(

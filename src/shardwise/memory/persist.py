@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardwise.engine.arena import aligned_buffer
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory.seal import mapped
-from shardwise.store import Store
+from shardwise.store import Store, WritableFile
 from shardwise.store.store import Buffer
 
 CHUNK = 8 << 20
@@ -55,30 +55,43 @@ def copy_to_store(
         OSError: the storage refused; what was written is removed again where that is possible.
     """
     data = mapped(path, staged.size)
-    store.delete(staged.name)
-    file = store.create(staged.name, staged.size)
+    with (
+        made_durable(store, staged) as file,
+        ThreadPoolExecutor(THREADS, "shardwise-persist") as pool,
+    ):
+        jobs = []
+        last = staged.checksums_at // CHUNK * CHUNK
+        for low in range(0, staged.size, CHUNK):
+            if low == last:
+                sealed()
+            part = data[low : low + CHUNK]
+            time.sleep(throttle.seconds_for(len(part)))
+            jobs.append(pool.submit(file.write_at, low, aligned(part, store.alignment)))
+        for job in jobs:
+            job.result()
+
+
+@contextmanager
+def made_durable(store: Store, entry: FileEntry) -> Iterator[WritableFile]:
+    """A file that the block writes, in place of one that was begun before.
+
+    Raises:
+        OSError: the storage refused; what was written is removed again where that is possible.
+    """
+    store.delete(entry.name)
+    file = store.create(entry.name, entry.size)
     try:
-        with ThreadPoolExecutor(THREADS, "shardwise-persist") as pool:
-            jobs = []
-            last = staged.checksums_at // CHUNK * CHUNK
-            for low in range(0, staged.size, CHUNK):
-                if low == last:
-                    sealed()
-                part = data[low : low + CHUNK]
-                time.sleep(throttle.seconds_for(len(part)))
-                jobs.append(pool.submit(file.write_at, low, _aligned(part, store.alignment)))
-            for job in jobs:
-                job.result()
+        yield file
         file.commit()
     except BaseException:
         with suppress(OSError):
-            store.delete(staged.name)
+            store.delete(entry.name)
         raise
     finally:
         file.close()
 
 
-def _aligned(part: Buffer, alignment: int) -> Buffer:
+def aligned(part: Buffer, alignment: int) -> Buffer:
     """The part itself, or a copy with zeros after it where it ends unaligned."""
     whole = -(-len(part) // alignment) * alignment
     if whole == len(part):

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
-from contextlib import closing, suppress
-
-import numpy as np
+from contextlib import closing
 
 from shardwise.engine.arena import aligned_buffer
-from shardwise.errors import CorruptionError, StoreError
-from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
+from shardwise.engine.datareader import DataReader
+from shardwise.errors import StoreError
 from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory.assembled import AssembledStore
 from shardwise.memory.assembling import ask_others, choose, reader, what_is_held
 from shardwise.memory.notes import Card
+from shardwise.memory.persist import Throttle, aligned, made_durable
 from shardwise.memory.place import Place
 from shardwise.memory.tls import Tls
-from shardwise.store import ReadableFile, Store
+from shardwise.store import Store
 
 CHUNK = 8 << 20
 
 
 def copy_lost(
-    place: Place, names: Iterable[str], cards: list[Card], here: str, tls: Tls | None, to: Store
+    place: Place,
+    names: Iterable[str],
+    cards: list[Card],
+    here: str,
+    tls: Tls | None,
+    to: Store,
+    throttle: Throttle,
 ) -> int:
     """Copy these files of a committed snapshot; the bytes of them.
 
@@ -47,35 +53,22 @@ def copy_lost(
     total = 0
     with closing(AssembledStore(assembly, place.run, here, tls)) as source:
         for name in names:
-            with closing(source.open(name)) as file:
-                _copy(file, entries[name], to)
+            _copy(source, entries[name], to, throttle)
             total += entries[name].size
     return total
 
 
-def _copy(source: ReadableFile, entry: FileEntry, to: Store) -> None:
-    table = np.empty(entry.size - entry.checksums_at, np.uint8)
-    source.read_at(entry.checksums_at, table)
-    if crc32(table) != entry.checksums_crc32:
-        raise CorruptionError(f"{entry.name}: its checksums were altered")
-    sums = BlockTable(table.view("<u4"))
+def _copy(source: Store, entry: FileEntry, to: Store, throttle: Throttle) -> None:
+    """Copy a file, whatever it is put together of; verified, and its checksums last."""
     buffer = aligned_buffer(CHUNK)
-    to.delete(entry.name)
-    target = to.create(entry.name, entry.size)
-    try:
+    with (
+        closing(DataReader(source, entry)) as verified,
+        closing(source.open(entry.name)) as plain,
+        made_durable(to, entry) as target,
+    ):
         for low in range(0, entry.size, CHUNK):
             part = buffer[: min(CHUNK, entry.size - low)]
-            source.read_at(low, part)
-            covered = part[: max(0, entry.checksums_at - low)]
-            if sums.damaged(low // BLOCK, covered):
-                raise CorruptionError(f"{entry.name}: bytes from {low} on fail their checksum")
-            whole = -(-len(part) // to.alignment) * to.alignment
-            buffer[len(part) : whole] = 0
-            target.write_at(low, buffer[:whole])
-        target.commit()
-    except BaseException:
-        with suppress(OSError):
-            to.delete(entry.name)
-        raise
-    finally:
-        target.close()
+            time.sleep(throttle.seconds_for(len(part)))
+            plain.read_at(low, part)
+            verified.verify(low, part[: max(0, entry.checksums_at - low)])
+            target.write_at(low, aligned(part, to.alignment))

@@ -132,20 +132,22 @@ class Rings:
         )
         return peers_of(self._formed, self._group.size, copies=options.copies)
 
-    def join(self, planned: Planned, content: Content | None) -> Ring | None:
-        """The ring of this rank, if it is in one. All ranks together."""
+    def join(self, planned: Planned) -> tuple[Content | None, Ring | None]:
+        """What this rank stages of a plan, and its ring, if it is in one. All ranks together."""
         if not self._are_wanted():
-            return None
+            return planned.content(), None
+        contents: list[Content | None] = []
 
         def speak() -> bytes:
+            contents.append(content := planned.content())
             return b"" if content is None else msgspec.msgpack.encode(planned.entry(content))
 
         reply = exchange(self._group, "forming rings", speak, self._introduce)
         if not reply:
-            return None
+            return contents[0], None
         holders = msgspec.msgpack.decode(reply, type=tuple[Holder, ...])
         at = next(i for i, each in enumerate(holders) if each.rank == self._group.rank)
-        return Ring(holders, at, self._options.copies, self._options.parity)
+        return contents[0], Ring(holders, at, self._options.copies, self._options.parity)
 
     def _introduce(self, said: list[bytes]) -> list[bytes]:
         """Tell the ranks of each ring of each other's files; a ring needs a file of each."""

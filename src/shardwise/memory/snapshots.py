@@ -204,8 +204,7 @@ class Snapshots:
         planned = self._plan(wish, lambda _: new_save_id(), plans, recorder)
         if planned is None:
             raise RuntimeError("a plan was neither admitted nor refused")
-        content = planned.content()
-        its_ring = self._rings.join(planned, content)
+        content, its_ring = self._rings.join(planned)
         allocated: list[int] = []
 
         def speak() -> bytes:
@@ -345,8 +344,7 @@ class Snapshots:
         place = Place(self.run, options.step or 0)
         wanted = ("commit", "protect", "persist") if storing.durable else ("commit", "protect")
         stages = Stages(self._agents, place, planned.save_id, wanted)
-        content = planned.content()
-        its_ring = self._rings.join(planned, content)
+        content, its_ring = self._rings.join(planned)
         draft = None if planned.template is None else self._draft(planned, options, storing)
         part = Part(
             place=place, planned=planned, content=content, ring=its_ring, draft=draft, stages=wanted

@@ -17,8 +17,13 @@ def evict(run: Run, stays: Callable[[int], bool]) -> None:
     """Remove the free slots of ranks that do not stay on this node."""
     with suppress(FileNotFoundError):
         for name in os.listdir(run.free):
-            if name.endswith(SLOT) and not stays(int(name[1:6])):
+            if name.endswith(SLOT) and not stays(rank_of(name)):
                 (run.free / name).unlink(missing_ok=True)
+
+
+def rank_of(name: str) -> int:
+    """The rank that a slot, or a note of a data file, is of."""
+    return int(name[1:].split("-")[0])
 
 
 def evict_movers(newest: Place) -> None:
@@ -30,5 +35,5 @@ def evict_movers(newest: Place) -> None:
     Args:
         newest: the newest snapshot that is committed.
     """
-    expected = {int(name[1:6]) for name in newest.named(".staged.json")}
+    expected = {rank_of(name) for name in newest.named(".staged.json")}
     evict(newest.run, lambda rank: rank in expected or is_present(newest.run, rank))
