@@ -31,6 +31,15 @@ LAYERS = (
     ("layout", "store"),
     ("errors", "events"),
 )
+# The same within memory/, whose modules are many.
+LAYERS_OF_MEMORY = (
+    ("snapshots",),
+    ("agent",),
+    ("network",),
+    ("node",),
+    ("options",),
+    ("tls", "redundancy", "intervals"),
+)
 TESTING = "testing"  # may import anything, and nothing imports it
 WITHOUT_TORCH = ("layout", "manifest", "plan")
 TESTS_OF_A_STORE = Path("testing", "store_suite.py")  # they assert, as tests do
@@ -71,6 +80,7 @@ PUBLIC = [
 
 SOURCE = Path(shardwise.__file__).parent
 RANKS = {component: rank for rank, row in enumerate(LAYERS) for component in row}
+RANKS_OF_MEMORY = {part: rank for rank, row in enumerate(LAYERS_OF_MEMORY) for part in row}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +149,46 @@ def wrong_imports(module: Module) -> list[str]:
     ]
 
 
+def wrong_imports_in_memory(module: Module) -> list[str]:
+    own = module.name.split(".")[1]
+    parts = [
+        (node, name.split(".")[2])
+        for node, name in module.imports()
+        if name.startswith("shardwise.memory.")
+    ]
+    return [
+        f"{module.at(node)}: {own} imports {part}"
+        for node, part in parts
+        if part != own and RANKS_OF_MEMORY.get(part, -1) <= RANKS_OF_MEMORY[own]
+    ]
+
+
 def test_every_component_has_its_layer() -> None:
     assert {module.component for module in MODULES} <= {*RANKS, TESTING}, "add it to LAYERS"
 
 
 def test_imports_go_one_way() -> None:
     assert not [wrong for module in MODULES for wrong in wrong_imports(module)]
+
+
+def test_imports_within_memory_go_one_way() -> None:
+    modules = [module for module in MODULES if module.name.startswith("memory.")]
+    assert len(modules) > len(RANKS_OF_MEMORY)
+    assert not [wrong for module in modules for wrong in wrong_imports_in_memory(module)]
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("from shardwise.memory.node.home import Home", 0),
+        ("from shardwise.memory.network import nodes", 0),
+        ("from shardwise.memory.snapshots.slots import Slots", 1),
+        ("def late():\n    from ..snapshots import slots", 1),
+        ("import shardwise.memory.surprise", 1),
+    ],
+)
+def test_a_wrong_import_within_memory_is_seen(text: str, wrong: int) -> None:
+    assert len(wrong_imports_in_memory(Module(Path("memory/agent/keeper.py"), text))) == wrong
 
 
 @pytest.mark.parametrize(

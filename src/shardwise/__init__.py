@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from shardwise.errors import StateError as StateError
     from shardwise.errors import StoreError as StoreError
     from shardwise.layout import Box as Box
-    from shardwise.memory.handle import SaveHandle as SaveHandle
     from shardwise.memory.options import Memory as Memory
+    from shardwise.memory.snapshots.handle import SaveHandle as SaveHandle
     from shardwise.memory.tls import Tls as Tls
     from shardwise.restoring import RestoreReport as RestoreReport
     from shardwise.retention import Keep as Keep
@@ -55,7 +55,7 @@ _HOMES = {
     "RankError": "errors",
     "RestoreReport": "restoring",
     "RngState": "state.rng",
-    "SaveHandle": "memory.handle",
+    "SaveHandle": "memory.snapshots.handle",
     "Memory": "memory.options",
     "SaveReport": "engine.save",
     "SavedTensor": "checkpoint",

@@ -32,9 +32,9 @@ from shardwise.errors import (
 )
 from shardwise.events import Recorder, Sink
 from shardwise.manifest.names import step_directory, step_of_directory
-from shardwise.memory.handle import SaveHandle
 from shardwise.memory.options import Memory
-from shardwise.memory.snapshots import Snapshots, Storing
+from shardwise.memory.snapshots.handle import SaveHandle
+from shardwise.memory.snapshots.snapshots import Snapshots, Storing
 from shardwise.plan.cache import PlanCache
 from shardwise.preemption import Preemption
 from shardwise.restoring import RestoreReport, Restoring

@@ -19,8 +19,8 @@ from shardwise.errors import (
     ShardwiseError,
 )
 from shardwise.manifest.names import step_directory
-from shardwise.memory.recovery import Found, find_snapshot
-from shardwise.memory.snapshots import Snapshots
+from shardwise.memory.snapshots.recovery import Found, find_snapshot
+from shardwise.memory.snapshots.snapshots import Snapshots
 from shardwise.retention import committed_steps
 from shardwise.store import Store
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from shardwise.manifest.manifest import FileEntry
-from shardwise.memory import notes
-from shardwise.memory.home import Home, new_run, write_note
-from shardwise.memory.keeper import attendance
-from shardwise.memory.notes import Card, Done, Protect, Staged
-from shardwise.memory.placement import Member, place
+from shardwise.memory.agent.keeper import attendance
+from shardwise.memory.node import notes
+from shardwise.memory.node.home import Home, new_run, write_note
+from shardwise.memory.node.notes import Card, Done, Protect, Staged
+from shardwise.memory.redundancy.placement import Member, place
 from tests.cli.conftest import Run
 
 SAVE = "0123456789abcdef"

@@ -14,9 +14,9 @@ from typing import Any
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.home import Home
-from shardwise.memory.notes import Card
-from shardwise.memory.spawn import card_of
+from shardwise.memory.node.home import Home
+from shardwise.memory.node.notes import Card
+from shardwise.memory.node.spawn import card_of
 from shardwise.testing import Gang
 from tests.memory.certificates import Authority
 from tests.memory.test_snapshots import (
@@ -173,5 +173,5 @@ def test_a_run_goes_on_without_a_node_that_is_lost(gang: Gang, tmp_path: Path, s
 
 
 def test_an_agent_needs_no_torch() -> None:
-    script = "import sys, shardwise.memory.service; sys.exit('torch' in sys.modules)"
+    script = "import sys, shardwise.memory.agent.service; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

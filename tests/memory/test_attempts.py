@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import StoreError
-from shardwise.memory import attempts
-from shardwise.memory.attempts import Attempts
-from shardwise.memory.duties import attempt
-from shardwise.memory.home import Home
-from shardwise.memory.place import Place
+from shardwise.memory.agent import attempts
+from shardwise.memory.agent.attempts import Attempts
+from shardwise.memory.agent.duties import attempt
+from shardwise.memory.node.home import Home
+from shardwise.memory.node.place import Place
 
 
 class Clock:

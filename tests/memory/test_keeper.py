@@ -15,14 +15,14 @@ from urllib.parse import urlsplit
 import pytest
 
 import shardwise as sw
-from shardwise.memory import keeper as keepers
-from shardwise.memory import spawn
-from shardwise.memory.client import AgentClient
-from shardwise.memory.home import Home
-from shardwise.memory.keeper import Keeper, is_attended
-from shardwise.memory.notes import Card
+from shardwise.memory.agent import keeper as keepers
+from shardwise.memory.agent.keeper import Keeper, is_attended
+from shardwise.memory.network.client import AgentClient
+from shardwise.memory.node import spawn
+from shardwise.memory.node.home import Home
+from shardwise.memory.node.notes import Card
+from shardwise.memory.node.spawn import agent_of, card_of
 from shardwise.memory.options import Memory
-from shardwise.memory.spawn import agent_of, card_of
 from tests.memory.certificates import Authority
 from tests.memory.test_snapshots import end_agents
 

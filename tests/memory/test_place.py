@@ -11,12 +11,12 @@ import pytest
 
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
-from shardwise.memory import notes
-from shardwise.memory.duties import Following, Leading, seal_staged
-from shardwise.memory.home import Home, new_run, read_note, write_note
-from shardwise.memory.notes import Done, Draft, Kept, Staged
-from shardwise.memory.place import Place
-from shardwise.memory.placement import Group, Member
+from shardwise.memory.agent.duties import Following, Leading, seal_staged
+from shardwise.memory.node import notes
+from shardwise.memory.node.home import Home, new_run, read_note, write_note
+from shardwise.memory.node.notes import Done, Draft, Kept, Staged
+from shardwise.memory.node.place import Place
+from shardwise.memory.redundancy.placement import Group, Member
 
 ONE, OTHER = "0" * 16, "1" * 16
 DAMAGES = [b'"', b'{"save_id": "\xff"}', b"[" * 100_000]

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import FormatError
-from shardwise.memory.pieces import extents
-from shardwise.memory.placement import (
+from shardwise.memory.redundancy.pieces import extents
+from shardwise.memory.redundancy.placement import (
     Group,
     Member,
     Protection,

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from shardwise.errors import CorruptionError, FormatError, StoreError
 from shardwise.manifest.checksums import BLOCK, crc32
-from shardwise.memory.encoding import PIECE, build_parity
-from shardwise.memory.placement import (
+from shardwise.memory.redundancy.encoding import PIECE, build_parity
+from shardwise.memory.redundancy.placement import (
     Member,
     Protection,
     memberships,
@@ -26,7 +26,7 @@ from shardwise.memory.placement import (
     parity_name,
     place,
 )
-from shardwise.memory.rebuild import Rebuilder, assemblable, rebuild_file
+from shardwise.memory.redundancy.rebuild import Rebuilder, assemblable, rebuild_file
 from shardwise.store import LocalStore
 from shardwise.store.store import Buffer
 

@@ -22,10 +22,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import StoreError
-from shardwise.memory import server
-from shardwise.memory.home import LARGEST_NOTE, read_note
-from shardwise.memory.notes import Persist
-from shardwise.memory.server import create_app, serving
+from shardwise.memory.agent import server
+from shardwise.memory.agent.server import create_app, serving
+from shardwise.memory.node.home import LARGEST_NOTE, read_note
+from shardwise.memory.node.notes import Persist
 from tests.memory.certificates import Authority
 
 RUN = "0123456789abcdef"

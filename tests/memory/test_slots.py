@@ -10,14 +10,14 @@ import pytest
 
 import shardwise as sw
 from shardwise.manifest.manifest import FileEntry
-from shardwise.memory import notes
-from shardwise.memory.home import Home, Run, new_run, write_note
-from shardwise.memory.notes import Done, Staged
-from shardwise.memory.persist import Throttle
-from shardwise.memory.place import Place
-from shardwise.memory.retire import discard_newer, retire_old
-from shardwise.memory.room import needed_for_others, taken_for_others
-from shardwise.memory.slots import AT_A_TIME, PAGE, Slots
+from shardwise.memory.agent.persist import Throttle
+from shardwise.memory.node import notes
+from shardwise.memory.node.home import Home, Run, new_run, write_note
+from shardwise.memory.node.notes import Done, Staged
+from shardwise.memory.node.place import Place
+from shardwise.memory.node.retire import discard_newer, retire_old
+from shardwise.memory.node.room import needed_for_others, taken_for_others
+from shardwise.memory.snapshots.slots import AT_A_TIME, PAGE, Slots
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory import staging
-from shardwise.memory.home import Home, read_note
-from shardwise.memory.notes import Card
-from shardwise.memory.stage import Fill
+from shardwise.memory.node.home import Home, read_note
+from shardwise.memory.node.notes import Card
+from shardwise.memory.snapshots import staging
+from shardwise.memory.snapshots.stage import Fill
 from shardwise.store.store import Buffer
 from shardwise.testing import Gang
 

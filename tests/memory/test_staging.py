@@ -23,15 +23,15 @@ from shardwise.engine.memory import DeviceMemory, HostMemory, Memory
 from shardwise.engine.planning import Planned
 from shardwise.layout import Box
 from shardwise.manifest.datafile import lay_out
-from shardwise.memory import device as device_module
-from shardwise.memory.copying import Copying
-from shardwise.memory.device import TorchAccelerator
-from shardwise.memory.home import Home, Run, new_run
-from shardwise.memory.pace import Slack
-from shardwise.memory.place import Place
-from shardwise.memory.slots import Slots
-from shardwise.memory.staging import Part, Staging
-from shardwise.memory.streams import Streams
+from shardwise.memory.node.home import Home, Run, new_run
+from shardwise.memory.node.place import Place
+from shardwise.memory.snapshots import device as device_module
+from shardwise.memory.snapshots.copying import Copying
+from shardwise.memory.snapshots.device import TorchAccelerator
+from shardwise.memory.snapshots.pace import Slack
+from shardwise.memory.snapshots.slots import Slots
+from shardwise.memory.snapshots.staging import Part, Staging
+from shardwise.memory.snapshots.streams import Streams
 
 CARD = torch.device("meta", 0)
 OTHER = torch.device("meta", 1)
@@ -195,7 +195,7 @@ class Trial:
 @pytest.fixture
 def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
     """Staging in buckets of 4 KiB, beside a training."""
-    monkeypatch.setattr("shardwise.memory.stage.BUCKET", 4096)
+    monkeypatch.setattr("shardwise.memory.snapshots.stage.BUCKET", 4096)
     found = Trial(tmp_path)
     yield found
     found.staging.close()

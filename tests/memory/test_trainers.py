@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.memory.home import Home, Run, new_run
-from shardwise.memory.trainers import Presence, is_present, lost_trainers
+from shardwise.memory.node.home import Home, Run, new_run
+from shardwise.memory.node.trainers import Presence, is_present, lost_trainers
 
 
 @pytest.fixture
@@ -59,8 +59,8 @@ def test_a_child_does_not_keep_its_parent_alive(run: Run) -> None:
 TAKE = """
 import sys
 from pathlib import Path
-from shardwise.memory import trainers
-from shardwise.memory.home import Run
+from shardwise.memory.node import trainers
+from shardwise.memory.node.home import Run
 trainers.PATIENCE = 0.1
 trainers.Presence(Run(Path(sys.argv[1])), 0)
 """

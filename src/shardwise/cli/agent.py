@@ -11,9 +11,9 @@ import typer
 
 from shardwise.cli.agent_status import show_status
 from shardwise.cli.terminal import output, print_json
-from shardwise.memory.home import Home
-from shardwise.memory.interface import LOOPBACK
-from shardwise.memory.logfile import log_to
+from shardwise.memory.node.home import Home
+from shardwise.memory.node.interface import LOOPBACK
+from shardwise.memory.node.logfile import log_to
 from shardwise.memory.options import DIRECTORY
 from shardwise.memory.tls import Tls
 
@@ -57,7 +57,7 @@ def run(
     its own, where whatever ends the training would end it too. On SIGTERM it finishes what it is
     writing, within 20 seconds.
     """
-    from shardwise.memory.service import Terms, run_agent
+    from shardwise.memory.agent.service import Terms, run_agent
 
     logging.basicConfig(
         level=logging.INFO,
@@ -94,7 +94,7 @@ def status(
     "bytes_for_others", "age", STAGE: {"state", "seconds", "failure"}, "protected_by"}]}]}; the
     stages are "commit", "protect" and "persist", a state is "", "under way", "done" or "failed".
     """
-    from shardwise.memory.status import status_of
+    from shardwise.memory.agent.status import status_of
 
     found = status_of(Home(directory), _tls(tls_cert, tls_key, tls_ca))
     if as_json:

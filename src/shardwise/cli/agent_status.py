@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli import wording
-from shardwise.memory.status import STAGES, Behind, NodeStatus, RunStatus, SnapshotStatus
+from shardwise.memory.agent.status import STAGES, Behind, NodeStatus, RunStatus, SnapshotStatus
 
 DONE = {"commit": "committed", "protect": "protected", "persist": "persisted"}
 STYLES = {"done": "green", "under way": "yellow", "failed": "bold red", "": "dim"}

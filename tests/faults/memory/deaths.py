@@ -49,7 +49,7 @@ def die_at_note(pattern: str, when: When) -> None:
     Args:
         when: before it; when it is written, and not yet in place; when it is there.
     """
-    from shardwise.memory.home import write_note
+    from shardwise.memory.node.home import write_note
 
     def dying(path: Path, note: object) -> None:
         if not re.search(pattern, path.name):
@@ -66,7 +66,7 @@ def die_at_note(pattern: str, when: When) -> None:
 
 
 if __name__ == "__main__":
-    import shardwise.memory.service  # noqa: F401  # so that its notes are seen too
+    import shardwise.memory.agent.service  # noqa: F401  # so that its notes are seen too
     from shardwise.cli import main
 
     die_at_note(sys.argv.pop(1), sys.argv.pop(1))  # type: ignore[arg-type]

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.home import read_note
-from shardwise.memory.notes import Card
-from shardwise.memory.place import ABANDONED
-from shardwise.memory.predecessors import ROOT
+from shardwise.memory.node.home import read_note
+from shardwise.memory.node.notes import Card
+from shardwise.memory.node.place import ABANDONED
+from shardwise.memory.node.predecessors import ROOT
 
 ROWS, COLUMNS = 48, 1024
 FACTOR = 6364136223846793005

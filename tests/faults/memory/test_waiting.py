@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.handle import Stages
-from shardwise.memory.notes import Done
+from shardwise.memory.node.notes import Done
+from shardwise.memory.snapshots.handle import Stages
 from shardwise.testing import Gang
 from tests.faults.memory.scenario import Cluster, begin, signal_agents, steps_in
 

@@ -1,0 +1,367 @@
+"""What an agent does with a snapshot, stage by stage, as its notes ask for it.
+
+    staged ─seal─▶ entry ─commit─▶ manifest ─protect─▶ … ─persist─▶ in storage
+
+A duty is a function that looks at one snapshot, does what there is to do now, and says whether it
+did anything. The agent of rank 0's node leads: it has the draft, asks the other nodes for each
+stage by a note, and gathers their notes that it has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from shardwise.errors import ShardwiseError, StoreError
+from shardwise.manifest.manifest import FileEntry, complete_manifest, decode_manifest
+from shardwise.manifest.names import MANIFEST
+from shardwise.memory.agent.guard import guard, protection_of
+from shardwise.memory.agent.persist import Throttle, copy_to_store
+from shardwise.memory.agent.publication import publication
+from shardwise.memory.agent.rescue import copy_lost
+from shardwise.memory.network.nodes import Nodes
+from shardwise.memory.node import notes
+from shardwise.memory.node.home import Run, read_note, write_note
+from shardwise.memory.node.notes import Card, Done, Draft, Persist, Protect, Staged
+from shardwise.memory.node.place import ABANDONED, Place
+from shardwise.memory.node.seal import seal
+from shardwise.memory.node.trainers import lost_trainers
+from shardwise.memory.tls import Tls
+from shardwise.store import Store, open_store
+
+log = logging.getLogger("shardwise.agent")
+W = TypeVar("W")
+FILES_AT_A_TIME = 2
+POLL = 0.002
+AT_ONCE = 0.5
+PATIENCE = 5.0  # with nodes that do not answer, when others are lost
+
+
+Duty = Callable[[Place], bool]
+
+
+def seal_staged(place: Place) -> bool:
+    """Take the checksums of files that were staged."""
+    busy = False
+    for staged in place.staged():
+        if place.has(notes.entry(staged.file.name)):
+            continue
+        sealed = seal(place.path / staged.file.name, staged.file)
+        write_note(place.path / notes.entry(sealed.name), sealed)
+        busy = True
+    return busy
+
+
+class Leading:
+    """The duties of the node that has the draft of a snapshot.
+
+    Args:
+        node: the name of this node.
+        tls: by what nodes know each other.
+    """
+
+    def __init__(self, node: str, tls: Tls | None = None) -> None:
+        self._node = node
+        self._tls = tls
+
+    def commit(self, place: Place) -> bool:
+        """Gather the entries of all files, and give all nodes the manifest: the commit."""
+        return self._lead(place, "commit", lambda draft: True, self._commit)
+
+    def protect(self, place: Place) -> bool:
+        """Have all nodes make the redundancy that was asked for."""
+        return self._lead(place, "protect", lambda draft: True, self._protect)
+
+    def persist(self, place: Place) -> bool:
+        """Have all nodes copy their files to storage, and publish the manifest there.
+
+        A snapshot that is to be rescued is persisted also by another node than that of its draft.
+        """
+
+        def wanted(draft: Draft) -> bool:
+            return draft.durable or place.has(notes.request("rescue", draft.save_id))
+
+        busy = self._lead(place, "persist", wanted, self._persist)
+        for draft in place.terms():
+            ended = place.has(notes.outcome("persist", draft.save_id))
+            if not ended and place.has(notes.request("rescue", draft.save_id)):
+                busy = True
+                self._finish(place, "persist", draft, self._persist)
+        return busy
+
+    def _lead(
+        self,
+        place: Place,
+        stage: str,
+        wanted: Callable[[Draft], bool],
+        work: Callable[[Place, Draft, Nodes], int],
+    ) -> bool:
+        busy = False
+        for draft in place.drafts():
+            commit = place.ended("commit", draft.save_id)
+            after = stage != "protect" or (commit is not None and not commit.failure)
+            ended = place.has(notes.outcome(stage, draft.save_id))
+            if draft.leader != self._node or ended or not after or not wanted(draft):
+                continue
+            busy = True
+            self._finish(place, stage, draft, work)
+        return busy
+
+    def _finish(
+        self,
+        place: Place,
+        stage: str,
+        draft: Draft,
+        work: Callable[[Place, Draft, Nodes], int],
+    ) -> None:
+        start = time.monotonic()
+        cards = cards_of(draft, place.run)
+        rescuing = place.has(notes.request("rescue", draft.save_id))
+        wait = min(draft.wait, PATIENCE) if rescuing else draft.wait
+        with Nodes(place, cards, self._node, wait, self._tls) as nodes:
+            nbytes, failure = attempt(place, lambda: work(place, draft, nodes))
+            done = Done(
+                save_id=draft.save_id,
+                stage=stage,
+                seconds=time.monotonic() - start,
+                bytes=nbytes,
+                failure=failure,
+                node=self._node,
+                bytes_held=draft.bytes_held,
+                bytes_total=draft.bytes_total,
+                files=len(draft.files),
+            )
+            nodes.tell_all(notes.outcome(stage, draft.save_id), done)
+
+    def _commit(self, place: Place, draft: Draft, nodes: Nodes) -> int:
+        entries = [nodes.expect(node, notes.entry(name), FileEntry) for name, node in draft.files]
+        manifest = complete_manifest(draft.manifest.encode(), entries)
+        nodes.tell_others(notes.terms(draft.save_id), draft)
+        nodes.tell_all(MANIFEST, manifest)
+        return sum(each.size for each in entries)
+
+    def _protect(self, place: Place, draft: Draft, nodes: Nodes) -> int:
+        if not (draft.copies or draft.parity):
+            return 0
+        manifest = decode_manifest((place.path / MANIFEST).read_bytes())
+        wish = Protect(
+            save_id=draft.save_id,
+            protection=protection_of(draft, list(manifest.files)),
+            nodes=cards_of(draft, place.run),
+            wait=draft.wait,
+            rings=len(draft.rings),
+        )
+        nodes.tell_all(notes.request("protect", draft.save_id), wish)
+        return self._gather(nodes, "protect", draft, [card.node for card in draft.nodes])
+
+    def _gather(self, nodes: Nodes, stage: str, draft: Draft, asked: Iterable[str]) -> int:
+        """Wait until the nodes that were asked for a stage are done with it."""
+        name = notes.done(stage, draft.save_id)
+        ended = [nodes.expect(node, name, Done, patient=True) for node in asked]
+        for each in ended:
+            if each.failure:
+                raise StoreError(f"node {each.node}: {each.failure}")
+        return sum(each.bytes for each in ended)
+
+    def _persist(self, place: Place, draft: Draft, nodes: Nodes) -> int:
+        with publication(draft) as publish:
+            copied = 0 if publish.is_published else self._copy(place, draft, nodes, publish.store)
+            publish.finish((place.path / MANIFEST).read_bytes())
+            return copied
+
+    def _copy(self, place: Place, draft: Draft, nodes: Nodes, to: Store) -> int:
+        """Each node copies its own files; this one those of nodes that are lost."""
+        by_node: dict[str, list[str]] = {}
+        for name, node in draft.files:
+            by_node.setdefault(node, []).append(name)
+        lost = [
+            node
+            for node, files in by_node.items()
+            if not self._ask_to_persist(place, draft, nodes, node, files, str(to))
+        ]
+        nbytes = 0
+        for node in by_node.keys() - set(lost):
+            done = self._persisted(place, draft, nodes, node)
+            if done is None:
+                lost.append(node)
+            elif done.failure:
+                raise StoreError(f"node {node}: {done.failure}")
+            else:
+                nbytes += done.bytes
+        commit = nodes.expect(self._node, notes.outcome("commit", draft.save_id), Done)
+        if commit.failure:
+            raise StoreError(f"it was never committed: {commit.failure}")
+        if lost:
+            names = [name for node in lost for name in by_node[node]]
+            cards = cards_of(draft, place.run)
+            nbytes += copy_lost(
+                place, names, cards, self._node, self._tls, to, Throttle(draft.budget)
+            )
+        return nbytes
+
+    def _ask_to_persist(
+        self, place: Place, draft: Draft, nodes: Nodes, node: str, files: list[str], to: str
+    ) -> bool:
+        """Ask a node to copy its files; whether it has heard."""
+        wish = Persist(
+            save_id=draft.save_id, place=to, files=files, budget=draft.budget, wait=draft.wait
+        )
+        try:
+            nodes.tell(node, notes.request("persist", draft.save_id), wish)
+        except StoreError as error:
+            place.refuse_abandoned()
+            log.warning("node %s is lost: %s", node, error)
+            return False
+        return True
+
+    def _persisted(self, place: Place, draft: Draft, nodes: Nodes, node: str) -> Done | None:
+        """How a node has ended; None if it is lost."""
+        try:
+            return nodes.expect(node, notes.done("persist", draft.save_id), Done, patient=True)
+        except StoreError as error:
+            place.refuse_abandoned()
+            log.warning("node %s is lost: %s", node, error)
+            return None
+
+
+def cards_of(draft: Draft, run: Run) -> list[Card]:
+    """The agents of a snapshot's nodes, as the newest of the run's drafts know them."""
+    drafts = [draft, *(each for step in run.steps() for each in Place(run, step).drafts())]
+    known = {card.node: card for each in drafts for card in each.nodes}
+    return [known[card.node] for card in draft.nodes]
+
+
+def is_newest(place: Place) -> bool:
+    """Whether a snapshot is the newest that is committed here."""
+    newer = [step for step in place.run.steps() if step > place.step]
+    return place.is_committed() and not any(Place(place.run, s).is_committed() for s in newer)
+
+
+class Following:
+    """The duties of every node: what the leader of a snapshot asks it for.
+
+    Args:
+        node: the name of this node.
+        tls: by what nodes know each other.
+    """
+
+    def __init__(self, node: str, tls: Tls | None = None) -> None:
+        self._node = node
+        self._tls = tls
+
+    def persist(self, place: Place) -> bool:
+        """Copy this node's files to storage."""
+        return self._follow(place, "persist", Persist, lambda wish: _copy(place, wish))
+
+    def protect(self, place: Place) -> bool:
+        """Keep for other nodes what protects them."""
+
+        def work(wish: Protect) -> int:
+            with Nodes(place, wish.nodes, self._node, wish.wait, self._tls) as nodes:
+                return nodes.insist(lambda: guard(place, wish, nodes, self._node))
+
+        return self._follow(place, "protect", Protect, work)
+
+    def watch(self, place: Place) -> bool:
+        """Have the newest snapshot persisted, if a trainer of this node is lost."""
+        if not is_newest(place) or not lost_trainers(place.run):
+            return False
+        save_id = decode_manifest((place.path / MANIFEST).read_bytes()).save_id
+        called = [notes.request(each, save_id) for each in ("rescue", "called")]
+        if any(map(place.has, [notes.outcome("persist", save_id), *called])):
+            return False
+        for draft in place.drafts() + place.terms():
+            if draft.save_id == save_id and draft.rescue and not draft.durable:
+                log.warning("a trainer is lost: step %d is to be persisted", place.step)
+                self._call_for_rescue(place, draft)
+                return True
+        return False
+
+    def _call_for_rescue(self, place: Place, draft: Draft) -> None:
+        """Tell the node that leads; or another, if that is lost; or do it here."""
+        call = Done(save_id=draft.save_id, stage="rescue", node=self._node)
+        cards = cards_of(draft, place.run)
+        with Nodes(place, cards, self._node, AT_ONCE, self._tls) as nodes:
+            for node in dict.fromkeys([draft.leader, *(card.node for card in draft.nodes)]):
+                try:
+                    nodes.tell(node, notes.request("rescue", draft.save_id), call)
+                except StoreError as error:
+                    log.warning("node %s: %s", node, error)
+                    continue
+                write_note(place.path / notes.request("called", draft.save_id), call)
+                return
+
+    def _follow(self, place: Place, stage: str, kind: type[W], work: Callable[[W], int]) -> bool:
+        busy = False
+        for save_id in notes.requested(stage, place.named(".json")):
+            name = notes.done(stage, save_id)
+            if place.has(name):
+                continue
+            busy = True
+            start = time.monotonic()
+            request = place.path / notes.request(stage, save_id)
+            nbytes, failure = attempt(place, partial(_fulfil, request, kind, work))
+            done = Done(
+                save_id=save_id,
+                stage=stage,
+                seconds=time.monotonic() - start,
+                bytes=nbytes,
+                failure=failure,
+                node=self._node,
+            )
+            write_note(place.path / name, done)
+        return busy
+
+
+def _fulfil(request: Path, kind: type[W], work: Callable[[W], int]) -> int:
+    """Do what a note asks for."""
+    wish = read_note(request, kind)
+    if wish is None:
+        raise StoreError(f"{request} is gone")
+    return work(wish)
+
+
+def attempt(place: Place, work: Callable[[], int]) -> tuple[int, str]:
+    """What some work on a snapshot gives, or why it cannot be done."""
+    try:
+        return work(), ""
+    except (ShardwiseError, OSError) as error:
+        level = logging.INFO if place.has(ABANDONED) else logging.ERROR
+        log.log(level, "%s: %s", type(error).__name__, error)
+        return 0, f"{type(error).__name__}: {error}"
+
+
+def _copy(place: Place, wish: Persist) -> int:
+    """Copy files to storage, each as soon as it is staged; those of several ranks at a time."""
+    throttle = Throttle(wish.budget)
+    store = open_store(wish.place)
+
+    def copy(name: str) -> int:
+        deadline = time.monotonic() + wish.wait
+        staged = _awaited(place, notes.staged(name), Staged, deadline).file
+
+        def sealed() -> None:
+            _awaited(place, notes.entry(name), FileEntry, deadline)
+
+        copy_to_store(place.path / name, staged, store, throttle, sealed)
+        return staged.size
+
+    with ThreadPoolExecutor(FILES_AT_A_TIME, "shardwise-files") as pool:
+        nbytes = sum(pool.map(copy, wish.files))
+    store.sync()
+    return nbytes
+
+
+def _awaited(place: Place, name: str, kind: type[W], deadline: float) -> W:
+    """A note of this node, once it is there."""
+    while (note := read_note(place.path / name, kind)) is None:
+        place.refuse_abandoned()
+        if time.monotonic() > deadline:
+            raise StoreError(f"{place.path / name} did not appear in time")
+        time.sleep(POLL)
+    return note

@@ -1,0 +1,186 @@
+"""What a node keeps for others: copies of their files, or parity over them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+
+from shardwise.engine.arena import aligned_buffer
+from shardwise.errors import CorruptionError, StoreError
+from shardwise.manifest.manifest import FileEntry, decode_manifest
+from shardwise.manifest.names import MANIFEST
+from shardwise.memory.network.completion import claim, complete_copy, complete_parity
+from shardwise.memory.network.nodes import Nodes
+from shardwise.memory.node import notes
+from shardwise.memory.node.notes import Card, Draft, Kept, Protect
+from shardwise.memory.node.place import Place
+from shardwise.memory.node.seal import is_intact
+from shardwise.memory.node.trainers import is_present
+from shardwise.memory.redundancy.encoding import build_parity
+from shardwise.memory.redundancy.placement import (
+    Group,
+    Member,
+    Protection,
+    copied_files,
+    group_of_files,
+    memberships,
+    parity_file_size,
+    parity_name,
+    place,
+    unite,
+)
+from shardwise.store.store import Buffer
+
+PIECE = 8 << 20
+POLL = 0.002
+
+
+def protection_of(draft: Draft, files: list[FileEntry]) -> Protection:
+    """Who protects whom: rings first, then every node with its other files; by failure domains."""
+    size_of = {entry.name: entry.size for entry in files}
+    domain_of = {card.node: card.domain for card in draft.nodes}
+    node_of = dict(draft.files)
+    groups = [
+        group_of_files(
+            [(node_of[name], domain_of[node_of[name]], name, size_of[name]) for name in ring],
+            copies=draft.copies,
+            parity=draft.parity,
+        )
+        for ring in draft.rings
+    ]
+    in_rings = {name for ring in draft.rings for name in ring}
+    by_node: dict[str, list[tuple[str, int]]] = {node: [] for node in domain_of}
+    for name, node in draft.files:
+        if name not in in_rings:
+            by_node[node].append((name, size_of[name]))
+    if any(by_node.values()) or not groups:
+        members = [Member(node, domain_of[node], tuple(sorted(f))) for node, f in by_node.items()]
+        wanted = {"copies": draft.copies, "parity": draft.parity, "group_size": draft.group}
+        groups += place(members, draft.save_id, **wanted).groups
+    return unite(draft.save_id, groups, copies=draft.copies, parity=draft.parity)
+
+
+def gaps(nodes: list[Card], *, copies: int, parity: int, group: int) -> tuple[str, ...]:
+    """What of these nodes would be protected less than is asked for, and why."""
+    members = [Member(card.node, card.domain, ()) for card in nodes]
+    made = place(members, "0" * 16, copies=copies, parity=parity, group_size=group)
+    return made.gaps
+
+
+def guard(snapshot: Place, wish: Protect, nodes: Nodes, node: str) -> int:
+    """Make what a node keeps for others; the bytes of it.
+
+    Raises:
+        StoreError: a node that has to be read from does not answer.
+        CorruptionError: what it gave is not what it sealed.
+    """
+    manifest = decode_manifest((snapshot.path / MANIFEST).read_bytes())
+    entries = {entry.name: entry for entry in manifest.files}
+    guarding = _Guarding(snapshot, wish, nodes, entries)
+    return sum(guarding.keep(group, at) for group, at in memberships(wish.protection, node))
+
+
+class _Guarding:
+    """What a node keeps of one snapshot."""
+
+    def __init__(
+        self, snapshot: Place, wish: Protect, nodes: Nodes, entries: Mapping[str, FileEntry]
+    ) -> None:
+        self._place = snapshot
+        self._save_id = wish.save_id
+        self._rings = wish.protection.groups[: wish.rings]
+        self._deadline = time.monotonic() + wish.wait
+        self._nodes = nodes
+        self._entries = entries
+
+    def keep(self, group: Group, at: int) -> int:
+        """Make copies and parity of a group, as its member there."""
+        total = 0
+        for number, (owner, name, size) in enumerate(copied_files(group, at)):
+            if not self._place.has(name):
+                self._copy(owner.node, name, self._made(group, at, number, name))
+            total += size
+        names = [parity_name(self._save_id, group, q) for q in range(group.parity)]
+        if not all(map(self._place.has, names)):
+            self._parity(group, at, names)
+        return total + len(names) * parity_file_size(group.chunk)
+
+    def _copy(self, owner: str, name: str, kept: Kept | None) -> None:
+        entry = self._entries[name]
+        if kept is None or not complete_copy(self._place, kept, entry, owner, self._nodes):
+            self._fetch(owner, entry)
+        self._finish(name)
+
+    def _fetch(self, owner: str, entry: FileEntry) -> None:
+        """Copy a file over the network."""
+        buffer = aligned_buffer(min(PIECE, entry.size))
+        fd = self._open(entry.name)
+        try:
+            for low in range(0, entry.size, PIECE):
+                part = buffer[: min(PIECE, entry.size - low)]
+                self._nodes.read_range(owner, entry.name, low, part)
+                _write(fd, low, part)
+            os.ftruncate(fd, entry.size)
+        finally:
+            os.close(fd)
+        if not is_intact(self._place.beside(entry.name), entry):
+            raise CorruptionError(f"{entry.name} of node {owner} is not what was sealed there")
+
+    def _parity(self, group: Group, at: int, names: list[str]) -> None:
+        made = [self._made(group, at, q, name) for q, name in enumerate(names)]
+        complete = [
+            kept is not None
+            and complete_parity(self._place, kept, at, self._entries, self._nodes, name)
+            for kept, name in zip(made, names, strict=True)
+        ]
+        if not all(complete):
+            self._encode(group, at, names)
+        for name in names:
+            self._finish(name)
+
+    def _encode(self, group: Group, at: int, names: list[str]) -> None:
+        """Make parity out of what is read over the network."""
+        files = {name: self._open(name) for name in names}
+
+        def write(name: str, offset: int, data: Buffer) -> None:
+            _write(files[name], offset, data)
+
+        try:
+            build_parity(self._save_id, group, at, self._nodes.read_range, write)
+            for fd in files.values():
+                os.ftruncate(fd, parity_file_size(group.chunk))
+        finally:
+            for fd in files.values():
+                os.close(fd)
+
+    def _made(self, group: Group, at: int, number: int, name: str) -> Kept | None:
+        """What the rank of a ring has made of it, once it has."""
+        if group not in self._rings:
+            return None
+        ((mine, _),) = group.members[at].files
+        note = notes.kept(mine, number)
+        while not self._place.has(note):
+            lives = is_present(self._place.run, self._entries[mine].rank)
+            if not self._place.has(note) and (not lives or time.monotonic() > self._deadline):
+                return None
+            self._place.refuse_abandoned()
+            time.sleep(POLL)
+        return claim(self._place, note, name, group)
+
+    def _open(self, name: str) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        return os.open(self._place.beside(name), flags, 0o600)
+
+    def _finish(self, name: str) -> None:
+        self._place.beside(name).rename(self._place.path / name)
+
+
+def _write(fd: int, offset: int, data: Buffer) -> None:
+    view = data.data
+    while view:
+        written = os.pwrite(fd, view, offset)
+        if not written:
+            raise StoreError("memory takes no more bytes")
+        offset += written
+        view = view[written:]

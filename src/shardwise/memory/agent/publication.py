@@ -1,0 +1,86 @@
+"""A snapshot becomes a checkpoint in storage: its step taken possession of, and published."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from shardwise.engine.leftovers import collect_leftovers
+from shardwise.errors import CheckpointExistsError, FormatError, StoreError
+from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
+from shardwise.manifest.names import MANIFEST, lock_file, step_directory
+from shardwise.memory.node.notes import Draft
+from shardwise.retention import Keep, apply_retention
+from shardwise.store import Store, open_store
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A step's place in storage, locked for one save.
+
+    Attributes:
+        is_published: whether an agent before has published this save, and could not tell of it.
+    """
+
+    root: Store
+    store: Store
+    draft: Draft
+    is_published: bool
+
+    def finish(self, manifest: bytes) -> None:
+        """Publish, if that is not done, and remove what is no longer kept below the root.
+
+        Raises:
+            CheckpointExistsError: another save has published there meanwhile.
+        """
+        missing = {name for name, _ in self.draft.files} - set(self.store.list())
+        if missing:
+            raise StoreError(f"{self.store}: {', '.join(sorted(missing))} disappeared again")
+        if not self.is_published:
+            self._publish(manifest)
+        if self.draft.overwrite:
+            collect_leftovers(self.store, own_lock=lock_file(self.draft.save_id))
+        keep = Keep(**self.draft.keep)  # type: ignore[arg-type]
+        apply_retention(self.root, keep, newest=self.draft.step, damaged=frozenset())
+
+    def _publish(self, manifest: bytes) -> None:
+        try:
+            self.store.publish(MANIFEST, manifest, replace=self.draft.overwrite)
+        except FileExistsError as error:
+            raise CheckpointExistsError(f"{self.store} holds a checkpoint already") from error
+
+
+@contextmanager
+def publication(draft: Draft) -> Iterator[Publication]:
+    """Take possession of a step's place in storage while the block runs.
+
+    Raises:
+        CheckpointExistsError: there is another checkpoint, and it is not to be overwritten.
+        StoreError: the place cannot be locked.
+    """
+    root = open_store(draft.root)
+    store = root.at(step_directory(draft.step))
+    names = store.list()
+    published = MANIFEST in names and _save_at(store) == draft.save_id
+    if not draft.overwrite and MANIFEST in names and not published:
+        raise CheckpointExistsError(f"{store} holds a checkpoint already")
+    if not any(name in names for name, _ in draft.files):  # else an agent before has begun this
+        collect_leftovers(store)
+    with store.hold(lock_file(draft.save_id), shared=False) as held:
+        try:
+            if not held:
+                raise StoreError(f"{store}: another agent is persisting this save")
+            yield Publication(root, store, draft, published)
+        finally:
+            if held:
+                with suppress(OSError):
+                    store.delete(lock_file(draft.save_id))
+
+
+def _save_at(store: Store) -> str | None:
+    """The save that is published in a place; None if it cannot be told."""
+    try:
+        return decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST)).save_id
+    except (FileNotFoundError, FormatError):
+        return None

@@ -1,0 +1,74 @@
+"""Files of nodes that are lost, to storage: from copies, or decoded from what is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import closing
+
+from shardwise.engine.arena import aligned_buffer
+from shardwise.engine.datareader import DataReader
+from shardwise.errors import StoreError
+from shardwise.manifest.manifest import FileEntry, decode_manifest
+from shardwise.manifest.names import MANIFEST
+from shardwise.memory.agent.persist import Throttle, aligned, made_durable
+from shardwise.memory.network.assembled import AssembledStore
+from shardwise.memory.network.assembling import ask_others, choose, reader, what_is_held
+from shardwise.memory.node.notes import Card
+from shardwise.memory.node.place import Place
+from shardwise.memory.tls import Tls
+from shardwise.store import Store
+
+CHUNK = 8 << 20
+
+
+def copy_lost(
+    place: Place,
+    names: Iterable[str],
+    cards: list[Card],
+    here: str,
+    tls: Tls | None,
+    to: Store,
+    throttle: Throttle,
+) -> int:
+    """Copy these files of a committed snapshot; the bytes of them.
+
+    Args:
+        cards: the agents of the snapshot's nodes, as far as they are known.
+        here: the name of this node.
+
+    Raises:
+        StoreError: they cannot be had any more; says why.
+        CorruptionError: what is left of them is not what was committed.
+    """
+    manifest = decode_manifest((place.path / MANIFEST).read_bytes())
+    entries = {entry.name: entry for entry in manifest.files}
+    by_node = {card.node: card for card in cards}
+    others = [card for card in cards if card.node != here]
+    held = [what_is_held(place.run, here), *ask_others(others, place.run.name, tls)]
+    read = reader(by_node, place.run, here, tls)
+    assembly = choose(held, by_node, read, step=place.step, below=None)
+    if assembly.step is None:
+        raise StoreError("; ".join(reason for _, reason in assembly.newer))
+    total = 0
+    with closing(AssembledStore(assembly, place.run, here, tls)) as source:
+        for name in names:
+            _copy(source, entries[name], to, throttle)
+            total += entries[name].size
+    return total
+
+
+def _copy(source: Store, entry: FileEntry, to: Store, throttle: Throttle) -> None:
+    """Copy a file, whatever it is put together of; verified, and its checksums last."""
+    buffer = aligned_buffer(CHUNK)
+    with (
+        closing(DataReader(source, entry)) as verified,
+        closing(source.open(entry.name)) as plain,
+        made_durable(to, entry) as target,
+    ):
+        for low in range(0, entry.size, CHUNK):
+            part = buffer[: min(CHUNK, entry.size - low)]
+            time.sleep(throttle.seconds_for(len(part)))
+            plain.read_at(low, part)
+            verified.verify(low, part[: max(0, entry.checksums_at - low)])
+            target.write_at(low, aligned(part, to.alignment))

@@ -1,0 +1,365 @@
+"""Serves a node's snapshots to other nodes over HTTP, and takes their notes.
+
+All of it lies in files below one directory; no name from outside leaves it, by a link or otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hmac
+import os
+import re
+import secrets
+import socket
+import ssl
+import stat
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from shardwise.errors import FormatError
+from shardwise.manifest.names import MANIFEST, checked_file, step_of_directory
+from shardwise.memory.network.client import LONGEST_WAIT, Health, ListedFile, ListedStep
+from shardwise.memory.node.home import LARGEST_NOTE
+
+LOOK_AROUND = 0.02
+STALLED = 30.0
+SLOWEST = 1 << 20
+QUIET = 90.0
+SLICE = 1 << 23
+ENDING = 2.0
+BACKLOG = 1024
+MOST_CONNECTIONS = 1024
+HANDSHAKE = 10.0
+RUN = "/runs/{run:[0-9a-f]{16}}"
+_TOLD = re.compile(r"(?!draft-)[a-z]+(-all)?-[0-9a-f]{16}\.json")
+"""Requests and outcomes. What trainers say, an agent believes only if it appears on its node."""
+_LINK_OR_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENXIO)
+
+
+def create_app(home: Path, token: str, wake: Callable[[], None]) -> web.Application:
+    """What an agent answers.
+
+    Args:
+        home: the node's directory, which has a directory `runs`.
+        token: what others have to know; each request is refused without it.
+        wake: called from the event loop when there may be something to do; must not block.
+
+    Raises:
+        ValueError: the token is empty.
+    """
+    if not token:
+        raise ValueError("an agent needs a token: without one, anybody could read its snapshots")
+    desk = _Desk(home, wake)
+    app = web.Application(middlewares=[_only_with(token)])
+    app.router.add_get("/health", desk.health)
+    app.router.add_get(RUN, desk.listing)
+    app.router.add_get(f"{RUN}/{{step}}/{{name}}", desk.file)
+    app.router.add_put(f"{RUN}/{{step}}/{{name}}", desk.note)
+    app.router.add_post("/wake", desk.woken)
+    app.on_response_prepare.append(_say_little)
+    return app
+
+
+@asynccontextmanager
+async def serving(
+    app: web.Application,
+    listener: socket.socket,
+    *,
+    tls: ssl.SSLContext | None = None,
+    quiet: float = QUIET,
+    most: int = MOST_CONNECTIONS,
+) -> AsyncIterator[None]:
+    """Serve while the block runs.
+
+    Args:
+        listener: where calls come in; it is closed in the end.
+        tls: certificate and key, to serve https.
+        quiet: seconds until a connection is closed over which no whole request comes.
+        most: as many connections at a time; further ones are closed at once.
+    """
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        keepalive_timeout=quiet,
+        lingering_time=ENDING,
+        auto_decompress=False,
+        shutdown_timeout=ENDING,
+    )
+    await runner.setup()
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(
+        lambda: _answering(runner, most),
+        sock=listener,
+        backlog=BACKLOG,
+        ssl=tls,
+        ssl_handshake_timeout=None if tls is None else HANDSHAKE,
+    )
+    try:
+        yield
+    finally:
+        server.close()
+        await runner.cleanup()
+
+
+def _answering(runner: web.AppRunner, most: int) -> asyncio.BaseProtocol:
+    """Who answers on a new connection."""
+    server = runner.server
+    if server is None or len(server.connections) >= most:
+        return _Full()
+    return server()
+
+
+class _Full(asyncio.Protocol):
+    """Hangs up."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Tell the one who calls nothing, and keep nothing of it."""
+        if isinstance(transport, asyncio.Transport):
+            transport.abort()
+
+
+class _Desk:
+    """Answers requests, and knows who waits for a file to appear."""
+
+    def __init__(self, home: Path, wake: Callable[[], None]) -> None:
+        self._home = home
+        self._wake = wake
+        self._arrival = asyncio.Event()
+
+    async def health(self, request: web.Request) -> web.Response:
+        with _directory(self._home, "runs") as runs:
+            count = len(os.listdir(runs))
+        return _json(Health(os.getpid(), count))
+
+    async def listing(self, request: web.Request) -> web.Response:
+        return _json(_steps(self._home, request.match_info["run"]))
+
+    async def file(self, request: web.Request) -> web.StreamResponse:
+        run, step, name = _place(request)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _wait(request)
+        while (file := _open(self._home, run, step, name)) is None:
+            left = until - loop.time()
+            if left <= 0 or _is_gone(request):
+                raise web.HTTPNotFound
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._arrival.wait(), min(left, LOOK_AROUND))
+        with file:
+            return await _send(request, file)
+
+    async def note(self, request: web.Request) -> web.Response:
+        run, step, name = _place(request)
+        if name != MANIFEST and not _TOLD.fullmatch(name):
+            raise web.HTTPBadRequest(text="no other node leaves a note of this name")
+        data = await _body(request)
+        try:
+            await asyncio.to_thread(_write, self._home, run, step, name, data)
+        except OSError as error:
+            text = f"the note cannot be written: {error.strerror}"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise web.HTTPInsufficientStorage(text=text) from error
+            raise web.HTTPInternalServerError(text=text) from error
+        return await self.woken(request)
+
+    async def woken(self, request: web.Request) -> web.Response:
+        arrival, self._arrival = self._arrival, asyncio.Event()
+        arrival.set()
+        self._wake()
+        return web.Response(status=204)
+
+
+def _only_with(token: str) -> Middleware:
+    expected = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        said = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(said, expected):
+            refusal = web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"})
+            refusal.force_close()
+            raise refusal
+        return await handler(request)
+
+    return check
+
+
+async def _say_little(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = "shardwise"
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+def _place(request: web.Request) -> tuple[str, str, str]:
+    """Run, step directory and file name that a request asks for, each one plain component."""
+    info = request.match_info
+    name = info["name"]
+    try:
+        if name != MANIFEST:
+            checked_file(name)
+    except FormatError as error:
+        raise web.HTTPBadRequest(text="this is no plain file name") from error
+    if step_of_directory(info["step"]) is None:
+        raise web.HTTPBadRequest(text="this is no directory of a step")
+    return info["run"], info["step"], name
+
+
+def _wait(request: web.Request) -> float:
+    try:
+        wait = float(request.query.get("wait", "0"))
+    except ValueError:
+        wait = -1.0
+    if not wait >= 0.0:
+        raise web.HTTPBadRequest(text="wait is a number of seconds")
+    return min(wait, LONGEST_WAIT)
+
+
+def _is_gone(request: web.Request) -> bool:
+    return request.transport is None or request.transport.is_closing()
+
+
+async def _body(request: web.Request) -> bytearray:
+    """All of a request's body, which is as long as was stated, and no longer than a note."""
+    size = request.content_length
+    if size is None:
+        raise web.HTTPLengthRequired
+    if size > LARGEST_NOTE:
+        raise web.HTTPRequestEntityTooLarge(max_size=LARGEST_NOTE, actual_size=size)
+    body = bytearray()
+
+    async def receive() -> None:
+        while len(body) <= size and (chunk := await request.content.readany()):
+            body.extend(chunk)
+
+    try:
+        await asyncio.wait_for(receive(), STALLED + size / SLOWEST)
+    except asyncio.TimeoutError as error:
+        raise web.HTTPRequestTimeout from error
+    except (ConnectionError, web.RequestPayloadError) as error:
+        raise web.HTTPBadRequest(text="the body was cut off") from error
+    if len(body) != size:
+        raise web.HTTPBadRequest(text=f"the body has not the {size} bytes that were stated")
+    return body
+
+
+async def _send(request: web.Request, file: BinaryIO) -> web.StreamResponse:
+    """All of a file, or the one range of it that was asked for."""
+    size = os.fstat(file.fileno()).st_size
+    ranged = "Range" in request.headers
+    try:
+        low, high, _ = request.http_range.indices(size)
+    except ValueError:
+        low, high = size, size
+    if ranged and low >= size:
+        raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{size}"})
+    response = web.StreamResponse(status=206 if ranged else 200)
+    response.content_type = "application/octet-stream"
+    response.content_length = high - low
+    response.headers["Accept-Ranges"] = "bytes"
+    if ranged:
+        response.headers["Content-Range"] = f"bytes {low}-{high - 1}/{size}"
+    await response.prepare(request)
+    if request.method != "HEAD":
+        await _transmit(request, file, low, high)
+    return response
+
+
+async def _transmit(request: web.Request, file: BinaryIO, low: int, high: int) -> None:
+    """Bytes `low:high` of a file; hangs up if they cannot be had, or are not taken."""
+    loop = asyncio.get_running_loop()
+    transport = request.transport
+    while low < high and transport is not None:
+        sending = loop.sendfile(transport, file, low, min(SLICE, high - low))
+        try:
+            sent = await asyncio.wait_for(sending, STALLED)
+        except (OSError, RuntimeError, asyncio.TimeoutError):  # RuntimeError: it was closed before
+            sent = 0
+        if sent == 0:
+            transport.abort()
+            return
+        low += sent
+
+
+@contextmanager
+def _directory(home: Path, *names: str, make: bool = False) -> Iterator[int]:
+    """A directory below the home, as a descriptor; none of these names may be a link."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    with ExitStack() as stack:
+        fd = os.open(home, flags)
+        stack.callback(os.close, fd)
+        for name in names:
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(name, 0o700, dir_fd=fd)
+            fd = os.open(name, flags | os.O_NOFOLLOW, dir_fd=fd)
+            stack.callback(os.close, fd)
+        yield fd
+
+
+def _open(home: Path, run: str, step: str, name: str) -> BinaryIO | None:
+    """A plain file, or None if there is none."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        with _directory(home, "runs", run, step) as directory:
+            fd = os.open(name, flags, dir_fd=directory)
+    except OSError as error:
+        if error.errno in _LINK_OR_NOTHING:
+            return None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        return None
+    return os.fdopen(fd, "rb", buffering=0)
+
+
+def _write(home: Path, run: str, step: str, name: str, data: bytearray) -> None:
+    """Write beside, then rename into place."""
+    beside = f".{name}.{secrets.token_hex(4)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with _directory(home, "runs", run, step, make=True) as directory:
+        fd = os.open(beside, flags, 0o600, dir_fd=directory)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+            os.rename(beside, name, src_dir_fd=directory, dst_dir_fd=directory)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(beside, dir_fd=directory)
+            raise
+
+
+def _steps(home: Path, run: str) -> list[ListedStep]:
+    """The steps of a run, ascending, and their files; nothing that is hidden or no plain file."""
+    found = []
+    try:
+        with _directory(home, "runs", run) as directory:
+            names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    for name in names:
+        step = step_of_directory(name)
+        if step is not None:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                found.append(ListedStep(step, _files(home, run, name)))
+    return sorted(found, key=lambda each: each.step)
+
+
+def _files(home: Path, run: str, step: str) -> list[ListedFile]:
+    files = []
+    with _directory(home, "runs", run, step) as directory:
+        for name in sorted(os.listdir(directory)):
+            with suppress(FileNotFoundError, FormatError):
+                if name != MANIFEST:
+                    checked_file(name)
+                facts = os.stat(name, dir_fd=directory, follow_symlinks=False)
+                if stat.S_ISREG(facts.st_mode):
+                    files.append(ListedFile(name, facts.st_size))
+    return files

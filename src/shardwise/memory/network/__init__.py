@@ -1,0 +1,1 @@
+"""What other nodes hold: asked for, read, put together, decoded; all through their agents."""

@@ -1,0 +1,229 @@
+"""A snapshot as a store: each file from this node, from another by ranges, or decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from shardwise.errors import CorruptionError, StoreError
+from shardwise.memory.network.nodes import Nodes
+from shardwise.memory.node.home import Run
+from shardwise.memory.node.notes import Card
+from shardwise.memory.node.place import Place
+from shardwise.memory.node.seal import mapped
+from shardwise.memory.redundancy.placement import Protection, decode_protection
+from shardwise.memory.redundancy.rebuild import Rebuilder
+from shardwise.memory.tls import Tls
+from shardwise.store import LocalStore, ReadableFile, Store, WritableFile
+from shardwise.store.store import Buffer
+
+WAIT = 10.0
+DECODING_THREADS = 2
+Way = Callable[[int, Buffer], None]
+
+
+class Assembly(msgspec.Struct, array_like=True, frozen=True):
+    """A snapshot that can be had.
+
+    Attributes:
+        step: None if there is none.
+        holders: the nodes that have each file; none for what must be decoded. Of the manifest,
+            the one on which it was found whole.
+        sizes: bytes of each data file.
+        nodes: those that hold some of it.
+        protection: who protects whom, encoded, if something can be decoded.
+        newer: steps that cannot be had, and why.
+    """
+
+    step: int | None
+    holders: dict[str, list[str]]
+    sizes: dict[str, int]
+    nodes: dict[str, Card]
+    protection: bytes
+    newer: list[tuple[int, str]]
+
+
+class AssembledStore:
+    """The files of an assembly; it is only read.
+
+    Args:
+        assembly: where each file lies; of several holders this node is preferred.
+        run: what this node keeps of the run.
+        node: the name of this node.
+        tls: by what nodes know each other.
+    """
+
+    alignment = 4096
+
+    def __init__(self, assembly: Assembly, run: Run, node: str, tls: Tls | None = None) -> None:
+        if assembly.step is None:
+            raise StoreError("there is no snapshot")
+        self._assembly = assembly
+        self._name = f"memory of run {run.name}, step {assembly.step}"
+        self._node = node
+        self._local = LocalStore(run.step(assembly.step))
+        cards = list(assembly.nodes.values())
+        self._nodes = Nodes(Place(run, assembly.step), cards, node, WAIT, tls)
+        self._gone: dict[str, str] = {}
+        self._rebuilder: Rebuilder | None = None
+        self._owner: dict[str, str] = {}
+        if assembly.protection:
+            protection = decode_protection(assembly.protection)
+            self._owner = _owners(protection)
+            self._rebuilder = Rebuilder(
+                protection,
+                self._read_range,
+                lost=set(self._owner.values()) - assembly.nodes.keys(),
+                threads=DECODING_THREADS,
+            )
+
+    def __str__(self) -> str:
+        return self._name
+
+    def close(self) -> None:
+        """Let go of the other nodes."""
+        if self._rebuilder is not None:
+            self._rebuilder.close()
+        self._nodes.close()
+
+    def open(self, key: str) -> ReadableFile:
+        """A file, from wherever it is nearest."""
+        nodes = self._assembly.holders.get(key)
+        if nodes is None:
+            raise FileNotFoundError(f"{self} has no {key}")
+        if self._node in nodes:
+            return _Here(mapped(self._local.path / key, self._assembly.sizes[key]))
+        return _Away(self._assembly.sizes[key], f"{key} of {self}", self._ways(key, nodes))
+
+    def is_mapped(self, key: str) -> bool:
+        """Whether a file lies in this node's memory."""
+        return self._node in self._assembly.holders.get(key, ())
+
+    def read(self, key: str, *, limit: int) -> bytes:
+        """All of a small file."""
+        nodes = self._assembly.holders.get(key)
+        if not nodes:
+            raise FileNotFoundError(f"{self} has no {key}")
+        if self._node in nodes:
+            return self._local.read(key, limit=limit)
+        return self._nodes.read(nodes[0], key, limit=limit)
+
+    def list(self) -> list[str]:
+        """The names of its files."""
+        return sorted(self._assembly.holders)
+
+    @contextmanager
+    def hold(self, key: str, *, shared: bool) -> Iterator[bool]:
+        """Keep this node's part from being retired."""
+        if not (self._local.path / key).exists():
+            yield True
+            return
+        with self._local.hold(key, shared=True) as held:
+            yield held
+
+    def sync(self) -> None:
+        """There is nothing to make durable."""
+
+    def at(self, name: str) -> Store:
+        """A snapshot has nothing below it."""
+        raise self._refusal()
+
+    def create(self, key: str, size: int) -> WritableFile:
+        """It is only read."""
+        raise self._refusal()
+
+    def publish(self, key: str, data: bytes, *, replace: bool) -> None:
+        """It is only read."""
+        raise self._refusal()
+
+    def delete(self, key: str) -> None:
+        """It is only read."""
+        raise self._refusal()
+
+    def remove(self) -> None:
+        """It is only read."""
+        raise self._refusal()
+
+    def _refusal(self) -> StoreError:
+        return StoreError(f"{self} is only read")
+
+    def _ways(self, key: str, nodes: Sequence[str]) -> Sequence[Way]:
+        """The ways to read a range of a file: from each holder, and by decoding."""
+
+        def of_node(node: str) -> Way:
+            return lambda offset, out: self._read_range(node, key, offset, out)
+
+        ways = [of_node(node) for node in nodes]
+        rebuilder = self._rebuilder
+        if rebuilder is not None and key in self._owner:
+            owner = self._owner[key]
+            ways.append(lambda offset, out: rebuilder.read(owner, key, offset, out))
+        return ways
+
+    def _read_range(self, node: str, key: str, offset: int, out: Buffer) -> None:
+        """Read from a node; one that has failed once is not waited for again."""
+        if node in self._gone:
+            raise StoreError(self._gone[node])
+        try:
+            self._nodes.read_range(node, key, offset, out)
+        except StoreError as error:
+            self._gone[node] = str(error)
+            raise
+
+
+@dataclass(slots=True)
+class _Here:
+    """A file in this node's memory."""
+
+    data: Buffer
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def view(self, offset: int, count: int) -> Buffer:
+        return self.data[offset : offset + count]
+
+    def read_at(self, offset: int, out: Buffer) -> int:
+        part = self.view(offset, len(out))
+        out[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class _Away:
+    """A file that is not on this node."""
+
+    size: int
+    name: str
+    ways: Sequence[Way]
+
+    def read_at(self, offset: int, out: Buffer) -> int:
+        part = out[: max(0, min(len(out), self.size - offset))]
+        failures = []
+        for way in self.ways:
+            try:
+                way(offset, part)
+            except (OSError, CorruptionError) as error:
+                failures.append(str(error))
+                continue
+            return len(part)
+        raise CorruptionError(f"{self.name} cannot be had any more: {'; '.join(failures)}")
+
+    def close(self) -> None:
+        pass
+
+
+def _owners(protection: Protection) -> dict[str, str]:
+    return {
+        name: member.node
+        for group in protection.groups
+        for member in group.members
+        for name, _ in member.files
+    }

@@ -1,0 +1,235 @@
+"""What nodes hold of a run, and the newest snapshot that can be put together of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+
+import msgspec
+
+from shardwise.errors import FormatError, StoreError
+from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
+from shardwise.manifest.names import MANIFEST
+from shardwise.memory.network.assembled import Assembly
+from shardwise.memory.network.client import AgentClient
+from shardwise.memory.node import notes
+from shardwise.memory.node.home import Run
+from shardwise.memory.node.lineage import Lineage
+from shardwise.memory.node.notes import Card, Protect
+from shardwise.memory.node.place import Place
+from shardwise.memory.redundancy.placement import Protection
+from shardwise.memory.redundancy.rebuild import assemblable
+from shardwise.memory.tls import Tls
+
+ABSENT = 2.0
+SILENT = 10.0
+ASKED_AT_A_TIME = 16
+
+Read = Callable[[str, int, str], bytes]
+"""`read(node, step, name)`: all of a small file; raises `OSError` where it cannot be had."""
+
+
+class Held(msgspec.Struct, array_like=True):
+    """What a node holds of a run.
+
+    Attributes:
+        steps: names and sizes of files, by step.
+        knows: the nodes that it knows of.
+        removed: whether something was damaged just now, and removed.
+    """
+
+    node: str
+    steps: dict[int, dict[str, int]]
+    knows: list[Card]
+    removed: bool = False
+
+
+def what_is_held(run: Run, node: str) -> Held:
+    """What this node holds of a run."""
+    steps: dict[int, dict[str, int]] = {}
+    knows: dict[str, Card] = {}
+    for step in run.steps():
+        place = Place(run, step)
+        with suppress(FileNotFoundError):
+            found = place.path.iterdir()
+            steps[step] = {each.name: each.stat().st_size for each in found}
+        with suppress(StoreError):  # a draft that is damaged knows nobody
+            for draft in place.drafts() + place.terms():
+                knows |= {card.node: card for card in draft.nodes}
+    return Held(node, steps, list(knows.values()))
+
+
+def ask_others(cards: Iterable[Card], run: str, tls: Tls | None) -> list[Held]:
+    """What the nodes hold whose agents answer."""
+    with ThreadPoolExecutor(ASKED_AT_A_TIME, "shardwise-ask") as pool:
+        asked = pool.map(lambda card: _ask(card, run, tls), cards)
+        return [each for each in asked if each is not None]
+
+
+def reader(cards: Mapping[str, Card], run: Run, here: str, tls: Tls | None) -> Read:
+    """Reads small files of any of these nodes, and of this one."""
+
+    def read(node: str, step: int, name: str) -> bytes:
+        if node == here:
+            return (run.step(step) / name).read_bytes()
+        with closing(_client_of(cards[node], tls)) as client:
+            return client.read(run.name, step, name, limit=LARGEST_MANIFEST)
+
+    return read
+
+
+def choose(
+    held: list[Held],
+    cards: Mapping[str, Card],
+    read: Read,
+    *,
+    step: int | None,
+    below: int | None,
+    lineage: Lineage | None = None,
+) -> Assembly:
+    """The newest step whose manifest some node has, and all of whose files some nodes have.
+
+    Args:
+        step: of this step only.
+        below: only older ones than this, or this one, if something of it was removed.
+        lineage: of the run: what it has abandoned is passed over.
+    """
+    newer: list[tuple[int, str]] = []
+    again = any(each.removed for each in held)
+    for candidate in sorted({s for each in held for s in each.steps}, reverse=True):
+        if step not in (None, candidate):
+            continue
+        if below is not None and (candidate > below or (candidate == below and not again)):
+            continue
+        found = _assemble_any(candidate, held, cards, read, lineage)
+        if not isinstance(found, str):
+            return msgspec.structs.replace(found, newer=newer)
+        newer.append((candidate, f"memory: {found}"))
+    return Assembly(None, {}, {}, {}, b"", newer)
+
+
+def _assemble_any(
+    step: int, held: list[Held], cards: Mapping[str, Card], read: Read, lineage: Lineage | None
+) -> Assembly | str:
+    """Where the files of a step lie, by the first of its manifests of which all can be had.
+
+    All nodes have the same, but one that is damaged, or that was away when the step was saved anew.
+    """
+    reasons: list[str] = []
+    tried: set[str] = set()
+    for each in held:
+        files = each.steps.get(step, {})
+        if MANIFEST not in files or any(save in name for save in tried for name in files):
+            continue
+        try:
+            manifest = decode_manifest(read(each.node, step, MANIFEST))
+        except (FormatError, OSError) as error:
+            reasons.append(f"node {each.node}: {error}")
+            continue
+        if manifest.save_id not in tried:
+            tried.add(manifest.save_id)
+            found = _abandoned(step, manifest.save_id, held, read, lineage) or _assemble(
+                step, manifest, each.node, held, cards, read
+            )
+            if not isinstance(found, str):
+                return found
+            reasons.append(found)
+    return "; ".join(reasons) or "it was not committed"
+
+
+def _abandoned(
+    step: int, save_id: str, held: list[Held], read: Read, lineage: Lineage | None
+) -> str:
+    """Why a save is none that the run went on from; "" if it may be.
+
+    One of which nobody can tell when it was saved could be such a one, so it is none.
+    """
+    branch = None if lineage is None else lineage.newest_before(step)
+    if branch is None:
+        return ""
+    epoch = _epoch(step, save_id, held, read)
+    if epoch is None:
+        return "no draft of it is left that would tell whether the run has gone back since"
+    if epoch >= branch.epoch:
+        return ""
+    if branch.step < 0:
+        return "abandoned: the run began anew"
+    return f"abandoned: the run went on from step {branch.step}"
+
+
+class _Epoch(msgspec.Struct):
+    """What is needed of a draft."""
+
+    epoch: int = 0
+
+
+def _epoch(step: int, save_id: str, held: list[Held], read: Read) -> int | None:
+    """The epoch of a save, as the first node says whose draft of it is whole."""
+    for each in held:
+        for note in (notes.draft(save_id), notes.terms(save_id)):
+            if note in each.steps.get(step, {}):
+                with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    return msgspec.json.decode(read(each.node, step, note), type=_Epoch).epoch
+    return None
+
+
+def _assemble(
+    step: int,
+    manifest: Manifest,
+    source: str,
+    held: list[Held],
+    cards: Mapping[str, Card],
+    read: Read,
+) -> Assembly | str:
+    """Where the files of a manifest lie, which a node was the source of; or why not all can be
+    had."""
+    sizes = {file.name: file.size for file in manifest.files}
+    names = {each.node: each.steps.get(step, {}) for each in held}
+    holders = {
+        name: [node for node, files in names.items() if files.get(name) == size]
+        for name, size in sizes.items()
+    }
+    lost = {name for name, nodes in holders.items() if not nodes}
+    protection = _protection(step, manifest.save_id, names, read)
+    if protection is not None:
+        lost &= assemblable(protection, names)
+    if lost:
+        shown = ", ".join(sorted(lost)[:3])
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        return f"no node that is left has {shown}{more}"
+    holders[MANIFEST] = [source]
+    live = {node: cards[node] for node, files in names.items() if files}
+    encoded = b"" if protection is None else msgspec.json.encode(protection)
+    return Assembly(step, holders, sizes, live, encoded, [])
+
+
+def _protection(
+    step: int, save_id: str, names: Mapping[str, Mapping[str, int]], read: Read
+) -> Protection | None:
+    """Who protects whom, as the first node says whose note of it is whole."""
+    note = notes.request("protect", save_id)
+    for node, files in names.items():
+        if note in files:
+            with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                return msgspec.json.decode(read(node, step, note), type=Protect).protection
+    return None
+
+
+def _ask(card: Card, run: str, tls: Tls | None) -> Held | None:
+    """What a node without trainers holds; None if its agent does not answer."""
+    with (
+        suppress(OSError),
+        closing(_client_of(card, tls)) as client,
+    ):
+        steps = {
+            listed.step: {file.name: file.size for file in listed.files}
+            for listed in client.list(run)
+        }
+        return Held(card.node, steps, [])
+    return None
+
+
+def _client_of(card: Card, tls: Tls | None) -> AgentClient:
+    context = None if tls is None else tls.for_client()
+    return AgentClient(card, connect_timeout=ABSENT, read_timeout=SILENT, tls=context)

@@ -1,0 +1,326 @@
+"""Talks to the agent of another node: small requests, and byte ranges straight into memory.
+
+Trainers use it too, so it needs nothing but the standard library's HTTP.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+import threading
+from collections.abc import Callable, Mapping
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Annotated, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from shardwise.errors import StoreError
+from shardwise.manifest.names import step_directory
+from shardwise.memory.node.home import LARGEST_NOTE
+from shardwise.memory.node.notes import Card
+from shardwise.store.store import Buffer
+
+LONGEST_WAIT = 60.0
+LARGEST_ANSWER = 1 << 26
+LONGEST_EXPLANATION = 500
+PLAIN_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,254}\Z"
+_RUN = re.compile(r"[0-9a-f]{16}")
+_NAME = re.compile(PLAIN_NAME)
+_TOKEN = re.compile(r"[!-~]{1,512}")
+_HUNG_UP = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+T = TypeVar("T")
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class Health(msgspec.Struct, frozen=True):
+    """An agent that lives: its process, and of how many runs it keeps anything."""
+
+    pid: int
+    runs: Count
+
+
+class ListedFile(msgspec.Struct, frozen=True):
+    """A file that a node has, and its size in bytes."""
+
+    name: Annotated[str, msgspec.Meta(pattern=PLAIN_NAME)]
+    size: Count
+
+
+class ListedStep(msgspec.Struct, frozen=True):
+    """The files that a node has of a step."""
+
+    step: Count
+    files: list[ListedFile]
+
+
+class AgentClient:
+    """The agent of a node, as others see it. Threads may share it: each talks over its own line.
+
+    Args:
+        card: where the agent is, and the token it wants.
+        connect_timeout: seconds until a node that does not take the call counts as lost.
+        read_timeout: seconds until one that falls silent does.
+        tls: how to call if the card's URL is https; one that is not is refused then.
+
+    Every verb raises `StoreError` if the agent is not there, falls silent, or refuses.
+
+    Raises:
+        StoreError: the card has no URL that can be talked to, or no token.
+    """
+
+    def __init__(
+        self,
+        card: Card,
+        *,
+        connect_timeout: float = 5.0,
+        read_timeout: float = 30.0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._where = f"node {card.node} ({card.url})"
+        self._host, self._port, secure = _address(card)
+        self._secure, self._tls = secure, tls
+        if not _TOKEN.fullmatch(card.token):
+            raise StoreError(f"{self._where}: its card has no token that can be sent")
+        self._headers = {"Authorization": f"Bearer {card.token}"}
+        self._connect_timeout = connect_timeout
+        self._read_timeout = read_timeout
+        self._lock = threading.Lock()
+        self._idle: list[HTTPConnection] = []
+        self._closed = False
+
+    def __str__(self) -> str:
+        return self._where
+
+    def close(self) -> None:
+        """Hang up. Requests under way end as they would have."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def health(self) -> Health:
+        """Whether the agent lives."""
+        return self._ask("GET", "/health", lambda response: self._decode(response, Health))
+
+    def list(self, run: str) -> list[ListedStep]:
+        """What the node has of a run, steps ascending; empty where it has nothing."""
+        return self._ask(
+            "GET",
+            _path(run),
+            lambda response: self._decode(response, list[ListedStep]),
+        )
+
+    def read(self, run: str, step: int, name: str, *, limit: int, wait: float = 0.0) -> bytes:
+        """All of a small file.
+
+        Args:
+            limit: the most bytes that it may have.
+            wait: seconds to wait for it to appear, 60 at most.
+
+        Raises:
+            FileNotFoundError: the node has none.
+            StoreError: it is larger than `limit`.
+        """
+        wait = min(max(wait, 0.0), LONGEST_WAIT)
+        path = _path(run, step, name) + (f"?wait={wait:.3f}" if wait else "")
+        return self._ask("GET", path, lambda response: self._all(response, limit), wait=wait)
+
+    def read_range_into(self, run: str, step: int, name: str, offset: int, out: Buffer) -> None:
+        """Fill `out` with the bytes of a file from `offset` on.
+
+        Raises:
+            FileNotFoundError: the node has no such file.
+            StoreError: it ends before.
+        """
+        if len(out) == 0:
+            return
+        wanted = f"{offset}-{offset + len(out) - 1}"
+
+        def take(response: HTTPResponse) -> None:
+            got = response.headers.get("Content-Range", "").removeprefix("bytes ").split("/")[0]
+            if response.status != 206 or got != wanted or response.length != len(out):
+                raise StoreError(
+                    f"{self}: asked for bytes {wanted} of {name}, it has {got or 'no ranges'}"
+                )
+            view = out.data
+            while view:
+                count = response.readinto(view)
+                if count == 0:
+                    done = len(out) - len(view)
+                    raise StoreError(f"{self}: hung up after {done} bytes of {wanted} of {name}")
+                view = view[count:]
+
+        self._ask("GET", _path(run, step, name), take, headers={"Range": f"bytes={wanted}"})
+
+    def size(self, run: str, step: int, name: str) -> int:
+        """The size of a file in bytes.
+
+        Raises:
+            FileNotFoundError: the node has none.
+        """
+
+        def take(response: HTTPResponse) -> int:
+            said = response.headers.get("Content-Length", "")
+            response.read()
+            if not (said.isascii() and said.isdigit() and len(said) < 20):
+                raise StoreError(f"{self}: says nothing of the size of {name}")
+            return int(said)
+
+        return self._ask("HEAD", _path(run, step, name), take)
+
+    def put(self, run: str, step: int, name: str, data: bytes) -> None:
+        """Leave a note, which appears whole or not at all, and wake the agent.
+
+        Raises:
+            StoreError: it is larger than 256 MiB, or the node has no room for it.
+        """
+        if len(data) > LARGEST_NOTE:
+            raise StoreError(f"{self}: {name} has {len(data)} bytes; a note has {LARGEST_NOTE}")
+        self._ask("PUT", _path(run, step, name), HTTPResponse.read, body=data)
+
+    def wake(self) -> None:
+        """Have the agent look around."""
+        self._ask("POST", "/wake", HTTPResponse.read, body=b"")
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        take: Callable[[HTTPResponse], T],
+        *,
+        headers: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        wait: float = 0.0,
+    ) -> T:
+        """Send a request, and hand the answer to `take`, which reads it to its end."""
+        asked = f"{self}: {method} {path}"
+        connection: HTTPConnection | None = None
+        try:
+            everything = {**self._headers, **(headers or {})}
+            patience = self._read_timeout + wait
+            connection, response = self._send(method, path, everything, body, patience)
+            if response.status not in (200, 204, 206):
+                raise _refusal(asked, response)
+            return take(response)
+        except (StoreError, FileNotFoundError):
+            raise
+        except TimeoutError as error:
+            raise StoreError(
+                f"{asked}: no answer in time; the node is lost or overloaded"
+            ) from error
+        except (OSError, HTTPException) as error:
+            raise StoreError(f"{asked}: {error or type(error).__name__}") from error
+        finally:
+            if connection is not None:
+                self._give_back(connection, response)
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        patience: float,
+    ) -> tuple[HTTPConnection, HTTPResponse]:
+        """Over an idle line if there is one; over a new one if that turns out to be dead."""
+        with self._lock:
+            idle = self._idle.pop() if self._idle else None
+        if idle is not None:
+            try:
+                return idle, _exchange(idle, method, path, headers, body, patience)
+            except _HUNG_UP:
+                pass  # it was idle for too long; any request may be repeated
+        connection = self._connect()
+        return connection, _exchange(connection, method, path, headers, body, patience)
+
+    def _connect(self) -> HTTPConnection:
+        timeout = self._connect_timeout
+        if self._secure != (self._tls is not None):
+            speaks = "TLS, and no certificate is given (tls=)" if self._secure else "no TLS"
+            raise StoreError(f"{self}: it speaks {speaks}; nothing was sent to it")
+        if self._tls is None:
+            connection = HTTPConnection(self._host, self._port, timeout=timeout)
+        else:
+            connection = HTTPSConnection(self._host, self._port, timeout=timeout, context=self._tls)
+        try:
+            connection.connect()
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _give_back(self, connection: HTTPConnection, response: HTTPResponse) -> None:
+        with self._lock:
+            reusable = response.isclosed() and connection.sock is not None and not self._closed
+            if reusable:
+                self._idle.append(connection)
+        if not reusable:
+            response.close()
+            connection.close()
+
+    def _all(self, response: HTTPResponse, limit: int) -> bytes:
+        if response.length is None:
+            raise StoreError(f"{self}: does not say how long its answer is")
+        if response.length > limit:
+            raise StoreError(f"{self}: the answer has {response.length} bytes; at most {limit}")
+        return response.read()
+
+    def _decode(self, response: HTTPResponse, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(self._all(response, LARGEST_ANSWER), type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise StoreError(f"{self}: this is no agent, or of another version: {error}") from error
+
+
+def _exchange(
+    connection: HTTPConnection,
+    method: str,
+    path: str,
+    headers: Mapping[str, str],
+    body: bytes | None,
+    patience: float,
+) -> HTTPResponse:
+    try:
+        connection.sock.settimeout(patience)
+        connection.request(method, path, body, headers)
+        return connection.getresponse()
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _refusal(asked: str, response: HTTPResponse) -> OSError:
+    said = response.read(LONGEST_EXPLANATION).decode(errors="replace")
+    text = "".join(char for char in said if char.isprintable()) or response.reason
+    if response.status == 404:
+        return FileNotFoundError(f"{asked}: there is none")
+    if response.status == 401:
+        return StoreError(
+            f"{asked}: it does not take this token: another agent lives there by now; "
+            "read its card again"
+        )
+    return StoreError(f"{asked}: {response.status}: {text}")
+
+
+def _address(card: Card) -> tuple[str, int, bool]:
+    try:
+        url = urlsplit(card.url)
+        port = url.port
+    except ValueError:
+        url, port = urlsplit(""), None
+    if url.scheme not in ("http", "https") or not url.hostname or port is None:
+        raise StoreError(f"node {card.node}: {card.url!r} is no http(s) URL with host and port")
+    return url.hostname, port, url.scheme == "https"
+
+
+def _path(run: str, step: int | None = None, name: str = "") -> str:
+    if not _RUN.fullmatch(run):
+        raise StoreError(f"{run!r} is no id of a run: expected 16 hexadecimal digits")
+    if step is None:
+        return f"/runs/{run}"
+    if not _NAME.fullmatch(name) or step < 0:
+        raise StoreError(f"{name!r} is no plain file name (of step {step} of run {run})")
+    return f"/runs/{run}/{step_directory(step)}/{name}"

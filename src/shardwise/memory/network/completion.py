@@ -1,0 +1,132 @@
+"""What a rank has made from its replicas for others, completed by what only the others have."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+
+import msgspec
+import numpy as np
+
+from shardwise.errors import CorruptionError
+from shardwise.manifest.checksums import BLOCK, block_checksums, crc32
+from shardwise.manifest.manifest import FileEntry
+from shardwise.memory.network.nodes import Nodes
+from shardwise.memory.node.home import read_note, write_note
+from shardwise.memory.node.notes import Kept
+from shardwise.memory.node.place import Place
+from shardwise.memory.node.seal import is_intact, mapped
+from shardwise.memory.redundancy.encoding import PIECE, encode_pieces, owned
+from shardwise.memory.redundancy.placement import Group, parity_file_size
+from shardwise.store.store import Buffer
+
+log = logging.getLogger("shardwise.agent")
+
+
+def claim(place: Place, note: str, name: str, group: Group) -> Kept | None:
+    """What a rank has made of a file, if it can be completed: nobody has begun to before.
+
+    From then on it lies beside where the file will be, under which name its memory is known.
+
+    Args:
+        note: the name of the rank's note.
+        name: of the file.
+        group: those who protect each other, as the snapshot has them.
+    """
+    kept = read_note(place.path / note, Kept)
+    same = kept is not None and msgspec.structs.replace(kept.ring, name=group.name) == group
+    if kept is None or not same or kept.file.startswith("."):
+        return None
+    beside = place.beside(name)
+    write_note(place.path / note, msgspec.structs.replace(kept, file=beside.name))
+    (place.path / kept.file).rename(beside)
+    return kept
+
+
+def complete_copy(place: Place, kept: Kept, entry: FileEntry, owner: str, nodes: Nodes) -> bool:
+    """Add what is missing of a copy; whether it is what its owner has sealed.
+
+    Raises:
+        StoreError: the owner's node does not answer.
+    """
+    low, high = kept.of[entry.name]
+    path = place.beside(entry.name)
+    data = mapped(path, entry.size, writable=True)
+    for first, last in ((0, low), (high, entry.size)):
+        nodes.read_range(owner, entry.name, first, data[first:last])
+    if not is_intact(path, entry):
+        log.warning("%s on node %s is no copy of what this node holds", entry.name, owner)
+        return False
+    return True
+
+
+def complete_parity(
+    place: Place,
+    kept: Kept,
+    at: int,
+    entries: Mapping[str, FileEntry],
+    nodes: Nodes,
+    name: str,
+) -> bool:
+    """Add what is missing of a block of parity; whether its data was as sealed.
+
+    Raises:
+        StoreError: another node does not answer.
+    """
+    group, q = kept.ring, kept.block or 0
+    owner_of = {file: member.node for member in group.members for file, _ in member.files}
+    for file in kept.of:
+        if not _was_sealed(kept, entries[file], owner_of[file], nodes):
+            log.warning("%s on node %s is not what this node holds", file, owner_of[file])
+            return False
+    data = mapped(place.beside(name), parity_file_size(group.chunk), writable=True)
+
+    def read(node: str, file: str, offset: int, out: Buffer) -> None:
+        out[:] = 0
+        for first, last in _unknown(kept, entries[file], offset, offset + len(out)):
+            nodes.read_range(node, file, first, out[first - offset : last - offset])
+
+    def add(_: int, low: int, block: Buffer) -> None:
+        data[low : low + len(block)] ^= block
+
+    pieces = [(q, low) for low in _incomplete(kept, group, at, entries)]
+    encode_pieces(group, at, pieces, read, add)
+    table = data[group.chunk :]
+    table[:] = 0
+    sums = block_checksums(data[: group.chunk]).astype("<u4").view(np.uint8)
+    table[: len(sums)] = sums
+    return True
+
+
+def _was_sealed(kept: Kept, entry: FileEntry, owner: str, nodes: Nodes) -> bool:
+    """Whether what was read of a file here has the checksums that it has where it belongs."""
+    table = np.empty(entry.size - entry.checksums_at, np.uint8)
+    nodes.read_range(owner, entry.name, entry.checksums_at, table)
+    if crc32(table) != entry.checksums_crc32:
+        raise CorruptionError(f"{entry.name} of node {owner}: its checksums were altered")
+    low, high = kept.of[entry.name]
+    here = np.frombuffer(kept.sums[entry.name], "<u4")
+    return np.array_equal(here, table.view("<u4")[low // BLOCK : high // BLOCK])
+
+
+def _unknown(kept: Kept, entry: FileEntry, low: int, high: int) -> Iterator[tuple[int, int]]:
+    """The parts of a range of a file that the rank did not have."""
+    known = kept.of[entry.name]
+    for first, last in ((0, known[0]), (known[1], entry.size)):
+        if max(low, first) < min(high, last):
+            yield max(low, first), min(high, last)
+
+
+def _incomplete(
+    kept: Kept, group: Group, at: int, entries: Mapping[str, FileEntry]
+) -> Iterator[int]:
+    """Where the pieces of the block begin into which something unknown goes."""
+    stripe = owned(group, at)[kept.block or 0]
+    for low in range(0, group.chunk, PIECE):
+        high = min(low + PIECE, group.chunk)
+        for f, position in enumerate(stripe.data):
+            ((file, _),) = group.members[position].files
+            start = f * group.chunk
+            if any(_unknown(kept, entries[file], start + low, start + high)):
+                yield low
+                break

@@ -1,0 +1,243 @@
+"""The nodes of a run, as the agent that leads a snapshot talks to them: by notes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TypeVar
+
+import msgspec
+
+from shardwise.errors import StoreError
+from shardwise.memory.network.client import AgentClient
+from shardwise.memory.node.home import LARGEST_NOTE, read_note, write_note
+from shardwise.memory.node.notes import Card
+from shardwise.memory.node.place import Place
+from shardwise.memory.tls import Tls
+from shardwise.store.store import Buffer
+
+POLL = 0.005
+AT_ONCE = 5.0
+AGAIN = 0.2
+CALLING, SILENT = 5.0, 30.0
+T = TypeVar("T")
+
+
+class _GoneError(StoreError):
+    """A node does not answer, and the run has gone on without it."""
+
+
+class Nodes:
+    """The nodes that hold a snapshot, this one among them.
+
+    Args:
+        place: the snapshot, here.
+        cards: of all nodes.
+        here: which of them this is.
+        wait: seconds until one that does not answer counts as lost.
+        tls: by what they know each other; in clear if None.
+
+    Raises:
+        StoreError: the files of `tls` cannot be read.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        cards: Sequence[Card],
+        here: str,
+        wait: float,
+        tls: Tls | None = None,
+    ) -> None:
+        self._place = place
+        self._here = here
+        self._wait = wait
+        others = [card for card in cards if card.node != here]
+        context = None if tls is None or not others else tls.for_client()
+        calling, silent = min(CALLING, wait), min(SILENT, wait)
+        self._clients = {
+            card.node: AgentClient(card, connect_timeout=calling, read_timeout=silent, tls=context)
+            for card in others
+        }
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        for client in self._clients.values():
+            client.close()
+
+    def read(self, node: str, name: str, *, limit: int) -> bytes:
+        """All of a small file of another node."""
+        place = self._place
+        return self._client(node).read(place.run.name, place.step, name, limit=limit)
+
+    def expect(self, node: str, name: str, kind: type[T], *, patient: bool = False) -> T:
+        """A note of a node, once it is there.
+
+        Args:
+            patient: wait for as long as the node answers.
+
+        Raises:
+            StoreError: the node does not answer, the note does not come, or the snapshot is
+                abandoned.
+        """
+        last_sign = time.monotonic()
+        while True:
+            self._place.refuse_abandoned()
+            try:
+                found = self._look(node, name, kind)
+                if patient:
+                    last_sign = time.monotonic()
+            except StoreError:
+                self._refuse_gone([node])
+                found = None
+                time.sleep(AGAIN)
+            if found is not None:
+                return found
+            if time.monotonic() - last_sign > self._wait:
+                raise StoreError(f"node {node} gave no {name} within {self._wait:.0f} s")
+
+    def tell(self, node: str, name: str, note: object) -> None:
+        """Leave a note at a node.
+
+        Raises:
+            StoreError: the node does not answer, or the snapshot is abandoned.
+        """
+        self.insist(lambda: self._put(node, name, note))
+
+    def tell_others(self, name: str, note: object) -> None:
+        """Leave a note at all nodes but this one.
+
+        Raises:
+            StoreError: some nodes do not answer, and the others have it; or the snapshot is
+                abandoned.
+        """
+        left = list(self._clients)
+
+        def tell() -> None:
+            failures = {node: self._try_to_tell(node, name, note) for node in left}
+            left[:] = [node for node in left if failures[node]]
+            self._refuse_gone(left)
+            if left:
+                raise StoreError("; ".join(failures[node] for node in left))
+
+        self.insist(tell)
+
+    def tell_all(self, name: str, note: object) -> None:
+        """Leave a note at all nodes, at this one last: then all others have it, or are lost.
+
+        Raises:
+            StoreError: some nodes do not answer, and the others have it; or the snapshot is
+                abandoned.
+        """
+        try:
+            self.tell_others(name, note)
+        finally:
+            self._put(self._here, name, note)
+
+    def insist(self, work: Callable[[], T]) -> T:
+        """What some work with other nodes gives; again and again, where one does not answer.
+
+        An agent that has died is followed by another within seconds.
+
+        Raises:
+            StoreError: one did not answer for too long, or the snapshot is abandoned.
+        """
+        deadline = time.monotonic() + self._wait
+        while True:
+            self._place.refuse_abandoned()
+            try:
+                return work()
+            except _GoneError:
+                raise
+            except StoreError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(AGAIN)
+
+    def read_range(self, node: str, name: str, offset: int, out: Buffer) -> None:
+        """Fill `out` from a file of a node.
+
+        Raises:
+            StoreError: the node does not answer, or the file ends before.
+            FileNotFoundError: it has no such file.
+        """
+        if node != self._here:
+            self._client(node).read_range_into(
+                self._place.run.name, self._place.step, name, offset, out
+            )
+            return
+        fd = os.open(self._place.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            view = out.data
+            while view:
+                count = os.preadv(fd, [view], offset)
+                if not count:
+                    raise StoreError(f"{self._place.path / name} ends at byte {offset}")
+                offset += count
+                view = view[count:]
+        finally:
+            os.close(fd)
+
+    def _refuse_gone(self, nodes: Sequence[str]) -> None:
+        """Raise if one of these, which do not answer, is no longer needed for newer snapshots."""
+        run = self._place.run
+        for step in reversed([step for step in run.steps() if step > self._place.step]):
+            newer = Place(run, step)
+            drafts = newer.drafts() + newer.terms()
+            if drafts:
+                present = {card.node for draft in drafts for card in draft.nodes}
+                gone = sorted(set(nodes) - present)
+                if gone:
+                    raise _GoneError(f"the run has gone on without node {', '.join(gone)}")
+                return
+
+    def _client(self, node: str) -> AgentClient:
+        try:
+            return self._clients[node]
+        except KeyError:
+            raise StoreError(f"nothing is known of node {node}") from None
+
+    def _put(self, node: str, name: str, note: object) -> None:
+        data = note if isinstance(note, bytes) else msgspec.json.encode(note)
+        if node == self._here:
+            write_note(self._place.path / name, data)
+        else:
+            self._client(node).put(self._place.run.name, self._place.step, name, data)
+
+    def _try_to_tell(self, node: str, name: str, note: object) -> str:
+        try:
+            self._put(node, name, note)
+        except StoreError as error:
+            return f"node {node}: {error}"
+        return ""
+
+    def _look(self, node: str, name: str, kind: type[T]) -> T | None:
+        place = self._place
+        if node == self._here:
+            found = read_note(place.path / name, kind)
+            if found is None:
+                time.sleep(POLL)
+            return found
+        try:
+            data = self._client(node).read(
+                place.run.name, place.step, name, limit=LARGEST_NOTE, wait=min(AT_ONCE, self._wait)
+            )
+        except FileNotFoundError:
+            return None
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise StoreError(f"node {node}: {name}: {error}") from error

@@ -1,0 +1,1 @@
+"""What lies on a node: its directories, notes, runs, trainers and agent, found by files alone."""

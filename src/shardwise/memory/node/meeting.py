@@ -1,0 +1,72 @@
+"""The ranks of a run find their nodes, and the run that they are."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+
+import msgspec
+
+from shardwise.engine.exchange import exchange
+from shardwise.engine.group import Group, own_address
+from shardwise.errors import MismatchError
+from shardwise.memory.node.home import Home
+from shardwise.memory.node.interface import refuse_unreachable
+from shardwise.memory.node.lineage import Lineage, lineage_of
+from shardwise.memory.node.notes import Card
+from shardwise.memory.node.spawn import agent_of
+from shardwise.memory.options import Memory
+from shardwise.store import Store
+
+
+class Meeting(msgspec.Struct, array_like=True):
+    """Which run this is, its nodes, and the node of each rank."""
+
+    lineage: Lineage
+    nodes: list[Card]
+    node_of: list[str]
+
+
+def reaching(options: Memory, group: Group) -> Memory:
+    """The options, with the interface on which others reach this node, if they need it.
+
+    All ranks together.
+    """
+
+    def answer(said: list[bytes]) -> bytes:
+        return b"1" if len(set(said)) > 1 else b""
+
+    several = exchange(group, "finding hosts", lambda: socket.gethostname().encode(), answer)
+    return (
+        replace(options, interface=own_address()) if several and not options.interface else options
+    )
+
+
+def meet(root: Store, options: Memory, group: Group) -> tuple[Home, Meeting]:
+    """Find this node's home and agent, which is started if there is none, and the others'.
+
+    Raises:
+        MismatchError: ranks do not ask for the same protection.
+        StoreError: the root cannot be read; or an agent does not come to life, or cannot be
+            reached by the others.
+    """
+    homes: list[Home] = []
+    protection = f"copies={options.copies}, parity={options.parity}, group={options.group}"
+
+    def speak() -> bytes:
+        homes.append(Home(options.dir))
+        return msgspec.msgpack.encode((protection, agent_of(homes[0], options)))
+
+    def answer(said: list[bytes]) -> bytes:
+        heard = [msgspec.msgpack.decode(each, type=tuple[str, Card]) for each in said]
+        asked = [f"rank {rank}: Memory({each})" for rank, (each, _) in enumerate(heard)]
+        if len({each for each, _ in heard}) > 1:
+            raise MismatchError("ranks do not ask for the same protection:", asked)
+        cards = [card for _, card in heard]
+        refuse_unreachable(cards)
+        nodes = {card.node: card for card in cards}
+        meeting = Meeting(lineage_of(root), list(nodes.values()), [card.node for card in cards])
+        return msgspec.msgpack.encode(meeting)
+
+    reply = exchange(group, "finding the agents of the nodes", speak, answer)
+    return homes[0], msgspec.msgpack.decode(reply, type=Meeting)

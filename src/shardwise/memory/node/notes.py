@@ -1,0 +1,225 @@
+"""The notes that trainers and agents leave beside the files of a snapshot, and their names.
+
+Each is written once, whole, by one process; what an agent has to do next follows from the notes
+that are there. So an agent that is killed needs nobody to tell its successor anything.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import msgspec
+
+from shardwise.errors import FormatError
+from shardwise.manifest.manifest import FileEntry
+from shardwise.memory.redundancy.placement import Group, Protection
+
+PlainName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")]
+_NOTE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.json")
+
+
+class Card(msgspec.Struct, frozen=True):
+    """How to talk to the agent of a node; whoever has it may."""
+
+    node: str
+    url: str
+    token: str
+    process: int = 0
+    domain: str = ""
+    host: str = ""
+
+    def __repr__(self) -> str:
+        return f"Card(node={self.node!r}, url={self.url!r})"
+
+
+class Staged(msgspec.Struct, frozen=True):
+    """A rank's file lies in memory, but for its checksums.
+
+    Attributes:
+        file: its entry in the manifest, but for its checksums.
+        slot: the name of its memory when it is free.
+        slots: how many committed snapshots are to be kept.
+        stages: what is to become of the snapshot.
+    """
+
+    file: FileEntry
+    slot: str
+    slots: int
+    stages: tuple[str, ...]
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """A rank has made, from its own replicas, what its node keeps for others, as far as it can.
+
+    Attributes:
+        ring: those who protect each other, with their files.
+        file: its name beside this note.
+        slot: the name of its memory when it is free.
+        block: the number of the block of parity that it is; None if it is a copy.
+        of: the bytes of each data file that went into it, in whole blocks of checksums.
+        sums: for parity, the checksums of these blocks as they were here, 4 bytes each.
+    """
+
+    ring: Group
+    file: str
+    slot: str
+    block: int | None
+    of: dict[str, tuple[int, int]]
+    sums: dict[str, bytes] = {}
+
+
+class Draft(msgspec.Struct, frozen=True, kw_only=True):
+    """What the node of rank 0 knows of a snapshot, whose agent leads it to its end.
+
+    Attributes:
+        manifest: the manifest, its files left out; text.
+        files: the names of the files, in the manifest's order, and the node of each.
+        nodes: of all nodes of the run.
+        epoch: of the run, when it was saved.
+        root: where it belongs in storage.
+        durable: whether it is to be persisted in any case.
+        rescue: whether it is to be persisted if a trainer is lost.
+        keep: rules of retention in storage.
+        copies, parity, group: how to protect it.
+        rings: names of files whose ranks hold the same, and protect each other without the network.
+        wait: seconds to wait for a node that does not answer.
+        budget: bytes a second that each node may copy.
+        bytes_held, bytes_total: tensor bytes on all ranks, and of the snapshot.
+    """
+
+    save_id: str
+    step: int
+    manifest: str
+    files: list[tuple[str, str]]
+    nodes: list[Card]
+    leader: str
+    root: str
+    epoch: int = 0
+    durable: bool = False
+    rescue: bool = False
+    overwrite: bool = False
+    keep: dict[str, int | str | None] = {}
+    copies: int = 0
+    parity: int = 0
+    group: int = 8
+    rings: list[list[str]] = []
+    wait: float = 60.0
+    budget: int | None = None
+    bytes_held: int = 0
+    bytes_total: int = 0
+
+
+class Persist(msgspec.Struct, frozen=True, kw_only=True):
+    """Copy these files of this node to a place."""
+
+    save_id: str
+    place: str
+    files: list[PlainName]
+    wait: float
+    budget: int | None = None
+
+
+class Protect(msgspec.Struct, frozen=True, kw_only=True):
+    """Keep for other nodes what this says.
+
+    Attributes:
+        rings: so many groups, the first ones, are rings.
+    """
+
+    save_id: str
+    protection: Protection
+    nodes: list[Card]
+    wait: float
+    rings: int = 0
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage has ended: well, or with what went wrong, and where."""
+
+    save_id: str
+    stage: str
+    seconds: float = 0.0
+    bytes: int = 0
+    failure: str = ""
+    node: str = ""
+    bytes_held: int = 0
+    bytes_total: int = 0
+    files: int = 0
+
+
+def save_of(data_file: str) -> str:
+    """The id of the save that a data file, or a note of it, is of."""
+    return data_file.split("-")[1].split(".")[0]
+
+
+def staged(data_file: str) -> str:
+    """The name of the note that a data file is staged."""
+    return f"{data_file.removesuffix('.safetensors')}.staged.json"
+
+
+def kept(data_file: str, number: int) -> str:
+    """The name of the note that the rank of a data file has made what it keeps for others."""
+    return f"{data_file.removesuffix('.safetensors')}.kept-{number}.json"
+
+
+def entry(data_file: str) -> str:
+    """The name of the note that a data file has its checksums: its entry in the manifest."""
+    return f"{data_file}.entry.json"
+
+
+def draft(save_id: str) -> str:
+    """The name of the draft of a snapshot."""
+    return f"draft-{save_id}.json"
+
+
+def terms(save_id: str) -> str:
+    """The name of the draft of a snapshot, at the nodes that do not lead it."""
+    return request("terms", save_id)
+
+
+def request(stage: str, save_id: str) -> str:
+    """The name of the note by which a leader asks a node for a stage."""
+    return f"{stage}-{save_id}.json"
+
+
+def requested(stage: str, names: list[str]) -> list[str]:
+    """The saves for which a leader has asked for a stage, by the names of the notes."""
+    found = [re.fullmatch(rf"{stage}-([0-9a-f]{{16}})\.json", name) for name in names]
+    return [match.group(1) for match in found if match]
+
+
+def done(stage: str, save_id: str) -> str:
+    """The name of the note that a stage has ended on this node."""
+    return f"{stage}-done-{save_id}.json"
+
+
+def outcome(stage: str, save_id: str) -> str:
+    """The name of the note that a stage has ended for the cluster."""
+    return f"{stage}-all-{save_id}.json"
+
+
+def names_slot(name: str) -> bool:
+    """Whether this is the name of a note that says what a file's memory is called when free."""
+    return name.endswith(".staged.json") or is_kept(name)
+
+
+def is_kept(name: str) -> bool:
+    """Whether this is the name of a note that a rank has made what it keeps for others."""
+    return ".kept-" in name and name.endswith(".json")
+
+
+def is_outcome(name: str) -> bool:
+    """Whether this is the name of a note that a stage has ended for the cluster."""
+    return "-all-" in name and name.endswith(".json")
+
+
+def checked_note(name: str) -> str:
+    """The name of a note, if it is one plain component.
+
+    Raises:
+        FormatError: it is not.
+    """
+    if not _NOTE.fullmatch(name):
+        raise FormatError(f"{name!r} is no name of a note")
+    return name

@@ -1,0 +1,144 @@
+"""A snapshot on a node: its directory, and the notes in it."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from shardwise.errors import StoreError
+from shardwise.manifest.names import MANIFEST
+from shardwise.memory.node import notes
+from shardwise.memory.node.home import Run, read_note
+from shardwise.memory.node.notes import Done, Draft, Kept, Staged
+
+ABANDONED = "abandoned"
+log = logging.getLogger("shardwise.agent")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A snapshot on this node."""
+
+    run: Run
+    step: int
+
+    @property
+    def path(self) -> Path:
+        """Its directory."""
+        return self.run.step(self.step)
+
+    def beside(self, name: str) -> Path:
+        """Where a file of it is made, before it has its name."""
+        return self.path / f".{name}"
+
+    @contextmanager
+    def hold(self, *, shared: bool) -> Iterator[bool]:
+        """Keep it from being retired while the block runs; or, not shared, from all other work.
+
+        Yields False, at once, where that cannot be had. It is let go also if the process dies.
+        """
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            yield False
+            return
+        try:
+            held = True
+            try:
+                fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held = False
+            yield held and os.fstat(fd).st_nlink > 0
+        finally:
+            os.close(fd)
+
+    def named(self, suffix: str) -> list[str]:
+        """The names in it that end so."""
+        try:
+            return sorted(name for name in os.listdir(self.path) if name.endswith(suffix))
+        except FileNotFoundError:
+            return []
+
+    def drafts(self) -> list[Draft]:
+        """The drafts in it: one, unless the step was saved twice."""
+        return self._drafts("draft-")
+
+    def terms(self) -> list[Draft]:
+        """The drafts that other nodes lead, as those have told this one."""
+        return self._drafts("terms-")
+
+    def _drafts(self, prefix: str) -> list[Draft]:
+        return self._whole([name for name in self.named(".json") if name.startswith(prefix)], Draft)
+
+    def staged(self) -> list[Staged]:
+        """The files in it that trainers have staged."""
+        return self._whole(self.named(".staged.json"), Staged)
+
+    def saves(self) -> set[str]:
+        """The ids of the saves of which trainers have staged something in it."""
+        return {notes.save_of(name) for name in self.named(".staged.json")}
+
+    def kept(self) -> list[Kept]:
+        """What trainers have made for others from their replicas."""
+        return self._whole([name for name in self.named(".json") if notes.is_kept(name)], Kept)
+
+    def ended(self, stage: str, save_id: str) -> Done | None:
+        """How a stage has ended for the cluster, if it has; badly, if nobody can tell any more."""
+        name = notes.outcome(stage, save_id)
+        try:
+            return read_note(self.path / name, Done)
+        except StoreError as error:
+            self._tell_of_damage(name, error)
+            return Done(save_id=save_id, stage=stage, failure=f"its outcome is damaged: {error}")
+
+    def _whole(self, names: list[str], kind: type[T]) -> list[T]:
+        """The notes of these names, but for those that are damaged: nothing comes of them."""
+        found = []
+        for name in names:
+            try:
+                note = read_note(self.path / name, kind)
+            except StoreError as error:
+                self._tell_of_damage(name, error)
+                continue
+            if note is not None:
+                found.append(note)
+        return found
+
+    def _tell_of_damage(self, name: str, error: StoreError) -> None:
+        """Once, whoever comes across it: a file that is made beside it says that it was told."""
+        with suppress(OSError):
+            self.beside(f"{name}.damaged").touch(exist_ok=False)
+            log.error("nothing comes of a note that is damaged: %s", error)
+
+    def abandon(self) -> None:
+        """Have whoever waits for something to become of it cease to."""
+        with suppress(FileNotFoundError):
+            (self.path / ABANDONED).touch()
+
+    def refuse_abandoned(self) -> None:
+        """Raise if nothing is to become of it any more.
+
+        Raises:
+            StoreError: the run has gone on from an older step.
+        """
+        if self.has(ABANDONED):
+            raise StoreError(f"step {self.step} is abandoned: the run went on from an older one")
+
+    def has_ended(self, stage: str) -> bool:
+        """Whether a stage has ended for any save of it."""
+        return any(name.startswith(f"{stage}-all-") for name in self.named(".json"))
+
+    def is_committed(self) -> bool:
+        """Whether it has a manifest."""
+        return self.has(MANIFEST)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file of this name."""
+        return (self.path / name).exists()

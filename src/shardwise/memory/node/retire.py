@@ -1,0 +1,167 @@
+"""Snapshots that are no longer kept: their slots go back to wait, and the rest is removed."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+
+from shardwise.errors import StoreError
+from shardwise.manifest.manifest import decode_manifest
+from shardwise.manifest.names import MANIFEST
+from shardwise.memory.node import notes
+from shardwise.memory.node.home import Run
+from shardwise.memory.node.place import Place
+from shardwise.memory.node.tenants import evict_movers
+from shardwise.store import LocalStore
+
+ENDED = "ended"
+REMEMBERED = 64
+PATIENCE, LONG = 0.05, 30.0
+POLL = 0.002
+
+
+def retire_old(place: Place) -> bool:
+    """Retire a snapshot that newer ones have replaced, unless it is read or persisted now.
+
+    As many committed snapshots stay as the notes beside the newest of them say, and none of the
+    files of one that is committed is touched; one that never was goes when a newer one is.
+    """
+    run = place.run
+    committed = [s for s in run.steps() if Place(run, s).is_committed()]
+    if not committed or place.step >= committed[-1]:
+        return place.step in committed and _tidy(place)
+    if place.step in _kept(run, committed):
+        return _tidy(place)
+    if _is_busy(place) or not retire(place, PATIENCE):
+        return False
+    evict_movers(Place(run, committed[-1]))
+    return True
+
+
+def _kept(run: Run, committed: list[int]) -> set[int]:
+    """The newest, the newest that is protected, those that are worked on now, and as many more as
+    there are slots."""
+    slots = max((each.slots for each in Place(run, committed[-1]).staged()), default=2)
+    kept = {committed[-1], *(each for each in committed if _is_busy(Place(run, each)))}
+    protected = [step for step in committed if _is_protected(Place(run, step))]
+    kept |= set(protected[-1:])
+    for each in reversed(committed):
+        if len(kept) >= slots:
+            break
+        kept.add(each)
+    return kept
+
+
+def _is_protected(place: Place) -> bool:
+    ended = [place.ended("protect", save_id) for save_id in place.saves()]
+    return any(done is not None and not done.failure for done in ended)
+
+
+def retire(place: Place, patience: float) -> bool:
+    """Retire a snapshot; whether nobody worked on it, or ceased to within so many seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        with place.hold(shared=False) as held:
+            if held:
+                return _retire(place)
+        if not place.path.exists() or time.monotonic() > deadline:
+            return False
+        time.sleep(POLL)
+
+
+def _retire(place: Place) -> bool:
+    store = LocalStore(place.path)
+    if place.is_committed():
+        with store.hold(MANIFEST, shared=False) as held:
+            if not held:
+                return False
+            store.delete(MANIFEST)
+    _remove(place, store.list())
+    with suppress(OSError):
+        store.remove()
+    return True
+
+
+def discard_newer(run: Run, step: int | None) -> None:
+    """Retire what is newer than the step that a run goes on from; all, if that is None.
+
+    Raises:
+        StoreError: an agent does not cease to work on it.
+    """
+    newer = [Place(run, each) for each in run.steps() if step is None or each > step]
+    for place in newer:
+        place.abandon()
+    for place in newer:
+        if not retire(place, LONG) and place.path.exists():
+            raise StoreError(
+                f"{place.path}: its agent has worked on it for {LONG:.0f} s, so that it cannot be "
+                "discarded, though the run goes on from an older step"
+            )
+
+
+def _is_busy(place: Place) -> bool:
+    """Whether something is still to become of it that has not become of a newer one already."""
+    waited_for = {
+        stage
+        for staged in place.staged()
+        for stage in staged.stages
+        if place.ended(stage, notes.save_of(staged.file.name)) is None
+    }
+    newer = [each for each in place.run.steps() if each > place.step]
+    overtaken = {
+        stage
+        for stage in waited_for
+        if any(Place(place.run, each).has_ended(stage) for each in newer)
+    }
+    return bool(waited_for - overtaken)
+
+
+def _tidy(place: Place) -> bool:
+    """Remove what is left of other saves of a step that is committed now."""
+    by_save = place.saves()
+    if len(by_save) < 2:
+        return False
+    by_save -= {decode_manifest((place.path / MANIFEST).read_bytes()).save_id}
+    old = {save_id for save_id in by_save if place.ended("commit", save_id) is not None}
+    if not old:
+        return False
+    with place.hold(shared=False) as held:
+        if held:
+            _remove(place, [name for name in os.listdir(place.path) if any(o in name for o in old)])
+        return held
+
+
+def _remove(place: Place, names: list[str]) -> None:
+    slots = {staged.file.name: staged.slot for staged in place.staged()}
+    for kept in place.kept():
+        slots |= {kept.file: kept.slot, kept.file.removeprefix("."): kept.slot}
+    place.run.free.mkdir(exist_ok=True)
+    ended = place.run.path / ENDED
+    ended.mkdir(exist_ok=True)
+    for name in sorted(names, key=_last_notes):
+        path = place.path / name
+        with suppress(FileNotFoundError):
+            if name in slots:
+                path.rename(place.run.free / slots[name])
+            elif notes.is_outcome(name):
+                path.rename(ended / name)
+            else:
+                path.unlink()
+    _forget(ended)
+
+
+def _last_notes(name: str) -> int:
+    """Drafts go first, so that nobody goes on; what slots are called goes last."""
+    if name.startswith("draft-"):
+        return 0
+    return 2 if notes.names_slot(name) or notes.is_outcome(name) else 1
+
+
+def _forget(ended: os.PathLike[str]) -> None:
+    """Keep the newest outcomes only."""
+    with os.scandir(ended) as found:
+        by_age = sorted(found, key=lambda each: each.stat().st_mtime, reverse=True)
+    for each in by_age[REMEMBERED:]:
+        with suppress(FileNotFoundError):
+            os.unlink(each.path)

@@ -1,0 +1,117 @@
+"""Finds the agent of a node, or starts one."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardwise.errors import StoreError
+from shardwise.memory.node.home import Home, read_note
+from shardwise.memory.node.interface import LOOPBACK, address_of, served_address
+from shardwise.memory.node.logfile import log_tail, open_log
+from shardwise.memory.node.notes import Card
+from shardwise.memory.options import Memory
+
+POLL = 0.02
+PATIENCE = 60.0
+
+
+def agent_of(home: Home, options: Memory) -> Card:
+    """The card of the node's agent, which is started if none lives there.
+
+    Raises:
+        StoreError: it does not come to life, and what it logged; or it is another than is asked
+            for.
+    """
+    address = None if options.interface is None else address_of(options.interface)
+    with _alone(home):
+        card = card_of(home) or _await(home, _command(home, options, address or LOOPBACK), options)
+    _refuse_other(home, card, options, address)
+    return card
+
+
+def card_of(home: Home) -> Card | None:
+    """The card of the agent that lives here, if one does."""
+    return read_note(home.card, Card) if home.has_agent() else None
+
+
+def _await(home: Home, command: list[str], options: Memory) -> Card:
+    """Start an agent, unless others are to, and wait until it is there."""
+    deadline = time.monotonic() + PATIENCE
+    process: subprocess.Popen[bytes] | None = None
+    while (card := card_of(home)) is None:
+        if not home.has_agent():
+            if process is not None and process.poll() is not None:
+                raise StoreError(f"the agent of {home} ended at once:\n{log_tail(home.log)}")
+            if process is None and options.start_agent:
+                home.card.unlink(missing_ok=True)
+                process = _start(home, command)
+        if time.monotonic() > deadline:
+            if not options.start_agent:
+                raise StoreError(
+                    f"no agent lives in {home}, and Memory(start_agent=False) waited for one for "
+                    f"{PATIENCE:.0f} s: start `shardwise agent run --dir {home.path.parent}`"
+                )
+            raise StoreError(
+                f"the agent of {home} did not start in {PATIENCE:.0f} s:\n{log_tail(home.log)}"
+            )
+        time.sleep(POLL)
+    return card
+
+
+@contextmanager
+def _alone(home: Home) -> Iterator[None]:
+    """One rank of the node at a time."""
+    fd = os.open(home.path / "start.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _command(home: Home, options: Memory, address: str) -> list[str]:
+    command = [sys.executable, "-m", "shardwise", "agent", "run", f"--dir={home.path.parent}"]
+    command += [f"--interface={address}", "--until-idle", f"--log={home.log}"]
+    if options.domain is not None:
+        command.append(f"--domain={options.domain}")
+    if (tls := options.tls) is not None:
+        files = (("cert", tls.certificate), ("key", tls.key), ("ca", tls.ca))
+        command += [f"--tls-{name}={os.path.abspath(path)}" for name, path in files]
+    return command
+
+
+def _start(home: Home, command: list[str]) -> subprocess.Popen[bytes]:
+    """In a session of its own: what ends the trainers does not end it."""
+    with open_log(home.log) as log:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+
+
+def _refuse_other(home: Home, card: Card, options: Memory, address: str | None) -> None:
+    """Raise if an agent that runs is another than would be started.
+
+    Raises:
+        StoreError: says in what, and how to end it.
+    """
+    wrong = []
+    served = served_address(card)
+    if address is not None and served != address:
+        wrong.append(f"it serves {served}, not {address} (interface={options.interface!r})")
+    if options.domain is not None and card.domain != options.domain:
+        wrong.append(f"its domain is {card.domain!r}, not {options.domain!r}")
+    encrypted = card.url.startswith("https:")
+    if encrypted != (options.tls is not None):
+        wrong.append("it speaks TLS, and tls= is not given" if encrypted else "it speaks no TLS")
+    if wrong:
+        raise StoreError(
+            f"the agent that lives in {home} is another than Memory asks for: {'; '.join(wrong)}. "
+            f"Ask for what it is, or end it (kill {card.process}): the next one goes on with the "
+            "snapshots that it keeps"
+        )

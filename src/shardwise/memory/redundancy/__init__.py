@@ -1,0 +1,1 @@
+"""What keeps a snapshot when nodes are lost: copies, parity, Reed-Solomon; arithmetic only."""

@@ -1,0 +1,251 @@
+"""Files of lost nodes, decoded from what is left; in pieces, as parity is made."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import cycle
+
+import numpy as np
+
+from shardwise.errors import CorruptionError, StoreError
+from shardwise.manifest.checksums import BLOCK, block_count, damaged_blocks
+from shardwise.memory.redundancy.encoding import PIECE, LostPiece, Read, for_each, read_data
+from shardwise.memory.redundancy.parity import Code, code_of
+from shardwise.memory.redundancy.pieces import Part, needed_files, parts, position_of
+from shardwise.memory.redundancy.placement import (
+    TABLE_PAGE,
+    Group,
+    Member,
+    Protection,
+    locate,
+    parity_name,
+)
+from shardwise.store.store import Buffer
+
+
+def rebuild_file(
+    protection: Protection,
+    node: str,
+    file: str,
+    read: Read,
+    out: Buffer,
+    *,
+    offset: int = 0,
+    threads: int = 1,
+) -> None:
+    """Fill `out` with the bytes of a lost node's file from `offset` on; see `Rebuilder`."""
+    with Rebuilder(protection, read, lost=[node], threads=threads) as rebuilder:
+        rebuilder.read(node, file, offset, out)
+
+
+class Rebuilder:
+    """Decodes files of members that are lost, or any range of one, from the others of their group.
+
+    Parity is verified before it is used. Data of other nodes is not: verify what comes out with
+    the checksums of the manifest. What could not be read once is not tried again. A context
+    manager; `read` may be called from several threads.
+
+    Args:
+        protection: who protects whom.
+        read: reads files of nodes, of data and of parity.
+        lost: nodes that need not be asked.
+        threads: how many work on one call of `read` at the same time.
+    """
+
+    def __init__(
+        self, protection: Protection, read: Read, *, lost: Iterable[str] = (), threads: int = 1
+    ) -> None:
+        self._protection = protection
+        self._read = read
+        self._threads = threads
+        self._lost_nodes = frozenset(lost)
+        self._lost_files: dict[tuple[str, str], Exception] = {}
+        self._codes: dict[tuple[int, int], Code] = {}
+        self._tables: dict[tuple[str, str, int], Buffer] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Rebuilder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of what decoding needs."""
+        for code in self._codes.values():
+            code.close()
+        self._codes.clear()
+
+    def read(self, node: str, file: str, offset: int, out: Buffer) -> None:
+        """Fill `out` with the bytes of a file from `offset` on, without asking its own node.
+
+        Raises:
+            StoreError: too few pieces of a stripe are left; says which are missing, and why.
+            CorruptionError: as above, and one of them is missing because it was altered.
+            FormatError: there is no such file, or it ends before.
+        """
+        group, at = locate(self._protection, file)
+        start = position_of(group.members[at], file, offset, len(out))
+        if not len(out):
+            return
+        if not group.parity:
+            raise StoreError(f"{file} of node {node} is not protected by parity")
+        k = len(group.members) - group.parity
+        code = self._code(k, group.parity)
+
+        def decode(part: Part, buffers: list[Buffer]) -> None:
+            first = part.wanted * group.chunk + part.low - start
+            self._decode(code, group, part, buffers, out[first : first + part.high - part.low])
+
+        found = parts(group, at, start, start + len(out), grid=PIECE)
+        for_each(found, decode, code.window, self._threads)
+
+    def _decode(
+        self, code: Code, group: Group, part: Part, buffers: list[Buffer], out: Buffer
+    ) -> None:
+        """Decode part of a stripe; again with other pieces, as long as one turns out lost."""
+        while True:
+            pieces = (
+                (number, self._piece(group, part, number, buffer))
+                for number, buffer in zip(self._chosen(group, part), cycle(buffers), strict=False)
+            )
+            try:
+                code.recover(pieces, {part.wanted: out})
+                return
+            except LostPiece as lost:
+                with self._lock:
+                    self._lost_files[lost.key] = lost.error
+
+    def _chosen(self, group: Group, part: Part) -> list[int]:
+        """The numbers of the blocks to decode from: data before parity."""
+        usable = []
+        missing = []
+        for number in range(len(group.members)):
+            if number == part.wanted:
+                continue
+            keys = needed_files(self._protection.save_id, group, part, number)
+            lost = [key for key in keys if self._is_lost(key)]
+            if lost:
+                missing.append(lost[0])
+            else:
+                usable.append(number)
+        k = len(part.stripe.data)
+        if len(usable) < k:
+            owner = group.members[part.stripe.data[part.wanted]]
+            raise self._too_many(group, owner, missing, len(usable))
+        return usable[:k]
+
+    def _is_lost(self, key: tuple[str, str]) -> bool:
+        return key[0] in self._lost_nodes or key in self._lost_files
+
+    def _too_many(
+        self, group: Group, owner: Member, missing: list[tuple[str, str]], left: int
+    ) -> Exception:
+        reasons = [
+            f"{file} of node {node}: {self._lost_files.get((node, file), 'the node is lost')}"
+            for node, file in missing
+        ]
+        kind: type[StoreError | CorruptionError] = StoreError
+        if any(isinstance(self._lost_files.get(key), CorruptionError) for key in missing):
+            kind = CorruptionError
+        return kind(
+            f"what node {owner.node} held cannot be rebuilt: {left} of the "
+            f"{len(group.members) - group.parity} pieces that this takes are left, for its group "
+            f"of {len(group.members)} survives the loss of {group.parity}; also missing: "
+            + "; ".join(reasons)
+        )
+
+    def _piece(self, group: Group, part: Part, number: int, buffer: Buffer) -> Buffer:
+        """Part of a block of a stripe, read into a buffer; parity is verified."""
+        k = len(part.stripe.data)
+        if number < k:
+            out = buffer[: part.high - part.low]
+            low = number * group.chunk + part.low
+            read_data(self._read, group, part.stripe.data[number], low, out)
+            return out
+        node = group.members[part.stripe.parity[number - k]].node
+        name = parity_name(self._protection.save_id, group, number - k)
+        try:
+            return self._parity(group, node, name, part, buffer)
+        except (OSError, CorruptionError) as error:
+            raise LostPiece((node, name), error) from error
+
+    def _parity(self, group: Group, node: str, name: str, part: Part, buffer: Buffer) -> Buffer:
+        low = part.low // BLOCK * BLOCK
+        high = min(block_count(part.high) * BLOCK, group.chunk)
+        data = buffer[: high - low]
+        self._read(node, name, low, data)
+        blocks = range(low // BLOCK, block_count(high))
+        expected = np.array([self._checksum(group, node, name, block) for block in blocks], "<u4")
+        bad = damaged_blocks(data, expected)
+        if bad:
+            raise CorruptionError(
+                f"parity was altered: bytes {low + bad[0] * BLOCK} and on fail their checksum"
+            )
+        return data[part.low - low : part.high - low]
+
+    def _checksum(self, group: Group, node: str, name: str, block: int) -> int:
+        page, entry = divmod(block, TABLE_PAGE // 4)
+        key = (node, name, page)
+        if key not in self._tables:
+            table = np.empty(TABLE_PAGE, np.uint8)
+            self._read(node, name, group.chunk + page * TABLE_PAGE, table)
+            self._tables[key] = table
+        return int(self._tables[key].view("<u4")[entry])
+
+    def _code(self, k: int, m: int) -> Code:
+        with self._lock:
+            if (k, m) not in self._codes:
+                self._codes[k, m] = code_of(k, m)
+            return self._codes[k, m]
+
+
+def assemblable(protection: Protection, held: Mapping[str, Collection[str]]) -> set[str]:
+    """The data files that cannot be had any more: neither read from a node, nor decoded.
+
+    Args:
+        protection: who protects whom.
+        held: for each live node, the names of the files that it holds whole: data files of its
+            own, copies of others', and complete files of parity.
+    """
+    data_files = {
+        name for group in protection.groups for each in group.members for name, _ in each.files
+    }
+    anywhere = {name for names in held.values() for name in names} & data_files
+
+    def is_there(key: tuple[str, str]) -> bool:
+        node, name = key
+        return name in anywhere or name in held.get(node, ())
+
+    return {
+        name
+        for group in protection.groups
+        for at, member in enumerate(group.members)
+        for name, size in member.files
+        if name not in anywhere and not _can_decode(protection, group, at, name, size, is_there)
+    }
+
+
+def _can_decode(
+    protection: Protection,
+    group: Group,
+    at: int,
+    name: str,
+    size: int,
+    is_there: Callable[[tuple[str, str]], bool],
+) -> bool:
+    if not size:
+        return True
+    if not group.parity:
+        return False
+    start = position_of(group.members[at], name, 0, size)
+    n, m = len(group.members), group.parity
+    for part in parts(group, at, start, start + size, grid=group.chunk):
+        left = sum(
+            all(map(is_there, needed_files(protection.save_id, group, part, number)))
+            for number in range(n)
+        )
+        if left < n - m:
+            return False
+    return True

@@ -1,0 +1,1 @@
+"""What a trainer does: stage its share, follow what becomes of it, find it again."""

@@ -1,0 +1,177 @@
+"""A save that was begun: how far it has come, as the notes on this node say."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from shardwise.engine.save import SaveReport
+from shardwise.errors import StoreError
+from shardwise.memory.network.vigil import Agents, Vigil
+from shardwise.memory.node import notes
+from shardwise.memory.node.home import read_note
+from shardwise.memory.node.notes import Done
+from shardwise.memory.node.place import Place
+from shardwise.memory.node.retire import ENDED
+from shardwise.memory.snapshots.copying import Copying
+
+POLL = (0.001, 0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """What a save goes through, in the words of its notes, and where those are looked for."""
+
+    agents: Agents
+    place: Place
+    save_id: str
+    stages: tuple[str, ...]
+
+    def check(self) -> None:
+        """Raise if any stage has failed.
+
+        Raises:
+            StoreError: says which, and why.
+        """
+        for stage in self.stages:
+            self.ended(stage)
+
+    def is_over(self) -> bool:
+        """Whether all has ended well. What has failed is still to be raised."""
+        try:
+            return self.ended(self.stages[-1]) is not None
+        except StoreError:
+            return False
+
+    def wait_all(self, timeout: float | None) -> Done:
+        """Wait until all stages have ended; how the last one has.
+
+        Raises:
+            StoreError: one has failed.
+            TimeoutError: `timeout` seconds have passed.
+        """
+        return [self.wait(stage, timeout) for stage in self.stages][-1]
+
+    def ended(self, stage: str) -> Done | None:
+        """How a stage has ended, if it has.
+
+        Raises:
+            StoreError: it has failed; or nothing can come of it, as the agent is gone.
+        """
+        name = notes.outcome(stage, self.save_id)
+        done = read_note(self.place.path / name, Done)
+        if done is None:
+            done = read_note(self.place.run.path / ENDED / name, Done)
+        if done is not None and done.failure:
+            raise StoreError(f"step {self.place.step}: {stage}: {done.failure}")
+        return done
+
+    def wait(self, stage: str, timeout: float | None) -> Done:
+        """Wait until a stage has ended.
+
+        Raises:
+            StoreError: it has failed; or the agent of this node is gone, or that or the one that
+                leads does not answer.
+            TimeoutError: `timeout` seconds have passed.
+        """
+        start = time.monotonic()
+        vigil = Vigil(self.agents)
+        pause = POLL[0]
+        while (done := self.ended(stage)) is None:
+            self.ended("commit")
+            now = time.monotonic()
+            if timeout is not None and now - start > timeout:
+                raise TimeoutError(
+                    f"step {self.place.step}: {stage} has not ended in {timeout:g} s"
+                )
+            try:
+                vigil.look(None if timeout is None else start + timeout - now)
+            except StoreError as error:
+                raise StoreError(f"step {self.place.step}: {stage}: {error}") from error
+            time.sleep(pause)
+            pause = min(2 * pause, POLL[1])
+        return done
+
+
+class SaveHandle:
+    """A save that was begun.
+
+    Args:
+        report: what it did until now; all that there is to report, if it is over.
+        stages: what is still to come; None if it is durable.
+        copying: the copy into memory, if it may still be under way. Whoever waits hurries it.
+    """
+
+    def __init__(
+        self,
+        report: SaveReport,
+        stages: Stages | None = None,
+        copying: Copying | None = None,
+    ) -> None:
+        self._report = report
+        self._stages = stages
+        self._copying = copying
+
+    def done(self) -> bool:
+        """Whether it is over: durable (or, if that is all it is for, safe in memory), or failed."""
+        if self._stages is None:
+            return True
+        try:
+            return self._stages.ended(self._stages.stages[-1]) is not None
+        except StoreError:
+            return True
+
+    def staged(self, timeout: float | None = None) -> None:
+        """Wait until the state is copied, and may change.
+
+        It is when `save` returns, but with `Memory(overlap=True)`.
+
+        Raises:
+            TimeoutError: `timeout` seconds have passed.
+        """
+        if self._copying is not None and not self._copying.wait(timeout):
+            raise TimeoutError(f"the state is not copied after {timeout:g} s")
+
+    def committed(self, timeout: float | None = None) -> None:
+        """Wait until the snapshot is whole on all nodes, and what `restore` would take.
+
+        Raises:
+            StoreError: it has failed; says at which stage, and why.
+            TimeoutError: `timeout` seconds have passed.
+        """
+        if (stages := self._hurried()) is not None:
+            stages.wait("commit", timeout)
+
+    def protected(self, timeout: float | None = None) -> None:
+        """Wait until it would survive the loss of as many nodes as it was asked to.
+
+        Raises:
+            StoreError, TimeoutError: as for `committed`.
+        """
+        if (stages := self._hurried()) is not None:
+            stages.wait("protect", timeout)
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Wait until it is durable, or, if it is for memory only, protected.
+
+        Raises:
+            StoreError, TimeoutError: as for `committed`.
+        """
+        if (stages := self._hurried()) is None:
+            return self._report
+        ended = {stage: stages.wait(stage, timeout) for stage in stages.stages}
+        last = ended["commit"]
+        seconds = self._report.seconds | {stage: each.seconds for stage, each in ended.items()}
+        return replace(
+            self._report,
+            bytes_total=last.bytes_total,
+            bytes_deduplicated=last.bytes_held - last.bytes_total,
+            files=last.files,
+            seconds=seconds,
+        )
+
+    def _hurried(self) -> Stages | None:
+        """What is still to come, now that it is waited for."""
+        if self._copying is not None:
+            self._copying.hurry()
+        return self._stages

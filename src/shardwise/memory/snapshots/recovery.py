@@ -1,0 +1,144 @@
+"""Which snapshot can be had again, out of what the nodes that are left hold."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+
+from shardwise.engine.exchange import exchange
+from shardwise.engine.group import Group
+from shardwise.errors import FormatError, StoreError
+from shardwise.manifest.manifest import decode_manifest
+from shardwise.manifest.names import MANIFEST
+from shardwise.memory.network.assembled import AssembledStore, Assembly
+from shardwise.memory.network.assembling import Held, ask_others, choose, reader, what_is_held
+from shardwise.memory.node import notes
+from shardwise.memory.node.home import Run
+from shardwise.memory.node.place import Place
+from shardwise.memory.node.seal import is_intact
+from shardwise.memory.snapshots.snapshots import Snapshots
+
+SETTLE = 5.0
+POLL = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A snapshot that can be had, if there is one, and why no newer one can."""
+
+    step: int
+    store: AssembledStore | None
+    newer: list[tuple[int, str]]
+
+
+def find_snapshot(
+    snapshots: Snapshots, group: Group, *, step: int | None, below: int | None
+) -> Found:
+    """The newest snapshot of which every file is held somewhere. All ranks together.
+
+    Args:
+        step: that of this step only.
+        below: only older ones: this one has turned out to be damaged. It is taken again only if
+            what was damaged could be found and removed, and the rest is enough.
+    """
+    assembly = find_assembly(snapshots, group, step=step, below=below)
+    if assembly.step is None:
+        return Found(-1, None, assembly.newer)
+    store = AssembledStore(assembly, snapshots.run, snapshots.node, snapshots.tls)
+    return Found(assembly.step, store, assembly.newer)
+
+
+def find_assembly(
+    snapshots: Snapshots, group: Group, *, step: int | None, below: int | None
+) -> Assembly:
+    """Agree on where the files of that snapshot lie."""
+    meeting, run, here = snapshots.meeting, snapshots.run, snapshots.node
+    tls = snapshots.tls
+    complete = _complete_saves(snapshots, group) if below is None else set()
+
+    def speak() -> bytes:
+        if not snapshots.is_first_of_node:
+            return b""
+        removed = False
+        if below is None:
+            _let_settle(run, complete)
+        else:
+            removed = remove_damaged(Place(run, below))
+        held = what_is_held(run, here)
+        return msgspec.msgpack.encode(msgspec.structs.replace(held, removed=removed))
+
+    def answer(said: list[bytes]) -> bytes:
+        held = [msgspec.msgpack.decode(each, type=Held) for each in said if each]
+        cards = {card.node: card for card in meeting.nodes}
+        for each in held:
+            for card in each.knows:
+                cards.setdefault(card.node, card)
+        present = {each.node for each in held}
+        absent = [card for card in cards.values() if card.node not in present]
+        held += ask_others(absent, run.name, tls)
+        read = reader(cards, run, here, tls)
+        found = choose(held, cards, read, step=step, below=below, lineage=meeting.lineage)
+        return msgspec.msgpack.encode(found)
+
+    reply = exchange(group, "looking for snapshots", speak, answer)
+    return msgspec.msgpack.decode(reply, type=Assembly)
+
+
+def remove_damaged(place: Place) -> bool:
+    """Remove what is not what was committed, so that it is had from elsewhere; if there was any."""
+    try:
+        manifest = decode_manifest((place.path / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return False
+    except FormatError:
+        damaged = [MANIFEST]
+    else:
+        damaged = [
+            entry.name
+            for entry in manifest.files
+            if place.has(entry.name) and not is_intact(place.path / entry.name, entry)
+        ]
+    for name in damaged:
+        (place.path / name).unlink(missing_ok=True)
+        (place.path / notes.staged(name)).unlink(missing_ok=True)  # its slot is no more in use
+    return bool(damaged)
+
+
+def _complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
+    """The saves that were staged on all nodes: what is still to be committed of them will be."""
+
+    def speak() -> bytes:
+        staged: list[str] = []
+        begun: list[tuple[str, list[str]]] = []
+        for step in snapshots.run.steps() if snapshots.is_first_of_node else ():
+            place = Place(snapshots.run, step)
+            with suppress(StoreError):  # a note is damaged: nothing comes of it
+                staged += [each.file.name for each in place.staged()]
+                begun += [
+                    (each.save_id, [name for name, _ in each.files]) for each in place.drafts()
+                ]
+        return msgspec.msgpack.encode((staged, begun))
+
+    def answer(said: list[bytes]) -> bytes:
+        kind = tuple[list[str], list[tuple[str, list[str]]]]
+        heard = [msgspec.msgpack.decode(each, type=kind) for each in said]
+        staged = {name for names, _ in heard for name in names}
+        complete = {save for _, begun in heard for save, files in begun if staged.issuperset(files)}
+        return msgspec.msgpack.encode(complete)
+
+    reply = exchange(group, "asking what was staged", speak, answer)
+    return msgspec.msgpack.decode(reply, type=set[str])
+
+
+def _let_settle(run: Run, complete: set[str]) -> None:
+    """Give the agents time to commit what was staged completely before the trainers ended."""
+    deadline = time.monotonic() + SETTLE
+    while time.monotonic() < deadline and any(
+        save in complete and place.ended("commit", save) is None
+        for place in (Place(run, step) for step in run.steps())
+        for save in place.saves()
+    ):
+        time.sleep(POLL)

@@ -1,0 +1,394 @@
+"""The snapshots of a run, as its ranks make them: staged here, and left to the agent by notes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+import msgspec
+
+from shardwise.engine.doorbell import ring
+from shardwise.engine.exchange import exchange
+from shardwise.engine.group import Group
+from shardwise.engine.options import SaveOptions
+from shardwise.engine.planning import Planned, Wish, plan_together
+from shardwise.engine.replicas import check_replicas
+from shardwise.engine.save import Save, SaveReport, refuse_existing
+from shardwise.events import Recorder
+from shardwise.manifest.names import data_file, new_save_id
+from shardwise.memory.agent.guard import gaps
+from shardwise.memory.agent.keeper import Keeper
+from shardwise.memory.network.vigil import Agents
+from shardwise.memory.node.home import Run
+from shardwise.memory.node.lineage import Lineage, go_on_from
+from shardwise.memory.node.meeting import meet, reaching
+from shardwise.memory.node.notes import Card, Draft
+from shardwise.memory.node.place import Place
+from shardwise.memory.node.predecessors import remove_predecessors
+from shardwise.memory.node.retire import discard_newer
+from shardwise.memory.node.spawn import agent_of
+from shardwise.memory.node.tenants import evict
+from shardwise.memory.node.trainers import Presence
+from shardwise.memory.options import Memory
+from shardwise.memory.snapshots.handle import SaveHandle, Stages
+from shardwise.memory.snapshots.rings import Rings
+from shardwise.memory.snapshots.staging import Part, Staging
+from shardwise.memory.tls import Tls
+from shardwise.plan.cache import PlanCache
+from shardwise.retention import Keep
+from shardwise.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Storing:
+    """What becomes of a snapshot in storage.
+
+    Attributes:
+        durable: it is persisted in any case; otherwise only if a trainer is lost.
+        keep: what is kept there then.
+    """
+
+    durable: bool
+    keep: Keep
+
+
+class Snapshots:
+    """What the ranks of a run do with the memory of its nodes. Made by all ranks together.
+
+    Args:
+        root: where the run persists its checkpoints; tells the run from others.
+        options: as the user gave them.
+        group: the ranks.
+
+    Attributes:
+        skipped: saves that were left out as no slot was free.
+    """
+
+    def __init__(self, root: Store, options: Memory, group: Group) -> None:
+        self._root = root
+        self._options = options = reaching(options, group)
+        self._group = group
+        self._open: list[Stages] = []
+        self.skipped = 0
+        self.home, self.meeting = meet(root, options, group)
+        self.run: Run = self.home.run(self.meeting.lineage.run)
+        self._presence = self._take_its_place()
+        self._evict_movers()
+        self._rings = Rings(options, self.meeting, group)
+        self._staging = Staging(
+            self.home,
+            self.run,
+            group.rank,
+            options,
+            self.wake,
+            nodes=len(set(self.meeting.node_of)),
+            ranks_here=self.meeting.node_of.count(self.node),
+        )
+        self._keeper = Keeper(self.home, options) if self.is_first_of_node else None
+        if group.rank == 0:
+            self._warn_of_gaps()
+
+    def _take_its_place(self) -> Presence:
+        """On each node. All ranks together."""
+        taken: list[Presence] = []
+
+        def speak() -> bytes:
+            taken.append(Presence(self.run, self._group.rank))
+            return b""
+
+        exchange(self._group, "taking their places", speak, lambda _: b"")
+        return taken[0]
+
+    def _warn_of_gaps(self) -> None:
+        options = self._options
+        found = gaps(
+            self.meeting.nodes,
+            copies=options.copies,
+            parity=options.parity,
+            group=options.group,
+        )
+        for gap in found:
+            warnings.warn(f"snapshots in memory: {gap}", RuntimeWarning, stacklevel=4)
+
+    def _evict_movers(self) -> None:
+        """Give memory back: of runs and ranks that were on this node before, and are no more."""
+
+        def speak() -> bytes:
+            if self.is_first_of_node:
+                remove_predecessors(self.home, self.run, str(self._root))
+                node_of = self.meeting.node_of
+                evict(self.run, lambda rank: node_of[rank : rank + 1] == [self.node])
+            return b""
+
+        exchange(self._group, "giving memory back", speak, lambda _: b"")
+
+    @property
+    def tls(self) -> Tls | None:
+        """By what the nodes of the run know each other."""
+        return self._options.tls
+
+    @property
+    def node(self) -> str:
+        """The name of this rank's node."""
+        return self.meeting.node_of[self._group.rank]
+
+    @property
+    def is_first_of_node(self) -> bool:
+        """Whether this rank is the first of its node."""
+        return self.meeting.node_of.index(self.node) == self._group.rank
+
+    def save(
+        self,
+        prepare: Callable[[], Save],
+        storing: Storing,
+        plans: PlanCache,
+        recorder: Recorder,
+    ) -> SaveHandle | None:
+        """Stage a snapshot, and leave it to the agents; None if it was skipped.
+
+        Args:
+            prepare: says what this rank brings; its store is where the step belongs in storage.
+            storing: what is to become of it there.
+
+        Raises:
+            ShardwiseError: on all ranks: this save cannot be, or an earlier one failed meanwhile.
+        """
+        self.fence()
+        sent = self._group.bytes_sent
+        brought: list[Save] = []
+
+        def wish() -> Wish:
+            self._raise_failures()
+            if self._keeper is not None:
+                self._keeper.check()
+            card = agent_of(self.home, self._options)
+            staging = self._staging
+            free = not staging.is_prepared or storing.durable or staging.has_free()
+            note = msgspec.msgpack.encode((free, card))
+            brought.append(prepare())
+            job = brought[0]
+            return Wish(held=job.held, options=job.options, place=str(job.store), note=note)
+
+        def admit(said: list[bytes]) -> str:
+            if storing.durable:
+                refuse_existing(brought[0])
+            heard = [msgspec.msgpack.decode(each, type=tuple[bool, Card]) for each in said]
+            self.meeting.nodes = list({card.node: card for _, card in heard}.values())
+            if self._options.when_full == "skip" and not all(free for free, _ in heard):
+                return ""
+            return new_save_id()
+
+        planned = self._plan(wish, admit, plans, recorder)
+        if planned is None:
+            self.skipped += 1
+            return None
+        if brought[0].options.check_replicas:
+            check_replicas(planned.described, self._group)
+        return self._begin(planned, brought[0], storing, recorder, sent)
+
+    def prepare(self, prepare: Callable[[], Save], plans: PlanCache, recorder: Recorder) -> int:
+        """Allocate and touch the slots of all ranks; the bytes that were allocated for this one.
+
+        Raises:
+            ShardwiseError: on all ranks: the memory of a node is too small; says what it needs.
+        """
+
+        def wish() -> Wish:
+            job = prepare()
+            return Wish(held=job.held, options=job.options, place=str(job.store))
+
+        planned = self._plan(wish, lambda _: new_save_id(), plans, recorder)
+        if planned is None:
+            raise RuntimeError("a plan was neither admitted nor refused")
+        content, its_ring = self._rings.join(planned)
+        allocated: list[int] = []
+
+        def speak() -> bytes:
+            allocated.append(self._staging.prepare(content, its_ring))
+            return b""
+
+        with recorder.stage("allocate"):
+            exchange(self._group, "allocating slots", speak, lambda _: b"")
+        return allocated[0]
+
+    def _plan(
+        self,
+        wish: Callable[[], Wish],
+        admit: Callable[[list[bytes]], str],
+        plans: PlanCache,
+        recorder: Recorder,
+    ) -> Planned | None:
+        return plan_together(wish, admit, self._group, plans, recorder, rings=self._rings.form)
+
+    def fence(self) -> None:
+        """Wait until what is being copied is copied."""
+        self._staging.fence()
+
+    def go_on_from(self, step: int | None) -> None:
+        """Forget snapshots that are newer than what the run goes on from. All ranks together.
+
+        Nodes that are out of reach, or have no trainers, may keep some: the root says that those
+        are abandoned.
+        """
+
+        def answer(_: list[bytes]) -> bytes:
+            lineage = go_on_from(self._root, self.meeting.lineage.run, step)
+            return msgspec.msgpack.encode(lineage)
+
+        reply = exchange(
+            self._group, "discarding newer snapshots", lambda: self._discard(step), answer
+        )
+        self.meeting.lineage = msgspec.msgpack.decode(reply, type=Lineage)
+
+    def _discard(self, step: int | None) -> bytes:
+        if self.is_first_of_node:
+            discard_newer(self.run, step)
+        return b""
+
+    def close(self, *, wait: bool, failed: bool) -> None:
+        """Let go of the slots.
+
+        Args:
+            wait: until all that was begun is over. If the newest snapshot is in storage then, the
+                memory is given back. Otherwise the agents go on alone.
+            failed: this trainer counts as lost.
+
+        Raises:
+            StoreError: something failed.
+        """
+        try:
+            if wait:
+                self._finish()
+            self.fence()
+            if not failed:
+                self._presence.end()
+        finally:
+            self._presence.leave()
+            self._staging.close()
+            if self._keeper is not None:
+                self._keeper.stop()
+
+    def _finish(self) -> None:
+        """Wait until all that was begun is over. All ranks together."""
+
+        def speak() -> bytes:
+            self.fence()
+            self._raise_failures()
+            for each in self._open:
+                each.wait_all(None)
+            return b"held" if self.run.steps() else b""
+
+        held = exchange(self._group, "finishing what was begun", speak, max)
+        if not held or (self._open and self._open[-1].stages[-1] == "persist"):
+            self._give_back()
+
+    @property
+    def _agents(self) -> Agents:
+        first = self.meeting.node_of[0]
+        leader = next(each for each in self.meeting.nodes if each.node == first)
+        elsewhere = None if first == self.node else leader
+        return Agents(self.home, elsewhere, self._options.tls, self._options.wait)
+
+    def settle(self) -> None:
+        """Wait until what is to be persisted is, or has failed. A rank may do so alone.
+
+        Raises:
+            StoreError: something failed, or the agent is gone.
+        """
+        self._staging.check()
+        for each in self._open:
+            if each.stages[-1] == "persist":
+                each.wait_all(None)
+
+    def _give_back(self) -> None:
+        """Leave nothing of the run in memory. All ranks together."""
+
+        def remove_free() -> bytes:
+            self._staging.remove()
+            return b""
+
+        def remove() -> bytes:
+            if self.is_first_of_node:
+                shutil.rmtree(self.run.path, ignore_errors=True)
+            return b""
+
+        exchange(self._group, "giving memory back", lambda: self._discard(None), lambda _: b"")
+        exchange(self._group, "giving memory back", remove_free, lambda _: b"")
+        exchange(self._group, "giving memory back", remove, lambda _: b"")
+
+    def wake(self) -> None:
+        """Have this node's agent look at the notes."""
+        with suppress(OSError):
+            fd = os.open(self.home.bell, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                ring(fd)
+            finally:
+                os.close(fd)
+
+    def _raise_failures(self) -> None:
+        self._staging.check()
+        begun, self._open = self._open, []
+        for each in begun:
+            each.check()
+        self._open = begun
+
+    def _begin(
+        self, planned: Planned, job: Save, storing: Storing, recorder: Recorder, sent: int
+    ) -> SaveHandle:
+        """Stage what was planned; what fails here the other ranks hear of when they next meet."""
+        options = job.options
+        place = Place(self.run, options.step or 0)
+        wanted = ("commit", "protect", "persist") if storing.durable else ("commit", "protect")
+        stages = Stages(self._agents, place, planned.save_id, wanted)
+        content, its_ring = self._rings.join(planned)
+        draft = None if planned.template is None else self._draft(planned, options, storing)
+        part = Part(
+            place=place, planned=planned, content=content, ring=its_ring, draft=draft, stages=wanted
+        )
+        with recorder.stage("stage"):
+            staging = self._staging.begin(part)
+        self._open = [*(each for each in self._open if not each.is_over()), stages]
+        report = SaveReport(
+            path=str(job.store if storing.durable else place.path),
+            step=options.step,
+            bytes_total=0,
+            bytes_written=0 if content is None else content.layout.size,
+            bytes_deduplicated=0,
+            files=0,
+            plan_cached=planned.cached,
+            bytes_communicated=self._group.bytes_sent - sent,
+            seconds=recorder.seconds(),
+        )
+        return SaveHandle(report, stages, staging)
+
+    def _draft(self, planned: Planned, options: SaveOptions, storing: Storing) -> Draft:
+        template = planned.template
+        if template is None:
+            raise RuntimeError("only rank 0 has a draft")
+        node_of = self.meeting.node_of
+        return Draft(
+            save_id=planned.save_id,
+            step=options.step or 0,
+            manifest=template.encode(()).decode(),
+            files=[(data_file(r, planned.save_id), node_of[r]) for r in template.ranks],
+            nodes=self.meeting.nodes,
+            leader=self.node,
+            epoch=self.meeting.lineage.epoch,
+            rings=self._rings.files,
+            root=str(self._root),
+            durable=storing.durable,
+            rescue=self._options.rescue,
+            overwrite=options.overwrite,
+            keep=asdict(storing.keep),
+            copies=self._options.copies,
+            parity=self._options.parity,
+            group=self._options.group,
+            wait=self._options.wait,
+            budget=self._options.budget,
+            bytes_held=template.published.bytes_held,
+            bytes_total=template.published.bytes_stored,
+        )
