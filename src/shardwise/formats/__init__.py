@@ -1,0 +1,1 @@
+"""Foreign checkpoints: read where they lie, as manifests laid over their files; and written."""
