@@ -1,0 +1,85 @@
+"""The files of a foreign checkpoint: a directory and what is below it, or one file."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from pathlib import Path
+
+from shardwise.errors import CheckpointNotFoundError, FormatError
+from shardwise.formats.foreign import ForeignFile
+from shardwise.store import LocalStore, ReadableFile
+
+MOST_FILES = 2**20
+LARGEST_PICKLE = 2**31
+
+
+class Tree:
+    """Files by their paths below a directory, by `/`. A place that is a file has only itself.
+
+    Links are followed, as caches of published models are made of them; a name never leads out of
+    the directory by itself.
+
+    Raises:
+        CheckpointNotFoundError: nothing is there.
+    """
+
+    def __init__(self, place: str | os.PathLike[str]) -> None:
+        self.path = Path(place)
+        self.only = self.path.name if self.path.is_file() else None
+        if self.only is None and not self.path.is_dir():
+            raise CheckpointNotFoundError(f"{self.path}: there is no such file or directory")
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Sizes in bytes of all files, by name, sorted.
+
+        Raises:
+            FormatError: there are absurdly many.
+        """
+        if self.only is not None:
+            return {self.only: self.path.stat().st_size}
+        found: dict[str, int] = {}
+        for folder, _, names in os.walk(self.path):
+            for name in names:
+                path = Path(folder, name)
+                if path.is_file():
+                    found[path.relative_to(self.path).as_posix()] = path.stat().st_size
+            if len(found) > MOST_FILES:
+                raise FormatError(f"{self.path} has over {MOST_FILES} files below it")
+        return dict(sorted(found.items()))
+
+    def file(self, name: str) -> ForeignFile:
+        """What a manifest laid over this file says of it.
+
+        Raises:
+            FormatError: there is none; something else names it.
+        """
+        if name not in self.sizes:
+            raise FormatError(f"{self.path} has no file {name[:200]!r}, which it should have")
+        return ForeignFile(name, self.sizes[name])
+
+    def open(self, name: str) -> ReadableFile:
+        """Open a file for reading ranges of it.
+
+        Raises:
+            FormatError: there is none.
+        """
+        self.file(name)
+        path = self.path if self.only is not None else self.path / name
+        real = path.resolve()
+        return LocalStore(real.parent).open(real.name)
+
+    def read(self, name: str, *, limit: int = LARGEST_PICKLE) -> bytes:
+        """All of a small file.
+
+        Raises:
+            FormatError: there is none, or it is larger than `limit` bytes.
+        """
+        if self.file(name).size > limit:
+            raise FormatError(f"{self.path}/{name} has {self.sizes[name]} bytes; at most {limit}")
+        path = self.path if self.only is not None else self.path / name
+        return path.read_bytes()
