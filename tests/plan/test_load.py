@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.layout import Box
+from shardwise.layout import Box, row_major
 from shardwise.manifest.table import Pieces
 from shardwise.plan.load import LoadPlan, Source, plan_load
 
@@ -86,7 +86,7 @@ def source_of(case: Case) -> tuple[Source, list[int]]:
     )
     covered = [at + end + 8 for at, end in zip(data_at, ends, strict=True)]
     columns = (np.array(case.itemsizes), np.array(data_at), np.array(covered))
-    return Source(pieces, *columns), covered
+    return Source(pieces, row_major(pieces.shape), *columns), covered
 
 
 def wanted_of(case: Case) -> tuple[Int, Int, Int]:
@@ -194,7 +194,7 @@ def test_a_column_of_long_rows_costs_a_block_a_row() -> None:
         np.array([[rows, columns]]),
     )
     covered = np.array([rows * columns * 4])
-    source = Source(pieces, np.array([4]), np.array([0]), covered)
+    source = Source(pieces, row_major(pieces.shape), np.array([4]), np.array([0]), covered)
     wanted = np.zeros(1, np.int64), np.array([[0, 7]]), np.array([[rows, 1]])
     plan = plan_load(source, wanted, largest_read=1 << 20, block=BLOCK)
     assert plan.bytes_read == rows * BLOCK
@@ -211,7 +211,9 @@ def test_neighbouring_pieces_are_one_read() -> None:
         np.full((count, 1), nbytes),
     )
     total = count * nbytes
-    source = Source(pieces, np.ones(count, np.int64), np.array([0]), np.array([total]))
+    source = Source(
+        pieces, row_major(pieces.shape), np.ones(count, np.int64), np.array([0]), np.array([total])
+    )
     wanted = np.arange(count), np.zeros((count, 1), np.int64), np.full((count, 1), nbytes)
     plan = plan_load(source, wanted, largest_read=1 << 20)
     assert len(plan.spans) == 1

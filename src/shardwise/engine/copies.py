@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.engine.memory import Memory
-from shardwise.layout import Box, boxes_of_range
+from shardwise.layout import boxes_within
 from shardwise.plan.load import Spans, Transfers
-from shardwise.state.leaves import byte_strides
 from shardwise.store.store import Buffer
 
 Int = npt.NDArray[np.int64]
@@ -26,20 +25,15 @@ class Wanted:
     memory: Memory
 
 
-@dataclass(frozen=True, slots=True)
-class PieceTable:
-    """Where each piece lies: box of the tensor, and absolute byte offset in its file."""
-
-    start: Int
-    offset: Int
-    shape: Int
-
-
 class Copies:
-    """Copies out of spans: the columns of a plan as lists, which are faster to take apart."""
+    """Copies out of spans: the columns of a plan as lists, which are faster to take apart.
+
+    Args:
+        strides: of all pieces, `(n, D)`, in elements.
+    """
 
     def __init__(
-        self, transfers: Transfers, spans: Spans, pieces: PieceTable, wanted: Sequence[Wanted]
+        self, transfers: Transfers, spans: Spans, strides: Int, wanted: Sequence[Wanted]
     ) -> None:
         self._wanted = wanted
         self._first = spans.first.tolist()
@@ -50,10 +44,7 @@ class Copies:
         self._high = transfers.high.tolist()
         self._shape = transfers.shape.tolist()
         self._offset = transfers.offset.tolist()
-        piece_offset = pieces.offset[transfers.piece]
-        self._within = (transfers.offset - piece_offset).tolist()
-        self._piece_shape = pieces.shape[transfers.piece].tolist()
-        self._piece_start = pieces.start[transfers.piece].tolist()
+        self._stride = strides[transfers.piece].tolist()
 
     def names(self, span: int) -> str:
         """Which tensors a span holds, for an error."""
@@ -63,7 +54,7 @@ class Copies:
         return ", ".join(names[:3]) + more
 
     def copy(self, span: int, data: Buffer) -> None:
-        """Copy all that a span holds, whose bytes are `data`."""
+        """Copy all that a span holds, whose bytes are `data`; more than its own are no harm."""
         low = self._span_low[span]
         high = low + len(data)
         for row in self._rows[self._first[span] : self._first[span + 1]]:
@@ -71,32 +62,16 @@ class Copies:
             ndim = len(wanted.offset)
             shape = tuple(self._shape[row][:ndim])
             start = [o - w for o, w in zip(self._offset[row], wanted.offset, strict=False)]
-            if low <= self._low[row] and self._high[row] <= high:
-                strides = byte_strides(self._piece_shape[row][:ndim], wanted.memory.itemsize)
-                _copy(data, self._low[row] - low, strides, wanted.memory, start, shape)
-            else:
-                self._copy_part(row, low, high, data, start, shape)
-
-    def _copy_part(
-        self, row: int, low: int, high: int, data: Buffer, start: list[int], shape: tuple[int, ...]
-    ) -> None:
-        """Copy of a transfer what this span holds: a flat range of its piece, as boxes."""
-        memory = self._wanted[self._fragment[row]].memory
-        ndim, itemsize = len(shape), memory.itemsize
-        piece_shape = tuple(self._piece_shape[row][:ndim])
-        piece_start = self._piece_start[row]
-        strides = byte_strides(piece_shape, itemsize)
-        box = Box(tuple(self._within[row][:ndim]), shape)
-        size = itemsize * int(np.prod(piece_shape, dtype=np.int64))
-        first = (max(low, piece_start) - piece_start) // itemsize
-        last = (min(high, piece_start + size) - piece_start) // itemsize
-        for part in boxes_of_range(piece_shape, first, last):
-            common = part.intersect(box)
-            if common is None:
+            memory = wanted.memory
+            strides = tuple(s * memory.itemsize for s in self._stride[row][:ndim])
+            at = self._low[row] - low
+            if at >= 0 and self._high[row] <= high:
+                _copy(data, at, strides, memory, start, shape)
                 continue
-            at = piece_start - low + sum(o * s for o, s in zip(common.offset, strides, strict=True))
-            into = [s + c - b for s, c, b in zip(start, common.offset, box.offset, strict=True)]
-            _copy(data, at, strides, memory, into, common.shape)
+            for part in boxes_within(shape, strides, memory.itemsize, -at, high - low - at):
+                there = at + sum(o * s for o, s in zip(part.offset, strides, strict=True))
+                into = [s + o for s, o in zip(start, part.offset, strict=True)]
+                _copy(data, there, strides, memory, into, part.shape)
 
 
 def _copy(

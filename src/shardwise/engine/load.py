@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from shardwise.engine.arena import Arena
-from shardwise.engine.copies import Copies, PieceTable, Wanted
+from shardwise.engine.copies import Copies, Wanted
 from shardwise.engine.datareader import DataReader
 from shardwise.engine.describe import untied
 from shardwise.engine.group import Group
@@ -219,10 +219,7 @@ def _finish(leaves: Sequence[TensorLeaf]) -> None:
 
 
 def _copies(filling: Filling, spans: Spans, opened: Opened) -> Copies:
-    pieces = opened.pieces
-    start = opened.source().data_at[pieces.file] + pieces.start
-    table = PieceTable(start, pieces.offset, pieces.shape)
-    return Copies(filling.plan.transfers, spans, table, filling.wanted)
+    return Copies(filling.plan.transfers, spans, opened.stride, filling.wanted)
 
 
 def _open_readers(

@@ -18,10 +18,11 @@ from shardwise.errors import (
     MismatchError,
     StoreError,
 )
+from shardwise.layout import row_major
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
-from shardwise.manifest.table import Pieces
+from shardwise.manifest.table import Int, Pieces
 from shardwise.manifest.validate import validated_pieces
 from shardwise.plan.load import Source
 from shardwise.state.objects import JsonValue
@@ -30,17 +31,19 @@ from shardwise.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A manifest, checked, with its pieces in columns."""
+    """A manifest, checked, with its pieces in columns; `stride` is in elements, `(n, D)`."""
 
     store: Store
     manifest: Manifest
     pieces: Pieces
+    stride: Int
 
     def source(self) -> Source:
         """What a plan needs to know of the pieces."""
         files = self.manifest.files
         return Source(
             self.pieces,
+            self.stride,
             np.array([DTYPES[t.dtype].itemsize for t in self.manifest.tensors], np.int64),
             np.array([file.data_at for file in files], np.int64),
             np.array([file.checksums_at for file in files], np.int64),
@@ -82,7 +85,8 @@ def open_manifest(enter: Callable[[], Store], group: Group, terms: str = "") -> 
     data = exchange(group, "opening a checkpoint", speak, answer)
     try:
         manifest = decode_manifest(data)
-        return Opened(entered[0], manifest, validated_pieces(manifest))
+        pieces = validated_pieces(manifest)
+        return Opened(entered[0], manifest, pieces, row_major(pieces.shape))
     except FormatError as error:
         raise FormatError(f"{entered[0]}: {error}") from error
 

@@ -4,12 +4,15 @@ from shardwise.layout.box import Box
 from shardwise.layout.flat import boxes_of_range
 from shardwise.layout.mesh import Split, fragments_of_shard
 from shardwise.layout.overlap import Overlaps, find_overlaps
+from shardwise.layout.strided import boxes_within, row_major
 
 __all__ = [
     "Box",
     "Overlaps",
     "Split",
     "boxes_of_range",
+    "boxes_within",
     "find_overlaps",
     "fragments_of_shard",
+    "row_major",
 ]

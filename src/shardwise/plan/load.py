@@ -83,10 +83,12 @@ class LoadPlan:
 class Source:
     """A manifest's pieces, and what is needed to find their bytes.
 
-    `itemsize` is by tensor; `data_at` and `covered` (the end of what checksums cover) by file.
+    `stride` is by piece, `(n, D)`, in elements: in files of our own, that of row-major boxes.
+    `itemsize` is by tensor; `data_at` and `covered` (the end of what may be read) by file.
     """
 
     pieces: Pieces
+    stride: Int
     itemsize: Int
     data_at: Int
     covered: Int
@@ -118,7 +120,7 @@ def plan_load(
 def _locate(source: Source, piece: Int, fragment: Int, offset: Int, shape: Int) -> Transfers:
     pieces = source.pieces
     itemsize = source.itemsize[pieces.tensor[piece]]
-    stride = _row_major(pieces.shape[piece])
+    stride = source.stride[piece]
     within = offset - pieces.offset[piece]
     start = source.data_at[pieces.file[piece]] + pieces.start[piece]
     low = start + (within * stride).sum(axis=1) * itemsize
@@ -126,19 +128,11 @@ def _locate(source: Source, piece: Int, fragment: Int, offset: Int, shape: Int) 
     return Transfers(piece, fragment, offset, shape, pieces.file[piece], low, high)
 
 
-def _row_major(shape: Int) -> Int:
-    """Strides, in elements, of row-major arrays of these shapes."""
-    inner = np.ones_like(shape)
-    if shape.shape[1] > 1:
-        inner[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]
-    return inner
-
-
 def _without_gaps(source: Source, transfers: Transfers, block: int) -> Transfers:
     """Cut transfers whose rows lie so far apart that whole blocks between them are not needed."""
     pieces = source.pieces
     for dim in range(transfers.shape.shape[1]):
-        stride = _row_major(pieces.shape[transfers.piece])[:, dim]
+        stride = source.stride[transfers.piece, dim]
         itemsize = source.itemsize[pieces.tensor[transfers.piece]]
         count = transfers.shape[:, dim]
         extent = (transfers.high - transfers.low) - (count - 1) * stride * itemsize
