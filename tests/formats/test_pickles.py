@@ -1,0 +1,153 @@
+"""Pickles give the values that were put into them, of a closed list of types."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import enum
+import pickle
+from pathlib import PurePosixPath
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.errors import FormatError
+from shardwise.formats.pickled import Constant, Name, Opaque, Record, records
+from shardwise.formats.pickles import unpickle
+
+PROTOCOLS = range(2, 6)
+
+
+class Colour(enum.Enum):
+    """Of a library that is not installed here."""
+
+    RED = 7
+
+
+class Strange:
+    """Of such a library, too."""
+
+    def __init__(self) -> None:
+        self.inner = {"a": 1}
+
+
+def scalars() -> st.SearchStrategy[object]:
+    numbers = st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.booleans()
+    return (
+        st.none()
+        | numbers
+        | st.text(max_size=300)
+        | st.binary(max_size=300)
+        | st.complex_numbers(allow_nan=False)
+    )
+
+
+def values() -> st.SearchStrategy[object]:
+    keys = st.text(max_size=5) | st.integers() | st.tuples(st.integers(), st.text(max_size=2))
+    return st.recursive(
+        scalars(),
+        lambda inner: (
+            st.lists(inner, max_size=5)
+            | st.lists(inner, max_size=5).map(tuple)
+            | st.dictionaries(keys, inner, max_size=5)
+            | st.dictionaries(keys, inner, max_size=5).map(collections.OrderedDict)
+            | st.frozensets(keys, max_size=5)
+            | st.frozensets(keys, max_size=5).map(set)
+        ),
+        max_leaves=20,
+    )
+
+
+@given(values(), st.sampled_from(PROTOCOLS))
+def test_plain_values_are_as_they_were(value: object, protocol: int) -> None:
+    data = pickle.dumps(value, protocol)
+    read = unpickle(data, "it")
+    assert repr(read.value) == repr(pickle.loads(data))
+    assert (read.opaque, read.end) == ((), len(data))
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (bytearray(b"ab"), bytearray(b"ab")),
+        (slice(1, None), slice(1, None)),
+        (range(3), range(3)),
+        (collections.Counter("aab"), collections.Counter("aab")),
+        (collections.deque([1, 2]), [1, 2]),
+        (collections.defaultdict(list, {1: [2]}), {1: [2]}),
+        (datetime.datetime(2026, 1, 2, 3, 4, 5, 6), "2026-01-02T03:04:05.000006"),
+        (datetime.date(2026, 1, 2), "2026-01-02"),
+        (datetime.timedelta(1, 2), 86402.0),
+        (PurePosixPath("/a/b"), "/a/b"),
+        (PurePosixPath("a", "b"), "a/b"),
+    ],
+)
+def test_values_of_the_standard_library(value: object, expected: object, protocol: int) -> None:
+    read = unpickle(pickle.dumps(value, protocol), "it").value
+    assert type(read) is type(expected)
+    assert read == expected
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype="f8").reshape(2, 3),
+        np.arange(6, dtype="i2").reshape(2, 3).T,
+        np.array(5, "u1"),
+        np.zeros((0, 3), "c8"),
+        np.float32(2.5),
+        np.bool_(True),
+    ],
+)
+def test_arrays_of_numpy(array: np.ndarray | np.generic, protocol: int) -> None:
+    read = unpickle(pickle.dumps(array, protocol), "it").value
+    assert type(read) is type(array)
+    assert (read.dtype, read.shape, read.tobytes()) == (array.dtype, array.shape, array.tobytes())
+
+
+def test_instances_of_classes_on_the_list_become_records() -> None:
+    data = pickle.dumps([argparse.Namespace(lr=0.1), Strange(), Colour.RED, Colour], 4)
+    names = [f"{__name__}.{kind.__name__}" for kind in (Strange, Colour)]
+    space, strange, red, colour = unpickle(data, "it", stubs=records(*names)).value
+    assert isinstance(space, Record)
+    assert space.fields == {"lr": 0.1}
+    assert isinstance(strange, Record)
+    assert (strange.name, strange.fields) == (names[0], {"inner": {"a": 1}})
+    assert isinstance(red, Record)
+    assert (red.name, red.args) == (names[1], (7,))
+    assert isinstance(colour, Name)
+    assert colour.name == names[1]
+
+
+def test_a_member_by_its_name_is_a_record() -> None:
+    data = b"cbuiltins\ngetattr\ncsome\nKind\nX\x03\x00\x00\x00RED\x86R."
+    red = unpickle(data, "it", stubs=records("some.Kind")).value
+    assert (red.name, red.args) == ("some.Kind", ("RED",))
+    assert unpickle(data, "it", opaque=True).value == Opaque("some.Kind")
+
+
+def test_a_name_may_stand_for_a_value() -> None:
+    data = pickle.dumps(Colour)
+    assert unpickle(data, "it", stubs={f"{__name__}.Colour": Constant(5)}).value == 5
+
+
+def test_what_is_not_on_the_list_is_named_all_of_it() -> None:
+    data = pickle.dumps({"a": Strange(), "b": [Colour.RED], "c": 1})
+    with pytest.raises(FormatError, match=r"it: .*\.Colour, .*\.Strange"):
+        unpickle(data, "it")
+    read = unpickle(data, "it", opaque=True)
+    assert read.opaque == (f"{__name__}.Colour", f"{__name__}.Strange")
+    strange, red = Opaque(f"{__name__}.Strange"), Opaque(f"{__name__}.Colour")
+    assert read.value == {"a": strange, "b": [red], "c": 1}
+
+
+def test_pickles_one_after_another() -> None:
+    data = pickle.dumps([1], 2) + pickle.dumps([2], 2)
+    first = unpickle(data, "it")
+    assert first.value == [1]
+    assert unpickle(data, "it", start=first.end).value == [2]
