@@ -178,6 +178,7 @@ class Trial:
             ring=None,
             draft=None,
             stages=("commit", "protect"),
+            epoch=0,
         )
         return self.staging.begin(part)
 

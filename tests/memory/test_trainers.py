@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.memory.node.home import Home, Run, new_run
-from shardwise.memory.node.trainers import Presence, is_present, lost_trainers
+from shardwise.memory.node.trainers import Presence, forget_lost, is_present, lost_trainers
 
 
 @pytest.fixture
@@ -82,3 +82,15 @@ def test_a_process_that_gave_up_may_begin_anew(run: Run) -> None:
     again.end()
     assert lost_trainers(run) == []
     lost.leave()
+
+
+def test_those_of_before_are_forgotten_once_others_have_come(run: Run) -> None:
+    """Or their node would have every snapshot persisted, though nobody is lost."""
+    Presence(run, 3).leave()
+    presence = Presence(run, 4)
+    assert lost_trainers(run) == [3]
+    forget_lost(run)
+    assert lost_trainers(run) == []
+    assert is_present(run, 4)
+    presence.leave()
+    assert lost_trainers(run) == [4]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.testing import Gang
-from tests.faults.memory.scenario import Cluster, go_on, until
+from tests.faults.memory.deaths import die
+from tests.faults.memory.scenario import Cluster, go_on, steps_in, until
 
 STEPS = 3
 
@@ -18,6 +19,14 @@ def train_and_end(cluster: Cluster) -> None:
     """Two ranks train for so many steps, and their processes end."""
     with Gang(2) as gang:
         gang.run(go_on, cluster, STEPS, world=2)
+
+
+def train_and_die(cluster: Cluster) -> None:
+    """Two ranks are killed at their last step, so that the one before it is persisted."""
+    with Gang(2) as gang:
+        gang.outcomes(
+            go_on, cluster, STEPS, world=2, fault=die, at=STEPS, victims=(0, 1), results=False
+        )
 
 
 def slots(shm: Path) -> set[tuple[str, int]]:
@@ -63,3 +72,13 @@ def test_ranks_that_come_back_find_their_memory(gang: Gang, root: Path, shm: Pat
     assert {name[:6] for name in before} == {"r00000", "r00001"}
     gang.run(go_on, cluster, STEPS, world=2)
     assert before.items() <= free(shm).items()
+
+
+def test_ranks_that_moved_are_not_missed_where_they_were(gang: Gang, root: Path, shm: Path) -> None:
+    """What was saved when they were lost is persisted, and nothing after it."""
+    cluster = Cluster(root=root, shm=shm, nodes=2, node_of=(0, 1))
+    train_and_die(cluster)
+    until(lambda: steps_in(root) == [STEPS - 1])
+    gang.run(go_on, replace(cluster, node_of=(1, 0)), 2 * STEPS, world=2)
+    time.sleep(1.2)  # the agents look around once more
+    assert steps_in(root) == [STEPS - 1]

@@ -41,12 +41,14 @@ class Staged(msgspec.Struct, frozen=True):
         slot: the name of its memory when it is free.
         slots: how many committed snapshots are to be kept.
         stages: what is to become of the snapshot.
+        epoch: of the run, when it was saved.
     """
 
     file: FileEntry
     slot: str
     slots: int
     stages: tuple[str, ...]
+    epoch: int | None = None
 
 
 class Kept(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 from shardwise.errors import StoreError
@@ -89,10 +90,18 @@ def discard_newer(run: Run, step: int | None) -> None:
     Raises:
         StoreError: an agent does not cease to work on it.
     """
-    newer = [Place(run, each) for each in run.steps() if step is None or each > step]
-    for place in newer:
+    discard([Place(run, each) for each in run.steps() if step is None or each > step])
+
+
+def discard(places: Sequence[Place]) -> None:
+    """Retire snapshots, whatever was still to become of them.
+
+    Raises:
+        StoreError: an agent does not cease to work on one.
+    """
+    for place in places:
         place.abandon()
-    for place in newer:
+    for place in places:
         if not retire(place, LONG) and place.path.exists():
             raise StoreError(
                 f"{place.path}: its agent has worked on it for {LONG:.0f} s, so that it cannot be "

@@ -106,6 +106,15 @@ def lost_trainers(run: Run) -> list[int]:
     return []
 
 
+def forget_lost(run: Run) -> None:
+    """Forget those who ended before the trainers of this node came, which all have their places.
+
+    Ranks may live elsewhere by now; they would count as lost here for ever.
+    """
+    for rank in lost_trainers(run):
+        _path(run, rank).unlink(missing_ok=True)
+
+
 def _directory(run: Run) -> Path:
     return run.path / "trainers"
 

@@ -23,16 +23,16 @@ from shardwise.manifest.names import data_file, new_save_id
 from shardwise.memory.agent.guard import gaps
 from shardwise.memory.agent.keeper import Keeper
 from shardwise.memory.network.vigil import Agents
+from shardwise.memory.node.branches import leave_behind
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.lineage import Lineage, go_on_from
 from shardwise.memory.node.meeting import meet, reaching
 from shardwise.memory.node.notes import Card, Draft
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.predecessors import remove_predecessors
-from shardwise.memory.node.retire import discard_newer
 from shardwise.memory.node.spawn import agent_of
 from shardwise.memory.node.tenants import evict
-from shardwise.memory.node.trainers import Presence
+from shardwise.memory.node.trainers import Presence, forget_lost
 from shardwise.memory.options import Memory
 from shardwise.memory.snapshots.handle import SaveHandle, Stages
 from shardwise.memory.snapshots.rings import Rings
@@ -119,6 +119,7 @@ class Snapshots:
 
         def speak() -> bytes:
             if self.is_first_of_node:
+                forget_lost(self.run)
                 remove_predecessors(self.home, self.run, str(self._root))
                 node_of = self.meeting.node_of
                 evict(self.run, lambda rank: node_of[rank : rank + 1] == [self.node])
@@ -229,10 +230,9 @@ class Snapshots:
         self._staging.fence()
 
     def go_on_from(self, step: int | None) -> None:
-        """Forget snapshots that are newer than what the run goes on from. All ranks together.
+        """Forget what is newer than what the run goes on from. All ranks together.
 
-        Nodes that are out of reach, or have no trainers, may keep some: the root says that those
-        are abandoned.
+        Nodes out of reach, or without trainers, may keep some: the root says what is abandoned.
         """
 
         def answer(_: list[bytes]) -> bytes:
@@ -246,7 +246,7 @@ class Snapshots:
 
     def _discard(self, step: int | None) -> bytes:
         if self.is_first_of_node:
-            discard_newer(self.run, step)
+            leave_behind(self.run, step, self.meeting, self._options.slots)
         return b""
 
     def close(self, *, wait: bool, failed: bool) -> None:
@@ -347,7 +347,13 @@ class Snapshots:
         content, its_ring = self._rings.join(planned)
         draft = None if planned.template is None else self._draft(planned, options, storing)
         part = Part(
-            place=place, planned=planned, content=content, ring=its_ring, draft=draft, stages=wanted
+            place=place,
+            planned=planned,
+            content=content,
+            ring=its_ring,
+            draft=draft,
+            stages=wanted,
+            epoch=self.meeting.lineage.epoch,
         )
         with recorder.stage("stage"):
             staging = self._staging.begin(part)

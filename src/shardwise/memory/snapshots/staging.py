@@ -43,6 +43,7 @@ class Part:
         ring: those whose files it protects out of its own replicas, if there are any.
         draft: on rank 0, for the agent that leads the snapshot.
         stages: what is to become of it.
+        epoch: of the run.
     """
 
     place: Place
@@ -51,6 +52,7 @@ class Part:
     ring: Ring | None
     draft: Draft | None
     stages: tuple[str, ...]
+    epoch: int
 
     @property
     def nbytes(self) -> int:
@@ -244,7 +246,7 @@ class Staging:
         self._streams.wait()
         slot.path.rename(place.path / planned.key)
         entry = planned.entry(content)
-        staged = Staged(entry, slot.name, self._options.slots, part.stages)
+        staged = Staged(entry, slot.name, self._options.slots, part.stages, part.epoch)
         write_note(place.path / notes.staged(planned.key), staged)
 
     def _keep(self, part: Part, ring: Ring, copying: Copying) -> None:

@@ -1,0 +1,83 @@
+"""What a run leaves behind as it goes on from a step: on its nodes, and on those that are idle."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import suppress
+
+from shardwise.errors import FormatError
+from shardwise.manifest.manifest import decode_manifest
+from shardwise.manifest.names import MANIFEST
+from shardwise.memory.node import notes
+from shardwise.memory.node.home import Run
+from shardwise.memory.node.lineage import Lineage
+from shardwise.memory.node.meeting import Meeting
+from shardwise.memory.node.place import Place
+from shardwise.memory.node.retire import discard
+
+
+def leave_behind(run: Run, step: int | None, meeting: Meeting, slots: int) -> None:
+    """Discard what nothing comes of any more on this node, as the run goes on from a step.
+
+    That is what is newer; what the run has abandoned before, as this node may have been idle then;
+    and of the rest as much as it takes for a slot to be free, as what waits for a node that is gone
+    might hold its slot forever.
+
+    Args:
+        step: None for the beginning.
+        meeting: where the run has gone back until now, and the nodes that it goes on with.
+        slots: how many snapshots are to be kept.
+
+    Raises:
+        StoreError: an agent does not cease to work on it.
+    """
+    steps = [each for each in run.steps() if step is not None and each <= step]
+    valid = [
+        place
+        for place in (Place(run, each) for each in steps)
+        if not is_abandoned(place, meeting.lineage)
+    ]
+    needed = [
+        place
+        for place in valid
+        if place.step == step or _is_being_persisted(place, meeting.node_of)
+    ]
+
+    def worth(place: Place) -> tuple[bool, bool, int]:
+        return place in needed, place.is_committed(), place.step
+
+    kept = sorted(valid, key=worth, reverse=True)[: max(slots, len(needed))]
+    discard([place for place in (Place(run, each) for each in run.steps()) if place not in kept])
+
+
+def is_abandoned(place: Place, lineage: Lineage) -> bool:
+    """Whether the run has gone back to before a snapshot since it was saved.
+
+    False if that cannot be told of some save in it: it may be one that the run goes on from.
+    """
+    branch = lineage.newest_before(place.step)
+    if branch is None:
+        return False
+    epochs = _epochs(place)
+    return bool(epochs) and all(
+        each is not None and each < branch.epoch for each in epochs.values()
+    )
+
+
+def _epochs(place: Place) -> dict[str, int | None]:
+    """The saves of which there is something in a place, and when each was; None if unknown."""
+    found: dict[str, int | None] = {}
+    with suppress(FileNotFoundError, FormatError):
+        found[decode_manifest((place.path / MANIFEST).read_bytes()).save_id] = None
+    found |= {notes.save_of(each.file.name): each.epoch for each in place.staged()}
+    found |= {each.save_id: each.epoch for each in place.drafts() + place.terms()}
+    return found
+
+
+def _is_being_persisted(place: Place, nodes: Collection[str]) -> bool:
+    """Whether a node that is there leads a save which is to be persisted in any case, and is not
+    yet."""
+    return place.is_committed() and any(
+        draft.durable and draft.leader in nodes and place.ended("persist", draft.save_id) is None
+        for draft in place.drafts() + place.terms()
+    )

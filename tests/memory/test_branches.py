@@ -1,0 +1,146 @@
+"""What a node discards when its run goes on from a step, and that a slot is free then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
+from shardwise.memory.node import notes
+from shardwise.memory.node.branches import is_abandoned, leave_behind
+from shardwise.memory.node.home import Home, Run, new_run, write_note
+from shardwise.memory.node.lineage import Lineage
+from shardwise.memory.node.meeting import Meeting
+from shardwise.memory.node.notes import Card, Done, Draft, Staged
+from shardwise.memory.node.place import Place
+from shardwise.memory.snapshots.slots import Slots
+
+HERE, GONE = "here", "gone"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run of which nothing is kept yet."""
+    return Home(tmp_path).run(new_run())
+
+
+def leave(
+    run: Run,
+    step: int,
+    epoch: int | None = 0,
+    *,
+    committed: bool = True,
+    ended: tuple[str, ...] = (),
+    durable: bool = False,
+    leader: str = GONE,
+) -> None:
+    """A snapshot of which this node has the part of rank 0."""
+    place = Place(run, step)
+    save = f"{step:016x}"
+    stages = ("commit", "protect", "persist") if durable else ("commit", "protect")
+    file = FileEntry(f"r00000-{save}.safetensors", 0, 4, 0, 0, 0, 0)
+    place.path.mkdir(parents=True)
+    (place.path / file.name).write_bytes(b"data")
+    write_note(place.path / notes.staged(file.name), Staged(file, f"{step}.slot", 2, stages, epoch))
+    for stage in ended:
+        write_note(place.path / notes.outcome(stage, save), Done(save_id=save, stage=stage))
+    if committed:
+        manifest = Manifest(
+            save_id=save, step=step, created="", world_size=1, files=(), objects=(), tensors=()
+        )
+        write_note(place.path / "manifest.json", encode_manifest(manifest))
+        draft = Draft(
+            save_id=save,
+            step=step,
+            manifest="",
+            files=[],
+            nodes=[],
+            leader=leader,
+            root="",
+            epoch=epoch or 0,
+            durable=durable,
+        )
+        write_note(place.path / notes.terms(save), draft)
+
+
+def went(*steps: int) -> Meeting:
+    """A run that has gone back to these steps, one after the other, on this node alone."""
+    lineage = Lineage("0" * 16)
+    for step in steps:
+        lineage = lineage.gone_on_from(step)
+    return Meeting(lineage, [Card(HERE, "", "")], [HERE])
+
+
+def has_free(run: Run) -> bool:
+    """Whether rank 0 finds a slot."""
+    return Slots(run, "r00000-", "staged", 3).has_free()
+
+
+def test_what_a_node_missed_while_it_was_idle_takes_no_slot(run: Run) -> None:
+    """The run went back to 48 without it, and saved 49 and 50 elsewhere."""
+    leave(run, 48, ended=("commit", "protect"))
+    leave(run, 49, ended=("commit",))
+    leave(run, 50, committed=False)
+    assert not has_free(run)
+    leave_behind(run, 50, went(48), 2)
+    assert run.steps() == [48]
+    assert has_free(run)
+
+
+def test_what_waits_for_a_leader_that_is_gone_takes_no_slot_forever(run: Run) -> None:
+    for step in (47, 48, 49):
+        leave(run, step, ended=("commit",))
+    leave_behind(run, 49, went(), 2)
+    assert run.steps() == [48, 49]
+    assert has_free(run)
+
+
+def test_what_the_run_goes_on_from_stays_though_no_manifest_came(run: Run) -> None:
+    leave(run, 3)
+    leave(run, 4)
+    leave(run, 5, committed=False)
+    leave_behind(run, 5, went(), 2)
+    assert run.steps() == [4, 5]
+
+
+def test_what_is_being_persisted_stays_as_long_as_its_leader_is_there(run: Run) -> None:
+    leave(run, 40, durable=True, leader=HERE, ended=("commit",))
+    leave(run, 44)
+    leave(run, 45)
+    leave_behind(run, 45, went(), 2)
+    assert run.steps() == [40, 45]
+    leave(run, 41, durable=True, leader=HERE, ended=("commit",))
+    leave(run, 42, durable=True, leader=GONE, ended=("commit",))
+    leave_behind(run, 45, went(), 2)
+    assert run.steps() == [40, 41, 45]
+
+
+@pytest.mark.parametrize("step", [2, None])
+def test_what_is_newer_goes(run: Run, step: int | None) -> None:
+    for each in (1, 2, 3, 4):
+        leave(run, each)
+    leave_behind(run, step, went(), 3)
+    assert run.steps() == ([] if step is None else [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("epoch", "back_to", "expected"),
+    [(0, 6, True), (0, 7, False), (1, 6, False), (None, 6, False), (0, None, False)],
+)
+def test_abandoned_is_what_is_known_to_be(
+    run: Run, epoch: int | None, back_to: int | None, expected: bool
+) -> None:
+    """What nobody can tell of may be what the run goes on from."""
+    leave(run, 7, epoch, committed=False)
+    lineage = went(*([] if back_to is None else [back_to])).lineage
+    assert is_abandoned(Place(run, 7), lineage) == expected
+
+
+def test_a_step_that_was_saved_again_is_not_abandoned(run: Run) -> None:
+    leave(run, 7, 0)
+    place = Place(run, 7)
+    assert is_abandoned(place, went(6).lineage)
+    file = FileEntry(f"r00000-{'f' * 16}.safetensors", 0, 4, 0, 0, 0, 0)
+    write_note(place.path / notes.staged(file.name), Staged(file, "again.slot", 2, (), 1))
+    assert not is_abandoned(place, went(6).lineage)
