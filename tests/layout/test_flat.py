@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError
-from shardwise.layout import boxes_of_range
+from shardwise.layout import boxes_of_range, boxes_of_ranges
 
 Range = tuple[tuple[int, ...], int, int]
 
@@ -55,3 +55,29 @@ def test_as_many_boxes_as_the_bound_allows_are_met() -> None:
 def test_a_range_outside_is_refused(start: int, stop: int) -> None:
     with pytest.raises(LayoutError, match="not inside"):
         boxes_of_range((2, 3), start, stop)
+
+
+@given(st.lists(ranges(), max_size=6))
+def test_many_ranges_at_once_give_the_boxes_of_each(cases: list[Range]) -> None:
+    dims = max((len(shape) for shape, _, _ in cases), default=0)
+    padded = [(*shape, *(1,) * (dims - len(shape))) for shape, _, _ in cases]
+    found = boxes_of_ranges(
+        np.array(padded, np.int64).reshape(len(cases), dims),
+        np.array([start for _, start, _ in cases], np.int64),
+        np.array([stop for _, _, stop in cases], np.int64),
+    )
+    rows = []
+    for i, (shape, start, stop) in enumerate(cases):
+        first = start
+        for box in boxes_of_range(shape, start, stop):
+            more = dims - len(shape)
+            rows.append((i, first, (*box.offset, *(0,) * more), (*box.shape, *(1,) * more)))
+            first += box.size
+    columns = zip(found.of, found.first, found.offset, found.shape, strict=True)
+    assert [(i, at, tuple(o), tuple(n)) for i, at, o, n in columns] == rows
+
+
+def test_many_ranges_are_refused_if_one_is_outside() -> None:
+    shapes = np.array([[2, 3], [2, 3]])
+    with pytest.raises(LayoutError, match="not inside"):
+        boxes_of_ranges(shapes, np.array([0, 1]), np.array([6, 7]))

@@ -1,7 +1,7 @@
 """Boxes of global tensors, as integers only: no bytes, no devices, no torch."""
 
 from shardwise.layout.box import Box
-from shardwise.layout.flat import boxes_of_range
+from shardwise.layout.flat import RangeBoxes, boxes_of_range, boxes_of_ranges
 from shardwise.layout.mesh import Split, fragments_of_shard
 from shardwise.layout.overlap import Overlaps, find_overlaps
 from shardwise.layout.strided import boxes_within, row_major
@@ -9,8 +9,10 @@ from shardwise.layout.strided import boxes_within, row_major
 __all__ = [
     "Box",
     "Overlaps",
+    "RangeBoxes",
     "Split",
     "boxes_of_range",
+    "boxes_of_ranges",
     "boxes_within",
     "find_overlaps",
     "fragments_of_shard",

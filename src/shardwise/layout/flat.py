@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from shardwise.errors import LayoutError
 from shardwise.layout.box import Box
+
+Int = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RangeBoxes:
+    """Boxes of ranges, in columns: row i is part of range `of[i]`, from its element `first[i]` on.
+
+    `of` and `first` have shape `(n,)`, `offset` and `shape` `(n, D)`; `first` is counted from the
+    start of the tensor.
+    """
+
+    of: Int
+    first: Int
+    offset: Int
+    shape: Int
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
@@ -46,3 +66,52 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 def _within_row(index: int, shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     inner = boxes_of_range(shape[1:], start, stop)
     return [Box((index, *box.offset), (1, *box.shape)) for box in inner]
+
+
+def boxes_of_ranges(shapes: Int, starts: Int, stops: Int) -> RangeBoxes:
+    """`boxes_of_range` for many ranges at once; ranges without elements have no boxes.
+
+    Args:
+        shapes: of the tensors that the ranges are of, `(n, D)`, padded on the right with 1.
+        starts, stops: `(n,)`.
+
+    Returns:
+        Boxes ordered by range, and within one by their elements.
+
+    Raises:
+        LayoutError: a range does not lie inside its tensor.
+    """
+    sizes = shapes.prod(axis=1, dtype=np.int64)
+    if not ((starts >= 0) & (starts <= stops) & (stops <= sizes)).all():
+        raise LayoutError("a range is not inside its tensor")
+    rows = np.flatnonzero(starts < stops)
+    shape, at, stop = shapes[rows], starts[rows].copy(), stops[rows]
+    unit = np.ones((len(rows), shape.shape[1] + 1), np.int64)
+    unit[:, :-1] = np.cumprod(shape[:, ::-1], axis=1)[:, ::-1]
+    # From where a range starts it climbs to whole rows of ever more dimensions, then descends.
+    dims = shape.shape[1]
+    steps = [(d, True) for d in range(dims - 1, 0, -1)] + [(d, False) for d in range(dims)]
+    found = []
+    for dim, climbs in steps:
+        one, whole = unit[:, dim + 1], unit[:, dim]
+        end = stop - stop % one
+        if climbs:
+            end = np.minimum(end, -(-at // whole) * whole)
+        taken = np.flatnonzero((at % one == 0) & (end > at))
+        found.append((taken, at[taken], end[taken], np.full(len(taken), dim)))
+        at[taken] = end[taken]
+    if dims == 0:
+        found.append((np.arange(len(rows)), at, stop, np.zeros(len(rows), np.int64)))
+    of, first, end, dim = (np.concatenate(column) for column in zip(*found, strict=True))
+    order = np.lexsort((first, of))
+    of, first, end, dim = of[order], first[order], end[order], dim[order]
+    return RangeBoxes(rows[of], first, *_boxes(shape[of], unit[of], first, end, dim))
+
+
+def _boxes(shape: Int, unit: Int, first: Int, end: Int, dim: Int) -> tuple[Int, Int]:
+    """Offset and shape of elements `first:end`, whole rows of the dimensions after `dim`."""
+    after = np.arange(shape.shape[1]) > dim[:, None]
+    at = np.arange(shape.shape[1]) == dim[:, None]
+    offset = np.where(after, 0, first[:, None] // unit[:, 1:] % np.maximum(shape, 1))
+    length = (end - first)[:, None] // unit[:, 1:]
+    return offset, np.where(after, shape, np.where(at, length, 1))
