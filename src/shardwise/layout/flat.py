@@ -102,10 +102,11 @@ def boxes_of_ranges(shapes: Int, starts: Int, stops: Int) -> RangeBoxes:
         at[taken] = end[taken]
     if dims == 0:
         found.append((np.arange(len(rows)), at, stop, np.zeros(len(rows), np.int64)))
-    of, first, end, dim = (np.concatenate(column) for column in zip(*found, strict=True))
+    of, first, end, dims_of = (np.concatenate(column) for column in zip(*found, strict=True))
     order = np.lexsort((first, of))
-    of, first, end, dim = of[order], first[order], end[order], dim[order]
-    return RangeBoxes(rows[of], first, *_boxes(shape[of], unit[of], first, end, dim))
+    of, first, end = of[order], first[order], end[order]
+    boxes = _boxes(shape[of], unit[of], first, end, dims_of[order])
+    return RangeBoxes(rows[of], first, *boxes)
 
 
 def _boxes(shape: Int, unit: Int, first: Int, end: Int, dim: Int) -> tuple[Int, Int]:
