@@ -22,7 +22,7 @@ LAYERS = (
     ("shardwise",),  # the package's own __init__, which hands out the public names
     ("checkpointer",),
     ("restoring", "api"),
-    ("checkpoint",),
+    ("checkpoint", "opening"),
     ("memory", "formats"),
     ("retention", "preemption"),
     ("engine", "adapters"),

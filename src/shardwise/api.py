@@ -21,12 +21,17 @@ from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group, SoloGroup, TorchGroup, moves_cpu_tensors
 from shardwise.engine.load import GroupFilling, LoadReport, plan_filling
 from shardwise.engine.match import Matched, agree_on_match, match
-from shardwise.engine.opened import Opened, open_manifest, read_per_rank
+from shardwise.engine.opened import Opened, read_per_rank
 from shardwise.engine.options import LoadOptions, SaveOptions
 from shardwise.engine.save import Save, SaveReport, save_all
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
+from shardwise.formats.foreign import Foreign
+from shardwise.formats.indexed import read_indexed
+from shardwise.formats.recognise import read_foreign
+from shardwise.formats.tree import Tree
 from shardwise.manifest.names import MANIFEST, checked_name
+from shardwise.opening import open_any
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.saved import Rename, SavedState, renaming
 from shardwise.state.leaves import Holdings
@@ -35,6 +40,7 @@ from shardwise.store import Store, open_store
 
 Place = str | os.PathLike[str] | Store
 State = MutableMapping[str, object]
+Index = str | os.PathLike[str]
 TIMEOUT = timedelta(minutes=10)
 
 
@@ -98,6 +104,7 @@ def load(
     cast: bool = False,
     verify: bool = True,
     allow_pickle: bool = False,
+    index: Index | None = None,
     max_buffer: int = DEFAULT_MAX_BUFFER,
     group: dist.ProcessGroup | Group | None = None,
     on_event: Sink | None = None,
@@ -109,7 +116,7 @@ def load(
     reads, only those.
 
     Args:
-        place: a directory or store that holds a checkpoint.
+        place: a directory or store that holds a checkpoint; or one of a foreign format.
         state: what to fill; see `save`.
         strict: refuse if names are missing from the checkpoint, or, below the keys of `state`,
             are in the checkpoint only. Otherwise they are left alone, and reported.
@@ -118,8 +125,9 @@ def load(
         rename: from the target's names to the checkpoint's: a function, or a mapping of names,
             each of which renames all names below it too.
         cast: convert where dtypes differ; without it, that is an error.
-        verify: check the checksum of every byte that is read.
+        verify: check the checksum of every byte that is read; foreign formats have none.
         allow_pickle: unpickle values that were saved as pickle. Only for files that you trust.
+        index: see `open`.
         max_buffer: bound on the host memory used beside the state, in bytes.
         group: the ranks; the default process group if there is one, else this process alone.
         on_event: told of every stage as it ends.
@@ -140,24 +148,35 @@ def load(
         partial(renaming, rename),
         max_buffer,
         allow_pickle,
+        index,
     )
     with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
         return job.run(place, ranks, cleanup)
 
 
-def open(place: Place, *, verify: bool = True) -> Checkpoint:  # noqa: A001 - shardwise.open
+def open(  # noqa: A001 - shardwise.open
+    place: Place, *, verify: bool = True, index: Index | None = None
+) -> Checkpoint:
     """Open a checkpoint for reading by name, without a process group or a model.
 
     Args:
-        place: a directory or store that holds a checkpoint.
-        verify: check the checksum of every byte that is read.
+        place: a directory or store that holds a checkpoint; or one of a foreign format.
+        verify: check the checksum of every byte that is read; foreign formats have none.
+        index: a file to keep what was found of a foreign checkpoint in, so that it is opened at
+            once the next time.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
-        FormatError: its manifest cannot be trusted.
+        FormatError: its manifest cannot be trusted, or it is of no format that is known here.
     """
+    enter = partial(open_store, place)
     with without_collection():
-        return Checkpoint(open_manifest(partial(open_store, place), SoloGroup()), verify=verify)
+        opened = open_any(enter, SoloGroup(), foreign=partial(_read_foreign, index=index))
+        return Checkpoint(opened, verify=verify)
+
+
+def _read_foreign(tree: Tree, index: Index | None) -> Foreign:
+    return read_foreign(tree) if index is None else read_indexed(tree, index, read_foreign)
 
 
 @contextmanager
@@ -219,6 +238,7 @@ class _Load:
     rename: Callable[[], Callable[[str], str]]
     max_buffer: int
     allow_pickle: bool
+    index: Index | None
 
     def run(self, place: Place, group: Group, cleanup: ExitStack) -> LoadReport:
         """Open, match on all ranks, read, and restore plain values."""
@@ -232,7 +252,9 @@ class _Load:
             return store
 
         with self.recorder.stage("open"):
-            opened = open_manifest(enter, group, f"{self.options}, max_buffer={self.max_buffer}")
+            terms = f"{self.options}, max_buffer={self.max_buffer}"
+            foreign = partial(_read_foreign, index=self.index)
+            opened = open_any(enter, group, terms, foreign=foreign)
         selection, rename, arena = checked[0]
         saved = SavedState(opened.manifest, rename)
         bindings: list[Binding] = []

@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from shardwise.engine.arena import Arena
-from shardwise.engine.group import SoloGroup
 from shardwise.engine.load import fill, plan_filling
-from shardwise.engine.opened import Opened, open_manifest
+from shardwise.engine.opened import Opened, opened_manifest, read_manifest
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.saved import SavedState
 from shardwise.state.leaves import Fragment, TensorLeaf
-from shardwise.store import Store, open_store
+from shardwise.store import Store
 
 LARGEST_BATCH = 16 << 20
 """Bytes of each of the two checkpoints that are compared at once."""
@@ -84,9 +82,7 @@ def compare_tensors(
         CorruptionError: one of the checkpoints is damaged.
     """
     arena = Arena(BUFFER)
-    sides = [
-        _Side(open_manifest(partial(open_store, store), SoloGroup()), arena) for store in (a, b)
-    ]
+    sides = [_Side(opened_manifest(store, read_manifest(store)), arena) for store in (a, b)]
     found = {entry.name: Tally() for entry in tensors}
     for batch in batches(tensors):
         read = [side.read(batch) for side in sides]

@@ -8,20 +8,29 @@ from shardwise.engine.arena import aligned_buffer
 from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
 from shardwise.manifest.manifest import FileEntry
-from shardwise.store import MappedFile, ReadableFile, Store
+from shardwise.store import Files, MappedFile, ReadableFile
 from shardwise.store.store import Buffer
 
 ALIGNMENT = 4096
+BEYOND = 16  # the largest element
+
+
+def is_foreign(entry: FileEntry) -> bool:
+    """Whether this is no file of ours, which has no checksums at its end."""
+    return entry.checksums_at == entry.size
 
 
 class DataReader:
     """An open data file whose blocks are verified as they are read.
 
+    A foreign file, which has no checksums, is read as it is, and `BEYOND` bytes further: an
+    element of it may begin in one read and end in the next.
+
     Raises:
         CorruptionError: the file is missing, of another size, or its checksums were altered.
     """
 
-    def __init__(self, store: Store, entry: FileEntry, *, verify: bool = True) -> None:
+    def __init__(self, store: Files, entry: FileEntry, *, verify: bool = True) -> None:
         self.entry = entry
         self._where = f"{entry.name} in {store}"
         try:
@@ -37,7 +46,7 @@ class DataReader:
                     f"{self._where} has {self._file.size} bytes where {entry.size} were saved: "
                     "it was cut off, or replaced"
                 )
-            if verify:
+            if verify and not is_foreign(entry):
                 self._table = self._read_table()
         except BaseException:
             self._file.close()
@@ -49,6 +58,8 @@ class DataReader:
         Raises:
             CorruptionError: they are not the bytes that were saved.
         """
+        if is_foreign(self.entry):
+            high = min(high + BEYOND, self.entry.size)
         self._fill(low, high, buffer)
         return self.verify(low, buffer[: high - low])
 

@@ -70,13 +70,16 @@ def plan_filling(
     leaves: Sequence[TensorLeaf], saved: SavedState, opened: Opened, arena: Arena
 ) -> Filling:
     """Plan to read what the leaves want."""
-    leaves = _once(leaves, saved)
+    sources = [
+        source
+        for leaf in _once(leaves, saved)
+        for source in _sources(leaf, saved.stored_index(leaf.name), opened)
+    ]
+    leaves = [leaf for _, leaf, _ in sources]
     wanted: list[Wanted] = []
     tensor: list[int] = []
     boxes = [fragment.box for leaf in leaves for fragment in leaf.fragments]
-    for leaf in leaves:
-        index = saved.stored_index(leaf.name)
-        dtype = getattr(torch, saved.manifest.tensors[index].dtype)
+    for index, leaf, dtype in sources:
         for fragment in leaf.fragments:
             check_memory(leaf.name, fragment.data)
             memory = memory_of(fragment.data, dtype)
@@ -89,8 +92,37 @@ def plan_filling(
         columns_of([box.shape for box in boxes], dims, 1),
         opened.pieces.offset.shape[1],
     )
-    plan = plan_load(opened.source(), columns, largest_read=arena.read_size)
+    plan = plan_load(opened.source(), columns, largest_read=opened.largest_read(arena))
     return Filling(leaves, wanted, plan)
+
+
+def _sources(
+    leaf: TensorLeaf, index: int, opened: Opened
+) -> list[tuple[int, TensorLeaf, torch.dtype]]:
+    """What is read for a leaf: a tensor of this number, into this leaf, of this dtype."""
+    dtype: torch.dtype = getattr(torch, opened.manifest.tensors[index].dtype)
+    parts = opened.parts.get(index)
+    if parts is None:
+        return [(index, leaf, dtype)]
+    versions = [
+        tuple(Fragment(f.box, torch.empty(f.box.shape, dtype=dtype)) for f in leaf.fragments)
+        for _ in parts
+    ]
+
+    def finish() -> None:
+        for i, fragment in enumerate(leaf.fragments):
+            mean = torch.stack([version[i].data for version in versions]).mean(
+                dim=0, dtype=torch.float64
+            )
+            fragment.data.copy_(mean)
+        if leaf.finish is not None:
+            leaf.finish()
+
+    hooks = [None] * (len(parts) - 1) + [finish]
+    return [
+        (part, TensorLeaf(leaf.name, dtype, leaf.shape, version, None, hook), dtype)
+        for part, version, hook in zip(parts, versions, hooks, strict=True)
+    ]
 
 
 def fill(filling: Filling, opened: Opened, arena: Arena, *, verify: bool) -> int:
@@ -183,12 +215,12 @@ class GroupFilling:
             for message in neighbours.messages
         ]
         everyone = [_decode_spans(spans) for _, spans in heard]
-        shared = share_reads(everyone, largest_read=self._arena.read_size)
+        shared = share_reads(everyone, largest_read=opened.largest_read(self._arena))
         alone = len(neighbours) == 1 or all(are_mapped for are_mapped, _ in heard)
         if alone or bytes_saved(everyone, shared) < WORTH_SHARING:
             return fill(self.filling, opened, self._arena, verify=verify)
         slots = min(self._arena.reads, int(np.bincount(shared.reader).max()))
-        largest = BLOCK * block_count(int((shared.high - shared.low).max()))
+        largest = BLOCK * block_count(int((shared.high - shared.low).max()) + opened.beyond)
         rings = neighbours.rings(shared, slots, largest)
         own = shared.reader == neighbours.index
         try:
@@ -199,7 +231,7 @@ class GroupFilling:
         transfers = self.filling.plan.transfers
         spans = assign_transfers(transfers, shared.file, shared.low, shared.high)
         copies = _copies(self.filling, spans, opened)
-        read_together(spans, copies, readers, rings, self._arena.threads)
+        read_together(spans, copies, readers, rings, self._arena.threads, opened.beyond)
         _finish(self.filling.leaves)
         return int((shared.high - shared.low)[own].sum())
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
-from shardwise.engine.datareader import DataReader
+from shardwise.engine.arena import Arena
+from shardwise.engine.datareader import BEYOND, DataReader, is_foreign
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.errors import (
@@ -19,6 +20,7 @@ from shardwise.errors import (
     StoreError,
 )
 from shardwise.layout import row_major
+from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
@@ -26,36 +28,64 @@ from shardwise.manifest.table import Int, Pieces
 from shardwise.manifest.validate import validated_pieces
 from shardwise.plan.load import Source
 from shardwise.state.objects import JsonValue
-from shardwise.store import Store
+from shardwise.store import Files, Store
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A manifest, checked, with its pieces in columns; `stride` is in elements, `(n, D)`."""
+    """A manifest, checked, with its pieces in columns.
 
-    store: Store
+    Attributes:
+        stride: of the pieces, in elements, `(n, D)`.
+        parts: tensors of which several versions are stored, whose mean they are: by their number,
+            the numbers that the pieces of these have, which are beyond those of the manifest.
+    """
+
+    store: Files
     manifest: Manifest
     pieces: Pieces
     stride: Int
+    parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def beyond(self) -> int:
+        """How many bytes are read beyond what is asked for."""
+        return BEYOND if any(map(is_foreign, self.manifest.files)) else 0
+
+    def largest_read(self, arena: Arena) -> int:
+        """The longest read that an arena has room for, in bytes."""
+        return arena.read_size - (BLOCK if self.beyond else 0)
 
     def source(self) -> Source:
         """What a plan needs to know of the pieces."""
         files = self.manifest.files
+        owners = {part: number for number, parts in self.parts.items() for part in parts}
+        tensors = self.manifest.tensors
+        of = [*tensors, *(tensors[owners[part]] for part in sorted(owners))]
         return Source(
             self.pieces,
             self.stride,
-            np.array([DTYPES[t.dtype].itemsize for t in self.manifest.tensors], np.int64),
+            np.array([DTYPES[t.dtype].itemsize for t in of], np.int64),
             np.array([file.data_at for file in files], np.int64),
             np.array([file.checksums_at for file in files], np.int64),
         )
 
 
-def open_manifest(enter: Callable[[], Store], group: Group, terms: str = "") -> Opened:
-    """Read the manifest once, on rank 0, and check it on every rank.
+def open_checkpoint(
+    enter: Callable[[], Store],
+    group: Group,
+    terms: str = "",
+    *,
+    read: Callable[[Store], bytes],
+    decode: Callable[[Store, bytes], Opened],
+) -> Opened:
+    """Read what describes a checkpoint once, on rank 0, and check it on every rank.
 
     Args:
         enter: gives the store; a failure of it is a failure on all ranks.
         terms: what else must be the same on all ranks.
+        read: what describes it, as bytes.
+        decode: makes these what a checkpoint is read by.
 
     Raises:
         CheckpointNotFoundError: there is none.
@@ -69,26 +99,44 @@ def open_manifest(enter: Callable[[], Store], group: Group, terms: str = "") -> 
         return f"{entered[0]} {terms}".encode()
 
     def answer(said: list[bytes]) -> bytes:
-        store = entered[0]
         if len(set(said)) > 1:
             asked = [f"rank {rank}: {each.decode()}" for rank, each in enumerate(said)]
             raise MismatchError("ranks do not load the same checkpoint in the same way:", asked)
-        try:
-            return store.read(MANIFEST, limit=LARGEST_MANIFEST)
-        except FileNotFoundError as error:
-            raise CheckpointNotFoundError(_not_found(store)) from error
-        except NotADirectoryError as error:
-            raise CheckpointNotFoundError(f"{store} is a file, not a checkpoint") from error
-        except StoreError as error:
-            raise FormatError(str(error)) from error
+        return read(entered[0])
 
     data = exchange(group, "opening a checkpoint", speak, answer)
+    return decode(entered[0], data)
+
+
+def read_manifest(store: Store) -> bytes:
+    """The bytes of a manifest.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        FormatError: it is absurdly large.
+    """
+    try:
+        return store.read(MANIFEST, limit=LARGEST_MANIFEST)
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(_not_found(store)) from error
+    except NotADirectoryError as error:
+        raise CheckpointNotFoundError(f"{store} is a file, not a checkpoint") from error
+    except StoreError as error:
+        raise FormatError(str(error)) from error
+
+
+def opened_manifest(store: Store, data: bytes) -> Opened:
+    """A checkpoint by the bytes of its manifest.
+
+    Raises:
+        FormatError: it cannot be trusted.
+    """
     try:
         manifest = decode_manifest(data)
         pieces = validated_pieces(manifest)
-        return Opened(entered[0], manifest, pieces, row_major(pieces.shape))
     except FormatError as error:
-        raise FormatError(f"{entered[0]}: {error}") from error
+        raise FormatError(f"{store}: {error}") from error
+    return Opened(store, manifest, pieces, row_major(pieces.shape))
 
 
 def _not_found(store: Store) -> str:

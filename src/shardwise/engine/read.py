@@ -36,9 +36,12 @@ def read_alone(spans: Spans, copies: Copies, readers: Readers, arena: Arena) -> 
 
 
 def read_together(
-    spans: Spans, copies: Copies, readers: Readers, rings: Rings, threads: int
+    spans: Spans, copies: Copies, readers: Readers, rings: Rings, threads: int, beyond: int
 ) -> None:
     """The same for reads that this node's ranks share; `spans` are those of all of them.
+
+    Args:
+        beyond: how many bytes more each read has.
 
     Raises:
         CorruptionError: as for `read_alone`.
@@ -51,7 +54,7 @@ def read_together(
             data = _read(spans, span, readers, copies, slot)
             rings.publish(span)
         else:
-            data = slot[: int(spans.high[span] - spans.low[span])]
+            data = slot[: int(spans.high[span] - spans.low[span]) + beyond]
         copies.copy(span, data)
         rings.finish(span)
 

@@ -1,10 +1,11 @@
 """Keys to bytes: where checkpoints lie."""
 
 from shardwise.store.local import LocalStore
-from shardwise.store.store import MappedFile, MappedStore, ReadableFile, Store, WritableFile
+from shardwise.store.store import Files, MappedFile, MappedStore, ReadableFile, Store, WritableFile
 from shardwise.store.url import open_store
 
 __all__ = [
+    "Files",
     "LocalStore",
     "MappedFile",
     "MappedStore",

@@ -108,7 +108,7 @@ class LocalStore:
                 self._make()
         try:
             fd = os.open(self._path(key), flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             yield False
             return
         except OSError as error:

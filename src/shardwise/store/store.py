@@ -59,8 +59,20 @@ class MappedFile(ReadableFile, Protocol):
         ...
 
 
+class Files(Protocol):
+    """What data files are read from."""
+
+    def open(self, key: str) -> ReadableFile:
+        """Open a file.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        ...
+
+
 @runtime_checkable
-class Store(Protocol):
+class Store(Files, Protocol):
     """A flat set of files under one place, named by plain file names.
 
     Every verb raises `StoreError`, or one of the builtin errors of `OSError` that it derives
@@ -81,14 +93,6 @@ class Store(Protocol):
 
         Raises:
             FileExistsError: there is one of this name.
-        """
-        ...
-
-    def open(self, key: str) -> ReadableFile:
-        """Open a file.
-
-        Raises:
-            FileNotFoundError: there is none.
         """
         ...
 

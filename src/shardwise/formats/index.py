@@ -1,0 +1,128 @@
+"""The index of a foreign checkpoint: all that was found of it, as bytes, without its tensors."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from shardwise.errors import FormatError
+from shardwise.formats.foreign import Foreign, ForeignFile, Laid
+from shardwise.manifest.checksums import crc32
+from shardwise.manifest.manifest import LARGEST, ObjectEntry, TensorEntry
+from shardwise.manifest.table import Int, Pieces
+from shardwise.manifest.validate import MOST_PIECES
+
+MAGIC = b"shardwise-index-1\n"
+MOST_DIMS = 64
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+
+
+class _File(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    size: Count
+    content: bytes | None
+
+
+class _Table(msgspec.Struct, frozen=True, array_like=True):
+    """Columns of pieces, one after another, each as differences of its rows."""
+
+    rows: Annotated[int, msgspec.Meta(ge=0, le=MOST_PIECES)]
+    dims: Annotated[int, msgspec.Meta(ge=0, le=MOST_DIMS)]
+    columns: tuple[bytes, ...]
+
+
+class _Index(msgspec.Struct, frozen=True, array_like=True):
+    format: str
+    files: tuple[_File, ...]
+    tensors: tuple[TensorEntry, ...]
+    laid: _Table
+    replicas: _Table
+    averages: dict[str, tuple[str, ...]]
+    objects: tuple[ObjectEntry, ...]
+    step: int | None
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+    left_out: tuple[str, ...]
+
+
+def encode_index(foreign: Foreign) -> bytes:
+    """A foreign checkpoint's description, as bytes."""
+    index = _Index(
+        foreign.format,
+        tuple(_File(file.name, file.size, file.content) for file in foreign.files),
+        foreign.tensors,
+        _pack(foreign.laid),
+        _pack(foreign.replicas),
+        dict(foreign.averages),
+        foreign.objects,
+        foreign.step,
+        foreign.world_size,
+        foreign.left_out,
+    )
+    body = msgspec.msgpack.encode(index)
+    return MAGIC + crc32(body).to_bytes(4, "little") + body
+
+
+def decode_index(data: bytes) -> Foreign:
+    """The inverse of `encode_index`. What it claims of files and tensors is not checked here.
+
+    Raises:
+        FormatError: these bytes are not an index, or were altered.
+    """
+    start = len(MAGIC) + 4
+    if not data.startswith(MAGIC) or len(data) < start:
+        raise FormatError("this is no index of a foreign checkpoint")
+    if crc32(data[start:]) != int.from_bytes(data[len(MAGIC) : start], "little"):
+        raise FormatError("the index was altered, or cut off: remove it, and open again")
+    try:
+        index = msgspec.msgpack.decode(data[start:], type=_Index)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise FormatError(f"the index is malformed: {error}") from error
+    return Foreign(
+        format=index.format,
+        files=tuple(ForeignFile(file.name, file.size, file.content) for file in index.files),
+        tensors=index.tensors,
+        laid=_unpack(index.laid),
+        replicas=_unpack(index.replicas),
+        averages=index.averages,
+        objects=index.objects,
+        step=index.step,
+        world_size=index.world_size,
+        left_out=index.left_out,
+    )
+
+
+def _pack(laid: Laid) -> _Table:
+    pieces = laid.pieces
+    table = np.column_stack(
+        [pieces.tensor, pieces.file, pieces.start, pieces.offset, pieces.shape, laid.stride]
+    )
+    steps = np.diff(table, axis=0, prepend=0).astype("<i8")
+    columns = tuple(zlib.compress(column.tobytes(), 1) for column in steps.T)
+    return _Table(len(pieces), pieces.offset.shape[1], columns)
+
+
+def _unpack(table: _Table) -> Laid:
+    dims = table.dims
+    if len(table.columns) != 3 + 3 * dims:
+        raise FormatError(f"the index has {len(table.columns)} columns for {dims} dimensions")
+    rows = np.empty((3 + 3 * dims, table.rows), np.int64)
+    for row, column in zip(rows, table.columns, strict=True):
+        np.cumsum(_inflated(column, 8 * table.rows), out=row)
+    parts = rows[3:].reshape(3, dims, table.rows).transpose(0, 2, 1)
+    offset, shape, stride = (np.ascontiguousarray(part) for part in parts)
+    return Laid(Pieces(rows[0], rows[1], rows[2], offset, shape), stride)
+
+
+def _inflated(data: bytes, size: int) -> Int:
+    inflater = zlib.decompressobj()
+    try:
+        found = inflater.decompress(data, size + 1) if data else b""
+    except zlib.error as error:
+        raise FormatError(f"the index is malformed: {error}") from error
+    if len(found) != size:
+        raise FormatError("the index is malformed: a column has another length than it says")
+    return np.frombuffer(found, "<i8").astype(np.int64)

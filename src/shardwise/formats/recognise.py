@@ -1,0 +1,39 @@
+"""Which format a place is of: the readers, in the order in which they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardwise.errors import FormatError
+from shardwise.formats.foreign import Foreign
+from shardwise.formats.tree import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A format: what it is called, whether a place looks like it, and how it is read."""
+
+    name: str
+    recognise: Callable[[Tree], bool]
+    read: Callable[[Tree], Foreign]
+
+
+READERS: tuple[Reader, ...] = ()
+
+
+def read_foreign(tree: Tree) -> Foreign:
+    """Read what is at a place, by the first format that recognises it. No tensor is read.
+
+    Raises:
+        FormatError: no format does; or the one that does finds it malformed.
+    """
+    for reader in READERS:
+        if reader.recognise(tree):
+            return reader.read(tree)
+    known = ", ".join(reader.name for reader in READERS)
+    found = ", ".join(list(tree.sizes)[:5]) or "no file"
+    raise FormatError(
+        f"{tree} is of no format that is known here ({known}): it has {found}"
+        f"{', …' if len(tree.sizes) > 5 else ''}"
+    )

@@ -1,0 +1,143 @@
+"""What makes a manifest laid over foreign files trustworthy: checked before a byte is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.errors import FormatError
+from shardwise.formats.foreign import Foreign, Laid
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.manifest import LARGEST, TensorEntry
+from shardwise.manifest.names import LONGEST_NAME, RESERVED
+from shardwise.manifest.table import Int
+from shardwise.manifest.validate import MOST_PIECES, padded_shapes, uncovered
+
+
+def checked(foreign: Foreign) -> Foreign:
+    """The same, if all that it claims holds together, its columns as wide as its widest tensor.
+
+    Raises:
+        FormatError: a name is there twice, an array lies outside its file or tensor or is no
+            nested array, or pieces overlap or leave holes. Names the tensors.
+    """
+    _check_names(foreign)
+    _check_tensors(foreign.tensors)
+    dims = max((len(tensor.shape) for tensor in foreign.tensors), default=0)
+    laid, replicas = _widened(foreign.laid, dims), _widened(foreign.replicas, dims)
+    foreign = replace(foreign, laid=laid, replicas=replicas)
+    for each in (laid, replicas):
+        if len(each) > MOST_PIECES:
+            raise FormatError(f"{len(each)} pieces are more than the {MOST_PIECES} that are read")
+        _check_pieces(foreign, each)
+    pieces = foreign.laid.pieces
+    shapes = _shapes(foreign, pieces.offset.shape[1])
+    stored = np.array(
+        [t.same_as is None and t.name not in foreign.averages for t in foreign.tensors], bool
+    )
+    wrong = uncovered(shapes, pieces.tensor, pieces.offset, pieces.shape, stored)
+    if len(wrong):
+        names = ", ".join(foreign.tensors[i].name for i in wrong[:5].tolist())
+        raise FormatError(f"pieces overlap or leave holes in {len(wrong)} tensor(s): {names}")
+    return foreign
+
+
+def _widened(laid: Laid, dims: int) -> Laid:
+    pieces = laid.pieces
+    missing = dims - pieces.offset.shape[1]
+    if missing < 0:
+        raise FormatError(f"a piece has more dimensions than the {dims} of any tensor")
+    by = ((0, 0), (0, missing))
+    offset, stride = np.pad(pieces.offset, by), np.pad(laid.stride, by)
+    shape = np.pad(pieces.shape, by, constant_values=1)
+    return Laid(replace(pieces, offset=offset, shape=shape), stride)
+
+
+def _shapes(foreign: Foreign, dims: int) -> Int:
+    return padded_shapes([tensor.shape for tensor in foreign.tensors], dims)
+
+
+def _check_names(foreign: Foreign) -> None:
+    seen: set[str] = set()
+    for name in [*(t.name for t in foreign.tensors), *(o.name for o in foreign.objects)]:
+        if name in seen:
+            raise FormatError(f"the name {name[:200]!r} is there twice")
+        if not name or len(name) > LONGEST_NAME or name.startswith(RESERVED):
+            raise FormatError(f"{name[:60]!r} is no name that a tensor or value may have")
+        seen.add(name)
+    files = [file.name for file in foreign.files]
+    if len(set(files)) != len(files):
+        raise FormatError("a file is there twice")
+    for file in foreign.files:
+        parts = file.name.split("/")
+        if file.content is None and (not all(parts) or {".", ".."} & set(parts)):
+            raise FormatError(f"{file.name[:200]!r} is no path below the checkpoint")
+        if file.content is not None and len(file.content) != file.size:
+            raise FormatError(f"{file.name[:200]!r} has not the size that it says")
+
+
+def _check_tensors(tensors: Sequence[TensorEntry]) -> None:
+    by_name = {tensor.name: tensor for tensor in tensors}
+    for tensor in tensors:
+        kind = DTYPES.get(tensor.dtype)
+        if kind is None:
+            raise FormatError(f"{tensor.name}: unknown dtype {tensor.dtype[:40]!r}")
+        if math.prod(n for n in tensor.shape if n) * kind.itemsize > LARGEST:
+            raise FormatError(f"{tensor.name}: absurd shape {tensor.shape}")
+        if tensor.pieces:
+            raise FormatError(f"{tensor.name}: its pieces are no rows of the table")
+        other = by_name.get(tensor.same_as) if tensor.same_as is not None else tensor
+        if other is None or (other is not tensor and other.same_as is not None):
+            raise FormatError(f"{tensor.name}: is tied to {tensor.same_as!r}, which is not stored")
+        if (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
+            raise FormatError(f"{tensor.name}: differs in dtype or shape from {tensor.same_as!r}")
+
+
+def _check_pieces(foreign: Foreign, laid: Laid) -> None:
+    if not len(laid):
+        return
+    pieces, stride = laid.pieces, laid.stride
+    for index, count, what in (
+        (pieces.tensor, len(foreign.tensors), "tensor"),
+        (pieces.file, len(foreign.files), "file"),
+    ):
+        if (index < 0).any() or (index >= count).any():
+            raise FormatError(f"a piece is of a {what} that is not one of {count}")
+    shapes = _shapes(foreign, pieces.offset.shape[1])[pieces.tensor]
+    inside = (pieces.shape > 0) & (pieces.offset >= 0) & (pieces.shape <= shapes)
+    inside &= pieces.offset <= shapes - pieces.shape
+    _refuse(foreign, laid, ~inside.all(axis=1), "is empty or lies outside of it")
+    itemsize = np.array([DTYPES[t.dtype].itemsize for t in foreign.tensors], np.int64)
+    sizes = np.array([file.size for file in foreign.files], np.int64)[pieces.file]
+    # Floats are wide enough to tell what would overflow.
+    reach = ((pieces.shape - 1.0) * stride).sum(axis=1) * itemsize[pieces.tensor]
+    room = sizes - pieces.start - itemsize[pieces.tensor]
+    _refuse(foreign, laid, (stride < 0).any(axis=1), "runs backwards")
+    _refuse(foreign, laid, (pieces.start < 0) | (reach > room), "lies outside of its file")
+    _refuse(foreign, laid, ~_nested(pieces.shape, stride), "has elements that share bytes")
+
+
+def _nested(shape: Int, stride: Int) -> npt.NDArray[np.bool_]:
+    """Whether, of each array, a step along a dimension leads past all that smaller steps reach."""
+    steps = np.where(shape > 1, stride, 0)
+    order = np.argsort(steps, axis=1)
+    steps = np.take_along_axis(steps, order, axis=1)
+    reach = np.take_along_axis((shape - 1) * stride * (shape > 1), order, axis=1)
+    before = np.cumsum(reach, axis=1) - reach
+    counts = np.take_along_axis(shape, order, axis=1)
+    nested: npt.NDArray[np.bool_] = ((counts == 1) | (steps > before)).all(axis=1)
+    return nested
+
+
+def _refuse(foreign: Foreign, laid: Laid, wrong: npt.NDArray[np.bool_], what: str) -> None:
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        tensor = foreign.tensors[int(laid.pieces.tensor[row])]
+        file = foreign.files[int(laid.pieces.file[row])]
+        raise FormatError(
+            f"{tensor.name}, of shape {list(tensor.shape)}: a piece in {file.name} {what}"
+        )

@@ -1,0 +1,91 @@
+"""What lies at a place, opened: a checkpoint of ours, or a foreign one under a manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from shardwise.engine.group import Group
+from shardwise.engine.opened import Opened, open_checkpoint, opened_manifest, read_manifest
+from shardwise.errors import CheckpointNotFoundError
+from shardwise.formats.files import ForeignFiles
+from shardwise.formats.foreign import Foreign
+from shardwise.formats.index import MAGIC, decode_index, encode_index
+from shardwise.formats.tree import Tree
+from shardwise.formats.validate import checked
+from shardwise.manifest.manifest import FileEntry, Manifest
+from shardwise.manifest.table import Pieces
+from shardwise.store import LocalStore, Store
+
+ReadForeign = Callable[[Tree], Foreign]
+
+
+def open_any(
+    enter: Callable[[], Store], group: Group, terms: str = "", *, foreign: ReadForeign
+) -> Opened:
+    """Open what is at a place, on all ranks together.
+
+    Args:
+        enter: gives the store; a failure of it is a failure on all ranks.
+        terms: what else must be the same on all ranks.
+        foreign: reads what is no checkpoint of ours; called on rank 0 alone.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        FormatError: it cannot be trusted, or is of no format that is known here.
+        MismatchError: ranks open different places, or on different terms.
+    """
+    return open_checkpoint(
+        enter, group, terms, read=partial(_read, foreign=foreign), decode=_decode
+    )
+
+
+def _read(store: Store, foreign: ReadForeign) -> bytes:
+    try:
+        return read_manifest(store)
+    except CheckpointNotFoundError:
+        if not isinstance(store, LocalStore) or not store.path.exists():
+            raise
+        return encode_index(foreign(Tree(store.path)))
+
+
+def _decode(store: Store, data: bytes) -> Opened:
+    if not data.startswith(MAGIC) or not isinstance(store, LocalStore):
+        return opened_manifest(store, data)
+    return opened_foreign(Tree(store.path), decode_index(data))
+
+
+def opened_foreign(tree: Tree, foreign: Foreign) -> Opened:
+    """A foreign checkpoint, once all is checked that can be without its bytes.
+
+    Raises:
+        FormatError: what is laid over its files does not hold together.
+    """
+    foreign = checked(foreign)
+    hidden = {name for names in foreign.averages.values() for name in names}
+    shown = [tensor for tensor in foreign.tensors if tensor.name not in hidden]
+    number = {tensor.name: i for i, tensor in enumerate(shown)}
+    parts: dict[int, tuple[int, ...]] = {}
+    for name, versions in foreign.averages.items():
+        number |= {each: len(number) + k for k, each in enumerate(versions)}
+        parts[number[name]] = tuple(number[each] for each in versions)
+    renumber = np.array([number[tensor.name] for tensor in foreign.tensors], np.int64)
+    pieces = foreign.laid.pieces
+    moved = Pieces(renumber[pieces.tensor], pieces.file, pieces.start, pieces.offset, pieces.shape)
+    files = tuple(
+        FileEntry(file.name, rank, file.size, 0, file.size, file.size, 0)
+        for rank, file in enumerate(foreign.files)
+    )
+    manifest = Manifest(
+        format=foreign.format,
+        save_id="",
+        step=foreign.step,
+        created="",
+        world_size=foreign.world_size,
+        files=files,
+        objects=foreign.objects,
+        tensors=tuple(shown),
+    )
+    return Opened(ForeignFiles(tree, foreign.files), manifest, moved, foreign.laid.stride, parts)

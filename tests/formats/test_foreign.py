@@ -1,0 +1,212 @@
+"""A manifest laid over foreign files: read by the engine as one of our own is."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardwise as sw
+from shardwise.checkpoint import Checkpoint
+from shardwise.errors import FormatError
+from shardwise.formats import recognise
+from shardwise.formats.foreign import Foreign, ForeignFile, Laid
+from shardwise.formats.index import decode_index, encode_index
+from shardwise.formats.indexed import read_indexed
+from shardwise.formats.tree import Tree
+from shardwise.formats.validate import checked
+from shardwise.manifest.manifest import TensorEntry
+from shardwise.manifest.table import Pieces
+from shardwise.opening import opened_foreign
+from shardwise.testing.threads import ThreadGroup, run_ranks
+
+
+@dataclass
+class Row:
+    """A piece: its tensor and file, and where its elements lie."""
+
+    tensor: int
+    file: int
+    start: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def laid(rows: list[Row]) -> Laid:
+    dims = max((len(row.shape) for row in rows), default=0)
+
+    def columns(name: str, fill: int) -> np.ndarray:
+        padded = [(*getattr(r, name), *(fill,) * (dims - len(r.shape))) for r in rows]
+        return np.array(padded, np.int64).reshape(len(rows), dims)
+
+    flat = [np.array([getattr(r, n) for r in rows], np.int64) for n in ("tensor", "file", "start")]
+    return Laid(Pieces(*flat, columns("offset", 0), columns("shape", 1)), columns("stride", 0))
+
+
+def foreign_of(tensors: list[TensorEntry], rows: list[Row], *files: ForeignFile) -> Foreign:
+    return Foreign(format="made here", files=files, tensors=tuple(tensors), laid=laid(rows))
+
+
+def scattered(values: np.ndarray, folder: Path, seed: int) -> Foreign:
+    """Cut an array in two, and lay each part in a file of its own, permuted, at an odd byte."""
+    random = np.random.default_rng(seed)
+    cut = int(random.integers(1, values.shape[0])) if values.shape[0] > 1 else values.shape[0]
+    rows, files = [], []
+    for number, (low, part) in enumerate([(0, values[:cut]), (cut, values[cut:])]):
+        order = random.permutation(values.ndim)
+        start = int(random.integers(0, 9))
+        data = bytes(start) + np.ascontiguousarray(part.transpose(order)).tobytes()
+        (folder / f"{number}.bin").write_bytes(data)
+        files.append(ForeignFile(f"{number}.bin", len(data)))
+        if part.size:
+            inner = np.ascontiguousarray(part.transpose(order)).strides
+            stride = [0] * values.ndim
+            for at, dim in enumerate(order.tolist()):
+                stride[dim] = inner[at] // values.itemsize
+            offset = (low, *(0,) * (values.ndim - 1))
+            rows.append(Row(0, number, start, offset, part.shape, tuple(stride)))
+    entry = TensorEntry("w", str(values.dtype), values.shape)
+    return foreign_of([entry], rows, *files)
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    st.sampled_from(["float32", "int64", "uint8"]),
+    st.integers(0, 2**32),
+)
+def test_arrays_in_any_order_at_any_byte_are_read(shape: list[int], dtype: str, seed: int) -> None:
+    values = np.random.default_rng(seed).integers(0, 250, shape).astype(dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        foreign = decode_index(encode_index(scattered(values, Path(folder), seed)))
+        read = Checkpoint(opened_foreign(Tree(folder), foreign), verify=True)["w"]
+        assert isinstance(read, sw.SavedTensor)
+        assert np.array_equal(read[...].numpy(), values)
+        assert np.array_equal(read[shape[0] // 2 :].numpy(), values[shape[0] // 2 :])
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> list[Foreign]:
+    """What the place that is opened next is said to be."""
+    found: list[Foreign] = []
+    reader = recognise.Reader("made here", lambda _: True, lambda _: found[-1])
+    monkeypatch.setattr(recognise, "READERS", (reader,))
+    return found
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**32))
+def test_reads_that_are_cut_anywhere_lose_no_element(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    values = random.integers(0, 2**60, (2, 3, int(random.integers(1, 60_000)))).astype(np.int64)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        foreign = scattered(values, Path(folder), seed)
+        reader = recognise.Reader("made here", lambda _: True, lambda _: foreign)
+        patch.setattr(recognise, "READERS", (reader,))
+
+        def load(group: ThreadGroup) -> torch.Tensor:
+            out = torch.zeros(values.shape, dtype=torch.int64)
+            sw.load(folder, {"w": out}, group=group, max_buffer=1 << 20)
+            return out
+
+        for world in (1, 3):
+            for out in run_ranks(world, load):
+                assert np.array_equal(out.numpy(), values)
+
+
+def test_a_mean_of_versions_is_what_is_loaded(tmp_path: Path, known: list[Foreign]) -> None:
+    versions = np.array([[1.0, 2.0], [3.0, 5.0]], np.float32)
+    (tmp_path / "a.bin").write_bytes(versions.tobytes())
+    entries = [TensorEntry(name, "float32", (2,)) for name in ("w@0", "w", "w@1")]
+    rows = [Row(0, 0, 0, (0,), (2,), (1,)), Row(2, 0, 8, (0,), (2,), (1,))]
+    foreign = foreign_of(entries, rows, ForeignFile("a.bin", 16))
+    known.append(dataclasses.replace(foreign, averages={"w": ("w@0", "w@1")}))
+    out = torch.zeros(2)
+    sw.load(tmp_path, {"w": out})
+    assert out.tolist() == [2.0, 3.5]
+    assert list(sw.open(tmp_path)) == ["w"]
+
+
+def test_bytes_that_lie_in_no_file_are_read(tmp_path: Path, known: list[Foreign]) -> None:
+    content = np.float32(7).tobytes()
+    entry = TensorEntry("step", "float32", ())
+    known.append(foreign_of([entry], [Row(0, 0, 0, (), (), ())], ForeignFile("+0", 4, content)))
+    step = torch.tensor(0.0)
+    sw.load(tmp_path, {"step": step})
+    assert step == 7
+
+
+def test_an_index_is_used_until_a_file_changes(tmp_path: Path) -> None:
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    calls = []
+
+    def read(tree: Tree) -> Foreign:
+        calls.append(tree)
+        return foreign
+
+    foreign = scattered(values, tmp_path, 1)
+    index = tmp_path / "index"
+    for _ in range(3):
+        found = read_indexed(Tree(tmp_path), index, read)
+        assert (found.tensors, found.files) == (foreign.tensors, foreign.files)
+    assert len(calls) == 1
+    index.write_bytes(index.read_bytes()[:-1])
+    read_indexed(Tree(tmp_path), index, read)
+    assert len(calls) == 2
+    (tmp_path / "1.bin").write_bytes(b"another")
+    read_indexed(Tree(tmp_path), index, read)
+    read_indexed(Tree(tmp_path), index, read, "other terms")
+    assert len(calls) == 4
+
+
+ENTRY = TensorEntry("w", "float32", (2, 3))
+GOOD = Row(0, 0, 0, (0, 0), (2, 3), (3, 1))
+FILE = ForeignFile("a.bin", 24)
+
+
+@pytest.mark.parametrize(
+    ("entry", "rows", "file", "says"),
+    [
+        (ENTRY, [], FILE, "holes"),
+        (ENTRY, [GOOD, GOOD], FILE, "overlap"),
+        (ENTRY, [dataclasses.replace(GOOD, start=4)], FILE, "outside of its file"),
+        (ENTRY, [dataclasses.replace(GOOD, start=-4)], FILE, "outside of its file"),
+        (ENTRY, [dataclasses.replace(GOOD, stride=(2**61, 1))], FILE, "outside of its file"),
+        (ENTRY, [dataclasses.replace(GOOD, stride=(2, 1))], FILE, "share bytes"),
+        (ENTRY, [dataclasses.replace(GOOD, stride=(0, 0))], FILE, "share bytes"),
+        (ENTRY, [dataclasses.replace(GOOD, offset=(1, 0))], FILE, "lies outside of it"),
+        (ENTRY, [dataclasses.replace(GOOD, file=1)], FILE, "not one of 1"),
+        (ENTRY, [dataclasses.replace(GOOD, tensor=-1)], FILE, "not one of 1"),
+        (ENTRY, [GOOD], ForeignFile("../a.bin", 24), "no path below"),
+        (ENTRY, [GOOD], ForeignFile("/a.bin", 24), "no path below"),
+        (TensorEntry("w", "float31", (2, 3)), [GOOD], FILE, "unknown dtype"),
+        (TensorEntry("w", "float32", (2**62, 2**62)), [GOOD], FILE, "absurd shape"),
+        (TensorEntry("w", "float32", (2, 3), same_as="v"), [], FILE, "tied"),
+    ],
+)
+def test_what_does_not_hold_together_is_refused(
+    entry: TensorEntry, rows: list[Row], file: ForeignFile, says: str
+) -> None:
+    assert checked(foreign_of([ENTRY], [GOOD], FILE))
+    with pytest.raises(FormatError, match=says):
+        checked(foreign_of([entry], rows, file))
+
+
+def test_a_place_of_no_known_format_says_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(FormatError, match=r"known here \(.*it has notes\.txt"):
+        sw.open(tmp_path)
+
+
+@pytest.mark.parametrize("cut", [0, 10, 25, -1])
+def test_an_index_that_was_altered_is_refused(tmp_path: Path, cut: int) -> None:
+    data = encode_index(scattered(np.zeros((2, 2), np.float32), tmp_path, 0))
+    with pytest.raises(FormatError, match="index"):
+        decode_index(data[:cut])
