@@ -133,11 +133,11 @@ def _nested(shape: Int, stride: Int) -> npt.NDArray[np.bool_]:
     return nested
 
 
-def _refuse(foreign: Foreign, laid: Laid, wrong: npt.NDArray[np.bool_], what: str) -> None:
-    if wrong.any():
-        row = int(np.argmax(wrong))
-        tensor = foreign.tensors[int(laid.pieces.tensor[row])]
-        file = foreign.files[int(laid.pieces.file[row])]
+def _refuse(foreign: Foreign, laid: Laid, wrong: npt.ArrayLike, what: str) -> None:
+    rows = np.flatnonzero(np.asarray(wrong))
+    if len(rows):
+        tensor = foreign.tensors[int(laid.pieces.tensor[rows[0]])]
+        file = foreign.files[int(laid.pieces.file[rows[0]])]
         raise FormatError(
             f"{tensor.name}, of shape {list(tensor.shape)}: a piece in {file.name} {what}"
         )
