@@ -161,8 +161,8 @@ class Leading:
 
     def _gather(self, nodes: Nodes, stage: str, draft: Draft, asked: Iterable[str]) -> int:
         """Wait until the nodes that were asked for a stage are done with it."""
-        name = notes.done(stage, draft.save_id)
-        ended = [nodes.expect(node, name, Done, patient=True) for node in asked]
+        name, request = notes.done(stage, draft.save_id), notes.request(stage, draft.save_id)
+        ended = [nodes.expect(node, name, Done, asked=request) for node in asked]
         for each in ended:
             if each.failure:
                 raise StoreError(f"node {each.node}: {each.failure}")
@@ -221,8 +221,9 @@ class Leading:
 
     def _persisted(self, place: Place, draft: Draft, nodes: Nodes, node: str) -> Done | None:
         """How a node has ended; None if it is lost."""
+        done, request = (each("persist", draft.save_id) for each in (notes.done, notes.request))
         try:
-            return nodes.expect(node, notes.done("persist", draft.save_id), Done, patient=True)
+            return nodes.expect(node, done, Done, asked=request)
         except StoreError as error:
             place.refuse_abandoned()
             log.warning("node %s is lost: %s", node, error)

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class _GoneError(StoreError):
-    """A node does not answer, and the run has gone on without it."""
+    """Nothing comes of it: the run has gone on without a node, or that without the snapshot."""
 
 
 class Nodes:
@@ -83,23 +83,27 @@ class Nodes:
         place = self._place
         return self._client(node).read(place.run.name, place.step, name, limit=limit)
 
-    def expect(self, node: str, name: str, kind: type[T], *, patient: bool = False) -> T:
+    def expect(self, node: str, name: str, kind: type[T], *, asked: str = "") -> T:
         """A note of a node, once it is there.
 
         Args:
-            patient: wait for as long as the node answers.
+            asked: the note by which it was asked for it; waits for as long as the node has that.
 
         Raises:
             StoreError: the node does not answer, the note does not come, or the snapshot is
-                abandoned.
+                abandoned, or was discarded there.
         """
         last_sign = time.monotonic()
         while True:
             self._place.refuse_abandoned()
             try:
                 found = self._look(node, name, kind)
-                if patient:
+                if found is None and asked:
+                    if not self._has(node, asked):
+                        raise _GoneError(f"node {node} has discarded the snapshot")
                     last_sign = time.monotonic()
+            except _GoneError:
+                raise
             except StoreError:
                 self._refuse_gone([node])
                 found = None
@@ -223,6 +227,16 @@ class Nodes:
         except StoreError as error:
             return f"node {node}: {error}"
         return ""
+
+    def _has(self, node: str, name: str) -> bool:
+        """Whether a node has a note."""
+        if node == self._here:
+            return self._place.has(name)
+        try:
+            self.read(node, name, limit=LARGEST_NOTE)
+        except FileNotFoundError:
+            return False
+        return True
 
     def _look(self, node: str, name: str, kind: type[T]) -> T | None:
         place = self._place

@@ -1,0 +1,60 @@
+"""Waiting for what other nodes say of a snapshot."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import shardwise as sw
+from shardwise.memory.network.nodes import Nodes
+from shardwise.memory.node import notes
+from shardwise.memory.node.home import Run
+from shardwise.memory.node.notes import Card, Done
+from shardwise.memory.node.place import Place
+from tests.memory.test_server import RUN, TOKEN, Served, served
+
+__all__ = ["served"]
+SAVE = "f" * 16
+REQUEST, DONE = notes.request("protect", SAVE), notes.done("protect", SAVE)
+WAIT = 0.3
+
+
+def expecting(served: Served, tmp_path: Path, *, asked: str) -> Done:
+    """What a node that was asked to protect a snapshot says when it has."""
+    place = Place(Run(tmp_path / "here" / RUN), 10)
+    cards = [Card("here", "", ""), Card("there", f"http://127.0.0.1:{served.port}", TOKEN)]
+    place.path.mkdir(parents=True)
+    bound = threading.Timer(5.0, place.abandon)
+    bound.start()
+    try:
+        with Nodes(place, cards, "here", WAIT) as nodes:
+            return nodes.expect("there", DONE, Done, asked=asked)
+    finally:
+        bound.cancel()
+
+
+def test_who_was_asked_is_waited_for_as_long_as_it_may_take(served: Served, tmp_path: Path) -> None:
+    served.fill(REQUEST, b"{}")
+    done = msgspec.json.encode(Done(save_id=SAVE, stage="protect", bytes=7))
+    timer = threading.Timer(4 * WAIT, served.fill, (DONE, done))
+    timer.start()
+    assert expecting(served, tmp_path, asked=REQUEST).bytes == 7
+    with pytest.raises(sw.StoreError, match="gave no entry"):
+        Nodes(Place(Run(tmp_path), 10), [Card("here", "", "")], "here", WAIT).expect(
+            "here", "entry", Done
+        )
+
+
+def test_who_has_discarded_a_snapshot_is_not_waited_for(served: Served, tmp_path: Path) -> None:
+    """As it went on without the one who waits, from an older step."""
+    served.fill(REQUEST, b"{}")
+    timer = threading.Timer(4 * WAIT, (served.step / REQUEST).unlink)
+    timer.start()
+    started = time.monotonic()
+    with pytest.raises(sw.StoreError, match="node there has discarded the snapshot"):
+        expecting(served, tmp_path, asked=REQUEST)
+    assert 3 * WAIT < time.monotonic() - started < 5.0
