@@ -57,6 +57,26 @@ def test_an_empty_root_restores_nothing(tmp_path: Path) -> None:
         assert checkpointer.latest() is None
 
 
+def test_a_run_starts_from_another_until_it_has_something_of_its_own(tmp_path: Path) -> None:
+    sw.save(tmp_path / "base", state(7), step=100)
+    for start in (
+        tmp_path / "base",
+        lambda target: sw.load(tmp_path / "base", target),
+    ):
+        target = state(0)
+        with sw.Checkpointer(tmp_path / "run", start_from=start, memory=None) as checkpointer:
+            assert checkpointer.restore(target) is None
+            assert checkpointer.last_restore is not None
+            assert checkpointer.last_restore.source == "start"
+            assert checkpointer.last_restore.step == 100
+    assert target == {"t": target["t"], "step": 7}
+    assert target["t"].tolist() == [7.0] * 1000
+    with sw.Checkpointer(tmp_path / "run", start_from=start, memory=None) as checkpointer:
+        checkpointer.save(1, state(1))
+        assert checkpointer.restore(target) == 1
+    assert target["t"][0] == 1
+
+
 @pytest.mark.parametrize("name", ["*.safetensors", MANIFEST])
 def test_damage_falls_back_to_the_one_before_and_says_why(tmp_path: Path, name: str) -> None:
     fill(tmp_path, 1, 2, 3)

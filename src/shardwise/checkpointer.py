@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -41,6 +41,7 @@ from shardwise.restoring import RestoreReport, Restoring
 from shardwise.retention import Keep, apply_retention, committed_steps
 from shardwise.store import LocalStore, Store, open_store
 
+Start = api.Place | Callable[[api.State], LoadReport]
 IN_BACKGROUND = Memory(every=0, slots=1)
 """One save is persisted while the next is staged, and that is all that memory is used for."""
 
@@ -59,6 +60,8 @@ class Checkpointer:
         memory: how saves are staged into the memory of the nodes, whose agents do all else while
             the training goes on; and which snapshots stay there, which `restore` takes where they
             are newer. None: `save` returns when the checkpoint is durable.
+        start_from: what `restore` loads where the run has nothing yet: a checkpoint, ours or of a
+            foreign format; or a function of the state, called on all ranks, that loads one.
         on_sigterm: `"save"`: after SIGTERM on any rank, the next `save` saves whatever its step,
             and then lets the signal take its course.
         check_replicas, allow_pickle, max_buffer, on_event: as for `shardwise.save`.
@@ -76,6 +79,7 @@ class Checkpointer:
         keep: Keep | None = None,
         every: int = 1,
         memory: Memory | None = IN_BACKGROUND,
+        start_from: Start | None = None,
         on_sigterm: Literal["save"] | None = None,
         check_replicas: bool = False,
         allow_pickle: bool = False,
@@ -101,6 +105,7 @@ class Checkpointer:
         self._fenced: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
         self.last_restore: RestoreReport | None = None
         self._memory = memory
+        self._start_from = start_from
         self._own: TorchGroup | None = None
         try:
             self._own = own_group(timeout)
@@ -291,7 +296,7 @@ class Checkpointer:
             strict: as for `shardwise.load`.
 
         Returns:
-            The step, or None if the root holds no checkpoint.
+            The step, or None if the run has no checkpoint yet, whatever it was started from.
 
         Raises:
             CheckpointNotFoundError: `step` was given, and is not there.
@@ -301,9 +306,9 @@ class Checkpointer:
         """
         self._refuse_closed()
 
-        def load(store: Store) -> LoadReport:
+        def load(place: api.Place) -> LoadReport:
             return api.load(
-                store,
+                place,
                 state,
                 strict=strict,
                 allow_pickle=self._allow_pickle,
@@ -314,11 +319,15 @@ class Checkpointer:
 
         restoring = Restoring(self._root, self._group, self._snapshots, self._damaged)
         report = restoring.newest(load) if step is None else restoring.of_step(step, load)
+        found = report.step if report else None
+        if report is None and (start := self._start_from) is not None:
+            loaded = start(state) if callable(start) else load(start)
+            report = RestoreReport(loaded.step, "start", loaded, ())
         if self._snapshots is not None:
-            self._snapshots.go_on_from(report.step if report else None)
+            self._snapshots.go_on_from(found)
             self.prepare(state)
         self.last_restore = report
-        return report.step if report else None
+        return found
 
     def steps(self) -> list[int]:
         """The steps that are committed, ascending. Any rank may ask alone."""

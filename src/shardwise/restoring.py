@@ -35,13 +35,13 @@ class RestoreReport:
     """What a restore did.
 
     Attributes:
-        step: what the run goes on from.
-        source: where it came from: "memory" or "storage".
+        step: what the run goes on from; None if what it starts from has none.
+        source: where it came from: "memory", "storage", or "start" (`Checkpointer(start_from=…)`).
         load: how it was loaded.
         skipped: newer steps, and why they were not.
     """
 
-    step: int
+    step: int | None
     source: str
     load: LoadReport
     skipped: tuple[tuple[int, str], ...]
