@@ -1,0 +1,91 @@
+"""Files of torch.save: their values, with places in the file where tensors are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.errors import FormatError
+from shardwise.formats.archive import START, read_directory
+from shardwise.formats.legacy import is_legacy, read_legacy
+from shardwise.formats.pickled import Opaque, Stubs
+from shardwise.formats.pickles import unpickle
+from shardwise.formats.ranges import Part
+from shardwise.formats.torchtypes import TORCH, Storage, StorageType
+from shardwise.formats.tree import LARGEST_PICKLE
+
+_PICKLE = "/data.pkl"
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What torch.save was given: tensors and parameters are `StoredArray`s, storages `Storage`s.
+
+    Tensors that are one have equal `StoredArray`s. `opaque` are names of what was left out.
+    """
+
+    value: Any
+    opaque: tuple[str, ...]
+
+
+def is_torch_file(head: bytes) -> bool:
+    """Whether a file that begins like this may be one of torch.save."""
+    return head.startswith(START) or is_legacy(head)
+
+
+def read_torch_file(part: Part, *, stubs: Stubs | None = None, opaque: bool = False) -> Contents:
+    """Read the values of a file of torch.save, or of a part of a file that is like one.
+
+    No byte of a tensor is read. See `unpickle` for the arguments.
+
+    Raises:
+        FormatError: it is none, is malformed or cut off, was written by a big-endian machine, or
+            holds what is not read from pickles.
+    """
+    table = {**TORCH, **(stubs or {})}
+    head = part.read(0, min(64, part.size))
+    if head.startswith(START):
+        return _read_zip(part, table, opaque)
+    if is_legacy(head):
+        return Contents(*read_legacy(part, table, opaque))
+    raise FormatError(f"{part.where}: this is no file of torch.save")
+
+
+def _read_zip(part: Part, stubs: Stubs, opaque: bool) -> Contents:
+    entries = read_directory(part)
+    names = [name for name in entries if name.endswith(_PICKLE) and name.count("/") == 1]
+    if len(names) != 1:
+        raise FormatError(f"{part.where}: a zip archive, and not of torch.save: it has no data.pkl")
+    folder = names[0].removesuffix(_PICKLE)
+    order = entries.get(f"{folder}/byteorder")
+    if order is not None and part.read(order.start, min(order.size, 16)) != b"little":
+        raise FormatError(f"{part.where}: it was written by a big-endian machine: not read here")
+
+    def storage(found: object) -> object:
+        kind, key, numel = _storage_fields(found)
+        if isinstance(kind, Opaque):
+            return kind
+        entry = entries.get(f"{folder}/data/{key}")
+        if entry is None:
+            raise ValueError(f"there is no storage {key[:40]!r}")
+        if numel * kind.itemsize > entry.size:
+            raise ValueError(f"storage {key[:40]!r} is shorter than it should be")
+        return Storage(part.number, part.offset + entry.start, numel * kind.itemsize, kind.dtype)
+
+    data = entries[names[0]]
+    if data.size > LARGEST_PICKLE:
+        raise FormatError(f"{part.where}: its pickle has {data.size} bytes; at most 2^31 are read")
+    text = part.read(data.start, data.size)
+    read = unpickle(text, part.where, stubs=stubs, persistent=storage, opaque=opaque)
+    return Contents(read.value, read.opaque)
+
+
+def _storage_fields(found: object) -> tuple[Any, str, int]:
+    if not isinstance(found, tuple) or len(found) != 5 or found[0] != "storage":
+        raise ValueError("it refers to something that is no storage")
+    _, kind, key, _, numel = found
+    if not isinstance(kind, (StorageType, Opaque)) or type(key) is not str:
+        raise ValueError("it refers to a storage of no type, or no name")
+    if type(numel) is not int or not 0 <= numel < 2**62:
+        raise ValueError("it refers to a storage of no size")
+    return kind, key, numel

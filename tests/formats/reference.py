@@ -1,0 +1,87 @@
+"""Reads tensors of a foreign checkpoint in a few lines: what all readers are compared with."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.formats.catalogue import StoredArray
+from shardwise.formats.foreign import Foreign, ForeignFile
+from shardwise.manifest.dtypes import DTYPES
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def read_tensors(place: Path, foreign: Foreign) -> dict[str, torch.Tensor]:
+    """All tensors of a foreign checkpoint that lies at `place`, by name; tied ones are equal."""
+    with opened_files(place, foreign.files) as files:
+        read = {
+            entry.name: _tensor(foreign, index, files)
+            for index, entry in enumerate(foreign.tensors)
+            if entry.same_as is None
+        }
+    tied = {entry.name: read[entry.same_as] for entry in foreign.tensors if entry.same_as}
+    return read | tied
+
+
+def read_array(data: Bytes, array: StoredArray) -> torch.Tensor:
+    """An array out of the bytes of its file."""
+    kind = np.dtype(f"V{DTYPES[array.dtype].itemsize}")
+    return _as_tensor(_strided(data, array.start, kind, array.shape, array.stride), array.dtype)
+
+
+@contextmanager
+def opened_files(place: Path, files: tuple[ForeignFile, ...]) -> Iterator[list[Bytes]]:
+    """The bytes of files, mapped."""
+    yield [_bytes(place, file) for file in files]
+
+
+def _bytes(place: Path, file: ForeignFile) -> Bytes:
+    if file.content is not None:
+        assert file.size == len(file.content)
+        return np.frombuffer(file.content, np.uint8)
+    path = place if place.is_file() else place / file.name
+    assert path.stat().st_size == file.size
+    if not file.size:
+        return np.zeros(0, np.uint8)
+    with open(path, "rb") as opened:
+        return np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+
+
+def _tensor(foreign: Foreign, index: int, files: list[Bytes]) -> torch.Tensor:
+    entry, laid = foreign.tensors[index], foreign.laid
+    ndim = len(entry.shape)
+    whole = np.zeros(entry.shape, f"V{DTYPES[entry.dtype].itemsize}")
+    times = np.zeros(entry.shape, int)
+    for row in np.flatnonzero(laid.pieces.tensor == index):
+        offset, shape = laid.pieces.offset[row][:ndim], laid.pieces.shape[row][:ndim]
+        box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+        data, start = files[laid.pieces.file[row]], int(laid.pieces.start[row])
+        whole[box] = _strided(data, start, whole.dtype, tuple(shape), laid.stride[row][:ndim])
+        times[box] += 1
+    assert (times == 1).all(), f"{entry.name}: not each element once"
+    return _as_tensor(whole, entry.dtype)
+
+
+def _strided(data: Bytes, start: int, kind: Any, shape: Any, stride: Any) -> Any:
+    size = kind.itemsize
+    reach = 1 + sum((int(n) - 1) * int(s) for n, s in zip(shape, stride, strict=True))
+    if 0 in shape:
+        return np.zeros(shape, kind)
+    flat = np.frombuffer(data[start : start + reach * size], kind)
+    assert len(flat) == reach
+    steps = tuple(int(s) * size for s in stride)
+    return np.lib.stride_tricks.as_strided(flat, tuple(shape), steps)
+
+
+def _as_tensor(array: Any, dtype: str) -> torch.Tensor:
+    if not array.size:
+        return torch.empty(array.shape, dtype=getattr(torch, dtype))
+    data = np.frombuffer(bytearray(np.ascontiguousarray(array).tobytes()), np.uint8)
+    return torch.from_numpy(data).view(getattr(torch, dtype)).reshape(array.shape)

@@ -1,0 +1,203 @@
+"""Files of torch.save, of each kind: what is read is what torch loads, and no tensor is."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shardwise.errors import FormatError
+from shardwise.formats.catalogue import StoredArray
+from shardwise.formats.pickled import Opaque
+from shardwise.formats.ranges import Part
+from shardwise.formats.torchfile import Contents, is_torch_file, read_torch_file
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.store import LocalStore
+from tests.formats.reference import read_array
+
+KINDS = [True, False]  # zip archives, and what was before
+
+
+def part_of(path: Path, offset: int = 0, size: int | None = None) -> Part:
+    whole = Part.whole(LocalStore(path.parent).open(path.name), 3, path.name)
+    return whole.within(offset, path.stat().st_size if size is None else size, "part")
+
+
+def save(value: object, path: Path, *, zipped: bool = True, protocol: int = 2) -> bytes:
+    torch.save(value, path, _use_new_zipfile_serialization=zipped, pickle_protocol=protocol)
+    return path.read_bytes()
+
+
+def tensors_of(data: bytes, value: Any) -> Any:
+    """The same with tensors in place of stored arrays."""
+    if isinstance(value, StoredArray):
+        assert value.file == 3
+        return read_array(np.frombuffer(data, np.uint8), value)
+    if isinstance(value, dict):
+        return {key: tensors_of(data, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [tensors_of(data, item) for item in value]
+    return value
+
+
+def assert_same(read: Any, expected: Any) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert (read.dtype, read.shape) == (expected.dtype, expected.shape)
+        raw = [x.contiguous().reshape(-1).view(torch.uint8) for x in (read, expected.detach())]
+        assert torch.equal(*raw)
+    elif isinstance(expected, dict):
+        assert list(read) == list(expected)
+        for key in expected:
+            assert_same(read[key], expected[key])
+    elif isinstance(expected, (list, tuple)):
+        assert len(read) == len(expected)
+        for one, other in zip(read, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert read == expected
+
+
+def training_state() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    return {
+        "model": model.state_dict(),
+        "parameters": list(model.parameters()),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "rng": torch.get_rng_state(),
+        "epoch": 3,
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "size": torch.Size([1, 2]),
+        "version": torch.__version__,
+    }
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+@pytest.mark.parametrize("zipped", KINDS)
+def test_a_training_state_is_as_torch_loads_it(zipped: bool, protocol: int, tmp_path: Path) -> None:
+    state = training_state()
+    data = save(state, tmp_path / "a.pt", zipped=zipped, protocol=protocol)
+    contents = read_torch_file(part_of(tmp_path / "a.pt"))
+    assert contents.opaque == ()
+    assert_same(tensors_of(data, contents.value), state)
+    assert is_torch_file(data[:64])
+
+
+@pytest.mark.parametrize("zipped", KINDS)
+@pytest.mark.parametrize("name", sorted(DTYPES))
+def test_every_dtype(name: str, zipped: bool, tmp_path: Path) -> None:
+    dtype = getattr(torch, name)
+    raw = torch.arange(6 * DTYPES[name].itemsize, dtype=torch.uint8)
+    try:
+        tensor = raw.view(dtype).reshape(2, 3)
+        data = save(tensor, tmp_path / "a.pt", zipped=zipped)
+    except (RuntimeError, NotImplementedError, KeyError, AttributeError) as error:
+        pytest.skip(f"torch itself cannot save it: {error}")
+    contents = read_torch_file(part_of(tmp_path / "a.pt"))
+    assert_same(tensors_of(data, contents.value), tensor)
+
+
+@pytest.mark.parametrize("zipped", KINDS)
+def test_views_and_ties_keep_their_geometry(zipped: bool, tmp_path: Path) -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    value = {
+        "base": base,
+        "again": base,
+        "transposed": base.t(),
+        "column": base[:, 2],
+        "part": base[1:3, 2:5],
+        "expanded": base[0:1].expand(3, 6),
+        "scalar": base[2, 3],
+        "empty": torch.zeros(0, 5),
+        "empty view": base[2:2],
+    }
+    data = save(value, tmp_path / "a.pt", zipped=zipped)
+    read = read_torch_file(part_of(tmp_path / "a.pt")).value
+    assert_same(tensors_of(data, read), value)
+    assert read["base"] == read["again"]
+    assert read["base"].start == read["transposed"].start
+    assert read["transposed"].stride == (1, 6)
+
+
+@pytest.mark.parametrize("zipped", KINDS)
+def test_a_file_within_a_file(zipped: bool, tmp_path: Path) -> None:
+    value = {"a": torch.arange(5), "b": torch.zeros(2, 2)}
+    inner = save(value, tmp_path / "a.pt", zipped=zipped)
+    data = b"x" * 1001 + inner + b"y" * 77
+    (tmp_path / "b").write_bytes(data)
+    read = read_torch_file(part_of(tmp_path / "b", 1001, len(inner))).value
+    assert_same(tensors_of(data, read), value)
+
+
+def test_a_large_file_of_before_is_not_read_whole(tmp_path: Path) -> None:
+    value = {f"layer.{i}" * 40: torch.full((300,), i) for i in range(3000)}
+    data = save(value, tmp_path / "a.pt", zipped=False)
+    assert_same(tensors_of(data, read_torch_file(part_of(tmp_path / "a.pt")).value), value)
+
+
+def test_an_archive_of_wide_fields(tmp_path: Path) -> None:
+    save({"a": torch.arange(5)}, tmp_path / "a.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "a.pt") as source,
+        zipfile.ZipFile(tmp_path / "b.pt", "w") as target,
+    ):
+        for info in source.infolist():
+            with target.open(info.filename, "w", force_zip64=True) as file:
+                file.write(source.read(info))
+    data = (tmp_path / "b.pt").read_bytes()
+    read = read_torch_file(part_of(tmp_path / "b.pt"))
+    assert_same(tensors_of(data, read.value), {"a": torch.arange(5)})
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: torch.zeros(3).to_sparse(), "torch._utils._rebuild_sparse_tensor"),
+        (
+            lambda: torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8),
+            "torch._utils._rebuild_qtensor",
+        ),
+        (lambda: torch.zeros(3, device="meta"), "torch._utils._rebuild_meta_tensor_no_storage"),
+        (lambda: torch.nn.Linear(2, 2), "torch.nn.modules.linear.Linear"),
+    ],
+)
+def test_what_is_no_plain_tensor_is_named(
+    make: Callable[[], object], name: str, tmp_path: Path
+) -> None:
+    save(OrderedDict(a=make(), b=torch.ones(2)), tmp_path / "a.pt")
+    with pytest.raises(FormatError, match=name):
+        read_torch_file(part_of(tmp_path / "a.pt"))
+    contents = read_torch_file(part_of(tmp_path / "a.pt"), opaque=True)
+    assert isinstance(contents, Contents)
+    assert name in contents.opaque
+    assert contents.value["a"] == Opaque(name)
+    assert contents.value["b"].shape == (2,)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_program_is_refused(tmp_path: Path) -> None:
+    program = io.BytesIO()
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), program)
+    (tmp_path / "a.pt").write_bytes(program.getvalue())
+    with pytest.raises(FormatError, match="TorchScript"):
+        read_torch_file(part_of(tmp_path / "a.pt"))
+
+
+def test_a_conjugated_view_is_refused(tmp_path: Path) -> None:
+    save(torch.ones(2, dtype=torch.complex64).conj(), tmp_path / "a.pt")
+    with pytest.raises(FormatError, match="resolve it"):
+        read_torch_file(part_of(tmp_path / "a.pt"))
