@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.errors import FormatError
+from shardwise.formats.dcp import reader as dcp
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.tree import Tree
 
@@ -19,7 +20,7 @@ class Reader:
     read: Callable[[Tree], Foreign]
 
 
-READERS: tuple[Reader, ...] = ()
+READERS: tuple[Reader, ...] = (Reader(dcp.FORMAT, dcp.recognise, dcp.read),)
 
 
 def read_foreign(tree: Tree) -> Foreign:

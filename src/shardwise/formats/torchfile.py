@@ -62,7 +62,7 @@ def _read_zip(part: Part, stubs: Stubs, opaque: bool) -> Contents:
         raise FormatError(f"{part.where}: it was written by a big-endian machine: not read here")
 
     def storage(found: object) -> object:
-        kind, key, numel = _storage_fields(found)
+        kind, key, numel = storage_fields(found)
         if isinstance(kind, Opaque):
             return kind
         entry = entries.get(f"{folder}/data/{key}")
@@ -80,7 +80,12 @@ def _read_zip(part: Part, stubs: Stubs, opaque: bool) -> Contents:
     return Contents(read.value, read.opaque)
 
 
-def _storage_fields(found: object) -> tuple[Any, str, int]:
+def storage_fields(found: object) -> tuple[Any, str, int]:
+    """What the persistent id of a storage says: its type, its name, its number of elements.
+
+    Raises:
+        ValueError: it is none.
+    """
     if not isinstance(found, tuple) or len(found) != 5 or found[0] != "storage":
         raise ValueError("it refers to something that is no storage")
     _, kind, key, _, numel = found

@@ -1,0 +1,1 @@
+"""PyTorch's distributed checkpoints, and what all formats built on them share."""

@@ -1,0 +1,42 @@
+"""PyTorch DCP, as FSDP, DTensor, torchtitan, Lightning and others save with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.formats.dcp.metadata import METADATA, Metadata, read_metadata
+from shardwise.formats.dcp.stored import Stored, read_stored, world_size
+from shardwise.formats.foreign import Foreign
+from shardwise.formats.leaves import Leaves, foreign_of
+from shardwise.formats.tree import Tree
+
+FORMAT = "PyTorch DCP"
+
+
+def recognise(tree: Tree) -> bool:
+    """Whether a place has what `torch.distributed.checkpoint` writes last."""
+    return METADATA in tree.sizes
+
+
+def read(tree: Tree) -> Foreign:
+    """Read a checkpoint of `torch.distributed.checkpoint`.
+
+    Raises:
+        FormatError: it is malformed, or is stored in a way that cannot be read in place.
+    """
+    metadata = read_metadata(tree)
+    stored = read_stored(tree, metadata)
+    foreign = foreign_of(leaves(stored, metadata), FORMAT)
+    return replace(foreign, world_size=world_size(stored.files))
+
+
+def leaves(stored: Stored, metadata: Metadata) -> Leaves:
+    """What is stored, by its paths in the state; a name whose path is not known is one part."""
+    paths = [metadata.paths.get(name, (name,)) for name in stored.names]
+    return Leaves(
+        stored.files,
+        list(zip(paths, stored.dtypes, stored.shapes, strict=True)),
+        stored.laid,
+        {metadata.paths.get(name, (name,)): value for name, value in stored.values.items()},
+        stored.left_out,
+    )

@@ -1,0 +1,71 @@
+"""Values that lie in foreign files, encoded; arrays in them become tensors with names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.formats.catalogue import StoredArray
+from shardwise.formats.pickled import Name, Record
+from shardwise.formats.torchtypes import Storage
+from shardwise.state.objects import JsonValue, encode
+
+_NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A value encoded, and the arrays that it refers to by their names."""
+
+    value: JsonValue
+    arrays: Mapping[str, StoredArray]
+
+
+def encode_plain(value: object, name: str) -> Plain:
+    """Encode a value as `shardwise.state.objects` does.
+
+    Namespaces become dicts; other objects of classes become dicts too, with the `class`.
+
+    Raises:
+        StateError: something in it has no plain form.
+    """
+    found: dict[str, StoredArray] = {}
+    standing_in: dict[int, StoredArray] = {}
+
+    def give(where: str, tensor: torch.Tensor) -> None:
+        found[where] = standing_in[id(tensor)]
+
+    stood_in: list[torch.Tensor] = []
+
+    def stand_in(array: StoredArray) -> torch.Tensor:
+        tensor = torch.empty(array.shape, dtype=getattr(torch, array.dtype), device="meta")
+        standing_in[id(tensor)] = array
+        stood_in.append(tensor)  # so that no other takes its id
+        return tensor
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, StoredArray):
+            return stand_in(value)
+        if isinstance(value, Storage):
+            itemless = StoredArray(value.file, value.start, "uint8", (value.size,), (1,))
+            return stand_in(itemless)
+        if isinstance(value, Record):
+            fields = {key: plain(each) for key, each in value.fields.items()}
+            if value.name in _NAMESPACES:
+                return fields
+            args = {"args": [plain(each) for each in value.args]} if value.args else {}
+            return {"class": value.name, **args, **fields}
+        if isinstance(value, Name):
+            return {"class": value.name}
+        if type(value) in (list, tuple):
+            return type(value)(plain(each) for each in value)
+        if isinstance(value, dict):
+            made = type(value)()
+            made.update({key: plain(each) for key, each in value.items()})
+            return made
+        return value
+
+    return Plain(encode(plain(value), name, give), found)

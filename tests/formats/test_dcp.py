@@ -1,0 +1,181 @@
+"""PyTorch DCP: what shardwise reads in place is what torch itself loads."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+import shardwise as sw
+from shardwise.formats.dcp import reader
+from shardwise.formats.foreign import Foreign
+from shardwise.formats.tree import Tree
+from shardwise.formats.validate import checked
+from shardwise.state.objects import decode
+from shardwise.testing import Gang
+from tests.formats.reference import read_tensors
+from tests.multirank.models import WORLDS, build, module_of, train
+
+NESTED = ("ddp", "fsdp1", "fsdp2", "fsdp2_uneven", "hsdp")
+FLAT = ("tp", "fsdp_tp", "pipeline_fsdp")
+
+
+def save_with_dcp(kinds: list[str], root: str) -> None:
+    """Train for two steps under each parallelism, and save as torch's documentation says."""
+    warnings.simplefilter("ignore")
+    for kind in kinds:
+        state = build(kind, 1)
+        train(state)
+        options = StateDictOptions(flatten_optimizer_state_dict=kind in FLAT)
+        module = module_of(state["model"])
+        model, optimizer = get_state_dict(module, state["optimizer"], options=options)
+        rest = {"scheduler": state["scheduler"].state_dict(), "step": state["step"]}
+        saved = {"model": model, "optimizer": optimizer, **rest}
+        dcp.save(saved, checkpoint_id=f"{root}/{kind}")
+
+
+@pytest.fixture(scope="module")
+def saved(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of each parallelism, of the same training."""
+    root = tmp_path_factory.mktemp("dcp")
+    for world in (2, 4):
+        kinds = [kind for kind in (*NESTED, *FLAT, "pipeline") if WORLDS[kind] == world]
+        gang.run(save_with_dcp, kinds, str(root), world=world)
+    return root
+
+
+def torch_loads(place: Path) -> dict[str, Any]:
+    """What torch itself restores of a checkpoint, without knowing what was saved."""
+    state: dict[str, Any] = {}
+    _load_state_dict(
+        state,
+        storage_reader=dcp.FileSystemReader(place),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    return state
+
+
+def named(state: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of a model and an optimizer that torch restored, by the names of shardwise."""
+    found = {f"model.{name}": value for name, value in state["model"].items()}
+    optimizer = state["optimizer"]
+    if "state" not in optimizer:
+        parts = {k.removeprefix("state."): v for k, v in optimizer.items() if k[:6] == "state."}
+        return found | {f"optimizer.{name}": value for name, value in parts.items()}
+    for name, values in optimizer["state"].items():
+        found |= {f"optimizer.{name}.{key}": value for key, value in values.items()}
+    return found
+
+
+def settings_of(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The hyperparameters of each parameter that torch restored."""
+    optimizer = state["optimizer"]
+    if "param_groups" in optimizer:
+        return {
+            name: {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer["param_groups"]
+            for name in group["params"]
+        }
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in optimizer.items():
+        if key.startswith("param_groups."):
+            name, _, setting = key.removeprefix("param_groups.").rpartition(".")
+            found.setdefault(name, {})[setting] = value
+    return found
+
+
+def opened(place: Path) -> Foreign:
+    return checked(reader.read(Tree(place)))
+
+
+def values_of(foreign: Foreign) -> dict[str, Any]:
+    return {entry.name: decode(entry.value, entry.name) for entry in foreign.objects}
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same bytes, dtype and shape."""
+    bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b)]
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*bits)
+
+
+@pytest.mark.parametrize("kind", [*NESTED, *FLAT])
+def test_it_reads_what_torch_loads(saved: Path, kind: str) -> None:
+    foreign = opened(saved / kind)
+    state = torch_loads(saved / kind)
+    expected, read = named(state), read_tensors(saved / kind, foreign)
+    assert sorted(read) == sorted(expected)
+    assert sum(name.endswith(".exp_avg") for name in read) == 4 * 6 + 2
+    assert not [name for name in expected if not same(read[name], expected[name])]
+    values = values_of(foreign)
+    groups = values.pop("optimizer.param_groups")
+    by_member = {member: group["value"] for group in groups for member in group["members"]}
+    assert by_member == settings_of(state)
+    assert len(groups) == 2
+    assert values["step"] == state["step"] == 1
+    assert not foreign.left_out
+    assert foreign.world_size == WORLDS[kind]
+
+
+def test_hyperparameters_that_a_pipeline_lost_are_told(saved: Path) -> None:
+    """Without flattening, each stage writes its groups over those of the others."""
+    foreign = opened(saved / "pipeline")
+    expected = named(torch_loads(saved / "pipeline"))
+    read = read_tensors(saved / "pipeline", foreign)
+    assert sorted(read) == sorted(expected)
+    assert len(foreign.left_out) == 1
+    assert "no hyperparameters of 13 parameters" in foreign.left_out[0]
+
+
+@pytest.mark.parametrize("kind", ["fsdp2_uneven", "fsdp_tp"])
+def test_a_run_resumes_from_it(gang: Gang, saved: Path, tmp_path: Path, kind: str) -> None:
+    gang.run(resume, [str(saved / kind)], str(tmp_path), world=2)
+    expected = named(torch_loads(saved / kind))
+    checkpoint = sw.open(tmp_path / "0")
+    found = {name: checkpoint[name] for name in expected}
+    assert not [name for name in expected if not same(found[name][...], expected[name])]
+
+
+def resume(places: list[str], root: str) -> None:
+    """Load into another parallelism, and save what there is then."""
+    for i, place in enumerate(places):
+        state = build("fsdp2", 2)
+        del state["scheduler"]
+        sw.load(place, state)
+        sw.save(f"{root}/{i}", state)
+
+
+def test_what_was_compressed_is_refused(saved: Path, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint._extension import StreamTransformExtension
+
+    class Plain(StreamTransformExtension):
+        """Changes nothing, and yet a reader must know it."""
+
+        @staticmethod
+        def registry_name() -> str:
+            return "stream.plain"
+
+        @staticmethod
+        def from_descriptor(version: str) -> Plain:
+            return Plain()
+
+        def get_descriptor(self) -> str:
+            return "stream.plain/1"
+
+        def transform_to(self, output: Any) -> Any:
+            return output
+
+        def transform_from(self, input: Any) -> Any:  # noqa: A002
+            return input
+
+    writer = dcp.FileSystemWriter(tmp_path, _extensions=[Plain()])
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    with pytest.raises(sw.FormatError, match=r"w was saved through stream.plain/1.*without"):
+        opened(tmp_path)
