@@ -92,13 +92,29 @@ def test_what_waits_for_a_leader_that_is_gone_takes_no_slot_forever(run: Run) ->
     for step in (47, 48, 49):
         leave(run, step, ended=("commit",))
     leave_behind(run, 49, went(), 2)
-    assert run.steps() == [48, 49]
+    assert run.steps() == [49]
     assert has_free(run)
 
 
+def test_as_many_as_there_are_slots_stay(run: Run) -> None:
+    for step in (46, 47, 48):
+        leave(run, step, ended=("commit", "protect"))
+    leave_behind(run, 48, went(), 2)
+    assert run.steps() == [47, 48]
+
+
+def test_what_is_still_being_rescued_holds_no_slot(run: Run) -> None:
+    """Of nodes that are lost, one after the other, which may take long."""
+    leave(run, 46, ended=("commit", "protect"))
+    leave(run, 47, ended=("commit", "protect"))
+    write_note(run.step(47) / notes.request("persist", f"{47:016x}"), {})
+    leave_behind(run, 48, went(), 2)
+    assert run.steps() == [46]
+
+
 def test_what_the_run_goes_on_from_stays_though_no_manifest_came(run: Run) -> None:
-    leave(run, 3)
-    leave(run, 4)
+    leave(run, 3, ended=("commit", "protect"))
+    leave(run, 4, ended=("commit", "protect"))
     leave(run, 5, committed=False)
     leave_behind(run, 5, went(), 2)
     assert run.steps() == [4, 5]
@@ -106,7 +122,7 @@ def test_what_the_run_goes_on_from_stays_though_no_manifest_came(run: Run) -> No
 
 def test_what_is_being_persisted_stays_as_long_as_its_leader_is_there(run: Run) -> None:
     leave(run, 40, durable=True, leader=HERE, ended=("commit",))
-    leave(run, 44)
+    leave(run, 44, ended=("commit", "protect"))
     leave(run, 45)
     leave_behind(run, 45, went(), 2)
     assert run.steps() == [40, 45]
@@ -119,7 +135,7 @@ def test_what_is_being_persisted_stays_as_long_as_its_leader_is_there(run: Run) 
 @pytest.mark.parametrize("step", [2, None])
 def test_what_is_newer_goes(run: Run, step: int | None) -> None:
     for each in (1, 2, 3, 4):
-        leave(run, each)
+        leave(run, each, ended=("commit", "protect"))
     leave_behind(run, step, went(), 3)
     assert run.steps() == ([] if step is None else [1, 2])
 

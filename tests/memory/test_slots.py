@@ -241,6 +241,21 @@ def test_the_newest_that_is_protected_stays(run: Run) -> None:
     assert run.steps() == [6, 7]
 
 
+def test_what_is_still_done_with_a_replaced_one_ceases(run: Run) -> None:
+    """Such as to ask nodes that are lost for their part, which would keep its slot for long."""
+    run.free.mkdir(parents=True)
+    for step in (5, 6, 7):
+        leave_committed(run, step, "commit", "protect")
+    place = Place(run, 5)
+    place.refuse_abandoned()
+    with place.hold(shared=True):
+        assert not retire_old(place)
+        with pytest.raises(sw.StoreError, match="abandoned"):
+            place.refuse_abandoned()
+    assert retire_old(place)
+    assert run.steps() == [6, 7]
+
+
 def test_a_step_that_is_retired_while_slots_are_counted_counts_for_nothing(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

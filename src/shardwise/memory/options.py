@@ -36,8 +36,8 @@ class Memory:
         rescue: when a trainer ends without having closed its Checkpointer, the agents persist the
             newest snapshot at once.
         budget: bytes a second that an agent may copy to storage; no bound if None.
-        when_full: if all slots are taken: leave this snapshot out, or wait for one. A save that is
-            to be persisted waits.
+        when_full: if all slots are taken: leave this snapshot out, or wait for one first. A save
+            that is to be persisted waits, and fails if none becomes free.
         wait: seconds to wait for a slot, and for a node that does not answer.
 
     Raises:

@@ -6,6 +6,7 @@ wrongly, or a step too early or too late, can never again be that of a run witho
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -74,6 +75,24 @@ class Cluster:
         directory.mkdir(exist_ok=True)
         given = {"dir": str(directory), "when_full": "wait", "wait": WAIT, **self.options}
         return sw.Checkpointer(self.root, every=self.every, memory=sw.Memory(**given))
+
+
+class Logged(logging.Handler):
+    """What the library warns of in this process, from now on."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._said: list[str] = []
+        logging.getLogger("shardwise").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it."""
+        self._said.append(record.getMessage())
+
+    def end(self) -> list[str]:
+        """All of it."""
+        logging.getLogger("shardwise").removeHandler(self)
+        return self._said
 
 
 @dataclass(frozen=True, slots=True)

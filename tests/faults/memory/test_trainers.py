@@ -21,6 +21,7 @@ from tests.faults.memory.deaths import When, die, die_at_bucket, die_at_note
 from tests.faults.memory.scenario import (
     Act,
     Cluster,
+    Logged,
     assert_tidy,
     begin,
     end_agents,
@@ -111,12 +112,16 @@ def stop_in_mid_copy(seconds: float) -> None:
     Content.fill = stopping  # type: ignore[method-assign,assignment]
 
 
-def save_while_one_is_stopped(cluster: Cluster, seconds: float) -> tuple[float, list[str]]:
-    """Rank 1 is stopped in the copy of step 2: after how long, and how, that is heard of."""
+def save_while_one_is_stopped(
+    cluster: Cluster, seconds: float
+) -> tuple[float, list[str], list[str]]:
+    """Rank 1 is stopped in the copy of step 2: after how long, and how, that is heard of; and what
+    is logged of it."""
     cp = cluster.open()
     values, state, _ = begin(cp, cluster.columns, "rows")
     said: list[str] = []
     took = 0.0
+    logged = Logged()
     for step in (1, 2, 3):
         train(values, step)
         state["step"] = step
@@ -135,7 +140,7 @@ def save_while_one_is_stopped(cluster: Cluster, seconds: float) -> tuple[float, 
     assert handle is not None
     handle.result(20.0)
     cp.close(wait=False)
-    return took, said
+    return took, said, logged.end()
 
 
 @pytest.mark.parametrize(("seconds", "patience"), [(1.0, 8.0), (3.0, 1.0)])
@@ -144,10 +149,12 @@ def test_a_trainer_that_is_stopped_is_waited_for_within_bounds(
 ) -> None:
     cluster = Cluster(root=root, shm=shm, nodes=2, options={"wait": patience})
     told = gang.run(save_while_one_is_stopped, cluster, seconds, world=2)
-    for took, said in told:
+    for rank, (took, said, logged) in enumerate(told):
         assert took < 6.0
-        assert len(said) == (0 if seconds < patience else 2), said
+        assert len(said) == (0 if seconds < patience else 1), said
         assert all("step 2: commit: " in each for each in said)
+        assert len(logged) == (len(said) if rank == 0 else 0), logged
+        assert all("training goes on: step 2: commit: " in each for each in logged)
     assert_tidy(shm, 2)
 
 

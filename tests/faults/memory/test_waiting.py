@@ -15,7 +15,15 @@ import shardwise as sw
 from shardwise.memory.node.notes import Done
 from shardwise.memory.snapshots.handle import Stages
 from shardwise.testing import Gang
-from tests.faults.memory.scenario import Cluster, begin, signal_agents, steps_in
+from tests.faults.memory.scenario import (
+    Cluster,
+    Logged,
+    assert_tidy,
+    begin,
+    signal_agents,
+    steps_in,
+    train,
+)
 
 PATIENCE = 1.0
 SECONDS = 12.0
@@ -65,6 +73,39 @@ def test_an_agent_that_is_stopped_is_not_waited_for_forever(
         assert max(result[1], closing[1]) < SECONDS
         assert at_last[0] == ""
     assert steps_in(root) == [1]
+
+
+def train_past_a_stopped_agent(cluster: Cluster) -> tuple[list[str], list[str]]:
+    """What a training raises, and logs, whose agent is stopped for longer than slots last."""
+    cp = cluster.open()
+    values, state, _ = begin(cp, cluster.columns, "rows")
+    raised, logged = [], Logged()
+    for step in range(1, 11):
+        train(values, step)
+        state["step"] = step
+        if step in (2, 9) and dist.get_rank() == 0:
+            signal_agents(cluster.shm, signal.SIGSTOP if step == 2 else signal.SIGCONT)
+        dist.barrier()
+        try:
+            handle = cp.save(step, state)
+        except sw.ShardwiseError as error:
+            raised.append(f"{step}: {error}")
+    assert handle is not None
+    handle.result(20.0)
+    assert begin(cp, cluster.columns, "rows")[2].step == 10
+    cp.close(wait=False)
+    return raised, logged.end()
+
+
+def test_a_training_outlives_an_agent_that_is_stopped(gang: Gang, root: Path, shm: Path) -> None:
+    """What finds no slot is left out, which is warned of; but not what is to be persisted."""
+    cluster = Cluster(root=root, shm=shm, every=7, options={"wait": 0.3})
+    for raised, logged in gang.run(train_past_a_stopped_agent, cluster, world=2):
+        assert [each[:3] for each in raised] == ["8: "]
+        assert "staging step 7: no slot was free" in raised[0]
+        left_out = [each for each in logged if "is left out: no slot was free" in each]
+        assert {each[:25] for each in left_out} >= {f"the snapshot of step {n} is" for n in (5, 6)}
+    assert_tidy(shm, 2)
 
 
 def close_though_one_fails(cluster: Cluster) -> tuple[str, str, float]:

@@ -20,8 +20,7 @@ def leave_behind(run: Run, step: int | None, meeting: Meeting, slots: int) -> No
     """Discard what nothing comes of any more on this node, as the run goes on from a step.
 
     That is what is newer; what the run has abandoned before, as this node may have been idle then;
-    and of the rest as much as it takes for a slot to be free, as what waits for a node that is gone
-    might hold its slot forever.
+    and what is older and not finished, as what waits for a node that is gone would hold its slot.
 
     Args:
         step: None for the beginning.
@@ -31,23 +30,20 @@ def leave_behind(run: Run, step: int | None, meeting: Meeting, slots: int) -> No
     Raises:
         StoreError: an agent does not cease to work on it.
     """
-    steps = [each for each in run.steps() if step is not None and each <= step]
+    places = [Place(run, each) for each in reversed(run.steps())]
     valid = [
         place
-        for place in (Place(run, each) for each in steps)
-        if not is_abandoned(place, meeting.lineage)
+        for place in places
+        if step is not None and place.step <= step and not is_abandoned(place, meeting.lineage)
     ]
-    needed = [
+    kept = [
         place
         for place in valid
         if place.step == step or _is_being_persisted(place, meeting.node_of)
     ]
-
-    def worth(place: Place) -> tuple[bool, bool, int]:
-        return place in needed, place.is_committed(), place.step
-
-    kept = sorted(valid, key=worth, reverse=True)[: max(slots, len(needed))]
-    discard([place for place in (Place(run, each) for each in run.steps()) if place not in kept])
+    finished = [place for place in valid if place not in kept and not _is_under_way(place)]
+    kept += finished[: max(0, slots - len(kept))]
+    discard([place for place in places if place not in kept])
 
 
 def is_abandoned(place: Place, lineage: Lineage) -> bool:
@@ -81,3 +77,12 @@ def _is_being_persisted(place: Place, nodes: Collection[str]) -> bool:
         draft.durable and draft.leader in nodes and place.ended("persist", draft.save_id) is None
         for draft in place.drafts() + place.terms()
     )
+
+
+def _is_under_way(place: Place) -> bool:
+    """Whether something was still to become of a snapshot."""
+    wanted = {
+        (stage, notes.save_of(each.file.name)) for each in place.staged() for stage in each.stages
+    }
+    wanted |= {("persist", save) for save in notes.requested("persist", place.named(".json"))}
+    return any(place.ended(stage, save) is None for stage, save in wanted)

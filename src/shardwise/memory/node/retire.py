@@ -34,7 +34,10 @@ def retire_old(place: Place) -> bool:
         return place.step in committed and _tidy(place)
     if place.step in _kept(run, committed):
         return _tidy(place)
-    if _is_busy(place) or not retire(place, PATIENCE):
+    if _is_busy(place):
+        return False
+    if not retire(place, PATIENCE):
+        place.abandon()  # what is still being done is of no use, such as to rescue it
         return False
     evict_movers(Place(run, committed[-1]))
     return True

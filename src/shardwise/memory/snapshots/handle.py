@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shardwise.engine.save import SaveReport
@@ -16,25 +18,57 @@ from shardwise.memory.node.retire import ENDED
 from shardwise.memory.snapshots.copying import Copying
 
 POLL = (0.001, 0.05)
+log = logging.getLogger("shardwise")
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """What a save goes through, in the words of its notes, and where those are looked for."""
+    """What a save goes through, in the words of its notes, and where those are looked for.
+
+    What fails of one that is for memory only is no reason to end a training: the next takes its
+    place.
+
+    Attributes:
+        told_here: it is this rank that logs such a failure.
+    """
 
     agents: Agents
     place: Place
     save_id: str
     stages: tuple[str, ...]
+    told_here: bool
 
-    def check(self) -> None:
-        """Raise if any stage has failed.
+    @property
+    def is_durable(self) -> bool:
+        """Whether it is to be persisted in any case."""
+        return self.stages[-1] == "persist"
+
+    def check(self) -> bool:
+        """Whether no stage has failed.
 
         Raises:
-            StoreError: says which, and why.
+            StoreError: one has, of a save that is to be persisted; says which, and why.
         """
-        for stage in self.stages:
-            self.ended(stage)
+        return self._bear(lambda: [self.ended(stage) for stage in self.stages])
+
+    def settle(self) -> bool:
+        """Wait until all stages have ended; whether none has failed.
+
+        Raises:
+            StoreError: as for `check`.
+        """
+        return self._bear(lambda: self.wait_all(None))
+
+    def _bear(self, look: Callable[[], object]) -> bool:
+        try:
+            look()
+        except StoreError as error:
+            if self.is_durable:
+                raise
+            if self.told_here:
+                log.warning("a snapshot in memory is lost, and the training goes on: %s", error)
+            return False
+        return True
 
     def is_over(self) -> bool:
         """Whether all has ended well. What has failed is still to be raised."""

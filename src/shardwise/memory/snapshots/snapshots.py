@@ -279,11 +279,11 @@ class Snapshots:
             self.fence()
             self._raise_failures()
             for each in self._open:
-                each.wait_all(None)
+                each.settle()
             return b"held" if self.run.steps() else b""
 
         held = exchange(self._group, "finishing what was begun", speak, max)
-        if not held or (self._open and self._open[-1].stages[-1] == "persist"):
+        if not held or (self._open and self._open[-1].is_durable):
             self._give_back()
 
     @property
@@ -301,8 +301,8 @@ class Snapshots:
         """
         self._staging.check()
         for each in self._open:
-            if each.stages[-1] == "persist":
-                each.wait_all(None)
+            if each.is_durable:
+                each.settle()
 
     def _give_back(self) -> None:
         """Leave nothing of the run in memory. All ranks together."""
@@ -332,9 +332,7 @@ class Snapshots:
     def _raise_failures(self) -> None:
         self._staging.check()
         begun, self._open = self._open, []
-        for each in begun:
-            each.check()
-        self._open = begun
+        self._open = [each for each in begun if each.check()]
 
     def _begin(
         self, planned: Planned, job: Save, storing: Storing, recorder: Recorder, sent: int
@@ -343,7 +341,7 @@ class Snapshots:
         options = job.options
         place = Place(self.run, options.step or 0)
         wanted = ("commit", "protect", "persist") if storing.durable else ("commit", "protect")
-        stages = Stages(self._agents, place, planned.save_id, wanted)
+        stages = Stages(self._agents, place, planned.save_id, wanted, self._group.rank == 0)
         content, its_ring = self._rings.join(planned)
         draft = None if planned.template is None else self._draft(planned, options, storing)
         part = Part(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +31,8 @@ from shardwise.memory.snapshots.streams import Source, Streams
 
 THREADS = 4
 THREADS_BESIDE_TRAINING = 1
-POLL = 0.002
+POLL = (0.002, 0.05)
+log = logging.getLogger("shardwise")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,10 @@ class Part:
             return found
         held = {each.data.device for each in self.planned.described.fragments}
         return found | {each for each in held if each.type != "cpu"}
+
+
+class _NoSlotError(StoreError):
+    """The agent has freed none in time."""
 
 
 class Staging:
@@ -217,6 +223,11 @@ class Staging:
             if part.ring is not None:
                 self._keep(part, part.ring, copying)
                 self._wake()
+        except _NoSlotError as error:
+            if "persist" in part.stages:
+                self._failure = f"staging step {place.step}: {error}"
+            else:  # no reason to end a training: the next takes its place
+                log.warning("the snapshot of step %d is left out: %s", place.step, error)
         except (ShardwiseError, OSError) as error:
             self._failure = f"staging step {place.step}: {error}"
         except Exception as error:
@@ -266,15 +277,16 @@ class Staging:
     def _slot(
         self, slots: Slots, nbytes: int, besides: Collection[str] = (), locked: int = 0
     ) -> Slot:
-        deadline = time.monotonic() + self._options.wait
+        deadline, pause = time.monotonic() + self._options.wait, POLL[0]
         while (slot := slots.take(nbytes, besides=besides, locked=locked)) is None:
             if time.monotonic() > deadline:
-                raise StoreError(
+                raise _NoSlotError(
                     f"no slot was free for {self._options.wait:.0f} s: the agent of {self._home} "
                     f"is behind, or stuck (its log: {self._home.log})"
                 )
             self._wake()
-            time.sleep(POLL)
+            time.sleep(pause)
+            pause = min(2 * pause, POLL[1])
         return slot
 
     def _to_lock(self, nbytes: int, ring: Ring) -> int:
