@@ -67,7 +67,7 @@ def test_the_house_has_what_its_page_names() -> None:
     named = re.findall(r"`(\w+)\.(?!py`)(\w+)`", page)
     assert len(named) >= 15
     for package, name in named:
-        files = [*(source / package).glob("*.py")]
+        files = [*(source / package).rglob("*.py")]
         defined = re.compile(rf"^(?:def|class) {name}\b", re.M)
         assert any(defined.search(file.read_text()) for file in files), f"{package}.{name}"
 

@@ -203,8 +203,7 @@ class Checkpointer:
         Raises:
             StateError: the step is no whole number from 0 on, ranks do not agree on it, or
                 `metrics` lacks what `Keep(best=…)` chooses by.
-            ShardwiseError: as `shardwise.save` says; or an earlier save, that was to be persisted,
-                has failed since.
+            ShardwiseError: as `shardwise.save` says; or a durable one has failed since.
         """
         self._refuse_closed()
         preempted = self._is_preempted()
