@@ -3,6 +3,7 @@
     ShardwiseError
     ├── StateError            a value in the state cannot be saved or restored
     ├── LayoutError           shards do not cover a tensor exactly once
+    ├── SpecError             a specification cannot be understood; says where
     ├── MismatchError         checkpoint and target, or replicas, do not fit; lists every name
     ├── StoreError            the storage refused an operation
     ├── CheckpointNotFoundError   there is no committed checkpoint at this place
@@ -30,6 +31,25 @@ class StateError(ShardwiseError, ValueError):
 
 class LayoutError(ShardwiseError, ValueError):
     """The shards that the ranks hold do not make up the tensor."""
+
+
+class SpecError(ShardwiseError, ValueError):
+    """A specification of a foreign checkpoint's layout cannot be understood.
+
+    `line` and `column` count from 1; the message shows the line, and a caret below the column.
+    """
+
+    def __init__(self, what: str, *, source: str, line: int, column: int, text: str) -> None:
+        self.what, self.source, self.line, self.column, self.text = what, source, line, column, text
+        caret = " " * (column - 1) + "^"
+        super().__init__(f"{source}:{line}:{column}: {what}\n  {text}\n  {caret}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _spec_error, (self.what, self.source, self.line, self.column, self.text)
+
+
+def _spec_error(what: str, source: str, line: int, column: int, text: str) -> SpecError:
+    return SpecError(what, source=source, line=line, column=column, text=text)
 
 
 class MismatchError(ShardwiseError, ValueError):

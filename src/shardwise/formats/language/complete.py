@@ -1,0 +1,249 @@
+"""The last look at what a specification made of a checkpoint: whether all is there, once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.errors import FormatError
+from shardwise.formats.foreign import Foreign, Laid
+from shardwise.formats.language.assembly import Assembly
+from shardwise.formats.language.pieces import Block
+from shardwise.formats.language.report import Report
+from shardwise.formats.language.rules import Rule, Skip
+from shardwise.layout.strided import row_major
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.manifest import TensorEntry
+from shardwise.manifest.table import Int, Pieces
+from shardwise.manifest.validate import padded_shapes, uncovered
+
+SHOWN = 8
+
+
+def complete(assembly: Assembly) -> tuple[Foreign | None, Report]:
+    """Put all boxes together and check them; without problems, the foreign checkpoint comes out."""
+    spec, catalogue = assembly.spec, assembly.catalogue
+    for i in np.unique(catalogue.name[assembly.matches.unmatched]).tolist():
+        what = "no rule matches it; `skip` what is not wanted"
+        assembly.problems.append(f"{catalogue.names[i]}: {what}")
+    shapes = _shapes(assembly)
+    block = _united(assembly.blocks, max((len(s) for s in shapes if s is not None), default=0))
+    dtypes = _dtypes(assembly)
+    block, copies = _first_copies(block, shapes)
+    _check_cover(assembly, block, shapes)
+    _check_numbers(assembly)
+    tensors = _entries(assembly, shapes, dtypes)
+    report = _report(assembly, tensors, copies)
+    if assembly.problems:
+        return None, report
+    names = list(catalogue.axes)
+    foreign = Foreign(
+        format=f"rank files, as {spec.text.source} says",
+        files=catalogue.files,
+        tensors=tensors,
+        laid=_laid(assembly, block, shapes),
+        replicas=_laid(assembly, copies, shapes),
+        averages={name: tuple(own) for name, own in assembly.tensors.averages.items()},
+        world_size=int(np.prod([catalogue.axes[name] for name in names], dtype=np.int64)),
+        left_out=report.skipped,
+    )
+    return foreign, report
+
+
+def _shapes(assembly: Assembly) -> list[tuple[int, ...] | None]:
+    found: list[tuple[int, ...] | None] = [None] * len(assembly.tensors.names)
+    for tensors, _, shape in assembly.arrays:
+        for tensor in np.unique(tensors).tolist():
+            before = found[tensor]
+            if before is None:
+                found[tensor] = shape
+            elif before != shape:
+                assembly.complain(tensor, f"arrays make it {list(shape)} and {list(before)}")
+    for tensor, own in enumerate(found):
+        given = assembly.given.get(assembly.tensors.names[tensor])
+        if own is not None and given is not None and tuple(given) != own:
+            assembly.complain(tensor, f"it is {list(own)}, and should be {list(given)}")
+    return found
+
+
+def _united(blocks: list[Block], dims: int) -> Block:
+    """All boxes in one table, padded to the same number of dimensions."""
+    none = np.zeros(0, np.int64)
+    flat = np.zeros((0, dims), np.int64)
+    if not blocks:
+        return Block(none, none, none, flat, flat, flat)
+
+    def padded(column: Int, by: int) -> Int:
+        wide = np.full((len(column), dims), by, np.int64)
+        wide[:, : column.shape[1]] = column
+        return wide
+
+    return Block(
+        np.concatenate([block.tensor for block in blocks]),
+        np.concatenate([block.row for block in blocks]),
+        np.concatenate([block.start for block in blocks]),
+        np.concatenate([padded(block.offset, 0) for block in blocks]),
+        np.concatenate([padded(block.shape, 1) for block in blocks]),
+        np.concatenate([padded(block.stride, 0) for block in blocks]),
+    )
+
+
+def _taken(block: Block, which: npt.NDArray[np.bool_] | Int) -> Block:
+    columns = block.tensor, block.row, block.start, block.offset, block.shape, block.stride
+    return Block(*(column[which] for column in columns))
+
+
+def _dtypes(assembly: Assembly) -> list[str | None]:
+    """The dtype of each tensor, which all of its arrays must have; None if it has no arrays."""
+    catalogue = assembly.catalogue
+    low = np.full(len(assembly.tensors.names), len(catalogue.dtypes), np.int64)
+    high = np.full(len(assembly.tensors.names), -1, np.int64)
+    for tensor, rows, _ in assembly.arrays:
+        np.minimum.at(low, tensor, catalogue.dtype[rows])
+        np.maximum.at(high, tensor, catalogue.dtype[rows])
+    for i in np.flatnonzero((high >= 0) & (low != high)).tolist():
+        both = catalogue.dtypes[int(low[i])], catalogue.dtypes[int(high[i])]
+        assembly.complain(i, f"some of its arrays are {both[0]}, some {both[1]}")
+    for number, rule in enumerate(assembly.spec.rules):
+        if isinstance(rule, Rule) and rule.dtype is not None:
+            rows = assembly.matches.rows[number]
+            wrong = np.array([dtype != rule.dtype for dtype in catalogue.dtypes], bool)
+            bad = rows[wrong[catalogue.dtype[rows]]] if len(rows) else rows
+            assembly.reject(bad, rule, f"it is not {rule.dtype}")
+    return [catalogue.dtypes[i] if i >= 0 else None for i in high.tolist()]
+
+
+def _first_copies(block: Block, shapes: list[tuple[int, ...] | None]) -> tuple[Block, Block]:
+    """Boxes without those that are there before, and those."""
+    dims = block.offset.shape[1]
+    strides = row_major(padded_shapes([shape or () for shape in shapes], dims))
+    if not len(block.tensor):
+        return block, block
+    element = (block.offset * strides[block.tensor]).sum(axis=1)
+    order = np.lexsort((element, block.tensor))
+    same = (np.diff(block.tensor[order]) == 0) & (np.diff(element[order]) == 0)
+    same &= (np.diff(block.shape[order], axis=0) == 0).all(axis=1)
+    again = np.zeros(len(order), bool)
+    again[order[1:]] = same
+    return _taken(block, ~again), _taken(block, again)
+
+
+def _check_cover(assembly: Assembly, block: Block, shapes: list[tuple[int, ...] | None]) -> None:
+    dims = block.offset.shape[1]
+    whole = padded_shapes([shape or () for shape in shapes], dims)
+    stored = np.array([shape is not None for shape in shapes], bool)
+    try:
+        wrong = uncovered(whole, block.tensor, block.offset, block.shape, stored)
+    except FormatError as error:
+        assembly.problems.append(str(error))
+        return
+    if not len(wrong):
+        return
+    size = block.shape.prod(axis=1)
+    there = np.zeros(len(shapes), np.int64)
+    np.add.at(there, block.tensor, size)
+    order = np.argsort(block.tensor, kind="stable")
+    bounds = np.searchsorted(block.tensor[order], np.stack([wrong, wrong + 1]))
+    for i, tensor in enumerate(wrong.tolist()):
+        total = int(whole[tensor].prod())
+        rows = block.row[order[bounds[0, i] : bounds[1, i]]]
+        names = dict.fromkeys(assembly.catalogue.names[k] for k in assembly.catalogue.name[rows])
+        sources = ", ".join(list(names)[:SHOWN]) + (" …" if len(names) > SHOWN else "")
+        what = f"{there[tensor]} of its {total} elements are there"
+        if there[tensor] >= total:
+            what = "its arrays overlap"
+        assembly.complain(tensor, f"{list(shapes[tensor] or ())}: {what}, from {sources or 'none'}")
+
+
+def _check_numbers(assembly: Assembly) -> None:
+    for text, numbers in assembly.tensors.computed.items():
+        missing = sorted(set(range(min(max(numbers) + 1, 2**20))) - numbers)
+        if missing:
+            shown = ", ".join(map(str, missing[:SHOWN])) + (" …" if len(missing) > SHOWN else "")
+            assembly.problems.append(
+                f"{text}…: numbers go up to {max(numbers)}, without {shown}; "
+                "captures of the same name must count the same thing, and `~` stands before "
+                "those of which ranks have different numbers"
+            )
+
+
+def _entries(
+    assembly: Assembly, shapes: list[tuple[int, ...] | None], dtypes: list[str | None]
+) -> tuple[TensorEntry, ...]:
+    tensors = assembly.tensors
+    found = {
+        name: TensorEntry(name, dtype, shape)
+        for name, shape, dtype in zip(tensors.names, shapes, dtypes, strict=True)
+        if shape is not None and dtype is not None
+    }
+    for mean, own in tensors.averages.items():
+        entries = [found[name] for name in own if name in found]
+        if mean in found:
+            assembly.problems.append(f"{mean}: it is stored, and the mean of others too")
+        elif entries:
+            found[mean] = TensorEntry(mean, entries[0].dtype, entries[0].shape)
+    for tied, of in _ties(assembly):
+        if of not in found:
+            assembly.problems.append(f"{tied}: is tied to {of}, which is not there")
+        elif tied in found:
+            assembly.problems.append(f"{tied}: is tied to {of}, but stored by itself too")
+        else:
+            other = found[of]
+            found[tied] = TensorEntry(tied, other.dtype, other.shape, same_as=of)
+    return tuple(found.values())
+
+
+def _ties(assembly: Assembly) -> Iterator[tuple[str, str]]:
+    averages = assembly.tensors.averages
+    hidden = {name for own in averages.values() for name in own}
+    names = [name for name in (*assembly.tensors.names, *averages) if name not in hidden]
+    for tie in assembly.spec.ties:
+        match = tie.of.matcher(())
+        pairs = [(captured, name) for name in names if (captured := match(name)) is not None]
+        if not pairs:
+            assembly.problems.append(f"{tie.of}: no tensor has this name, so nothing is tied to it")
+        for captured, name in pairs:
+            yield tie.name.fill(captured), name
+
+
+def _laid(assembly: Assembly, block: Block, shapes: list[tuple[int, ...] | None]) -> Laid:
+    catalogue = assembly.catalogue
+    itemsize = np.array([DTYPES[dtype].itemsize for dtype in catalogue.dtypes], np.int64)
+    start = catalogue.start[block.row] + block.start * itemsize[catalogue.dtype[block.row]]
+    order = np.argsort(block.tensor, kind="stable")
+    pieces = Pieces(
+        block.tensor[order],
+        catalogue.file[block.row][order],
+        start[order],
+        block.offset[order],
+        block.shape[order],
+    )
+    # The stride of what is one element long is free: let it be a row-major box's.
+    dims = np.array([len(shape or ()) for shape in shapes], np.int64)[pieces.tensor]
+    real = np.arange(block.offset.shape[1]) < dims[:, None]
+    stride = np.where(pieces.shape == 1, row_major(pieces.shape), block.stride[order])
+    return Laid(pieces, np.where(real, stride, 0))
+
+
+def _report(assembly: Assembly, tensors: tuple[TensorEntry, ...], copies: Block) -> Report:
+    spec, catalogue = assembly.spec, assembly.catalogue
+    skipped, unused = [], []
+    for number, rule in enumerate(spec.rules):
+        rows = assembly.matches.rows[number]
+        if isinstance(rule, Skip):
+            names = np.unique(catalogue.name[rows]).tolist()
+            skipped += [f"{catalogue.names[i]}: skipped by {assembly.line(rule)}" for i in names]
+        if not len(rows):
+            unused.append(f"{assembly.line(rule)}: {rule.pattern}")
+    return Report(
+        source=spec.text.source,
+        problems=tuple(dict.fromkeys(assembly.problems)),
+        arrays=len(catalogue),
+        tensors=len(tensors),
+        replicas=len(copies.tensor),
+        averages=len(assembly.tensors.averages),
+        skipped=tuple(skipped),
+        unused=tuple(unused),
+    )

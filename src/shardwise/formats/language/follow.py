@@ -1,0 +1,137 @@
+"""Rules that follow others: `optimizer.*.{state} like *, model.* -> optimizer.*.{state}`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from shardwise.formats.language.cursor import Text
+from shardwise.formats.language.names import Capture, Pattern, Template, substitute
+from shardwise.formats.language.numbers import Expression, Name
+from shardwise.formats.language.rules import Rule, Skip, Target
+
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """Arrays that are laid out as others are.
+
+    Attributes:
+        rule: its pattern, the renamed target, and what is said beside.
+        base: from what the pattern captures, the name whose rule is followed.
+        results: what the names of that rule's tensors match.
+    """
+
+    rule: Rule
+    base: Template
+    results: Pattern
+
+
+def followed(rules: Sequence[Rule | Skip | Like], text: Text) -> tuple[Rule | Skip, ...]:
+    """Put in the place of each `like` all rules that it follows, each as one of its own.
+
+    Raises:
+        SpecError: a `like` is not of the form that can be followed.
+    """
+    bases = [rule for rule in rules if not isinstance(rule, Like)]
+    found: list[Rule | Skip] = []
+    for rule in rules:
+        if not isinstance(rule, Like):
+            found.append(rule)
+            continue
+        derived = [new for base in bases if (new := _derive(rule, base, text)) is not None]
+        if not derived:
+            raise text.error(rule.rule.at, "there is no rule that this could be like")
+        found.extend(derived)
+    return tuple(found)
+
+
+def _derive(like: Like, base: Rule | Skip, text: Text) -> Rule | Skip | None:
+    own = _renamed(like.rule.pattern)
+    hole = [i for i, part in enumerate(like.base.parts) if not isinstance(part, str)]
+    star = like.base.parts[hole[0]] if len(hole) == 1 else None
+    name = _own(star.name) if isinstance(star, Name) else None
+    if Capture(name or "", star=True) not in own.parts:
+        raise text.error(like.rule.at, "what is followed must be one `*` of the name")
+    inner = _stripped(base.pattern.parts, _texts(like.base.parts, hole[0]))
+    if inner is None:
+        return None
+    taken = set(own.captures()) & set(base.pattern.captures())
+    if taken:
+        both = " and ".join(sorted(taken))
+        line = text.line(base.at)
+        raise text.error(like.rule.at, f"{both} is captured here and in line {line}; rename one")
+    pattern = Pattern(substitute(own.parts, {name or "": inner}))
+    if isinstance(base, Skip):
+        return Skip(pattern, like.rule.at)
+    targets = [_target(like, target, text) for target in base.targets]
+    kept = tuple(target for target in targets if target is not None)
+    if len(kept) < len(targets):
+        return None
+    return replace(
+        base,
+        pattern=pattern,
+        targets=kept,
+        sizes=base.sizes + like.rule.sizes,
+        dtype=like.rule.dtype or base.dtype,
+        stored=base.stored if like.rule.targets[0].given is None else None,
+        average=like.rule.average or base.average,
+        flat=like.rule.flat or base.flat,
+        on=base.on + like.rule.on,
+        at=like.rule.at,
+    )
+
+
+def _renamed(pattern: Pattern) -> Pattern:
+    """Its stars by other names, as the rule that is followed has stars too."""
+    parts: list[str | Capture] = []
+    for part in pattern.parts:
+        if isinstance(part, Capture) and part.star:
+            parts.append(Capture(_own(part.name), star=True))
+        else:
+            parts.append(part)
+    return Pattern(tuple(parts))
+
+
+def _own(star: str) -> str:
+    return star.replace("*", "*like")
+
+
+def _texts(parts: Sequence[object], hole: int) -> tuple[str, str]:
+    before = "".join(part for part in parts[:hole] if isinstance(part, str))
+    return before, "".join(part for part in parts[hole + 1 :] if isinstance(part, str))
+
+
+def _target(like: Like, target: Target, text: Text) -> Target | None:
+    results = like.results.parts
+    stars = [i for i, part in enumerate(results) if isinstance(part, Capture) and part.star]
+    if len(stars) != 1 or sum(not isinstance(part, str) for part in results) != 1:
+        raise text.error(like.rule.at, "the results that are renamed must have one `*`")
+    (star,) = like.results.captures()
+    inner = _stripped(target.name.parts, _texts(results, stars[0]))
+    if inner is None:
+        return None
+    (renamed,) = like.rule.targets
+    parts: list[str | Expression] = []
+    for part in renamed.name.parts:
+        parts.extend(inner if part == Name(star) else [part])
+    given = target.given if renamed.given is None else renamed.given
+    return Target(Template(tuple(parts)), given, renamed.at)
+
+
+def _stripped(parts: tuple[Part, ...], texts: tuple[str, str]) -> tuple[Part | str, ...] | None:
+    """Parts without a text before and one after them; None if these are not there."""
+    before, after = texts
+    left: list[Part | str] = list(parts)
+    for end, text in ((0, before), (-1, after)):
+        part = left[end]
+        if not text:
+            continue
+        if not isinstance(part, str):
+            return None
+        if not (part.startswith(text) if end == 0 else part.endswith(text)):
+            return None
+        left[end] = part[len(text) :] if end == 0 else part[: len(part) - len(text)]
+    return tuple(part for part in left if part != "")

@@ -1,0 +1,221 @@
+"""From the text of a specification to its rules, by recursive descent: docs/language.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shardwise.formats.language.cursor import NAME, Cursor, Text
+from shardwise.formats.language.expressions import declared, expression, shape
+from shardwise.formats.language.follow import Like, followed
+from shardwise.formats.language.names import Capture, Pattern, Template
+from shardwise.formats.language.numbers import Expression, Name
+from shardwise.formats.language.rules import Declared, Rule, Skip, Spec, Target, Tie
+from shardwise.formats.language.sense import check_sense
+from shardwise.manifest.dtypes import DTYPES
+
+KEYWORD = re.compile(r"(ranks|let|skip)(?=\s|\Z)")
+LITERAL = re.compile(r'[^\s,\[\]{}*"]+')
+QUOTED = re.compile(r'"[^"\n]*"')
+LONGEST_TEXT = 2**20
+
+
+@dataclass(slots=True)
+class _Found:
+    ranks: list[tuple[str, int | None]]
+    lets: list[tuple[str, Declared | None]]
+    rules: list[Rule | Skip | Like]
+    ties: list[Tie]
+
+
+def parse(text: str, source: str = "specification") -> Spec:
+    """Understand a specification.
+
+    Args:
+        source: what errors call it, such as the path of its file.
+
+    Raises:
+        SpecError: it cannot be understood; the message shows the line and a caret.
+    """
+    whole = Text(text, source)
+    if len(text) > LONGEST_TEXT:
+        raise whole.error(0, f"this text has over {LONGEST_TEXT} characters")
+    found = _Found([], [], [], [])
+    for start, stop in whole.statements():
+        cursor = Cursor(whole, start, stop)
+        _statement(cursor, found)
+        if not cursor.done:
+            cursor.fail("expected the end of the line; a line that goes on is indented")
+    spec = Spec(
+        ranks=tuple(found.ranks),
+        lets=tuple(found.lets),
+        rules=followed(found.rules, whole),
+        ties=tuple(found.ties),
+        text=whole,
+    )
+    check_sense(spec)
+    return spec
+
+
+def _statement(cursor: Cursor, found: _Found) -> None:
+    at = cursor.at
+    match cursor.match(KEYWORD):
+        case "ranks":
+            while not cursor.done:
+                name = cursor.name("the name of an axis of the ranks")
+                found.ranks.append((name, _size(cursor) if cursor.take("=") else None))
+        case "let":
+            while True:
+                name = cursor.name("a name to declare")
+                found.lets.append((name, declared(cursor) if cursor.take("=") else None))
+                if not cursor.take(","):
+                    break
+        case "skip":
+            while not cursor.done:
+                found.rules.append(Skip(_pattern(cursor), at))
+        case _:
+            _mapping(cursor, found, at)
+
+
+def _size(cursor: Cursor) -> int:
+    at = cursor.at
+    return cursor.number() or cursor.fail("expected a number of ranks, at least 1", at)
+
+
+def _mapping(cursor: Cursor, found: _Found, at: int) -> None:
+    pattern = _pattern(cursor)
+    if cursor.take("="):
+        name = Template(tuple(p if isinstance(p, str) else Name(p.name) for p in pattern.parts))
+        found.ties.append(Tie(name, _pattern(cursor), at))
+    elif cursor.take("like"):
+        base = _template(cursor)
+        cursor.expect(",", "and how results are renamed, as in `like *, model.* -> optimizer.*`")
+        results = _pattern(cursor)
+        cursor.expect("->", "and what results are renamed to")
+        target = _target(cursor)
+        rule = Rule(pattern=pattern, targets=(target,), at=at)
+        found.rules.append(Like(_modified(cursor, rule), base, results))
+    else:
+        stored = shape(cursor) if cursor.sees("[") else None
+        cursor.expect("->", "and the name of a global tensor")
+        targets = [_target(cursor)]
+        while cursor.take(","):
+            targets.append(_target(cursor))
+        rule = Rule(pattern=pattern, stored=stored, targets=tuple(targets), at=at)
+        found.rules.append(_modified(cursor, rule))
+
+
+def _target(cursor: Cursor) -> Target:
+    at = cursor.at
+    name = _template(cursor)
+    return Target(name, shape(cursor) if cursor.sees("[") else None, at)
+
+
+def _modified(cursor: Cursor, rule: Rule) -> Rule:
+    while not cursor.done:
+        if cursor.take("where"):
+            sizes = list(rule.sizes)
+            while True:
+                name = cursor.name("the name of an axis")
+                cursor.expect("=", f"and how many {name} there are")
+                sizes.append((name, declared(cursor)))
+                if not cursor.take(","):
+                    break
+            rule = replace(rule, sizes=tuple(sizes))
+        elif cursor.take("flat"):
+            cursor.expect("over", "and axes of the ranks")
+            rule = replace(rule, flat=_axes(cursor))
+        elif cursor.take("average"):
+            cursor.expect("over", "and axes of the ranks")
+            rule = replace(rule, average=_axes(cursor))
+        elif cursor.take("on"):
+            on: list[tuple[str, Expression]] = list(rule.on)
+            while True:
+                name = cursor.name("an axis of the ranks")
+                cursor.expect("=", "and the coordinate of the ranks that have it")
+                on.append((name, expression(cursor)))
+                if not cursor.take(","):
+                    break
+            rule = replace(rule, on=tuple(on))
+        elif cursor.take("as"):
+            at = cursor.at
+            dtype = cursor.name("a dtype")
+            if dtype not in DTYPES:
+                cursor.fail(f"{dtype} is no dtype of torch", at)
+            rule = replace(rule, dtype=dtype)
+        else:
+            cursor.fail("expected `where`, `flat over`, `average over`, `on`, `as` or the end")
+    return rule
+
+
+def _axes(cursor: Cursor) -> tuple[str, ...]:
+    axes = [cursor.name("an axis of the ranks")]
+    while True:
+        if any(cursor.sees(word) for word in ("where", "flat", "average", "on", "as")):
+            return tuple(axes)
+        name = cursor.match(NAME)
+        if name is None:
+            return tuple(axes)
+        axes.append(name)
+
+
+def _pattern(cursor: Cursor) -> Pattern:
+    parts: list[str | Capture] = []
+    stars = 0
+    for word in _word(cursor, "a name, or a pattern of names"):
+        if word == "*":
+            parts.append(Capture(f"*{stars}", star=True))
+            stars += 1
+        elif word == "{":
+            name = cursor.name("the name of what is captured")
+            parts.append(Capture(name, star=cursor.take("*")))
+            _close(cursor)
+        else:
+            parts.append(word[1:])
+    return Pattern(tuple(parts))
+
+
+def _template(cursor: Cursor) -> Template:
+    parts: list[str | Expression] = []
+    stars = 0
+    for word in _word(cursor, "a name"):
+        if word == "*":
+            parts.append(Name(f"*{stars}"))
+            stars += 1
+        elif word == "{":
+            parts.append(expression(cursor))
+            cursor.take("*")
+            _close(cursor)
+        else:
+            parts.append(word[1:])
+    return Template(tuple(parts))
+
+
+def _word(cursor: Cursor, what: str) -> Iterator[str]:
+    """The parts of a name, up to a space or comma: `*`, `{`, or a text after a quotation mark.
+
+    Between two of them, the reader of what `{` begins moves the cursor on.
+    """
+    begin, text = cursor.at, cursor.text.text
+    while True:
+        if cursor.at < cursor.stop and text[cursor.at] in "*{":
+            cursor.at += 1
+            yield text[cursor.at - 1]
+            continue
+        quoted = QUOTED.match(text, cursor.at, cursor.stop)
+        found = quoted or LITERAL.match(text, cursor.at, cursor.stop)
+        if found is None:
+            break
+        cursor.at = found.end()
+        yield '"' + (found.group()[1:-1] if quoted else found.group())
+    if cursor.at == begin:
+        cursor.fail(f"expected {what}")
+    cursor.skip_space()
+
+
+def _close(cursor: Cursor) -> None:
+    # Not `expect`, which would read the space that ends the word.
+    if cursor.text.text[cursor.at : min(cursor.at + 1, cursor.stop)] != "}":
+        cursor.fail("expected `}`")
+    cursor.at += 1

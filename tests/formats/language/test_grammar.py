@@ -1,0 +1,106 @@
+"""What the language understands, and how it says what it does not."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.errors import SpecError
+from shardwise.formats.language import parse
+from shardwise.formats.language.names import Capture
+from shardwise.formats.language.rules import Rule, Skip
+
+
+def test_statements_begin_at_the_margin_and_go_on_where_indented() -> None:
+    spec = parse("""
+        # a comment
+        ranks tp=2 pp
+
+        a.{i}  [(tp f)]   # another
+            -> x.{pp i} [(tp f)],
+        # and one in between
+
+               y.{i}
+               where f = 4
+        skip b *.c# "d # e"
+    """)
+    assert spec.ranks == (("tp", 2), ("pp", None))
+    rule, *skips = spec.rules
+    assert isinstance(rule, Rule)
+    assert [str(target.name.parts[0]) for target in rule.targets] == ["x.", "y."]
+    assert [str(skip.pattern) for skip in skips if isinstance(skip, Skip)] == ["b", "*.c#", "d # e"]
+
+
+def test_captures() -> None:
+    (rule,) = parse("a.*.{x}.{rest*} -> *.{x}.{rest}").rules
+    assert [part for part in rule.pattern.parts if isinstance(part, Capture)] == [
+        Capture("*0", star=True),
+        Capture("x"),
+        Capture("rest", star=True),
+    ]
+    match = rule.pattern.matcher(())
+    assert match("a.b.c.d.e") == {"*0": "b.c", "x": "d", "rest": "e"}
+    assert match("a.b.c") is None
+    assert parse("a.{i}.{i} -> b").rules[0].pattern.matcher(())("a.1.2") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ranks tp=0", "1:10: expected a number of ranks, at least 1"),
+        ("ranks tp tp", "tp is declared twice"),
+        ("let where = 1", "where is a word of the language"),
+        ("a -> b [h", "1:10: expected `]` at the end of the dimensions"),
+        ("a b", "1:3: expected `->` and the name of a global tensor"),
+        ("a ->", "1:5: expected a name"),
+        ("a -> b.{i}", "1:6: nothing here is called i"),
+        ("a -> b.*", "1:6: nothing here is called `*`"),
+        ("a -> b [h h]", "the axis h is there twice"),
+        ("a -> b [(h + h)]", "two parts of a sum have the same axes"),
+        ("a [x y] -> b [x]", "1:3: [x] takes `x` of an array that has `x y`"),
+        ("a [(x + y)] -> b [x]", "no tensor takes `y`; call what is not wanted `_`"),
+        ("a -> b [(x + _)]", "`_` stands for what no tensor has"),
+        ("a -> b [~f]", "~f must come after the axes of ranks that divide it"),
+        ("a -> b [... ...]", "1:13: `...` can stand for dimensions only once"),
+        ("a [...] -> b [h]", "`...` must be on both sides"),
+        ("a -> b as float31", "1:11: float31 is no dtype"),
+        ("a -> b flat over dp", "dp is no axis of the ranks"),
+        ("ranks dp\na -> b [dp] flat over dp", "2:6: dp is an axis here"),
+        ("a -> b where q = 1", "`where` gives q a size, which is no axis here"),
+        ("ranks tp\na.{tp} -> b", "tp is captured, but declared"),
+        ("a -> b on pp = 0", "pp is no axis of the ranks"),
+        ("o.* like a, m.* -> o.*", "there is no rule that this could be like"),
+        ("a -> m.a\no like a, m.* -> o.*", "what is followed must be one `*`"),
+        ("a -> b [" + "(" * 99, "too many parentheses"),
+        ("a -> b [h] ]", "1:12: expected `where`"),
+        ("a -> b.{99999999999999999999}", "absurdly large"),
+        ("a.{i -> b", "expected `}`"),
+        ("a = b.*c\nhead.* = c", "`*` is not captured on the right"),
+    ],
+)
+def test_what_makes_no_sense_is_pointed_at(text: str, message: str) -> None:
+    with pytest.raises(SpecError) as error:
+        parse(text, "my.spec")
+    assert message in str(error.value)
+
+
+def test_errors_show_the_line_and_a_caret() -> None:
+    with pytest.raises(SpecError) as error:
+        parse("ranks tp\n  # so\nlayers.w -> w [(tp f ? h]\n", "my.spec")
+    assert str(error.value) == (
+        "my.spec:3:22: expected an axis, a number or `(`\n"
+        "  layers.w -> w [(tp f ? h]\n"
+        "                       ^"
+    )
+    again = pickle.loads(pickle.dumps(error.value))
+    assert (again.line, again.column, str(again)) == (3, 22, str(error.value))
+
+
+@given(st.text("a{}[]()*->+=~_|.,: \n1#\"'", max_size=60))
+def test_any_text_is_understood_or_refused(text: str) -> None:
+    with contextlib.suppress(SpecError):
+        parse(text)

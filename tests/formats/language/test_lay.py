@@ -1,0 +1,283 @@
+"""Every pattern of the language, against arrays that numpy cuts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shardwise.errors import MismatchError
+from shardwise.formats.language import check, lay, parse
+from tests.formats.language.rankfiles import NOWHERE, Array, catalogue, numbered, read, same
+from tests.formats.reference import read_tensors
+
+TP2 = {"tp": 2}
+
+
+def on_tp(name: str, shards: list[Array]) -> dict[tuple[int, ...], dict[str, Array]]:
+    return {(rank,): {name: shard} for rank, shard in enumerate(shards)}
+
+
+def test_columns_and_rows() -> None:
+    whole = numbered(4, 6)
+    same(read("ranks tp\nw -> w [(tp f) h]", TP2, on_tp("w", np.split(whole, 2)))["w"], whole)
+    columns = [part.copy() for part in np.split(whole, 2, axis=1)]
+    same(read("ranks tp\nw -> w [h (tp f)]", TP2, on_tp("w", columns))["w"], whole)
+
+
+def test_arrays_of_any_strides() -> None:
+    whole = numbered(4, 6)
+    columns = [np.asfortranarray(part) for part in np.split(whole, 2, axis=1)]
+    same(read("ranks tp\nw -> w [h (tp f)]", TP2, on_tp("w", columns))["w"], whole)
+
+
+def test_two_axes_at_once() -> None:
+    whole = numbered(4, 6)
+    ranks = {
+        (i, j): {"w": whole[2 * i : 2 * i + 2, 3 * j : 3 * j + 3].copy()}
+        for i in range(2)
+        for j in range(2)
+    }
+    same(read("ranks tp ep\nw -> w [(tp a) (ep b)]", {"tp": 2, "ep": 2}, ranks)["w"], whole)
+
+
+def test_replicas_are_told() -> None:
+    whole = numbered(4)
+    ranks = catalogue(TP2, on_tp("ln", [whole, whole]))
+    foreign = lay(parse("ranks tp\nln -> ln [h]"), ranks)
+    assert len(foreign.laid) == 1
+    assert foreign.replicas.pieces.file.tolist() == [1]
+    same(read_tensors(NOWHERE, foreign)["ln"], whole)
+
+
+def test_unequal_shards() -> None:
+    whole = numbered(7, 2)
+    shards = np.split(whole, [3, 6])
+    same(read("ranks tp\nw -> w [(tp ~f) h]", {"tp": 3}, on_tp("w", shards))["w"], whole)
+    fused = np.concatenate([whole, whole + 100])
+    parts = [np.concatenate([a, a + 100]) for a in shards]
+    text = "ranks tp\nw -> w [((gate + up) tp ~f) h]"
+    same(read(text, {"tp": 3}, on_tp("w", parts))["w"], fused)
+
+
+def test_swiglu_is_gate_and_up_of_all() -> None:
+    gate, up = numbered(4, 3), numbered(4, 3) + 100
+    shards = [
+        np.concatenate([a, b]) for a, b in zip(np.split(gate, 2), np.split(up, 2), strict=True)
+    ]
+    got = read("ranks tp\nw -> w [((gate + up) tp f) h]", TP2, on_tp("w", shards))
+    same(got["w"], np.concatenate([gate, up]))
+    apart = "ranks tp\nw [((gate + up) f) h] -> gate [(gate tp f) h], up [(up tp f) h]"
+    got = read(apart, TP2, on_tp("w", shards))
+    same(got["gate"], gate)
+    same(got["up"], up)
+
+
+def test_queries_keys_and_values_by_group() -> None:
+    groups, r, d, h = 4, 3, 2, 5
+    q, k, v = (numbered(groups, n, d, h) + 1000 * n for n in (r, 1, 1))
+    v = v + 500
+    fused = np.concatenate([q, k, v], axis=1).reshape(-1, h)
+    text = """
+        ranks tp
+        let r
+        qkv [(tp g (q + k + v) d) h] -> wq [(tp g q d) h],
+                                        wk [(tp g k d) h],
+                                        wv [(tp g v d) h]
+            where q = r, d = 2
+    """
+    got = read(text, TP2, on_tp("qkv", np.split(fused, 2)), sizes={"r": r})
+    same(got["wq"], q.reshape(-1, h))
+    same(got["wk"], k.reshape(-1, h))
+    same(got["wv"], v.reshape(-1, h))
+
+
+def test_layers_of_pipeline_stages() -> None:
+    layers = [numbered(2, 2) + 10 * i for i in range(5)]
+    stages = [layers[:3], layers[3:]]
+    ranks = {(s,): {f"l.{i}.w": w for i, w in enumerate(own)} for s, own in enumerate(stages)}
+    got = read("ranks pp\nl.{i}.w -> layers.{pp ~i}.w", {"pp": 2}, ranks)
+    assert sorted(got) == [f"layers.{i}.w" for i in range(5)]
+    for i, layer in enumerate(layers):
+        same(got[f"layers.{i}.w"], layer)
+    even = {rank: arrays for rank, arrays in ranks.items() if rank == (0,)} | {
+        (1,): {f"l.{i}.w": layers[i] + 1 for i in range(3)}
+    }
+    for text in ("{pp i}", "{i + pp*3}", "{pp*|i| + i}", "{first[pp] + i}"):
+        spec = "ranks pp\nlet first = [0, 3]\nl.{i}.w -> layers." + text + ".w [a b]"
+        same(read(spec, {"pp": 2}, even)["layers.4.w"], layers[1] + 1)
+
+
+def test_numbers_with_gaps_are_refused() -> None:
+    ranks = {(0,): {"l.0.w": numbered(2), "l.1.w": numbered(2)}, (1,): {"l.0.w": numbered(2)}}
+    ranks[(2,)] = ranks[(0,)]
+    report = check(parse("ranks pp\nl.{i}.w -> layers.{pp i}.w"), catalogue({"pp": 3}, ranks))
+    assert len(report.problems) == 1
+    assert "layers.…: numbers go up to 5, without 3" in report.problems[0]
+
+
+def test_experts_listed_and_stacked() -> None:
+    whole = numbered(4, 2, 3)
+    listed = {(r,): {f"e.{i}.w": whole[2 * r + i] for i in range(2)} for r in range(2)}
+    same(read("ranks ep\ne.{e}.w -> w [(ep e) f h]", {"ep": 2}, listed)["w"], whole)
+    stacked = {(r,): {"w": whole[2 * r : 2 * r + 2].copy()} for r in range(2)}
+    got = read("ranks ep\nw [e f h] -> e.{ep e}.w [f h]", {"ep": 2}, stacked)
+    for i in range(4):
+        same(got[f"e.{i}.w"], whole[i])
+    far = {(r,): {f"e.{i}.w": whole[2 * i + r] for i in range(2)} for r in range(2)}
+    same(read("ranks ep\ne.{e}.w -> w [(e ep) f h]", {"ep": 2}, far)["w"], whole)
+
+
+def test_experts_and_tensor_parallel_at_once() -> None:
+    experts = numbered(4, 4, 3)
+    fused = experts.reshape(4 * 4, 3)
+    ranks = {
+        (t, e): {"w": experts[2 * e : 2 * e + 2, 2 * t : 2 * t + 2].reshape(-1, 3)}
+        for t in range(2)
+        for e in range(2)
+    }
+    text = "ranks tp ep\nw -> w [(ep e tp f) h] where f = 2"
+    same(read(text, {"tp": 2, "ep": 2}, ranks)["w"], fused)
+
+
+def test_padding_is_left_out() -> None:
+    whole = numbered(5, 2)
+    padded = np.concatenate([whole, np.zeros((3, 2), np.int32)])
+    shards = on_tp("e", np.split(padded, 2))
+    text = "ranks tp\nlet vocab = 5\ne -> e [(tp v)[:vocab] h]"
+    same(read(text, TP2, shards)["e"], whole)
+    open_ = "ranks tp\ne -> e [(tp v)[:vocab] h]\nlet vocab"
+    same(read(open_, TP2, shards, sizes={"vocab": 5})["e"], whole)
+
+
+def test_flat_ranges_with_padding() -> None:
+    a, b = numbered(3, 3), numbered(4) + 100
+    flat = np.concatenate([a.ravel(), b, np.zeros(2, np.int32)])
+    text = "ranks dp\nflat -> a, b flat over dp"
+    shapes = {"a": (3, 3), "b": (4,)}
+    got = read(text, {"dp": 3}, on_tp("flat", np.split(flat, 3)), shapes=shapes)
+    same(got["a"], a)
+    same(got["b"], b)
+    got = read(text, {"dp": 3}, on_tp("flat", [flat[:5], flat[5:10], flat[10:13]]), shapes=shapes)
+    same(got["a"], a)
+    same(got["b"], b)
+
+
+def test_flat_ranges_of_tensor_parallel_shards() -> None:
+    gate, up = numbered(4, 3), numbered(4, 3) + 100
+    ranks = {}
+    for t in range(2):
+        own = np.concatenate([gate[2 * t : 2 * t + 2], up[2 * t : 2 * t + 2]]).ravel()
+        for d, part in enumerate(np.split(np.concatenate([own, own[:3]]), 3)):
+            ranks[t, d] = {"w": part}
+    text = "ranks tp dp\nw -> w [((gate + up) tp f) h] flat over dp where f = 2, h = 3"
+    got = read(text, {"tp": 2, "dp": 3}, ranks)
+    same(got["w"], np.concatenate([gate, up]))
+
+
+def test_transposition() -> None:
+    whole = numbered(4, 6)
+    shards = on_tp("w", [part.T.copy() for part in np.split(whole, 2, axis=1)])
+    same(read("ranks tp\nw [f h] -> w [h (tp f)]", TP2, shards)["w"], whole)
+
+
+def test_gpt2_wants_all_of_q_before_k_and_transposed() -> None:
+    heads, d, h = 4, 2, 3
+    qkv = numbered(heads, 3, d, h)
+    shards = on_tp("qkv", np.split(qkv.reshape(-1, h), 2))
+    text = "ranks tp\nqkv [(tp n (q + k + v) d) h] -> c [h ((q + k + v) tp n d)] where d = 2"
+    same(read(text, TP2, shards)["c"], qkv.transpose(3, 1, 0, 2).reshape(h, -1))
+
+
+def test_averages_are_left_to_the_reader() -> None:
+    ranks = catalogue(TP2, on_tp("b", [numbered(2), numbered(2) + 2]))
+    foreign = lay(parse("ranks tp\nb -> b [h] average over tp"), ranks)
+    assert foreign.averages == {"b": ("b#tp=0", "b#tp=1")}
+    got = read_tensors(NOWHERE, lay(parse("ranks tp\nb -> b.{tp} [h]"), ranks))
+    same(got["b.1"], numbered(2) + 2)
+    assert [entry.name for entry in foreign.tensors] == ["b#tp=0", "b#tp=1", "b"]
+
+
+def test_ties_and_skips() -> None:
+    ranks = {(): {"embed": numbered(2, 2), "rng": numbered(3)}}
+    text = 'head.weight = embed.weight\nembed -> embed.weight\nskip r* "x y"'
+    foreign = lay(parse(text), catalogue({}, ranks))
+    assert foreign.left_out == ("rng: skipped by specification:3",)
+    same(read_tensors(NOWHERE, foreign)["head.weight"], numbered(2, 2))
+
+
+def test_optimizer_states_follow_their_parameters() -> None:
+    fused = numbered(4, 3)
+    ranks = {
+        (t,): {
+            "l.0.w": fused[2 * t : 2 * t + 2],
+            "optimizer.l.0.w.exp_avg": fused[2 * t : 2 * t + 2] + 50,
+            "optimizer.l.0.w.step": numbered(1).reshape(()),
+        }
+        for t in range(2)
+    }
+    text = """
+        ranks tp
+        l.{i}.w [(a + b) h] -> model.{i}.a [(a tp) h], model.{i}.b [(b tp) h]
+        optimizer.{p*}.step like {p*}, model.{q*} -> optimizer.{q}.step []
+        optimizer.*.{state} like *, model.* -> optimizer.*.{state}
+    """
+    got = read(text, TP2, ranks)
+    same(got["model.0.b"], fused[1::2])
+    same(got["optimizer.0.a.exp_avg"], fused[::2] + 50)
+    same(got["optimizer.0.b.step"], numbered(1).reshape(()))
+
+
+def test_dtypes_are_checked() -> None:
+    ranks = catalogue({}, {(): {"w": numbered(2)}})
+    assert check(parse("w -> w as int32"), ranks).fits
+    assert check(parse("w -> w as float32"), ranks).problems == (
+        "w (specification:1): it is not float32",
+    )
+
+
+def test_rules_of_some_ranks_only() -> None:
+    ranks = {(0,): {"w": numbered(2)}, (1,): {"w": numbered(2) + 5}}
+    text = "ranks pp\nw -> first on pp = 0\nw -> last on pp = |pp| - 1"
+    same(read(text, {"pp": 2}, ranks)["last"], numbered(2) + 5)
+
+
+def test_dimensions_that_are_not_named() -> None:
+    whole = numbered(4, 2, 3)
+    same(read("ranks tp\n* -> x.* [(tp f) ...]", TP2, on_tp("w", np.split(whole, 2)))["x.w"], whole)
+
+
+@pytest.mark.parametrize("text", ["w -> w [(tp f) h]", "w -> w"])
+def test_empty_tensors(text: str) -> None:
+    whole = np.zeros((0, 3), np.int32)
+    same(read("ranks tp\n" + text, TP2, on_tp("w", [whole, whole]))["w"], whole)
+
+
+def test_all_that_is_wrong_is_told() -> None:
+    ranks = {
+        (t,): {
+            "odd": numbered(5, 2),
+            "cut": numbered(3, 2),
+            "flat": numbered(3),
+            "other": numbered(1),
+            "kind": numbered(2).astype(np.int32 if t else np.int64),
+        }
+        for t in range(2)
+    }
+    del ranks[(1,)]["cut"]
+    text = """
+        ranks tp
+        odd -> odd [(tp (gate + up) f) h]
+        cut -> cut [(tp f) h]
+        flat -> flat [a b]
+        kind -> kind [(tp f)]
+    """
+    with pytest.raises(MismatchError) as error:
+        lay(parse(text, "a.spec"), catalogue(TP2, ranks))
+    assert error.value.problems == [
+        "odd (a.spec:3): [5, 2]: `((gate + up) f)` cannot be 5 with gate = 1, up = 1: "
+        "it does not divide",
+        "flat (a.spec:5): [3]: [a b] has 2 dimension(s) on a rank; the array has 1",
+        "other: no rule matches it; `skip` what is not wanted",
+        "kind: some of its arrays are int32, some int64",
+        "cut: [6, 2]: 6 of its 12 elements are there, from cut",
+    ]
