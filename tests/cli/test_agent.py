@@ -8,12 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.manifest.manifest import FileEntry
+from shardwise.manifest.manifest import (
+    FileEntry,
+    Manifest,
+    PieceEntry,
+    TensorEntry,
+    encode_manifest,
+)
 from shardwise.memory.agent.keeper import attendance
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, new_run, write_note
-from shardwise.memory.node.notes import Card, Done, Protect, Staged
-from shardwise.memory.redundancy.placement import Member, place
+from shardwise.memory.node.notes import Card, Done, Draft, Protect, Staged
+from shardwise.memory.redundancy.placement import Member
+from shardwise.memory.redundancy.placement import place as place_of
 from tests.cli.conftest import Run
 
 SAVE = "0123456789abcdef"
@@ -52,7 +59,7 @@ def home(tmp_path: Path) -> Home:
         written(run.step(step) / notes.outcome(stage, SAVE), done, 35.0)
     (run.step(1) / OTHER).write_bytes(bytes(700))
     members = [Member("here-1", "", ((OWN, 1000),)), Member("there-2", "", ((OTHER, 700),))]
-    protection = place(members, SAVE, copies=1)
+    protection = place_of(members, SAVE, copies=1)
     wish = Protect(save_id=SAVE, protection=protection, nodes=[], wait=1.0)
     write_note(run.step(1) / notes.request("protect", SAVE), wish)
     return home
@@ -125,3 +132,104 @@ def test_a_damaged_note_hides_nothing_else(run: Run, home: Home) -> None:
 def test_a_node_that_keeps_nothing(run: Run, tmp_path: Path) -> None:
     assert run("agent", "status", "--dir", tmp_path, "--json").document["runs"] == []
     assert "no agent lives here" in run("agent", "status", "--dir", tmp_path).out
+
+
+def protected(home: Home, *, protection: dict[str, int], done: bool = True) -> None:
+    """Step 3, with two tensors: one on two nodes, and one that is tied to one on the first."""
+    place = home.run(home.runs()[0]).step(3)
+    files = tuple(
+        FileEntry(f"r{rank:05d}-{SAVE}.safetensors", rank, 44, 8, 40, 40, 0) for rank in range(3)
+    )
+    halves = tuple(PieceEntry(rank, 0, (2 * rank,), (2,)) for rank in range(2))
+    whole = (PieceEntry(0, 8, (0,), (4,)),)
+    manifest = Manifest(
+        save_id=SAVE,
+        step=3,
+        created="",
+        world_size=3,
+        files=files,
+        objects=(),
+        tensors=(
+            TensorEntry("model.w", "float32", (4,), halves),
+            TensorEntry("model.whole", "float32", (4,), whole),
+            TensorEntry("model.tied", "float32", (4,), (), "model.whole"),
+        ),
+    )
+    write_note(place / "manifest.json", encode_manifest(manifest))
+    nodes = ["here-1", "there-2", "there-3"]
+    draft = Draft(
+        save_id=SAVE,
+        step=3,
+        manifest="",
+        files=[(file.name, node) for file, node in zip(files, nodes, strict=True)],
+        nodes=[],
+        leader="there-2",
+        root="",
+    )
+    write_note(place / notes.terms(SAVE), draft)
+    members = [Member(n, "", ((f.name, f.size),)) for f, n in zip(files, nodes, strict=True)]
+    wish = Protect(save_id=SAVE, protection=place_of(members, SAVE, **protection), nodes=[], wait=1)
+    write_note(place / notes.request("protect", SAVE), wish)
+    if done:
+        ended = Done(save_id=SAVE, stage="protect")
+        write_note(place / notes.outcome("protect", SAVE), ended)
+
+
+def tensors(
+    run: Run, home: Home, pattern: str = "*"
+) -> dict[str, tuple[list[str], int, list[str]]]:
+    """Of each tensor, where it lies, how many nodes may be lost, and where its guards lie."""
+    ran = run("agent", "status", "--dir", home.path.parent, "--json", "--tensors", pattern)
+    (one,) = ran.document["runs"]
+    assert one["tensors"]["step"] == 3
+    return {
+        each["name"]: (
+            each["nodes"],
+            each["survives"],
+            [" ".join([guard["kind"], *guard["nodes"]]) for guard in each["guards"]],
+        )
+        for each in one["tensors"]["tensors"]
+    }
+
+
+def test_each_tensor_is_told_of_by_what_it_is_protected(run: Run, home: Home) -> None:
+    protected(home, protection={"copies": 1})
+    alone = (["here-1"], 1, ["copies here-1 there-2"])
+    assert tensors(run, home) == {
+        "model.w": (
+            ["here-1", "there-2"],
+            1,
+            ["copies here-1 there-2", "copies there-2 there-3"],
+        ),
+        "model.whole": alone,
+        "model.tied": alone,
+    }
+    assert list(tensors(run, home, "*.w")) == ["model.w"]
+    protected(home, protection={"parity": 1})
+    assert tensors(run, home)["model.w"] == (
+        ["here-1", "there-2"],
+        1,
+        ["parity here-1 there-2 there-3"],
+    )
+    shown = run("agent", "status", "--dir", home.path.parent, "--tensors", "model.t*").out
+    assert "against the loss of 1 node: parity on here-1, there-2, there-3" in shown
+    assert "model.w" not in shown
+
+
+@pytest.mark.parametrize(("copies", "done"), [(1, False), (0, True)])
+def test_a_tensor_that_is_not_protected_is_said_to_be_so(
+    run: Run, home: Home, copies: int, done: bool
+) -> None:
+    protected(home, protection={"copies": copies}, done=done)
+    assert tensors(run, home)["model.w"] == (["here-1", "there-2"], 0, [])
+    shown = run("agent", "status", "--dir", home.path.parent, "--tensors", "*").out
+    assert [line.split()[-1] for line in shown.splitlines()[-3:]] == ["not"] * 3
+
+
+def test_a_manifest_that_cannot_be_trusted_is_an_error(run: Run, home: Home) -> None:
+    protected(home, protection={"copies": 1})
+    (manifest,) = home.path.rglob("manifest.json")
+    manifest.write_bytes(manifest.read_bytes().replace(b"model.w", b"model.v"))
+    ran = run("agent", "status", "--dir", home.path.parent, "--tensors", "*")
+    assert ran.status == 1
+    assert "step-00000003: the manifest was altered" in ran.err

@@ -81,6 +81,10 @@ def run(
 @agent.command()
 def status(
     directory: Directory = Path(DIRECTORY),
+    tensors: Annotated[
+        str | None,
+        typer.Option(help="Show how these tensors are protected: a pattern, such as 'model.*'."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     tls_cert: Certificate = None,
     tls_key: Key = None,
@@ -91,12 +95,14 @@ def status(
     With --json: {"node", "url", "domain", "process", "alive", "answers", "agent_bytes", "training",
     "directory", "bytes", "bytes_left", "runs": [{"run", "slots_used", "slots_free", "bytes_free",
     "behind": {STAGE: {"step", "steps", "seconds"}}, "snapshots": [{"step", "bytes",
-    "bytes_for_others", "age", STAGE: {"state", "seconds", "failure"}, "protected_by"}]}]}; the
-    stages are "commit", "protect" and "persist", a state is "", "under way", "done" or "failed".
+    "bytes_for_others", "age", STAGE: {"state", "seconds", "failure"}, "protected_by"}],
+    "tensors": {"step", "tensors": [{"name", "bytes", "nodes", "survives", "guards": [{"kind",
+    "survives", "nodes"}]}]}}]}; the stages are "commit", "protect" and "persist", a state is "",
+    "under way", "done" or "failed", and "tensors" is null without --tensors.
     """
     from shardwise.memory.agent.status import status_of
 
-    found = status_of(Home(directory), _tls(tls_cert, tls_key, tls_ca))
+    found = status_of(Home(directory), _tls(tls_cert, tls_key, tls_ca), tensors)
     if as_json:
         print_json(found)
     else:

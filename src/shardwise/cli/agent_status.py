@@ -10,6 +10,7 @@ from rich.text import Text
 
 from shardwise.cli import wording
 from shardwise.memory.agent.status import STAGES, Behind, NodeStatus, RunStatus, SnapshotStatus
+from shardwise.memory.agent.tensors import TensorsStatus, TensorStatus
 
 DONE = {"commit": "committed", "protect": "protected", "persist": "persisted"}
 STYLES = {"done": "green", "under way": "yellow", "failed": "bold red", "": "dim"}
@@ -66,6 +67,30 @@ def _show_run(run: RunStatus, console: Console) -> None:
     console.print(table)
     for line in _failures(run):
         console.print(line)
+    if run.tensors is not None:
+        _show_tensors(run.tensors, console)
+
+
+def _show_tensors(found: TensorsStatus, console: Console) -> None:
+    console.print(f"\ntensors of step {found.step}")
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    table.add_column("tensor", overflow="fold", style="bold")
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("lies on", overflow="fold")
+    table.add_column("protected", overflow="fold")
+    for each in found.tensors:
+        name, size = wording.printable(each.name), wording.size(each.bytes)
+        table.add_row(name, size, wording.listed(each.nodes), _guarded(each))
+    console.print(table)
+
+
+def _guarded(tensor: TensorStatus) -> Text:
+    """By what, and against the loss of how many nodes."""
+    shown = "; ".join(f"{each.kind} on {wording.listed(each.nodes)}" for each in tensor.guards)
+    if not tensor.survives:
+        return Text(f"not all of it: {shown}" if shown else "not", "bold red")
+    lost = wording.count(tensor.survives, "node")
+    return Text(f"against the loss of {lost}: {shown}", "green")
 
 
 def _behind(stage: str, behind: Behind) -> Text:

@@ -143,14 +143,14 @@ def save_while_one_is_stopped(
     return took, said, logged.end()
 
 
-@pytest.mark.parametrize(("seconds", "patience"), [(1.0, 8.0), (3.0, 1.0)])
+@pytest.mark.parametrize(("seconds", "patience"), [(1.0, 8.0), (4.0, 1.0)])
 def test_a_trainer_that_is_stopped_is_waited_for_within_bounds(
     gang: Gang, root: Path, shm: Path, seconds: float, patience: float
 ) -> None:
     cluster = Cluster(root=root, shm=shm, nodes=2, options={"wait": patience})
     told = gang.run(save_while_one_is_stopped, cluster, seconds, world=2)
     for rank, (took, said, logged) in enumerate(told):
-        assert took < 6.0
+        assert took < 8.0
         assert len(said) == (0 if seconds < patience else 1), said
         assert all("step 2: commit: " in each for each in said)
         assert len(logged) == (len(said) if rank == 0 else 0), logged

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shardwise.errors import StoreError
 from shardwise.memory.agent.keeper import is_attended
+from shardwise.memory.agent.tensors import TensorsStatus, tensors_of
 from shardwise.memory.network.client import AgentClient
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, Run, read_note
@@ -76,7 +77,11 @@ class Behind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """A run on this node. Slots are files that hold a rank's share, or wait to."""
+    """A run on this node. Slots are files that hold a rank's share, or wait to.
+
+    Attributes:
+        tensors: how those that were asked for are protected; None if none were.
+    """
 
     run: str
     slots_used: int
@@ -84,6 +89,7 @@ class RunStatus:
     bytes_free: int
     behind: dict[str, Behind]
     snapshots: list[SnapshotStatus]
+    tensors: TensorsStatus | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +118,15 @@ class NodeStatus:
     runs: list[RunStatus]
 
 
-def status_of(home: Home, tls: Tls | None = None) -> NodeStatus:
-    """All that can be told of a node, without asking other nodes."""
+def status_of(home: Home, tls: Tls | None = None, tensors: str | None = None) -> NodeStatus:
+    """All that can be told of a node, without asking other nodes.
+
+    Args:
+        tensors: a pattern of the names of those that are to be told of, such as "model.*".
+
+    Raises:
+        ShardwiseError: tensors were asked for, and what tells of them is damaged.
+    """
     card = card_of(home)
     known = card or read_note(home.card, Card)
     room = os.statvfs(home.path)
@@ -129,11 +142,11 @@ def status_of(home: Home, tls: Tls | None = None) -> NodeStatus:
         directory=str(home),
         bytes=sum(_size(path) for path in home.path.rglob("*") if path.is_file()),
         bytes_left=room.f_bavail * room.f_frsize,
-        runs=[_run(home.run(name), known.node if known else "") for name in home.runs()],
+        runs=[_run(home.run(name), known.node if known else "", tensors) for name in home.runs()],
     )
 
 
-def _run(run: Run, node: str) -> RunStatus:
+def _run(run: Run, node: str, tensors: str | None) -> RunStatus:
     now = time.time()
     snapshots = [_snapshot(Place(run, step), node, now) for step in run.steps()]
     free = [_size(path) for path in run.free.glob("*.slot")]
@@ -145,6 +158,7 @@ def _run(run: Run, node: str) -> RunStatus:
         bytes_free=sum(free),
         behind={stage: _behind(snapshots, stage) for stage in STAGES},
         snapshots=snapshots,
+        tensors=None if tensors is None else tensors_of(run, tensors),
     )
 
 

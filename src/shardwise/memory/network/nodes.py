@@ -97,7 +97,7 @@ class Nodes:
         while True:
             self._place.refuse_abandoned()
             try:
-                found = self._look(node, name, kind)
+                found = self._look(node, name, kind, last_sign + self._wait - time.monotonic())
                 if found is None and asked:
                     if not self._has(node, asked):
                         raise _GoneError(f"node {node} has discarded the snapshot")
@@ -238,7 +238,8 @@ class Nodes:
             return False
         return True
 
-    def _look(self, node: str, name: str, kind: type[T]) -> T | None:
+    def _look(self, node: str, name: str, kind: type[T], left: float) -> T | None:
+        """A note, once it is there; None if it is not within `left` seconds, or in due time."""
         place = self._place
         if node == self._here:
             found = read_note(place.path / name, kind)
@@ -246,8 +247,9 @@ class Nodes:
                 time.sleep(POLL)
             return found
         try:
+            wait = min(AT_ONCE, max(0.0, left))
             data = self._client(node).read(
-                place.run.name, place.step, name, limit=LARGEST_NOTE, wait=min(AT_ONCE, self._wait)
+                place.run.name, place.step, name, limit=LARGEST_NOTE, wait=wait
             )
         except FileNotFoundError:
             return None

@@ -1,0 +1,143 @@
+"""How each tensor of a snapshot is protected, as its manifest and the notes beside it tell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from shardwise.errors import FormatError
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.manifest import Manifest, decode_manifest
+from shardwise.manifest.names import MANIFEST
+from shardwise.manifest.validate import validated_pieces
+from shardwise.memory.node import notes
+from shardwise.memory.node.home import Run, read_note
+from shardwise.memory.node.notes import Protect
+from shardwise.memory.node.place import Place
+from shardwise.memory.redundancy.placement import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """What protects some of a tensor.
+
+    Attributes:
+        kind: "copies" or "parity".
+        survives: how many of the nodes may be lost, those that hold it among them.
+        nodes: that hold it, and that keep what protects it.
+    """
+
+    kind: str
+    survives: int
+    nodes: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorStatus:
+    """A tensor of a snapshot.
+
+    Attributes:
+        bytes: of all of it.
+        nodes: where it lies.
+        survives: the loss of so many nodes, whichever they are, costs none of it; 0: it is not
+            protected, or not all of it.
+        guards: what protects it.
+    """
+
+    name: str
+    bytes: int
+    nodes: list[str]
+    survives: int
+    guards: list[Guard]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorsStatus:
+    """The newest snapshot of a run that is committed, and tensors of it."""
+
+    step: int
+    tensors: list[TensorStatus]
+
+
+def tensors_of(run: Run, pattern: str) -> TensorsStatus | None:
+    """How the tensors whose names match a pattern are protected; None if there is no snapshot.
+
+    Raises:
+        FormatError: its manifest cannot be trusted.
+        StoreError: a note of it is damaged.
+    """
+    for step in reversed(run.steps()):
+        place = Place(run, step)
+        if place.is_committed():
+            try:
+                manifest = decode_manifest((place.path / MANIFEST).read_bytes())
+                tensors = _tensors(place, manifest, pattern)
+            except FormatError as error:
+                raise FormatError(f"{place.path}: {error}") from error
+            return TensorsStatus(step=step, tensors=tensors)
+    return None
+
+
+def _tensors(place: Place, manifest: Manifest, pattern: str) -> list[TensorStatus]:
+    pieces = validated_pieces(manifest)
+    files_of: list[set[int]] = [set() for _ in manifest.tensors]
+    for tensor, file in zip(pieces.tensor.tolist(), pieces.file.tolist(), strict=True):
+        files_of[tensor].add(file)
+    stored = {entry.name: files for entry, files in zip(manifest.tensors, files_of, strict=True)}
+    node_of = _nodes(place, manifest.save_id)
+    guard_of = _guards(place, manifest.save_id)
+    found = []
+    for entry in manifest.tensors:
+        if not fnmatchcase(entry.name, pattern):
+            continue
+        names = [manifest.files[file].name for file in sorted(stored[entry.same_as or entry.name])]
+        guards = [guard_of.get(name) for name in names]
+        found.append(
+            TensorStatus(
+                name=entry.name,
+                bytes=math.prod(entry.shape) * DTYPES[entry.dtype].itemsize,
+                nodes=sorted({node_of.get(name, "?") for name in names}),
+                survives=min((0 if each is None else each.survives for each in guards), default=0),
+                guards=_distinct(guards),
+            )
+        )
+    return found
+
+
+def _nodes(place: Place, save_id: str) -> dict[str, str]:
+    """The node of each data file, as the leader of the snapshot said."""
+    drafts = [each for each in place.drafts() + place.terms() if each.save_id == save_id]
+    return dict(drafts[0].files) if drafts else {}
+
+
+def _guards(place: Place, save_id: str) -> dict[str, Guard]:
+    """What protects each data file; nothing does before all that was asked for is made."""
+    done = place.ended("protect", save_id)
+    wish = read_note(place.path / notes.request("protect", save_id), Protect)
+    if done is None or done.failure or wish is None:
+        return {}
+    found: dict[str, Guard] = {}
+    for group in wish.protection.groups:
+        for at, member in enumerate(group.members):
+            guard = _guard(group, at)
+            if guard is not None:
+                found |= {name: guard for name, _ in member.files}
+    return found
+
+
+def _guard(group: Group, at: int) -> Guard | None:
+    ring = [member.node for member in group.members]
+    if group.parity:
+        return Guard(kind="parity", survives=group.parity, nodes=ring)
+    if group.copies:
+        holders = (ring[at:] + ring[:at])[: group.copies + 1]
+        return Guard(kind="copies", survives=group.copies, nodes=holders)
+    return None
+
+
+def _distinct(guards: Iterable[Guard | None]) -> list[Guard]:
+    """Each once, in their order."""
+    by_nodes = {(each.kind, *each.nodes): each for each in guards if each is not None}
+    return list(by_nodes.values())
