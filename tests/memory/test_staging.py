@@ -18,11 +18,11 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine.content import Content, Data, PieceSource
+from shardwise.engine.content import Content, Data
 from shardwise.engine.memory import DeviceMemory, HostMemory, Memory
 from shardwise.engine.planning import Planned
 from shardwise.layout import Box
-from shardwise.manifest.datafile import lay_out
+from shardwise.manifest.datafile import lay_out, list_pieces
 from shardwise.memory.node.home import Home, Run, new_run
 from shardwise.memory.node.place import Place
 from shardwise.memory.snapshots import device as device_module
@@ -32,6 +32,7 @@ from shardwise.memory.snapshots.pace import Slack
 from shardwise.memory.snapshots.slots import Slots
 from shardwise.memory.snapshots.staging import Part, Staging
 from shardwise.memory.snapshots.streams import Streams
+from shardwise.plan.section import Section
 
 CARD = torch.device("meta", 0)
 OTHER = torch.device("meta", 1)
@@ -138,13 +139,14 @@ class SimulatedMemory:
 def content_of(*memories: Memory) -> Content:
     """A file of tensors of `SIZE` bytes each."""
     entries = [(f"t{i}", "uint8", (SIZE,), Box((0,), (SIZE,))) for i in range(len(memories))]
-    starts = [i * SIZE for i in range(len(memories))]
-    pieces = [
-        PieceSource(start, SIZE, memory, (0,), (SIZE,))
-        for start, memory in zip(starts, memories, strict=True)
-    ]
+    n = len(memories)
+    section = Section(
+        SIZE * np.arange(n + 1), list(range(n)), [(0,)] * n, [(SIZE,)] * n, [True] * n
+    )
     devices = frozenset(each.device for each in memories if each.device is not None)
-    return Content(lay_out(entries, 0, {}), Data(pieces, np.array(starts), devices), b"")
+    return Content(
+        lay_out(list_pieces(entries), 0, {}), Data(section, memories.__getitem__, devices), b""
+    )
 
 
 class Trial:
@@ -164,8 +166,7 @@ class Trial:
         planned = Planned(
             save_id=f"{step:016x}",
             rank=0,
-            share=nothing,
-            peers={},
+            plan=nothing,
             held=nothing,
             described=nothing,
             template=None,

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.manifest.datafile import list_pieces
 from shardwise.plan.cache import Plan, PlanCache
-from shardwise.plan.save import Share
+from shardwise.plan.section import Section
 from shardwise.testing.threads import ThreadGroup, run_ranks
 
 WORLD = 2
@@ -169,7 +170,7 @@ def test_plain_values_of_a_cached_plan_are_those_of_today(tmp_path: Path) -> Non
 
 def test_the_least_recently_used_plan_makes_room() -> None:
     none = np.zeros(0, np.int64)
-    plan = Plan(Share(none, none.reshape(0, 0), none.reshape(0, 0)), {}, None)
+    plan = Plan(Section(none, [], [], [], []), list_pieces([]), {}, None)
     cache = PlanCache(capacity=2)
     cache.put(b"a", plan)
     cache.put(b"b", plan)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 
-from shardwise.adapters.names import clean_name
+from shardwise.adapters.names import CleanNames
 from shardwise.adapters.parameters import FlatPart, Parameter
 from shardwise.layout import Box, boxes_of_range
 from shardwise.state.leaves import TensorLeaf
@@ -42,6 +42,7 @@ def flat_tensors(module: nn.Module, root: str) -> tuple[list[TensorLeaf], dict[s
     """
     leaves = []
     shared: dict[str, str] = {}
+    clean = CleanNames(module)
     for flat, prefix, parts in _handles(module):
         local = _local_shard(flat)
         for part in parts:
@@ -51,7 +52,7 @@ def flat_tensors(module: nn.Module, root: str) -> tuple[list[TensorLeaf], dict[s
         for info in flat._shared_param_infos:
             path = f"{prefix}{info.module_name}.{info.param_name}"
             first = f"{prefix}{info.prim_module_name}.{info.prim_param_name}"
-            shared[f"{root}.{clean_name(module, path)}"] = f"{root}.{clean_name(module, first)}"
+            shared[f"{root}.{clean(path)}"] = f"{root}.{clean(first)}"
     return leaves, shared
 
 
@@ -67,6 +68,7 @@ def flat_parameters(module: nn.Module, root: str) -> Iterator[Parameter]:
 
 def _handles(module: nn.Module) -> Iterator[tuple[FlatParameter, str, list[FlatPart]]]:
     """Each flat parameter of a module, the path of its FSDP unit, and its parts by full name."""
+    clean = CleanNames(module)
     for path, handle in _units(module):
         flat = handle.flat_param
         prefix = f"{path}." if path else ""
@@ -77,7 +79,7 @@ def _handles(module: nn.Module) -> Iterator[tuple[FlatParameter, str, list[FlatP
             first, last = info.intra_param_start_idx, info.intra_param_end_idx
             if first is not None and last is not None:
                 boxes = boxes_of_range(tuple(shape), first, last + 1)
-            name = clean_name(module, prefix + fqn)
+            name = clean(prefix + fqn)
             parts.append(FlatPart(name, tuple(shape), info.offset_in_shard or 0, tuple(boxes)))
         yield flat, prefix, parts
 

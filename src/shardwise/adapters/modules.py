@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.adapters.fsdp1 import flat_parameters, flat_tensors, is_fsdp1, reshard
-from shardwise.adapters.names import clean_name, unwrapped
+from shardwise.adapters.names import CleanNames, unwrapped
 from shardwise.adapters.parameters import Parameter
 from shardwise.adapters.tensors import tensor_leaf
 from shardwise.errors import StateError
@@ -25,16 +25,17 @@ class ModuleBinding:
     def __init__(self, name: str, modules: Sequence[nn.Module], *, allow_pickle: bool) -> None:
         self.name = name
         self._modules = [unwrapped(module) for module in modules]
+        self._clean = [CleanNames(module) for module in self._modules]
         self._allow_pickle = allow_pickle
         self._copies: dict[int, dict[str, torch.Tensor]] = {}
 
     def parameters(self) -> Iterator[Parameter]:
         """All parameters, by the names that they have in the module."""
-        for module in self._modules:
+        for module, clean in zip(self._modules, self._clean, strict=True):
             if is_fsdp1(module):
                 yield from flat_parameters(module, "")
             for path, parameter in module.named_parameters(remove_duplicate=False):
-                yield Parameter(parameter, clean_name(module, path))
+                yield Parameter(parameter, clean(path))
 
     def holdings(self) -> Holdings:
         """Tensors by their clean names, and extra state as plain values."""
@@ -63,8 +64,8 @@ class ModuleBinding:
         def filled(name: str) -> bool:
             return saved.tensor(name) is not None and selection.chooses(name)
 
-        for module in self._modules:
-            _materialize(module, self.name, filled)
+        for module, clean in zip(self._modules, self._clean, strict=True):
+            _materialize(module, clean, self.name, filled)
             reshard(module)
         self._copies = {}
         return selection.of(self.holdings())
@@ -76,7 +77,7 @@ class ModuleBinding:
                 module.load_state_dict(self._copies[index], strict=False)
             for path, part in module.named_modules():
                 raw = f"{path}." if path else ""
-                name = f"{self.name}.{clean_name(module, raw + '_extra_state')}"
+                name = f"{self.name}.{self._clean[index](raw + '_extra_state')}"
                 if name in values:
                     state = decode(values[name], name, allow_pickle=self._allow_pickle)
                     try:
@@ -86,16 +87,17 @@ class ModuleBinding:
 
     def _entries(self, index: int, module: nn.Module) -> Iterator[tuple[str, object]]:
         if is_fsdp1(module):
-            yield from self._fsdp1_entries(module)
+            yield from self._fsdp1_entries(module, self._clean[index])
             return
+        clean = self._clean[index]
         own = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
         for path, value in module.state_dict(keep_vars=True).items():
             if isinstance(value, torch.Tensor) and id(value) not in own:
                 # A state_dict hook made it: only load_state_dict brings it back.
                 self._copies.setdefault(index, {})[path] = value
-            yield f"{self.name}.{clean_name(module, path)}", value
+            yield f"{self.name}.{clean(path)}", value
 
-    def _fsdp1_entries(self, module: nn.Module) -> Iterator[tuple[str, object]]:
+    def _fsdp1_entries(self, module: nn.Module, clean: CleanNames) -> Iterator[tuple[str, object]]:
         leaves, shared = flat_tensors(module, self.name)
         by_name = {leaf.name: leaf for leaf in leaves}
         for leaf in leaves:
@@ -105,17 +107,19 @@ class ModuleBinding:
             yield name, TensorLeaf(name, leaf.dtype, leaf.shape, leaf.fragments, leaf.identity)
         views = {id(parameter.tensor) for parameter in flat_parameters(module, "")}
         for path, parameter in module.named_parameters(remove_duplicate=False):
-            name = f"{self.name}.{clean_name(module, path)}"
+            name = f"{self.name}.{clean(path)}"
             if id(parameter) not in views and name not in by_name and name not in shared:
                 yield name, parameter
         for path, part in module.named_modules(remove_duplicate=False):
             for key, buffer in part._buffers.items():
                 if buffer is not None and key not in part._non_persistent_buffers_set:
                     full = f"{path}.{key}" if path else key
-                    yield f"{self.name}.{clean_name(module, full)}", buffer
+                    yield f"{self.name}.{clean(full)}", buffer
 
 
-def _materialize(module: nn.Module, name: str, filled: Callable[[str], bool]) -> None:
+def _materialize(
+    module: nn.Module, clean: CleanNames, name: str, filled: Callable[[str], bool]
+) -> None:
     """Give memory to what is on the meta device, in place: ties and optimizers keep hold of it."""
     named = [
         *module.named_parameters(remove_duplicate=False),
@@ -124,7 +128,7 @@ def _materialize(module: nn.Module, name: str, filled: Callable[[str], bool]) ->
     meta = [
         (path, tensor)
         for path, tensor in named
-        if tensor.is_meta and filled(f"{name}.{clean_name(module, path)}")
+        if tensor.is_meta and filled(f"{name}.{clean(path)}")
     ]
     if meta:
         _refuse_lost(module, name)

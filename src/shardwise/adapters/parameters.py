@@ -115,7 +115,8 @@ class Parameter:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # Not to_local(), which makes an autograd node.
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _leaf_like(name: str, value: torch.Tensor, like: DTensor) -> TensorLeaf:

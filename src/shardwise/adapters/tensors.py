@@ -49,7 +49,7 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
         # Its memory holds other values than it has: fill a copy, and assign that to it.
         lazy, data = data, data.resolve_conj().resolve_neg()
         finish = partial(lazy.copy_, data)
-    whole = (Fragment(Box.whole(shape), data),) if data.numel() else ()
+    whole = (Fragment(_whole(shape), data),) if data.numel() else ()
     return TensorLeaf(name, tensor.dtype, shape, whole, _identity(tensor, whole), finish)
 
 
@@ -106,6 +106,11 @@ def fragments_at(
     if len(pairs) == 1:
         return (Fragment(pairs[0][0], local),)
     return tuple(Fragment(box, local[within.slices()]) for box, within in pairs)
+
+
+@lru_cache(maxsize=4096)
+def _whole(shape: tuple[int, ...]) -> Box:
+    return Box.whole(shape)
 
 
 @lru_cache(maxsize=4096)

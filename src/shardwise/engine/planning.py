@@ -11,13 +11,14 @@ from datetime import datetime, timezone
 import msgspec
 
 from shardwise.engine.agree import SharedValues, unite_values
-from shardwise.engine.content import Content, content_of
+from shardwise.engine.content import Content, data_of
 from shardwise.engine.describe import Described, describe
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.options import SaveOptions
 from shardwise.errors import MismatchError
 from shardwise.events import Recorder
+from shardwise.manifest.datafile import lay_out, list_pieces
 from shardwise.manifest.manifest import (
     VERSION,
     FileEntry,
@@ -29,7 +30,8 @@ from shardwise.manifest.manifest import (
 from shardwise.manifest.names import data_file
 from shardwise.plan.cache import Plan, PlanCache, Published
 from shardwise.plan.description import decode_description
-from shardwise.plan.save import Share, decode_share, plan_save
+from shardwise.plan.save import decode_share, plan_save
+from shardwise.plan.section import named_pieces, section_of
 from shardwise.state.leaves import Holdings
 
 Rings = Callable[[Sequence[bytes]], list[list[int]]]
@@ -52,16 +54,14 @@ class Planned:
     """A save that all ranks have agreed on, as one of them knows it.
 
     Attributes:
-        share: what this rank writes.
-        peers: what others write of which this rank holds replicas, by rank.
+        plan: what this rank writes, and what others write of which it holds replicas.
         template: on rank 0, what the manifest takes but for its files.
         cached: whether the plan of an earlier save was used.
     """
 
     save_id: str
     rank: int
-    share: Share
-    peers: dict[int, Share]
+    plan: Plan
     held: Holdings
     described: Described
     template: Template | None
@@ -74,11 +74,12 @@ class Planned:
 
     def content(self) -> Content | None:
         """What is in this rank's file; None if it writes none."""
-        if not (len(self.share.fragment) or self.held.per_rank):
+        if not (len(self.plan.section) or self.held.per_rank):
             return None
         objects = msgspec.json.encode(self.held.per_rank) if self.held.per_rank else b""
         metadata = {"shardwise": str(VERSION), "save_id": self.save_id, "rank": str(self.rank)}
-        return content_of(self.share, self.described, objects, metadata)
+        layout = lay_out(self.plan.listed, len(objects), metadata)
+        return Content(layout, data_of(self.plan.section, self.described.fragments), objects)
 
     def entry(self, content: Content, checksums_crc32: int = 0) -> FileEntry:
         """The file's entry in the manifest."""
@@ -250,8 +251,7 @@ class _Planning:
         return Planned(
             save_id=grant.save_id,
             rank=rank,
-            share=plan.share,
-            peers=plan.peers,
+            plan=plan,
             held=self._wish.held,
             described=self._described,
             template=template,
@@ -274,8 +274,13 @@ class _Planning:
 
         reply = exchange(self._group, "planning a save", lambda: self._encoded, answer)
         told = msgspec.msgpack.decode(reply, type=_Told)
-        peers = {rank: decode_share(share) for rank, share in told.peers.items()}
-        plan = Plan(decode_share(told.share), peers, published[0] if published else None)
+        mine, description = decode_share(told.share), self._described.description
+        plan = Plan(
+            section_of(mine, description),
+            list_pieces(named_pieces(mine, description)),
+            {r: section_of(decode_share(share), description) for r, share in told.peers.items()},
+            published[0] if published else None,
+        )
         self._plans.put(grant.plan, plan)
         return plan
 

@@ -13,6 +13,7 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.names import CHECKSUMS_KEY, OBJECTS_KEY
 
 ALIGNMENT = 4096
+METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,46 +31,69 @@ class DataFile:
     size: int
 
 
-def lay_out(
-    pieces: Iterable[tuple[str, str, tuple[int, ...], Box]],
-    objects_bytes: int,
-    metadata: dict[str, str],
-) -> DataFile:
-    """Lay out a file of these pieces, in this order.
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Pieces as the header lists them, in JSON without the braces, and their bytes together."""
+
+    encoded: bytes
+    nbytes: int
+
+
+def list_pieces(pieces: Iterable[tuple[str, str, tuple[int, ...], Box]]) -> Listed:
+    """List these pieces, in this order.
 
     Args:
         pieces: name, dtype, global shape of the tensor, and the box of it that is stored.
-        objects_bytes: length of the encoded per-rank objects; 0 if there are none.
-        metadata: goes into the safetensors header.
     """
-    entries: dict[str, object] = {"__metadata__": metadata}
+    entries: dict[str, object] = {}
     at = 0
     for name, dtype, shape, box in pieces:
         code, stored_shape, nbytes = _stored(dtype, box.shape)
         key = name if box.shape == shape else f"{name}{box}"
-        while key in entries:
+        while key in entries or key == METADATA:
             key += "'"
         entries[key] = {"dtype": code, "shape": stored_shape, "data_offsets": [at, at + nbytes]}
         at += nbytes
-    objects_at = at
+    return Listed(_without_braces(entries), at)
+
+
+def lay_out(listed: Listed, objects_bytes: int, metadata: dict[str, str]) -> DataFile:
+    """Lay out a file of these pieces.
+
+    Args:
+        objects_bytes: length of the encoded per-rank objects; 0 if there are none.
+        metadata: goes into the safetensors header.
+    """
+    objects_at, at = listed.nbytes, listed.nbytes + objects_bytes
+    parts = [_without_braces({METADATA: metadata}), listed.encoded]
     if objects_bytes:
-        at += objects_bytes
-        entries[OBJECTS_KEY] = _raw_bytes(objects_at, at)
-    header_bytes = _padded_size(entries, at)
+        parts.append(_without_braces({OBJECTS_KEY: _raw_bytes(objects_at, at)}))
+    header_bytes = _padded_size(parts, at)
     table = 4 * block_count(header_bytes + at)
-    entries[CHECKSUMS_KEY] = _raw_bytes(at, at + table)
-    encoded = msgspec.json.encode(entries)
+    encoded = _joined([*parts, _checksums(at, at + table)])
     padding = header_bytes - 8 - len(encoded)
     header = (len(encoded) + padding).to_bytes(8, "little") + encoded + b" " * padding
     start = header_bytes
     return DataFile(header, start, start + objects_at, start + at, start + at + table)
 
 
-def _padded_size(entries: dict[str, object], data_bytes: int) -> int:
+def _padded_size(parts: list[bytes], data_bytes: int) -> int:
     # The table's own entry is not known yet: its numbers are at most those of twice the data.
-    widest = {**entries, CHECKSUMS_KEY: _raw_bytes(data_bytes, 2 * data_bytes + (1 << 24))}
-    needed = 8 + len(msgspec.json.encode(widest))
+    widest = _checksums(data_bytes, 2 * data_bytes + (1 << 24))
+    needed = 8 + len(_joined([*parts, widest]))
     return -(-needed // ALIGNMENT) * ALIGNMENT
+
+
+def _checksums(start: int, stop: int) -> bytes:
+    return _without_braces({CHECKSUMS_KEY: _raw_bytes(start, stop)})
+
+
+def _without_braces(entries: dict[str, object]) -> bytes:
+    return msgspec.json.encode(entries)[1:-1]
+
+
+def _joined(parts: list[bytes]) -> bytes:
+    return b"{" + b",".join(part for part in parts if part) + b"}"
 
 
 def _raw_bytes(start: int, stop: int) -> dict[str, object]:

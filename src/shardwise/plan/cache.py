@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from shardwise.plan.save import Share
+from shardwise.manifest.datafile import Listed
+from shardwise.plan.section import Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +25,15 @@ class Plan:
     """What one rank keeps of a plan.
 
     Attributes:
-        share: what it writes.
+        section: what it writes.
+        listed: the same as the header of its file lists it.
         peers: what others write whose replicas it holds, by rank, where it asked for that.
         published: on the planning rank.
     """
 
-    share: Share
-    peers: dict[int, Share]
+    section: Section
+    listed: Listed
+    peers: dict[int, Section]
     published: Published | None
 
 

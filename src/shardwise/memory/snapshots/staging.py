@@ -269,9 +269,8 @@ class Staging:
         def take(nbytes: int, besides: Collection[str]) -> Slot:
             return self._slot(self._others, nbytes, besides, self._to_lock(nbytes, ring))
 
-        described = part.planned.described
-        shares = part.planned.peers
-        data = {rank: reading(data_of(share, described)) for rank, share in shares.items()}
+        fragments, peers = part.planned.described.fragments, part.planned.plan.peers
+        data = {rank: reading(data_of(section, fragments)) for rank, section in peers.items()}
         Keeping(ring, data, take, part.place, self._pool, self._threads).keep()
 
     def _slot(
