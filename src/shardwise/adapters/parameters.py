@@ -70,16 +70,15 @@ class Parameter:
         Raises:
             StateError: it does not show how the value is sharded.
         """
-        local = _local(self.tensor)
         if not self.flat:
             name = f"{prefix}.{self.name}.{key}"
-            as_parameter = value.shape == local.shape and local.shape != self.tensor.shape
             if isinstance(value, DTensor) or not isinstance(self.tensor, DTensor):
                 return [tensor_leaf(name, value)]
-            if as_parameter:
+            if value.shape == _local(self.tensor).shape != self.tensor.shape:
                 return [_leaf_like(name, value, self.tensor)]
             _refuse_unless_scalar(name, value)
             return [tensor_leaf(name, value)]
+        local = _local(self.tensor)
         leaves = []
         for part in self.flat:
             name = f"{prefix}.{part.name}.{key}"

@@ -145,14 +145,14 @@ def _splits(
 
 def _identity(tensor: torch.Tensor, fragments: tuple[Fragment, ...]) -> object:
     """Equal for two names of one memory. A parameter is itself, even where its shard is empty."""
-    if isinstance(tensor, torch.nn.Parameter):
+    if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
         return id(tensor)
     if not fragments:
         return None
     data = fragments[0].data
-    if data.device.type == "meta":
+    if data.is_meta:
         return id(tensor)
-    memory = data.data_ptr(), tuple(data.shape), data.stride(), data.device
+    memory = data.data_ptr(), data.shape, data.stride(), data.device
     return memory, tensor.dtype, fragments[0].box
 
 

@@ -59,12 +59,9 @@ def exchange(
     central: Exception | None = None
     if group.rank == 0:
         answers, central = _answers(said, answer, group.size)
-    shared = group.rank == 0 and len(answers) == 1
-    one_for_all = group.broadcast(b"1" if shared else b"0") == b"1"
     encoded = [msgspec.msgpack.encode(each) for each in answers]
-    if one_for_all:
-        reply = group.broadcast(encoded[0] if encoded else b"")
-    else:
+    reply = group.broadcast(encoded[0] if len(encoded) == 1 else b"")
+    if not reply:  # no answer is empty: each rank has one of its own
         reply = group.scatter(encoded)
     heard = msgspec.msgpack.decode(reply, type=_Answer)
     if error is not None:
