@@ -51,5 +51,6 @@ clean: ## remove everything that was made here
 $(READY): pyproject.toml constraints.txt
 	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(RUN) -m pip install --quiet --constraint constraints.txt torch
-	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[test,dev,examples]'
+	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(RUN) -m pip install --quiet --constraint constraints.txt \
+		--editable '.[test,dev,examples,frameworks]'
 	@touch $@

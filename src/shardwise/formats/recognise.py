@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import FormatError
 from shardwise.formats.dcp import reader as dcp
+from shardwise.formats.deepspeed import native as deepspeed
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.tree import Tree
 
@@ -20,7 +21,10 @@ class Reader:
     read: Callable[[Tree], Foreign]
 
 
-READERS: tuple[Reader, ...] = (Reader(dcp.FORMAT, dcp.recognise, dcp.read),)
+READERS: tuple[Reader, ...] = (
+    Reader(dcp.FORMAT, dcp.recognise, dcp.read),
+    Reader(deepspeed.FORMAT, deepspeed.recognise, deepspeed.read),
+)
 
 
 def read_foreign(tree: Tree) -> Foreign:

@@ -1,0 +1,244 @@
+"""How tensor-parallel ranks share a parameter, as DeepSpeed's own patterns say it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from shardwise.errors import FormatError
+from shardwise.layout import Box
+
+Shape: TypeAlias = tuple[int, ...]
+
+LONGEST_PATTERN = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the shards of tensor-parallel ranks lie in a parameter.
+
+    Attributes:
+        shape: of the parameter.
+        parts: for each rank, boxes of its shard, and where each lies in the parameter. What is in
+            no box is padding.
+        replicated: every rank has all of it, and all the same.
+        averaged: every rank has all of it, and the parameter is their mean.
+    """
+
+    shape: Shape
+    parts: tuple[tuple[tuple[Box, Shape], ...], ...]
+    replicated: bool = False
+    averaged: bool = False
+
+
+Placing: TypeAlias = Callable[[str, Sequence[Shape]], Placement]
+"""Places a parameter, given its name and its shapes on all tensor-parallel ranks."""
+
+
+def whole(name: str, shapes: Sequence[Shape], *, averaged: bool = False) -> Placement:
+    """Every rank has all of the parameter.
+
+    Raises:
+        FormatError: not all have the same shape.
+    """
+    if len(set(shapes)) != 1:
+        raise FormatError(f"{name}: ranks that should all have the same have {_listed(shapes)}")
+    part = ((Box.whole(shapes[0]), (0,) * len(shapes[0])),)
+    return Placement(
+        shapes[0],
+        (part,) * len(shapes),
+        replicated=len(shapes) > 1 and not averaged,
+        averaged=len(shapes) > 1 and averaged,
+    )
+
+
+def joined(
+    name: str, shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]
+) -> Placement:
+    """Shards side by side along `dim`; or several parameters that are each, fused in each shard.
+
+    Args:
+        widths: of each fused parameter, how wide it is on each rank.
+
+    Raises:
+        FormatError: shards do not fit together.
+    """
+    others = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
+    if len(others) != 1 or len({len(shape) for shape in shapes}) != 1 or dim >= len(shapes[0]):
+        raise FormatError(f"{name}: shards of {_listed(shapes)} do not join along dimension {dim}")
+    sums = [sum(row[rank] for row in widths) for rank in range(len(shapes))]
+    if sums != [shape[dim] for shape in shapes]:
+        raise FormatError(f"{name}: shards of {_listed(shapes)} have not the widths {widths}")
+    starts = list(itertools.accumulate([width for row in widths for width in row], initial=0))
+    parts = []
+    for rank, shape in enumerate(shapes):
+        boxes, at = [], 0
+        for index, row in enumerate(widths):
+            zeros = [0] * len(shape)
+            offset, extent, there = list(zeros), list(shape), list(zeros)
+            offset[dim], extent[dim] = at, row[rank]
+            there[dim] = starts[index * len(shapes) + rank]
+            at += row[rank]
+            boxes.append((Box(tuple(offset), tuple(extent)), tuple(there)))
+        parts.append(tuple(boxes))
+    shape = (*shapes[0][:dim], starts[-1], *shapes[0][dim + 1 :])
+    return Placement(shape, tuple(parts))
+
+
+def cut_to_rows(name: str, placement: Placement, rows: int) -> Placement:
+    """The same without the rows after the first `rows`, which pad a vocabulary.
+
+    Raises:
+        FormatError: there are fewer.
+    """
+    if not placement.shape or placement.shape[0] < rows:
+        raise FormatError(f"{name}: of shape {list(placement.shape)}, it has no {rows} rows")
+    parts = []
+    for boxes in placement.parts:
+        kept = []
+        for box, there in boxes:
+            count = max(0, min(box.shape[0], rows - there[0]))
+            kept.append((Box(box.offset, (count, *box.shape[1:])), there))
+        parts.append(tuple(kept))
+    shape = (rows, *placement.shape[1:])
+    return Placement(shape, tuple(parts), placement.replicated, placement.averaged)
+
+
+def placing_of(info: object, where: str) -> Placing:
+    """What `universal_checkpoint_info` of a checkpoint says.
+
+    Raises:
+        FormatError: it is malformed; and, when it is used, if it does not fit the shards.
+    """
+    if not isinstance(info, Mapping):
+        raise FormatError(
+            f"{where}: tensor-parallel ranks wrote it, and nothing in it says how their shards "
+            "make up parameters (it has no universal_checkpoint_info): say it, by `placing`"
+        )
+    replicated = _patterns(info, "tp_replicated_parameter_patterns", where)
+    averaged = _patterns(info, "parameter_to_average_patterns", where)
+    halved = _patterns(info, "parameter_with_2_sub_params_cat_dim_0", where)
+    by_row = _patterns(info, "parameter_with_row_parallelism_patterns", where)
+    vocabulary = _patterns(info, "vocabulary_parameter_patterns", where)
+    unsupported = _patterns(info, "autotp_unsupported_parameter_patterns", where)
+    fused = _fused(info, where)
+    rows = info.get("original_vocab_size")
+
+    def place(name: str, shapes: Sequence[Shape]) -> Placement:
+        if _matches(unsupported, name):
+            raise FormatError(f"{name}: DeepSpeed itself says that its shards cannot be joined")
+        if _matches(replicated, name):
+            made = whole(name, shapes)
+        elif _matches(averaged, name):
+            made = whole(name, shapes, averaged=True)
+        elif _matches(halved, name):
+            widths = [_first(shape, name) // 2 for shape in shapes]
+            made = joined(name, shapes, 0, [widths, widths])
+        elif sub := next((sub for sub in fused if _matches(sub.patterns, name)), None):
+            made = joined(name, shapes, sub.dim, sub.widths(name, shapes))
+        else:
+            dim = 1 if _matches(by_row, name) else 0
+            if any(len(shape) <= dim for shape in shapes):
+                raise FormatError(f"{name}: shards of {_listed(shapes)} do not join along {dim}")
+            made = joined(name, shapes, dim, [[shape[dim] for shape in shapes]])
+        if not _matches(vocabulary, name):
+            return made
+        if type(rows) is not int or rows < 0:
+            raise FormatError(f"{where}: a padded vocabulary without its original_vocab_size")
+        return cut_to_rows(name, made, rows)
+
+    return place
+
+
+def pipeline_replicated(info: object, where: str) -> Callable[[str], bool]:
+    """Which parameters several pipeline stages have, as `universal_checkpoint_info` says."""
+    known = info if isinstance(info, Mapping) else {}
+    patterns = _patterns(known, "pipeline_replicated_parameter_patterns", where)
+    return lambda name: _matches(patterns, name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fused:
+    """Parameters that consist of several along `dim`; `sizes` of each, or how many equal ones."""
+
+    patterns: tuple[re.Pattern[str], ...]
+    dim: int
+    sizes: tuple[int, ...] | int
+    recorded: tuple[tuple[int, ...], ...] | None
+
+    def widths(self, name: str, shapes: Sequence[Shape]) -> Sequence[Sequence[int]]:
+        if self.recorded is not None:
+            if any(len(row) != len(shapes) for row in self.recorded):
+                raise FormatError(f"{name}: its recorded widths are not of {len(shapes)} ranks")
+            return self.recorded
+        if any(len(shape) <= self.dim for shape in shapes):
+            raise FormatError(f"{name}: shards of {_listed(shapes)} have no dimension {self.dim}")
+        sizes = self.sizes
+        if isinstance(sizes, int):
+            total = sum(shape[self.dim] for shape in shapes)
+            if sizes < 1 or total % sizes:
+                raise FormatError(f"{name}: a width of {total} is not {sizes} equal ones")
+            sizes = (total // sizes,) * sizes
+        if any(size % len(shapes) for size in sizes):
+            raise FormatError(f"{name}: parts of {list(sizes)} do not divide by {len(shapes)}")
+        return [[size // len(shapes)] * len(shapes) for size in sizes]
+
+
+def _fused(info: Mapping[Any, Any], where: str) -> list[_Fused]:
+    recorded = info.get("sub_param_shard_widths") or {}
+    found = []
+    for entry in info.get("parameter_with_sub_params") or ():
+        fields = entry if isinstance(entry, Mapping) else getattr(entry, "fields", {})
+        dim, shape = fields.get("partition_dim"), fields.get("shape")
+        if (
+            type(dim) is not int
+            or not isinstance(shape, (tuple, list))
+            or not 0 <= dim < len(shape)
+        ):
+            raise FormatError(f"{where}: parameter_with_sub_params is malformed")
+        for pattern in fields.get("patterns") or ():
+            known = recorded.get(pattern) if isinstance(recorded, Mapping) else None
+            widths = None if known is None else tuple(_counts(row, where) for row in known)
+            sizes = shape[dim]
+            sizes = sizes if type(sizes) is int else _counts(sizes, where)
+            found.append(_Fused((_compiled(pattern, where),), dim, sizes, widths))
+    return found
+
+
+def _patterns(info: Mapping[Any, Any], key: str, where: str) -> tuple[re.Pattern[str], ...]:
+    listed = info.get(key) or ()
+    if not isinstance(listed, (list, tuple)):
+        raise FormatError(f"{where}: {key} is no list")
+    return tuple(_compiled(pattern, where) for pattern in listed)
+
+
+def _compiled(pattern: object, where: str) -> re.Pattern[str]:
+    if not isinstance(pattern, str) or len(pattern) > LONGEST_PATTERN:
+        raise FormatError(f"{where}: a pattern of parameters' names is no text of a fair length")
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise FormatError(f"{where}: {pattern[:80]!r} is no pattern: {error}") from error
+
+
+def _counts(values: object, where: str) -> tuple[int, ...]:
+    if not isinstance(values, (list, tuple)) or not all(type(n) is int and n >= 0 for n in values):
+        raise FormatError(f"{where}: widths of parts are no counts")
+    return tuple(values)
+
+
+def _matches(patterns: Sequence[re.Pattern[str]], name: str) -> bool:
+    return any(pattern.match(name) for pattern in patterns)
+
+
+def _first(shape: Shape, name: str) -> int:
+    if not shape or shape[0] % 2:
+        raise FormatError(f"{name}: a shard of {list(shape)} is not two of equal height")
+    return shape[0]
+
+
+def _listed(shapes: Sequence[Shape]) -> str:
+    return ", ".join(str(list(shape)) for shape in shapes[:8])

@@ -1,0 +1,168 @@
+"""What all ranks of a native checkpoint wrote, read and put side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.errors import FormatError
+from shardwise.formats.catalogue import StoredArray
+from shardwise.formats.deepspeed.files import Files
+from shardwise.formats.deepspeed.laying import Laying
+from shardwise.formats.deepspeed.modules import Module
+from shardwise.formats.deepspeed.placements import Placing, placing_of
+from shardwise.formats.deepspeed.states import (
+    STUBS,
+    ModelState,
+    OptimizerState,
+    arrays_of,
+    model_state,
+    optimizer_state,
+)
+from shardwise.formats.ranges import Part
+from shardwise.formats.torchfile import Contents, read_torch_file
+from shardwise.formats.tree import Tree
+
+THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What all ranks wrote.
+
+    Attributes:
+        models, optimizers: by data-parallel and model-parallel rank. A model-parallel rank is
+            `stage * tensor_parallel + tensor-parallel rank`.
+        layers: of pipelines, by tensor-parallel rank: weights by name.
+        experts: weights by name, by model-parallel rank.
+    """
+
+    where: str
+    models: Mapping[tuple[int, int], ModelState]
+    optimizers: Mapping[tuple[int, int], OptimizerState]
+    layers: Mapping[int, Mapping[str, StoredArray]]
+    experts: Mapping[int, Mapping[str, StoredArray]]
+    data_parallel: int
+    tensor_parallel: int
+    stages: int
+
+    @classmethod
+    def read(cls, tree: Tree, files: Files, laying: Laying, *, opaque: bool) -> Ranks:
+        """Read all files, in parallel."""
+        numbers = {name: number for number, name in enumerate(tree.sizes)}
+
+        def load(name: str) -> Contents:
+            file = tree.open(name)
+            try:
+                whole_file = Part.whole(file, numbers[name], f"{tree}/{name}")
+                return read_torch_file(whole_file, stubs=STUBS, opaque=opaque)
+            finally:
+                file.close()
+
+        def load_all(names: Iterable[str]) -> dict[str, Any]:
+            wanted = list(names)
+            with ThreadPoolExecutor(THREADS) as threads:
+                found = dict(zip(wanted, threads.map(load, wanted), strict=True))
+            for name, contents in found.items():
+                laying.left_out.extend(f"{name}: {each}" for each in contents.opaque)
+            return {name: contents.value for name, contents in found.items()}
+
+        first = {rank: name for rank, name in files.model.items() if rank[0] == 0}
+        values = load_all(first.values())
+        models = {rank: model_state(values[n], f"{tree}/{n}") for rank, n in first.items()}
+        others = {rank: name for rank, name in files.model.items() if rank[0]}
+        if any(state.frozen_shapes for state in models.values()):
+            values = load_all(others.values())
+            models |= {rank: model_state(values[n], f"{tree}/{n}") for rank, n in others.items()}
+        if others:
+            laying.left_out.append(
+                f"buffers of {len(others)} more ranks: each has its own under ZeRO 3; those of the "
+                "first are taken, as DeepSpeed's own converters do"
+            )
+        values = load_all(files.optimizer.values())
+        optimizers = {
+            r: optimizer_state(values[n], f"{tree}/{n}") for r, n in files.optimizer.items()
+        }
+        values = load_all([*files.layers.values(), *files.experts.values()])
+        layers: dict[int, dict[str, StoredArray]] = {}
+        for (layer, rank), name in sorted(files.layers.items()):
+            arrays = arrays_of(values[name], f"{tree}/{name}")
+            layers.setdefault(rank, {}).update({f"{layer}.{k}": a for k, a in arrays.items()})
+        experts: dict[int, dict[str, StoredArray]] = {}
+        for (_, _, rank), name in sorted(files.experts.items()):
+            experts.setdefault(rank, {}).update(arrays_of(values[name], f"{tree}/{name}"))
+        for name in files.expert_optimizers.values():
+            laying.left_out.append(f"the file {name}: its optimizer's parameters have no names")
+        tensor_parallel, stages = _degrees(models[0, 0], files)
+        return cls(
+            str(tree),
+            models,
+            optimizers,
+            layers,
+            experts,
+            files.data_parallel,
+            tensor_parallel,
+            stages,
+        )
+
+    @property
+    def first(self) -> ModelState:
+        """The model states of the first rank."""
+        return self.models[0, 0]
+
+    @property
+    def sliced(self) -> bool:
+        """Whether this is ZeRO 3."""
+        return any(state.sliced for state in self.optimizers.values())
+
+    def placing(self) -> Placing:
+        """How tensor-parallel shards make up parameters, as the checkpoint says."""
+        return placing_of(self.first.rest.get("universal_checkpoint_info"), self.where)
+
+    def of_stage(self, stage: int) -> list[int]:
+        """The model-parallel ranks of a pipeline stage."""
+        start = stage * self.tensor_parallel
+        return list(range(start, start + self.tensor_parallel))
+
+    def of_data_parallel(self) -> list[list[ModelState]]:
+        """Model states of all data-parallel ranks, of each tensor-parallel rank."""
+        ranks = range(self.tensor_parallel)
+        return [[s for (_, m), s in sorted(self.models.items()) if m == rank] for rank in ranks]
+
+    def module(self, rank: int) -> Module:
+        """What a tensor-parallel rank's module has, of all stages."""
+        arrays: dict[str, StoredArray] = {}
+        buffers: set[str] = set()
+        frozen: dict[str, StoredArray] = {}
+        shared: dict[str, str] = {}
+        for stage in range(self.stages):
+            model_rank = self.of_stage(stage)[rank]
+            state = self.models[0, model_rank]
+            arrays.update(state.module or {})
+            arrays.update(self.experts.get(model_rank, {}))
+            buffers |= state.buffers
+            shared.update(state.shared)
+            if not self.sliced:
+                frozen.update(state.frozen)
+        arrays.update(self.layers.get(rank, {}))
+        return Module(arrays, frozenset(buffers), frozen, shared)
+
+
+def _degrees(first: ModelState, files: Files) -> tuple[int, int]:
+    """How many tensor-parallel ranks and pipeline stages there are."""
+    said = first.rest.get("checkpoint_parallel_dimensions")
+    known = said if isinstance(said, Mapping) else {}
+    tensor, stages = known.get("tp_degree"), known.get("pp_degree")
+    layers = 1 + max((rank for _, rank in files.layers), default=0)
+    if type(tensor) is not int:
+        tensor = layers if files.layers else files.model_parallel
+    if type(stages) is not int:
+        stages = files.model_parallel // max(tensor, 1)
+    if tensor < 1 or stages < 1 or tensor * stages != files.model_parallel:
+        raise FormatError(
+            f"{first.where}: {files.model_parallel} model-parallel ranks are not {tensor} "
+            f"tensor-parallel ranks in {stages} stages"
+        )
+    return tensor, stages

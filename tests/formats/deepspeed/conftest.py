@@ -1,0 +1,61 @@
+"""Checkpoints that DeepSpeed itself wrote, made once for all tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "train_deepspeed.py"
+ON_TWO = (
+    *("zero0-float32", "zero0-bfloat16", "zero1-float32", "zero1-bfloat16", "zero1-sgd"),
+    *("zero1-bfloat16-optimizer", "zero2-bfloat16", "zero2-round-robin", "zero2-aligned"),
+    *("zero2-elastic", "zero2-offload", "zero2-float16", "zero3-float32", "zero3-bfloat16"),
+    "zero3-sub-groups",
+)
+ON_FOUR = ("zero1-bfloat16-optimizer", "zero2-bfloat16", "zero3-sub-groups")
+
+
+class Checkpoints:
+    """Where the checkpoint of a case is, and what DeepSpeed had when it wrote it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def place(self, case: str, ranks: int = 2) -> Path:
+        return self._directory / str(ranks) / case
+
+    def expected(self, case: str, ranks: int = 2) -> dict[str, Any]:
+        path = self._directory / str(ranks) / f"{case}.expected.pt"
+        held: dict[str, Any] = torch.load(path, weights_only=True)
+        return held
+
+
+def run(program: Path, ranks: int, *args: str) -> None:
+    """Run a program on so many ranks, and wait for it."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launch, f"--nproc-per-node={ranks}", str(program), *args]
+    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """All cases on two ranks, some on four."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed: pip install '.[frameworks]'")
+    directory = tmp_path_factory.mktemp("deepspeed")
+    for ranks, cases in ((2, ON_TWO), (4, ON_FOUR)):
+        place = directory / str(ranks)
+        place.mkdir()
+        run(PROGRAM, ranks, str(place), *cases)
+    return Checkpoints(directory)
