@@ -1,20 +1,26 @@
-"""What a node discards when its run goes on from a step, and that a slot is free then."""
+"""What a node discards when its run goes on from a step, with ranks on it or not."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
+from shardwise.memory.agent.idle import Idle
 from shardwise.memory.node import notes
 from shardwise.memory.node.branches import is_abandoned, leave_behind
 from shardwise.memory.node.home import Home, Run, new_run, write_note
-from shardwise.memory.node.lineage import Lineage
+from shardwise.memory.node.lineage import Lineage, go_on_from, lineage_of
 from shardwise.memory.node.meeting import Meeting
 from shardwise.memory.node.notes import Card, Done, Draft, Staged
 from shardwise.memory.node.place import Place
+from shardwise.memory.node.predecessors import ROOT
+from shardwise.memory.node.trainers import Presence
 from shardwise.memory.snapshots.slots import Slots
+from shardwise.store import LocalStore
 
 HERE, GONE = "here", "gone"
 
@@ -42,7 +48,9 @@ def leave(
     file = FileEntry(f"r00000-{save}.safetensors", 0, 4, 0, 0, 0, 0)
     place.path.mkdir(parents=True)
     (place.path / file.name).write_bytes(b"data")
-    write_note(place.path / notes.staged(file.name), Staged(file, f"{step}.slot", 2, stages, epoch))
+    write_note(
+        place.path / notes.staged(file.name), Staged(file, f"r00000-{step}.slot", 2, stages, epoch)
+    )
     for stage in ended:
         write_note(place.path / notes.outcome(stage, save), Done(save_id=save, stage=stage))
     if committed:
@@ -160,3 +168,86 @@ def test_a_step_that_was_saved_again_is_not_abandoned(run: Run) -> None:
     file = FileEntry(f"r00000-{'f' * 16}.safetensors", 0, 4, 0, 0, 0, 0)
     write_note(place.path / notes.staged(file.name), Staged(file, "again.slot", 2, (), 1))
     assert not is_abandoned(place, went(6).lineage)
+
+
+def an_idle_node(run: Run, root: Path, *steps: int) -> LocalStore:
+    """Of a run that has gone back to these steps; it has two snapshots of the beginning, and a slot
+    that is free."""
+    store = LocalStore(root)
+    lineage = lineage_of(store)
+    store.publish("run.json", msgspec.json.encode(Lineage(run.name)), replace=True)
+    assert lineage.run != run.name
+    write_note(run.path / ROOT, str(store))
+    for step in steps:
+        go_on_from(store, run.name, step)
+    for step in (7, 8):
+        leave(run, step, ended=("commit", "protect"))
+    run.free.mkdir()
+    (run.free / "r00000-1.slot").write_bytes(b"free")
+    return store
+
+
+@pytest.fixture
+def idle_run(run: Run) -> Run:
+    """The same, in a directory that is there."""
+    run.path.mkdir(parents=True)
+    return run
+
+
+def test_a_node_that_is_idle_gives_memory_of_abandoned_branches_back(
+    idle_run: Run, tmp_path: Path
+) -> None:
+    an_idle_node(idle_run, tmp_path / "root", 7)
+    idle = Idle(0.0)
+    assert not idle.discard(Place(idle_run, 7))
+    assert idle.discard(Place(idle_run, 8))
+    assert idle_run.steps() == [7]
+    assert not list(idle_run.free.iterdir())
+
+
+def test_a_node_that_is_idle_hears_later_that_its_run_has_gone_back(
+    idle_run: Run, tmp_path: Path
+) -> None:
+    store = an_idle_node(idle_run, tmp_path / "root")
+    idle = Idle(0.0)
+    assert not idle.discard(Place(idle_run, 7))
+    go_on_from(store, idle_run.name, 6)
+    assert idle.discard(Place(idle_run, 7))
+
+
+def test_a_node_is_not_idle_that_has_been_without_trainers_for_a_moment(
+    idle_run: Run, tmp_path: Path
+) -> None:
+    an_idle_node(idle_run, tmp_path / "root", 6)
+    idle = Idle(0.2)
+    assert not idle.discard(Place(idle_run, 7))
+    presence = Presence(idle_run, 0)
+    time.sleep(0.3)
+    assert not idle.discard(Place(idle_run, 7))
+    presence.end()
+    assert not idle.discard(Place(idle_run, 7))
+    time.sleep(0.3)
+    assert idle.discard(Place(idle_run, 7))
+
+
+def test_a_node_with_trainers_gives_nothing_back_by_itself(idle_run: Run, tmp_path: Path) -> None:
+    an_idle_node(idle_run, tmp_path / "root", 6)
+    presence = Presence(idle_run, 0)
+    assert not Idle(0.0).discard(Place(idle_run, 7))
+    presence.end()
+    assert Idle(0.0).discard(Place(idle_run, 7))
+
+
+@pytest.mark.parametrize("damage", ["gone", "another's", "damaged"])
+def test_a_root_that_says_nothing_of_a_run_costs_it_nothing(
+    idle_run: Run, tmp_path: Path, damage: str
+) -> None:
+    an_idle_node(idle_run, tmp_path / "root", 6)
+    note = tmp_path / "root" / "run.json"
+    if damage == "gone":
+        note.unlink()
+    else:
+        text = note.read_text().replace(idle_run.name, new_run())
+        note.write_text(text if damage == "another's" else "{")
+    assert not Idle(0.0).discard(Place(idle_run, 7))
+    assert idle_run.steps() == [7, 8]

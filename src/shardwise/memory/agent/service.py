@@ -21,6 +21,7 @@ import msgspec
 from shardwise.errors import StoreError
 from shardwise.memory.agent.agent import Agent, listen, undisturbed
 from shardwise.memory.agent.duties import Following, Leading, seal_staged
+from shardwise.memory.agent.idle import Idle
 from shardwise.memory.agent.keeper import is_attended
 from shardwise.memory.agent.server import BACKLOG, create_app, serving
 from shardwise.memory.node.home import Home, write_note
@@ -88,6 +89,7 @@ def run_agent(directory: Path, terms: Terms) -> bool:
                 "copy": undisturbed(following.persist),
                 "watch": undisturbed(following.watch),
                 "retire": retire_old,
+                "idle": Idle().discard,
             },
         )
         card = Card(

@@ -68,6 +68,17 @@ def lineage_of(root: Store) -> Lineage:
     raise StoreError(f"{root}: {RUN} comes and goes")
 
 
+def known_lineage(root: Store) -> Lineage | None:
+    """The run that persists to a root; None if none does.
+
+    Raises:
+        StoreError: what the root says is damaged.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return _read(root)
+    return None
+
+
 def go_on_from(root: Store, run: str, step: int | None) -> Lineage:
     """Have a run go on from a step, or from the beginning, for good; what it is from then on.
 
