@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint import Checkpoint as Checkpoint
     from shardwise.checkpoint import SavedTensor as SavedTensor
     from shardwise.checkpointer import Checkpointer as Checkpointer
+    from shardwise.convert.conversion import ConversionReport as ConversionReport
     from shardwise.engine.load import LoadReport as LoadReport
     from shardwise.engine.save import SaveReport as SaveReport
     from shardwise.errors import CheckpointExistsError as CheckpointExistsError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from shardwise.errors import ShardwiseError as ShardwiseError
     from shardwise.errors import StateError as StateError
     from shardwise.errors import StoreError as StoreError
+    from shardwise.exporting import export as export
     from shardwise.layout import Box as Box
     from shardwise.memory.options import Memory as Memory
     from shardwise.memory.snapshots.handle import SaveHandle as SaveHandle
@@ -44,6 +46,7 @@ _HOMES = {
     "CheckpointExistsError": "errors",
     "CheckpointNotFoundError": "errors",
     "Checkpointer": "checkpointer",
+    "ConversionReport": "convert.conversion",
     "CorruptionError": "errors",
     "FormatError": "errors",
     "Keep": "retention",
@@ -64,6 +67,7 @@ _HOMES = {
     "StateError": "errors",
     "StoreError": "errors",
     "Tls": "memory.tls",
+    "export": "exporting",
     "load": "api",
     "open": "api",
     "save": "api",

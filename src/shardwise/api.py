@@ -26,12 +26,10 @@ from shardwise.engine.options import LoadOptions, SaveOptions
 from shardwise.engine.save import Save, SaveReport, save_all
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
-from shardwise.formats.foreign import Foreign
 from shardwise.formats.indexed import read_indexed
 from shardwise.formats.recognise import read_foreign
-from shardwise.formats.tree import Tree
 from shardwise.manifest.names import MANIFEST, checked_name
-from shardwise.opening import open_any
+from shardwise.opening import ReadForeign, open_any
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.saved import Rename, SavedState, renaming
 from shardwise.state.leaves import Holdings
@@ -171,12 +169,13 @@ def open(  # noqa: A001 - shardwise.open
     """
     enter = partial(open_store, place)
     with without_collection():
-        opened = open_any(enter, SoloGroup(), foreign=partial(_read_foreign, index=index))
+        opened = open_any(enter, SoloGroup(), foreign=reading_foreign(index))
         return Checkpoint(opened, verify=verify)
 
 
-def _read_foreign(tree: Tree, index: Index | None) -> Foreign:
-    return read_foreign(tree) if index is None else read_indexed(tree, index, read_foreign)
+def reading_foreign(index: Index | None) -> ReadForeign:
+    """How a foreign checkpoint is read: by its index, if there is to be one."""
+    return read_foreign if index is None else partial(read_indexed, index=index, read=read_foreign)
 
 
 @contextmanager
@@ -253,8 +252,7 @@ class _Load:
 
         with self.recorder.stage("open"):
             terms = f"{self.options}, max_buffer={self.max_buffer}"
-            foreign = partial(_read_foreign, index=self.index)
-            opened = open_any(enter, group, terms, foreign=foreign)
+            opened = open_any(enter, group, terms, foreign=reading_foreign(self.index))
         selection, rename, arena = checked[0]
         saved = SavedState(opened.manifest, rename)
         bindings: list[Binding] = []

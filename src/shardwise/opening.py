@@ -16,6 +16,7 @@ from shardwise.formats.index import MAGIC, decode_index, encode_index
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 from shardwise.manifest.manifest import FileEntry, Manifest
+from shardwise.manifest.names import made_by_save, step_of_directory
 from shardwise.manifest.table import Pieces
 from shardwise.store import LocalStore, Store
 
@@ -46,9 +47,19 @@ def _read(store: Store, foreign: ReadForeign) -> bytes:
     try:
         return read_manifest(store)
     except CheckpointNotFoundError:
-        if not isinstance(store, LocalStore) or not store.path.exists():
+        if not isinstance(store, LocalStore) or not store.path.exists() or _is_ours(store):
             raise
         return encode_index(foreign(Tree(store.path)))
+
+
+def _is_ours(store: LocalStore) -> bool:
+    """Whether this is a directory of ours all the same: of steps, unfinished, or empty."""
+    if not store.path.is_dir():
+        return False
+    names = store.list()
+    return not names or any(
+        made_by_save(name) or step_of_directory(name) is not None for name in names
+    )
 
 
 def _decode(store: Store, data: bytes) -> Opened:

@@ -135,6 +135,7 @@ def test_a_mean_of_versions_is_what_is_loaded(tmp_path: Path, known: list[Foreig
 
 
 def test_bytes_that_lie_in_no_file_are_read(tmp_path: Path, known: list[Foreign]) -> None:
+    (tmp_path / "a.pkl").write_bytes(b"a pickle that has a number")
     content = np.float32(7).tobytes()
     entry = TensorEntry("step", "float32", ())
     known.append(foreign_of([entry], [Row(0, 0, 0, (), (), ())], ForeignFile("+0", 4, content)))
@@ -201,7 +202,7 @@ def test_what_does_not_hold_together_is_refused(
 
 def test_a_place_of_no_known_format_says_what_it_has(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(FormatError, match=r"known here \(.*it has notes\.txt"):
+    with pytest.raises(sw.CheckpointNotFoundError, match=r"known here \(.*it has notes\.txt"):
         sw.open(tmp_path)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwise.errors import FormatError
+from shardwise.errors import CheckpointNotFoundError
 from shardwise.formats.dcp import reader as dcp
 from shardwise.formats.deepspeed import native as deepspeed
 from shardwise.formats.foreign import Foreign
@@ -31,14 +31,15 @@ def read_foreign(tree: Tree) -> Foreign:
     """Read what is at a place, by the first format that recognises it. No tensor is read.
 
     Raises:
-        FormatError: no format does; or the one that does finds it malformed.
+        CheckpointNotFoundError: no format does.
+        FormatError: the one that does finds it malformed.
     """
     for reader in READERS:
         if reader.recognise(tree):
             return reader.read(tree)
     known = ", ".join(reader.name for reader in READERS)
     found = ", ".join(list(tree.sizes)[:5]) or "no file"
-    raise FormatError(
+    raise CheckpointNotFoundError(
         f"{tree} is of no format that is known here ({known}): it has {found}"
         f"{', …' if len(tree.sizes) > 5 else ''}"
     )

@@ -21,9 +21,9 @@ Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint32]
 
 
-def crc32(data: bytes | memoryview | Bytes) -> int:
-    """CRC-32 as `zlib.crc32` computes it."""
-    return isal_zlib.crc32(data)
+def crc32(data: bytes | memoryview | Bytes, before: int = 0) -> int:
+    """CRC-32 as `zlib.crc32` computes it, gone on with from that of what lies before."""
+    return isal_zlib.crc32(data, before)
 
 
 def block_count(nbytes: int) -> int:

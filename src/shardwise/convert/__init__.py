@@ -1,0 +1,1 @@
+"""A checkpoint written anew, in our format or a foreign one, in bounded memory."""

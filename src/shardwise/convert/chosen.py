@@ -1,0 +1,45 @@
+"""What is written of a checkpoint, and as what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.manifest.manifest import Manifest, TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A tensor: its name in the target, its entry in the source, and the dtype it is written in."""
+
+    name: str
+    entry: TensorEntry
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What is written.
+
+    Attributes:
+        source: what tensors are read from, and what steps and plain values are taken from.
+        tensors: in the order of the source. What is tied to another is tied to one of these.
+        save_id: for the names of files: the same if the same is converted in the same way.
+        root: formats that hold a model alone have the tensors below this name, without it.
+        max_file: bytes of tensors in a file, at most.
+    """
+
+    source: Manifest
+    tensors: tuple[Written, ...]
+    save_id: str
+    root: str
+    max_file: int
+
+    def model(self) -> list[Written]:
+        """The tensors below the root, without its name; all, if there are none."""
+        start = f"{self.root}."
+        found = [
+            Written(each.name.removeprefix(start), each.entry, each.dtype)
+            for each in self.tensors
+            if each.name.startswith(start)
+        ]
+        return found or list(self.tensors)

@@ -1,0 +1,170 @@
+"""A conversion: laid out, divided among ranks, written, read again, and then made whole."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from shardwise.convert.journal import Journal
+from shardwise.convert.output import Output, Sums, Target
+from shardwise.convert.stream import MarkedSums, Source, write_output
+from shardwise.engine.arena import Arena, aligned_buffer
+from shardwise.engine.exchange import exchange
+from shardwise.engine.group import Group
+from shardwise.engine.opened import Opened
+from shardwise.errors import CorruptionError
+from shardwise.events import Recorder
+from shardwise.store import LocalStore
+
+SMALLEST_MEMORY = 16 << 20
+LARGEST_READ = 64 << 20
+ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionReport:
+    """What a conversion did. Bytes and seconds are this rank's.
+
+    Attributes:
+        path: what was written.
+        files: how many files of tensors all ranks have written, or found written.
+        bytes_written: of this rank's files.
+        resumed: how many of its files were there from a conversion that was broken off.
+        left_out: what of the source is not in it, and why.
+        seconds: by stage (open, write, verify, publish), and their total.
+    """
+
+    path: str
+    files: int
+    bytes_written: int
+    resumed: int
+    left_out: tuple[str, ...]
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A target that is written. All ranks of the group run it together, and share the files.
+
+    Attributes:
+        folder: a directory that is new, empty, or holds the beginning of the same conversion.
+        identity: what is converted, and how.
+        max_memory: bound on the host memory that each rank holds, in bytes.
+        verify: check the source's checksums.
+    """
+
+    opened: Opened
+    target: Target
+    folder: Path
+    identity: str
+    max_memory: int
+    verify: bool
+    group: Group
+    recorder: Recorder
+
+    def run(self) -> ConversionReport:
+        """Write all files, read them again, and publish what makes them a checkpoint.
+
+        Raises:
+            CheckpointExistsError: something else is in the folder.
+            CorruptionError: bytes of the source are not those that were saved, or what was
+                written is not read back as it was.
+            RankError: another rank failed. What is complete stays, and the next run goes on.
+        """
+        journal = Journal(self.folder, self.identity)
+        mine = _share(self.target.outputs, self.group.size)[self.group.rank]
+        resumed: list[str] = []
+
+        def begin(_: list[bytes]) -> bytes:
+            journal.begin()
+            return b""
+
+        def publish(said: list[bytes]) -> bytes:
+            sums: dict[str, list[int]] = {}
+            for each in said:
+                sums |= msgspec.msgpack.decode(each, type=dict[str, list[int]])
+            with self.recorder.stage("publish"):
+                for name, content in self.target.finals(sums).items():
+                    store = _below(LocalStore(self.folder), name)
+                    store.publish(Path(name).name, content, replace=True)
+                journal.end()
+            return b""
+
+        exchange(self.group, "beginning a conversion", lambda: b"", begin)
+        exchange(self.group, "converting", lambda: self._write(mine, journal, resumed), publish)
+        return ConversionReport(
+            path=str(self.folder),
+            files=len(self.target.outputs),
+            bytes_written=sum(output.size for output in mine),
+            resumed=len(resumed),
+            left_out=self.target.left_out,
+            seconds=self.recorder.seconds(),
+        )
+
+    def _write(self, outputs: list[Output], journal: Journal, resumed: list[str]) -> bytes:
+        """Write those that are not complete yet; the sums of all, encoded."""
+        largest = min(LARGEST_READ, self.max_memory // 4) // ALIGNMENT * ALIGNMENT
+        source = Source(self.opened, Arena(largest), verify=self.verify)
+        done: dict[str, list[int]] = {}
+        for output in outputs:
+            sums = journal.sums_of(output)
+            if sums is None:
+                with self.recorder.stage("write", output.size):
+                    sums = _write(output, source, self.folder, largest)
+                    journal.complete(output, sums)
+            else:
+                resumed.append(output.name)
+            with self.recorder.stage("verify", output.size):
+                _read_again(output, sums, self.folder, largest)
+            done[output.name] = list(sums)
+        return msgspec.msgpack.encode(done)
+
+
+def _share(outputs: tuple[Output, ...], ranks: int) -> list[list[Output]]:
+    """Outputs for each rank, by bytes."""
+    shares: list[list[Output]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for output in sorted(outputs, key=lambda each: -each.size):
+        rank = loads.index(min(loads))
+        shares[rank].append(output)
+        loads[rank] += output.size
+    return shares
+
+
+def _write(output: Output, source: Source, folder: Path, largest: int) -> Sums:
+    """Write a file beside its place, and move it there once it is durable."""
+    store = _below(LocalStore(folder), output.name)
+    name = Path(output.name).name
+    beside = f"{name}.part"
+    store.delete(beside)
+    with closing(store.create(beside, output.size)) as file:
+        sums = write_output(output, source, file, largest)
+    os.replace(store.path / beside, store.path / name)
+    store.sync()
+    return sums
+
+
+def _read_again(output: Output, sums: Sums, folder: Path, largest: int) -> None:
+    found = MarkedSums(output)
+    buffer = aligned_buffer(largest)
+    with closing(_below(LocalStore(folder), output.name).open(Path(output.name).name)) as file:
+        for low in range(0, output.size, largest):
+            part = buffer[: min(largest, output.size - low)]
+            if file.read_at(low, part) < len(part):
+                break
+            found.add(part)
+    if found.all() != list(sums):
+        raise CorruptionError(
+            f"{folder / output.name} is not what was written: remove it, and convert again"
+        )
+
+
+def _below(store: LocalStore, name: str) -> LocalStore:
+    """The store that a path's last part is in."""
+    for part in Path(name).parts[:-1]:
+        store = store.at(part)
+    return store

@@ -1,0 +1,89 @@
+"""Hugging Face's safetensors: files of bounded size, and an index if there are several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from shardwise.convert.chosen import Chosen, Written
+from shardwise.convert.output import Output, Part, Sums, Target
+from shardwise.errors import StateError
+from shardwise.layout import Box
+from shardwise.manifest.dtypes import DTYPES
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ALIGNMENT = 8
+
+
+def huggingface_target(chosen: Chosen) -> Target:
+    """Lay out a model's tensors as `transformers` does; a tied one is not stored again.
+
+    A tensor that is larger than `max_file` has a file of its own.
+
+    Raises:
+        StateError: safetensors has no code for a dtype.
+    """
+    published = chosen.model()
+    stored = {each.entry.name for each in published if each.entry.same_as is None}
+    left_out = tuple(
+        f"{each.name}: tied to {each.entry.same_as}, which is stored"
+        for each in published
+        if each.entry.same_as in stored
+    )
+    kept = [each for each in published if each.entry.same_as not in stored]
+    files = _split(kept, chosen.max_file)
+    names = (
+        [SINGLE]
+        if len(files) == 1
+        else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    )
+    outputs = tuple(_file(name, part) for name, part in zip(names, files, strict=True))
+
+    def finals(_: Mapping[str, Sums]) -> Mapping[str, bytes]:
+        if len(files) == 1:
+            return {}
+        places = {each.name: name for name, part in zip(names, files, strict=True) for each in part}
+        total = sum(_size(each) for each in kept)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        return {INDEX: msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n"}
+
+    return Target(outputs, finals, left_out)
+
+
+def _size(each: Written) -> int:
+    return Part(each.entry.name, Box.whole(each.entry.shape), each.dtype).size
+
+
+def _split(published: Sequence[Written], max_file: int) -> list[list[Written]]:
+    files: list[list[Written]] = [[]]
+    room = max_file
+    for each in published:
+        if files[-1] and _size(each) > room:
+            files.append([])
+            room = max_file
+        files[-1].append(each)
+        room -= _size(each)
+    return files
+
+
+def _file(name: str, tensors: Sequence[Written]) -> Output:
+    # Wider types first, so that all of them are aligned.
+    order = sorted(tensors, key=lambda each: -DTYPES[each.dtype].itemsize)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    parts: list[Part] = []
+    at = 0
+    for each in order:
+        code = DTYPES[each.dtype].code
+        if code is None:
+            raise StateError(f"{each.name}: safetensors knows no {each.dtype}; dtype= converts")
+        shape = each.entry.shape
+        part = Part(each.entry.name, Box.whole(shape), each.dtype)
+        header[each.name] = {"dtype": code, "shape": shape, "data_offsets": [at, at + part.size]}
+        at += part.size
+        if part.size:
+            parts.append(part)
+    encoded = msgspec.json.encode(header)
+    encoded += b" " * (-len(encoded) % ALIGNMENT)
+    return Output(name, (len(encoded).to_bytes(8, "little") + encoded, *parts))

@@ -1,0 +1,128 @@
+"""Our own format, written from another checkpoint: files of bounded size, and a manifest."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from shardwise.convert.chosen import Chosen, Written
+from shardwise.convert.output import Late, Output, Part, Sums, Target
+from shardwise.layout import Box
+from shardwise.manifest.checksums import BLOCK, crc32
+from shardwise.manifest.datafile import DataFile, lay_out
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.manifest import (
+    VERSION,
+    FileEntry,
+    Manifest,
+    PieceEntry,
+    TensorEntry,
+    encode_manifest,
+)
+from shardwise.manifest.names import MANIFEST, data_file
+
+
+def native_target(chosen: Chosen) -> Target:
+    """Lay out a checkpoint of ours, of all that was chosen. Larger tensors are cut."""
+    source, save_id = chosen.source, chosen.save_id
+    stored = [each for each in chosen.tensors if each.entry.same_as is None]
+    parts = [part for each in stored for part in _cut(each, chosen.max_file)]
+    files = _split(sorted(parts, key=lambda part: -DTYPES[part.dtype].itemsize), chosen.max_file)
+    shapes = {each.entry.name: each.entry.shape for each in stored}
+    outputs, layouts = [], []
+    for rank, held in enumerate(files):
+        metadata = {"shardwise": str(VERSION), "save_id": save_id, "rank": str(rank)}
+        layout = lay_out(((p.name, p.dtype, shapes[p.name], p.box) for p in held), 0, metadata)
+        layouts.append(layout)
+        outputs.append(_file(data_file(rank, save_id), layout, held))
+    entries = _entries(chosen.tensors, files)
+
+    def finals(sums: Mapping[str, Sums]) -> Mapping[str, bytes]:
+        manifest = Manifest(
+            save_id=save_id,
+            step=source.step,
+            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            world_size=len(files),
+            metrics=source.metrics,
+            files=tuple(
+                FileEntry(
+                    output.name,
+                    rank,
+                    layout.size,
+                    layout.data_at,
+                    layout.objects_at,
+                    layout.checksums_at,
+                    crc32(_table(sums[output.name])),
+                )
+                for rank, (output, layout) in enumerate(zip(outputs, layouts, strict=True))
+            ),
+            objects=source.objects,
+            tensors=entries,
+        )
+        return {MANIFEST: encode_manifest(manifest)}
+
+    left = tuple(f"{name}: each rank has its own value of it" for name in source.per_rank)
+    return Target(tuple(outputs), finals, left)
+
+
+def _cut(each: Written, most: int) -> list[Part]:
+    """A tensor in parts of whole rows, each of at most so many bytes if a row is."""
+    name, shape = each.entry.name, each.entry.shape
+    whole = Part(name, Box.whole(shape), each.dtype)
+    if whole.size == 0:
+        return []
+    if whole.size <= most or not shape:
+        return [whole]
+    rows, rest = shape[0], shape[1:]
+    step = max(1, most // (whole.size // rows))
+    return [
+        Part(name, Box((at, *(0,) * len(rest)), (min(step, rows - at), *rest)), each.dtype)
+        for at in range(0, rows, step)
+    ]
+
+
+def _split(parts: Sequence[Part], most: int) -> list[list[Part]]:
+    files: list[list[Part]] = [[]]
+    room = most
+    for part in parts:
+        if files[-1] and part.size > room:
+            files.append([])
+            room = most
+        files[-1].append(part)
+        room -= part.size
+    return files
+
+
+def _file(name: str, layout: DataFile, parts: Sequence[Part]) -> Output:
+    marks = (*range(BLOCK, layout.checksums_at, BLOCK), layout.checksums_at)
+    table = Late(layout.size - layout.checksums_at, lambda sums: _table([*sums, 0]))
+    return Output(name, (layout.header, *parts, table), marks)
+
+
+def _table(sums: Sums) -> bytes:
+    """The checksums of all blocks: of all that lies before the table itself."""
+    return np.array(sums[:-1], "<u4").tobytes()
+
+
+def _entries(
+    tensors: Sequence[Written], files: Sequence[Sequence[Part]]
+) -> tuple[TensorEntry, ...]:
+    pieces: dict[str, list[PieceEntry]] = {}
+    for number, held in enumerate(files):
+        at = 0
+        for part in held:
+            piece = PieceEntry(number, at, part.box.offset, part.box.shape)
+            pieces.setdefault(part.name, []).append(piece)
+            at += part.size
+    return tuple(
+        TensorEntry(
+            each.entry.name,
+            each.dtype,
+            each.entry.shape,
+            tuple(pieces.get(each.entry.name, ())),
+            each.entry.same_as,
+        )
+        for each in tensors
+    )

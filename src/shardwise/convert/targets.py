@@ -1,0 +1,15 @@
+"""The formats that can be written: one line registers one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from shardwise.convert.chosen import Chosen
+from shardwise.convert.huggingface import huggingface_target
+from shardwise.convert.native import native_target
+from shardwise.convert.output import Target
+
+TARGETS: Mapping[str, Callable[[Chosen], Target]] = {
+    "native": native_target,
+    "hf": huggingface_target,
+}

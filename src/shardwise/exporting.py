@@ -1,0 +1,134 @@
+"""export: a checkpoint of any format, written anew in any other."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch.distributed as dist
+
+from shardwise.api import Index, Place, reading_foreign, resolved_group
+from shardwise.convert.chosen import Chosen, Written
+from shardwise.convert.conversion import SMALLEST_MEMORY, Conversion, ConversionReport
+from shardwise.convert.targets import TARGETS
+from shardwise.engine.collection import without_collection
+from shardwise.engine.group import Group
+from shardwise.engine.opened import Opened
+from shardwise.errors import StateError
+from shardwise.events import Recorder, Sink
+from shardwise.manifest.manifest import Manifest, encode_manifest
+from shardwise.manifest.names import MANIFEST
+from shardwise.opening import open_any
+from shardwise.state.selection import Selection
+from shardwise.store import Store, open_store
+
+MAX_MEMORY = 1 << 30
+MAX_FILE = 5 << 30
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+def export(
+    place: Place,
+    target: str | os.PathLike[str],
+    *,
+    to: str = "hf",
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    root: str = "model",
+    dtype: str | None = None,
+    verify: bool = True,
+    index: Index | None = None,
+    max_memory: int = MAX_MEMORY,
+    max_file: int = MAX_FILE,
+    group: dist.ProcessGroup | Group | None = None,
+    on_event: Sink | None = None,
+) -> ConversionReport:
+    """Write a checkpoint anew, in our format or another. All ranks call it, and share the work.
+
+    If it is broken off, the same call goes on with it. All that was written is read again before
+    the files that make it a checkpoint are.
+
+    Args:
+        place: a checkpoint, of ours or of a foreign format.
+        target: a new directory.
+        to: `"hf"` (safetensors as Hugging Face has them), or `"native"`.
+        only, skip: as for `load`: which names are written.
+        root: formats that hold a model alone have what is below this name, without it.
+        dtype: convert the model's floating-point tensors to it.
+        verify, index: as for `open`.
+        max_memory: bound on the host memory of each rank, in bytes.
+        max_file: bytes of tensors in a file, at most.
+        group, on_event: as for `load`.
+
+    Raises:
+        CheckpointExistsError: the target holds something else.
+        StateError: an option is none, or the format cannot hold something.
+        CorruptionError: the source is damaged; or what was written is not read back as it was.
+        RankError: another rank failed.
+    """
+    recorder = Recorder(on_event)
+    folder = Path(target)
+    with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
+
+        def enter() -> Store:
+            _check(to, dtype, max_memory)
+            store = open_store(place)
+            cleanup.enter_context(store.hold(MANIFEST, shared=True))
+            return store
+
+        with recorder.stage("open"):
+            terms = f"{folder}, {to}, {only}, {skip}, {root}, {dtype}, {max_file}"
+            opened = open_any(enter, ranks, terms, foreign=reading_foreign(index))
+        identity = f"{opened.store}: {_digest(opened)}: {terms}"
+        source, tensors = _choose(opened, Selection.by(only, skip), root, dtype)
+        chosen = Chosen(source, tensors, _id_of(identity), root, max_file)
+        written = TARGETS[to](chosen)
+        return Conversion(
+            opened, written, folder, identity, max_memory, verify, ranks, recorder
+        ).run()
+
+
+def _check(to: str, dtype: str | None, max_memory: int) -> None:
+    if to not in TARGETS:
+        raise StateError(f"to={to!r}: formats that are written are {', '.join(TARGETS)}")
+    if dtype is not None and dtype not in FLOATS:
+        raise StateError(f"dtype={dtype!r}: one of {', '.join(FLOATS)} is needed")
+    if max_memory < SMALLEST_MEMORY:
+        raise StateError(f"max_memory={max_memory}: at least {SMALLEST_MEMORY} bytes are needed")
+
+
+def _choose(
+    opened: Opened, selection: Selection, root: str, dtype: str | None
+) -> tuple[Manifest, tuple[Written, ...]]:
+    """What is chosen of a checkpoint; a tensor that is tied to what is not is written itself."""
+    manifest = opened.manifest
+    tensors = [each for each in manifest.tensors if selection.chooses(each.name)]
+    if not tensors:
+        raise StateError(f"{opened.store}: nothing to write: only= and skip= leave no tensor")
+    names = {each.name for each in tensors}
+    start = f"{root}." if any(name.startswith(f"{root}.") for name in names) else ""
+    written = []
+    for each in tensors:
+        entry = each if each.same_as in names else msgspec.structs.replace(each, same_as=None)
+        converts = dtype is not None and each.dtype in FLOATS and each.name.startswith(start)
+        written.append(Written(each.name, entry, dtype if dtype and converts else each.dtype))
+    objects = tuple(each for each in manifest.objects if selection.chooses(each.name))
+    return msgspec.structs.replace(manifest, objects=objects), tuple(written)
+
+
+def _id_of(identity: str) -> str:
+    return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
+
+
+def _digest(opened: Opened) -> str:
+    """What the source is, in brief: its manifest, and where its pieces lie."""
+    pieces = opened.pieces
+    digest = hashlib.blake2b(encode_manifest(opened.manifest), digest_size=16)
+    for column in (pieces.tensor, pieces.file, pieces.start, pieces.offset, opened.stride):
+        digest.update(np.ascontiguousarray(column).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,240 @@
+"""Checkpoints written anew: every element, in bounded memory, gone on with after a kill."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import shardwise as sw
+from shardwise.convert import conversion
+from shardwise.convert.journal import FOLDER
+from shardwise.convert.output import Late, Output
+from shardwise.convert.stream import MarkedSums, Source, write_output
+from shardwise.engine.arena import Arena
+from shardwise.engine.group import SoloGroup
+from shardwise.formats.recognise import read_foreign
+from shardwise.manifest.checksums import crc32
+from shardwise.opening import open_any
+from shardwise.store import LocalStore
+from shardwise.testing.threads import ThreadGroup, run_ranks
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64, torch.bool)
+
+
+def state(seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
+    """Tensors of many types and sizes: none, one element, and more than a buffer holds."""
+    torch.manual_seed(seed)
+    shapes = [(), (0, 3), (7,), (3, 5), (2, 3, 4), (1001, 33), (65, 1, 129)]
+    tensors = {
+        f"layer.{i}.{str(dtype)[6:]}": (torch.rand(shape) * 100).to(dtype)
+        for i, shape in enumerate(shapes)
+        for dtype in DTYPES
+    }
+    tensors["big"] = torch.randn(3000, 3000)
+    tensors["tied"] = tensors["big"]
+    return {"model": tensors, "optimizer": {"moment": torch.randn(10)}}
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= safetensors.torch.load_file(path)
+    return found
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    sw.save(tmp_path / "source", {**state(), "epoch": 3}, step=5, metrics={"loss": 2.5})
+    return tmp_path / "source"
+
+
+def test_a_model_becomes_what_safetensors_reads(source: Path, tmp_path: Path) -> None:
+    report = sw.export(source, tmp_path / "hf", max_memory=16 << 20)
+    expected = state()["model"]
+    found = stored(tmp_path / "hf")
+    assert found.keys() == expected.keys() - {"tied"}
+    assert all(same(found[name], expected[name]) for name in found)
+    assert sorted(os.listdir(tmp_path / "hf")) == ["model.safetensors"]
+    assert [line.split(":")[0] for line in report.left_out] == ["tied"]
+    assert report.bytes_written == (tmp_path / "hf" / "model.safetensors").stat().st_size
+
+
+def test_large_models_are_split_and_have_an_index(source: Path, tmp_path: Path) -> None:
+    sw.export(source, tmp_path / "hf", max_file=100_000, dtype="float16")
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    found = stored(tmp_path / "hf")
+    files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert index["weight_map"].keys() == found.keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+    for name, file in index["weight_map"].items():
+        assert name in safetensors.torch.load_file(tmp_path / "hf" / file)
+    for name, saved in state()["model"].items():
+        if name != "tied":
+            wanted = saved.to(torch.float16) if saved.is_floating_point() else saved
+            assert same(found[name], wanted)
+
+
+def test_what_is_native_stays_so_in_other_files(source: Path, tmp_path: Path) -> None:
+    report = sw.export(source, tmp_path / "new", to="native", max_file=50_000, max_memory=16 << 20)
+    assert report.files > 5
+    before, after = sw.open(source), sw.open(tmp_path / "new")
+    assert set(after) == set(before)
+    assert after.verify() > 0
+    assert (after.step, after.manifest.metrics) == (5, {"loss": 2.5})
+    for name, tensor in before.tensors().items():
+        assert same(after.tensors()[name][...], tensor[...])
+    target = {**state(1), "epoch": 0}
+    sw.load(tmp_path / "new", target)
+    assert target["epoch"] == 3
+    assert same(target["model"]["big"], state()["model"]["big"])
+
+
+def test_ranks_share_the_files(source: Path, tmp_path: Path) -> None:
+    def job(group: ThreadGroup) -> sw.ConversionReport:
+        return sw.export(source, tmp_path / "hf", max_file=100_000, group=group)
+
+    reports = run_ranks(3, job)
+    written = [report.bytes_written for report in reports]
+    assert min(written) > 0
+    sizes = [path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors")]
+    assert sum(written) == sum(sizes)
+    assert reports[0].files == len(sizes)
+    assert stored(tmp_path / "hf").keys() == state()["model"].keys() - {"tied"}
+
+
+def test_it_goes_on_where_it_was_broken_off(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def failing(output: Output, *args: object) -> object:
+        calls.append(output.name)
+        if len(calls) == 3:
+            raise OSError("the disk is full")
+        return write_output(output, *args)  # type: ignore[arg-type]
+
+    def export() -> sw.ConversionReport:
+        return sw.export(source, tmp_path / "new", to="native", max_file=100_000)
+
+    monkeypatch.setattr(conversion, "write_output", failing)
+    with pytest.raises(OSError, match="full"):
+        export()
+    with pytest.raises(sw.CheckpointNotFoundError):
+        sw.open(tmp_path / "new")
+    with pytest.raises(sw.CheckpointExistsError, match="another conversion"):
+        sw.export(source, tmp_path / "new", to="native", max_file=200_000)
+    (damaged,) = [tmp_path / "new" / calls[0]]
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    report = export()
+    assert report.resumed == 1
+    assert calls.count(calls[1]) == 1
+    assert calls.count(calls[0]) == 2
+    assert sw.open(tmp_path / "new").verify() > 0
+    assert FOLDER not in os.listdir(tmp_path / "new")
+    assert not list((tmp_path / "new").glob("*.part"))
+
+
+def test_what_is_damaged_on_the_way_is_noticed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaging(output: Output, *args: object) -> object:
+        sums = write_output(output, *args)  # type: ignore[arg-type]
+        path = tmp_path / "hf" / f"{output.name}.part"
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        return sums
+
+    monkeypatch.setattr(conversion, "write_output", damaging)
+    with pytest.raises(sw.CorruptionError, match="not what was written"):
+        sw.export(source, tmp_path / "hf")
+
+
+KILLED = """
+import os, signal, sys
+import shardwise as sw
+from shardwise.convert import stream
+seen = 0
+write = stream._write
+def dying(*args, **options):
+    global seen
+    seen += 1
+    if seen == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(*args, **options)
+stream._write = dying
+sw.export(sys.argv[1], sys.argv[2], to="native", max_file=2_000_000, max_memory=16 << 20)
+"""
+
+
+@pytest.mark.parametrize("write", [1, 4])
+def test_a_kill_leaves_nothing_that_looks_whole(source: Path, tmp_path: Path, write: int) -> None:
+    command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "new")]
+    done = subprocess.run([*command, str(write)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    with pytest.raises(sw.CheckpointNotFoundError):
+        sw.open(tmp_path / "new")
+    subprocess.run([*command, "0"], check=True)
+    assert sw.open(tmp_path / "new").verify() > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"to": "gguf"}, "native, hf"),
+        ({"dtype": "float31"}, "bfloat16"),
+        ({"only": ["nothing"]}, "leave no tensor"),
+        ({"max_memory": 1}, "at least"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(
+    source: Path, tmp_path: Path, options: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        sw.export(source, tmp_path / "hf", **options)  # type: ignore[arg-type]
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_place_that_holds_something_is_left_alone(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "notes.txt").write_text("mine")
+    with pytest.raises(sw.CheckpointExistsError, match=r"notes\.txt"):
+        sw.export(source, tmp_path / "hf")
+    assert os.listdir(tmp_path / "hf") == ["notes.txt"]
+
+
+def test_sums_are_those_between_the_marks(source: Path, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    content = random.bytes(300_000)
+    late = Late(12, lambda sums: b"%012d" % sums[0])
+    marks = (1000, 65_536, 300_000)
+    output = Output("out", (content[:1000], content[1000:], late), marks)
+    store = LocalStore(tmp_path)
+    opened = open_any(lambda: LocalStore(source), SoloGroup(), foreign=read_foreign)
+    for largest in (4096, 100_000, 1 << 20):
+        file = store.create(f"out-{largest}", output.size)
+        sums = write_output(output, Source(opened, Arena(1 << 20)), file, largest)
+        file.close()
+        written = (tmp_path / f"out-{largest}").read_bytes()
+        assert written == content + b"%012d" % crc32(content[:1000])
+        cuts = [0, *marks, output.size]
+        assert sums == [crc32(written[a:b]) for a, b in itertools.pairwise(cuts)]
+        again = MarkedSums(output)
+        again.add(np.frombuffer(written, np.uint8))
+        assert again.all() == sums
