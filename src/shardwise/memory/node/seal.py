@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from shardwise.errors import CorruptionError
 from shardwise.manifest.checksums import BLOCK, BlockTable, block_checksums, block_count, crc32
 from shardwise.manifest.manifest import FileEntry
+from shardwise.memory.node.pages import map_pages
 from shardwise.store.store import Buffer
 
 AT_A_TIME = 4 << 20
@@ -31,10 +31,7 @@ def mapped(path: Path, size: int, *, writable: bool = False) -> Buffer:
         found = os.fstat(fd).st_size
         if found != size:
             raise CorruptionError(f"{path} has {found} bytes where {size} were staged")
-        if size == 0:
-            return np.zeros(0, np.uint8)
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        return np.frombuffer(mmap.mmap(fd, size, prot=access), np.uint8)
+        return map_pages(fd, 0, size, writable=writable)
     finally:
         os.close(fd)
 

@@ -9,14 +9,13 @@ import secrets
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
 from shardwise.errors import StoreError
 from shardwise.memory.node.home import Run
+from shardwise.memory.node.pages import enlarge_pages, map_pages
 from shardwise.store.store import Buffer
 
 ROOM = 1 << 20  # headers and the values of a rank differ a little from save to save
@@ -57,14 +56,10 @@ class _Mapping:
         locked: whether it is.
     """
 
-    memory: mmap.mmap
+    buffer: Buffer
     lasting: int
     asked: bool = False
     locked: bool = False
-    buffer: Buffer = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.buffer = np.frombuffer(self.memory, np.uint8)
 
     @property
     def address(self) -> int:
@@ -212,7 +207,9 @@ class Slots:
         parts = range(0, size, AT_A_TIME)
 
         def touch(at: int) -> None:
-            os.posix_fallocate(fd, at, min(AT_A_TIME, size - at))
+            end = min(at + AT_A_TIME, size)
+            os.posix_fallocate(fd, at, end - at)
+            enlarge_pages(fd, at, end)
 
         try:
             os.ftruncate(fd, size)
@@ -235,15 +232,15 @@ class Slots:
             found = os.fstat(fd)
             inode, size = found.st_ino, found.st_size
             known = self._maps.get(inode)
-            if known is None or len(known.memory) < size or known.lasting < locked:
+            if known is None or len(known.buffer) < size or known.lasting < locked:
                 self._unmap(inode)
-                flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-                known = self._maps[inode] = _Mapping(mmap.mmap(fd, size, flags), _rounded(size))
+                buffer = map_pages(fd, 0, size, writable=True, now=True)
+                known = self._maps[inode] = _Mapping(buffer, _rounded(size))
         finally:
             os.close(fd)
         if locked and self._locks is not None and not known.asked:
             known.asked = True
-            known.locked = self._locks.lock(known.address, len(known.memory))
+            known.locked = self._locks.lock(known.address, len(known.buffer))
         return known
 
     def _unmap(self, inode: int) -> None:

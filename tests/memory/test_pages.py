@@ -1,0 +1,97 @@
+"""Files mapped in large pages: the same bytes, also where there are no large pages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwise.memory.node.pages import LARGE, enlarge_pages, map_pages
+
+SIZE = 3 * LARGE + 12_345
+SWITCH = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+
+
+def has_large_pages() -> bool:
+    """Whether this system can have them when asked: Linux 6.1 or later, and pages of 2 MiB."""
+    version = tuple(int(part) for part in os.uname().release.split(".")[:2])
+    return version >= (6, 1) and SWITCH.exists() and int(SWITCH.read_text()) == LARGE
+
+
+@pytest.fixture(params=["memory", "disk"])
+def fd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[int]:
+    """A file with pages for all of its bytes."""
+    if request.param == "memory":
+        opened = os.memfd_create("pages", os.MFD_CLOEXEC)
+    else:
+        opened = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    os.posix_fallocate(opened, 0, SIZE)
+    yield opened
+    os.close(opened)
+
+
+def mapping(address: int) -> list[str]:
+    """What the system says of the mapping at an address of this process."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    starts = [n for n, line in enumerate(lines) if line.startswith(f"{address:x}-")]
+    return lines[starts[0] : starts[0] + 25] if starts else []
+
+
+def test_bytes_are_those_of_the_file(fd: int) -> None:
+    expected = np.random.default_rng(0).bytes(SIZE)
+    os.pwrite(fd, expected, 0)
+    for low, high in ((0, SIZE), (0, 1), (LARGE, SIZE), (2 * LARGE, 3 * LARGE), (LARGE, LARGE)):
+        for now in (False, True):
+            assert map_pages(fd, low, high, now=now).tobytes() == expected[low:high]
+
+
+def test_only_what_is_writable_is_written(fd: int) -> None:
+    written = map_pages(fd, LARGE, SIZE, writable=True)
+    written[5] = 7
+    assert os.pread(fd, 6, LARGE) == b"\0\0\0\0\0\7"
+    with pytest.raises(ValueError, match="read-only"):
+        map_pages(fd, 0, SIZE)[0] = 1
+
+
+def test_it_is_unmapped_when_nothing_refers_to_it(fd: int) -> None:
+    whole = map_pages(fd, 0, SIZE)
+    address, part = whole.ctypes.data, whole[1:2]
+    del whole
+    assert mapping(address)
+    del part
+    assert not mapping(address)
+
+
+def test_what_cannot_be_mapped_is_an_error(fd: int) -> None:
+    with pytest.raises(OSError, match="Bad file"):
+        map_pages(-1, 0, SIZE)
+    with pytest.raises(OSError, match="Invalid"):
+        map_pages(fd, 1, SIZE)
+
+
+def test_enlarging_pages_leaves_bytes_as_they_are(fd: int) -> None:
+    expected = np.random.default_rng(0).bytes(SIZE)
+    os.pwrite(fd, expected, 0)
+    enlarge_pages(fd, 0, SIZE)
+    enlarge_pages(fd, LARGE, LARGE + 1)
+    assert os.pread(fd, SIZE, 0) == expected
+    assert os.fstat(fd).st_blocks * 512 == -(-SIZE // 4096) * 4096
+    os.ftruncate(fd, LARGE + 1)
+    os.ftruncate(fd, SIZE)
+    assert os.pread(fd, SIZE, 0) == expected[: LARGE + 1].ljust(SIZE, b"\0")
+
+
+@pytest.mark.skipif(not has_large_pages(), reason="the system has no large pages")
+def test_a_file_in_memory_gets_large_pages() -> None:
+    fd = os.memfd_create("pages", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, SIZE)
+        enlarge_pages(fd, 0, SIZE)
+        found = map_pages(fd, 0, SIZE, now=True)
+        (large,) = (line for line in mapping(found.ctypes.data) if "ShmemPmdMapped" in line)
+        assert int(large.split()[1]) == 3 * LARGE // 1024
+    finally:
+        os.close(fd)
