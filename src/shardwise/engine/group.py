@@ -164,6 +164,8 @@ def _lost(doing: str, error: Exception, rank: int) -> LostRankError:
 
 
 def _tensor(data: bytes) -> torch.Tensor:
+    if not data:  # which torch.frombuffer refuses
+        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
