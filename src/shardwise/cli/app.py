@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 import shardwise
 from shardwise.cli.agent import agent
+from shardwise.cli.convert import convert, export
 from shardwise.cli.diff import diff
 from shardwise.cli.inspect import inspect
 from shardwise.cli.ls import ls
@@ -60,7 +61,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, inspect, verify, diff, plan_interval):
+for command in (ls, inspect, verify, diff, convert, export, plan_interval):
     app.command()(command)
 app.add_typer(agent, name="agent")
 
@@ -71,7 +72,7 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Look at checkpoints that shardwise has saved.
+    """Look at checkpoints, of shardwise and of other formats, and convert them.
 
     Exit status: 0 if all is well; 1 if a checkpoint is damaged, or two differ; 2 if the command
     could not be carried out.

@@ -110,6 +110,8 @@ class Conversion:
         largest = min(LARGEST_READ, self.max_memory // 4) // ALIGNMENT * ALIGNMENT
         source = Source(self.opened, Arena(largest), verify=self.verify)
         done: dict[str, list[int]] = {}
+        with self.recorder.stage("plan", 2 * sum(output.size for output in outputs)):
+            pass  # who shows how far it is wants to know how much there is to do
         for output in outputs:
             sums = journal.sums_of(output)
             if sums is None:

@@ -11,7 +11,7 @@ from shardwise.convert.chosen import Chosen, Written
 from shardwise.convert.output import Late, Output, Part, Sums, Target
 from shardwise.layout import Box
 from shardwise.manifest.checksums import BLOCK, crc32
-from shardwise.manifest.datafile import DataFile, lay_out
+from shardwise.manifest.datafile import DataFile, lay_out, list_pieces
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import (
     VERSION,
@@ -34,7 +34,8 @@ def native_target(chosen: Chosen) -> Target:
     outputs, layouts = [], []
     for rank, held in enumerate(files):
         metadata = {"shardwise": str(VERSION), "save_id": save_id, "rank": str(rank)}
-        layout = lay_out(((p.name, p.dtype, shapes[p.name], p.box) for p in held), 0, metadata)
+        listed = list_pieces((p.name, p.dtype, shapes[p.name], p.box) for p in held)
+        layout = lay_out(listed, 0, metadata)
         layouts.append(layout)
         outputs.append(_file(data_file(rank, save_id), layout, held))
     entries = _entries(chosen.tensors, files)

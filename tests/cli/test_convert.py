@@ -1,0 +1,86 @@
+"""`shardwise convert` and `shardwise export`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+
+import shardwise as sw
+from tests.cli.conftest import Run
+
+
+@pytest.fixture
+def step(root: Path) -> Path:
+    return root / "step-00000200"
+
+
+def test_a_model_is_exported(run: Run, step: Path, tmp_path: Path) -> None:
+    ran = run("export", step, tmp_path / "hf", "--dtype", "bfloat16")
+    assert ran.status == 0, ran.err
+    assert ran.out.endswith(f"✓ {tmp_path / 'hf'}  1 file\n")
+    found = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
+    saved = sw.open(step).tensors()
+    below = {name: t for name, t in saved.items() if name.startswith("model.")}
+    assert {f"model.{name}" for name in found} == below.keys() - {"model.head.weight"}
+    assert "– left out: head.weight: tied to model.embed.weight" in ran.out
+    for name, tensor in found.items():
+        wanted = below[f"model.{name}"][...]
+        wanted = wanted.bfloat16() if wanted.is_floating_point() else wanted
+        assert tensor.dtype == wanted.dtype
+        assert (tensor == wanted).all()
+
+
+def test_a_checkpoint_is_converted_and_goes_on(run: Run, step: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    ran = run("convert", step, new, "--json", "--max-file", "1K", "--max-memory", "64MB")
+    assert ran.status == 0, ran.err
+    assert ran.document["path"] == str(new)
+    assert ran.document["files"] == len(list(new.glob("*.safetensors")))
+    assert set(sw.open(new)) == set(sw.open(step))
+    assert run("verify", new).status == 0
+    ran = run("convert", step, new)
+    assert (ran.status, "not empty" in ran.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--max-file", "much"), "no size"),
+        (("--to", "gguf"), "native, hf"),
+        (("--only", "x"), "no tensor"),
+    ],
+)
+def test_wrong_use_is_said(
+    run: Run, step: Path, tmp_path: Path, options: tuple[str, str], says: str
+) -> None:
+    ran = run("convert", step, tmp_path / "new", *options)
+    assert (ran.status, says in ran.err) == (2, True), ran.err
+
+
+@pytest.mark.ranks
+def test_torchrun_shares_the_work(step: Path, tmp_path: Path) -> None:
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "shardwise"]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            *command,
+            "convert",
+            str(step),
+            str(tmp_path / "new"),
+            "--max-file=1K",
+        ],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("✓") == 1
+    assert sw.open(tmp_path / "new").verify() > 0
