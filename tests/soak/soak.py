@@ -33,6 +33,7 @@ NODES = 4
 LONGEST_CYCLE = 60.0
 SLOW, SLOW_KEPT = 8.0, 10
 GROUP_TIMEOUT = 20.0
+LONGEST_LINE, SHOWN = 300, 12
 
 
 @dataclass
@@ -183,7 +184,8 @@ def judged(outcomes: list[Outcome], lines: list[Line], kind: Fault) -> list[str]
         if each.kind == "hung":
             wrong.append(f"rank {each.rank} hung for {LONGEST_CYCLE:.0f} s")
         elif each.kind != "value" and not (kind.ends_training and is_expected(each, text)):
-            wrong.append(f"rank {each.rank} {each.kind}: {text[-300:]}")
+            said = text.splitlines()[-1] if text else ""
+            wrong.append(f"rank {each.rank} {each.kind}: {said[:LONGEST_LINE]}")
     return wrong
 
 
@@ -211,7 +213,7 @@ def report(soak: Soak, seed: int, seconds: float) -> bool:
     failures = [*tally.failures, *soak.steadiness.failures()]
     for line in soak.steadiness.lines():
         print(line)
-    for line in failures:
+    for line in failures[:SHOWN]:
         print(f"FAILED: {line}")
     print("no failure" if not failures else f"{len(failures)} failures")
     return not failures

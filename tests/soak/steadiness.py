@@ -1,4 +1,8 @@
-"""Whether what a soak leaves behind stays the same: memory of agents, files, processes."""
+"""Whether what a soak leaves behind stays the same: memory of agents, files, processes.
+
+What a node may have is bounded by what it keeps, so a leak fails after a few cycles already; a
+trend, which takes more of them, is looked for too.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.soak.trainer import SLOTS
+
+MOST_SLOTS = 2 * (SLOTS + 1)
+"""Files of the rank that lives on a node, and of the one before it, until newer replace them."""
+MOST_STEPS = SLOTS + 5
+"""Snapshots that are kept, one that is written, and some that were never committed."""
+MOST_HIDDEN = 8
+"""Files that are made beside their names, or were, when who made them was killed."""
+MOST_FILES = 250
 MOST_GROWTH = 32.0
 MOST_OF_AGENT = 256.0
 MOST_RATIO = 1.25
@@ -35,6 +48,8 @@ class Steadiness:
         self._bytes: list[float] = []
         self._files: list[float] = []
         self._failures: list[str] = []
+        self._most: dict[str, int] = {}
+        self._leaks: dict[str, str] = {}
         self._looks = 0
 
     def begin_anew(self) -> None:
@@ -51,6 +66,8 @@ class Steadiness:
                     use = self._agents.setdefault(process, Use())
                     use.memory.append(anonymous(process))
                     use.files.append(len(list(Path(f"/proc/{process}/fd").iterdir())))
+        for node in sorted(self._base.iterdir()):
+            self._look_at(node)
         sizes = []
         for path in self._base.rglob("*"):
             with suppress(OSError):
@@ -59,6 +76,22 @@ class Steadiness:
         if self._looks > WARM:
             self._bytes.append(sum(sizes))
             self._files.append(len(sizes))
+
+    def _look_at(self, node: Path) -> None:
+        """Compare what a node has with the most that it may have."""
+        counts = {
+            "slots": (["free/*", "step-*/r*.safetensors"], MOST_SLOTS),
+            "parities": (["step-*/parity-*.bin"], MOST_STEPS),
+            "snapshots": (["step-*"], MOST_STEPS),
+            "hidden files": ([".*", "*/.*"], MOST_HIDDEN),
+            "files": (["**/*"], MOST_FILES),
+        }
+        for run in node.glob("*/runs/*"):
+            for name, (patterns, most) in counts.items():
+                found = sum(1 for pattern in patterns for _ in run.glob(pattern))
+                self._most[name] = max(self._most.get(name, 0), found)
+                if found > most:
+                    self._leaks[name] = f"{found} {name} in {run}: at most {most} belong there"
 
     def lines(self) -> list[str]:
         """What was seen."""
@@ -71,6 +104,10 @@ class Steadiness:
             f"{peak:.0f} MB and {files} open files each; at most {growth:.0f} MB more at its end "
             "than at first"
         ]
+        said.append(
+            "on a node at most: "
+            + ", ".join(f"{count} {name}" for name, count in self._most.items())
+        )
         if growth > MOST_GROWTH:
             said.append(f"WARNING: an agent grew by {growth:.0f} MB")
         for name, found in (("MB", self._bytes), ("files", self._files)):
@@ -84,7 +121,7 @@ class Steadiness:
 
     def failures(self) -> list[str]:
         """What is not as it must be."""
-        failures = list(self._failures)
+        failures = [*self._failures, *self._leaks.values()]
         for process, use in self._agents.items():
             if max(use.memory) > MOST_OF_AGENT:
                 failures.append(f"agent {process} took {max(use.memory):.0f} MB")

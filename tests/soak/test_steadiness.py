@@ -1,0 +1,40 @@
+"""What a soak holds to be a leak is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.soak.steadiness import MOST_HIDDEN, MOST_SLOTS, MOST_STEPS, Steadiness
+
+RUN = Path("node0", "shardwise-0", "runs", "0" * 16)
+
+
+def leaks(base: Path, names: list[str]) -> list[str]:
+    """What is wrong with a node that has these files of a run."""
+    for name in names:
+        path = base / RUN / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    steadiness = Steadiness(base)
+    steadiness.look({})
+    return steadiness.failures()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "most", "leak"),
+    [
+        ("free/r00000-{}.slot", MOST_SLOTS, "slots"),
+        ("step-00000001/r{:05d}-0.safetensors", MOST_SLOTS, "slots"),
+        ("step-{:08d}/manifest.json", MOST_STEPS, "snapshots"),
+        ("step-00000001/.entry.json.{}", MOST_HIDDEN, "hidden files"),
+    ],
+)
+def test_more_than_belongs_there_is_a_leak(
+    tmp_path: Path, pattern: str, most: int, leak: str
+) -> None:
+    names = [pattern.format(number) for number in range(most + 1)]
+    assert leaks(tmp_path / "flat", names[:-1]) == []
+    (found,) = leaks(tmp_path / "leaky", names)
+    assert found.startswith(f"{most + 1} {leak} in ")
