@@ -20,6 +20,7 @@ from shardwise.formats.ranges import Part
 from shardwise.formats.torchfile import Contents, is_torch_file, read_torch_file
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.store import LocalStore
+from tests.formats.comparing import assert_same
 from tests.formats.reference import read_array
 
 KINDS = [True, False]  # zip archives, and what was before
@@ -45,23 +46,6 @@ def tensors_of(data: bytes, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [tensors_of(data, item) for item in value]
     return value
-
-
-def assert_same(read: Any, expected: Any) -> None:
-    if isinstance(expected, torch.Tensor):
-        assert (read.dtype, read.shape) == (expected.dtype, expected.shape)
-        raw = [x.contiguous().reshape(-1).view(torch.uint8) for x in (read, expected.detach())]
-        assert torch.equal(*raw)
-    elif isinstance(expected, dict):
-        assert list(read) == list(expected)
-        for key in expected:
-            assert_same(read[key], expected[key])
-    elif isinstance(expected, (list, tuple)):
-        assert len(read) == len(expected)
-        for one, other in zip(read, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert read == expected
 
 
 def training_state() -> dict[str, Any]:

@@ -112,6 +112,8 @@ def _bytes(data: object = b"", codec: object = None) -> bytes:
 
 
 def _ordered(pairs: object = ()) -> OrderedDict[Any, Any]:
+    if pairs == ():
+        return OrderedDict()  # as every tensor has one
     listed = list(_items(pairs))
     check_hashable(key for key, _ in listed)
     return OrderedDict(listed)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.formats.foreign import ForeignFile
+from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.table import Int
 
 
@@ -22,6 +23,11 @@ class StoredArray:
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True, slots=True)

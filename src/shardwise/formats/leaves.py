@@ -11,6 +11,7 @@ import numpy as np
 from shardwise.errors import StateError
 from shardwise.formats.catalogue import StoredArray
 from shardwise.formats.foreign import Foreign, ForeignFile, Laid
+from shardwise.formats.lay import joined, lay
 from shardwise.formats.optimizers import (
     GROUPS,
     Optimizer,
@@ -20,7 +21,6 @@ from shardwise.formats.optimizers import (
 )
 from shardwise.formats.plain import encode_plain
 from shardwise.manifest.manifest import ObjectEntry, TensorEntry
-from shardwise.manifest.table import Int, Pieces
 
 NUMBERS = "(numbers)"
 """The file that is none, for numbers that lie in pickles and are wanted as tensors."""
@@ -136,8 +136,7 @@ class Builder:
 
     def add_array(self, name: str, array: StoredArray) -> None:
         """A tensor that is an array of one of the files."""
-        if 0 not in array.shape:
-            self._arrays.append((len(self.tensors), array))
+        self._arrays.append((len(self.tensors), array))
         self.tensors.append(TensorEntry(name, array.dtype, array.shape))
 
     def add_number(self, name: str, value: float) -> None:
@@ -174,33 +173,7 @@ class Builder:
             format=format,
             files=files,
             tensors=tuple(self.tensors),
-            laid=_joined(self.laid, self._arrays),
+            laid=joined(self.laid, lay(self._arrays)),
             objects=tuple(self.objects),
             left_out=tuple(self.left_out),
         )
-
-
-def _joined(laid: Laid, arrays: Sequence[tuple[int, StoredArray]]) -> Laid:
-    """Pieces, and whole tensors behind them."""
-    pieces = laid.pieces
-    dims = max([pieces.offset.shape[1], *(len(array.shape) for _, array in arrays)])
-
-    def stacked(column: Int, rows: list[tuple[int, ...]], fill: int) -> Int:
-        by = ((0, 0), (0, dims - column.shape[1]))
-        padded = [(*row, *(fill,) * (dims - len(row))) for row in rows]
-        behind = np.array(padded, np.int64).reshape(len(padded), dims)
-        return np.concatenate([np.pad(column, by, constant_values=fill), behind])
-
-    def behind(column: Int, rows: list[int]) -> Int:
-        return np.concatenate([column, np.array(rows, np.int64)])
-
-    return Laid(
-        Pieces(
-            behind(pieces.tensor, [tensor for tensor, _ in arrays]),
-            behind(pieces.file, [array.file for _, array in arrays]),
-            behind(pieces.start, [array.start for _, array in arrays]),
-            stacked(pieces.offset, [(0,) * len(array.shape) for _, array in arrays], 0),
-            stacked(pieces.shape, [array.shape for _, array in arrays], 1),
-        ),
-        stacked(laid.stride, [array.stride for _, array in arrays], 0),
-    )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.errors import CheckpointNotFoundError
+from shardwise.formats import huggingface, torchsave
 from shardwise.formats.dcp import reader as dcp
 from shardwise.formats.deepspeed import native as deepspeed
 from shardwise.formats.foreign import Foreign
@@ -24,6 +25,8 @@ class Reader:
 READERS: tuple[Reader, ...] = (
     Reader(dcp.FORMAT, dcp.recognise, dcp.read),
     Reader(deepspeed.FORMAT, deepspeed.recognise, deepspeed.read),
+    Reader(huggingface.FORMAT, huggingface.recognise, huggingface.read),
+    Reader(torchsave.FORMAT, torchsave.recognise, torchsave.read),
 )
 
 

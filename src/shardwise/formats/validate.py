@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from shardwise.errors import FormatError
 from shardwise.formats.foreign import Foreign, Laid
+from shardwise.formats.lay import widened
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import LARGEST, TensorEntry
 from shardwise.manifest.names import LONGEST_NAME, RESERVED
@@ -28,7 +29,7 @@ def checked(foreign: Foreign) -> Foreign:
     _check_names(foreign)
     _check_tensors(foreign.tensors)
     dims = max((len(tensor.shape) for tensor in foreign.tensors), default=0)
-    laid, replicas = _widened(foreign.laid, dims), _widened(foreign.replicas, dims)
+    laid, replicas = widened(foreign.laid, dims), widened(foreign.replicas, dims)
     foreign = replace(foreign, laid=laid, replicas=replicas)
     for each in (laid, replicas):
         if len(each) > MOST_PIECES:
@@ -44,17 +45,6 @@ def checked(foreign: Foreign) -> Foreign:
         names = ", ".join(foreign.tensors[i].name for i in wrong[:5].tolist())
         raise FormatError(f"pieces overlap or leave holes in {len(wrong)} tensor(s): {names}")
     return foreign
-
-
-def _widened(laid: Laid, dims: int) -> Laid:
-    pieces = laid.pieces
-    missing = dims - pieces.offset.shape[1]
-    if missing < 0:
-        raise FormatError(f"a piece has more dimensions than the {dims} of any tensor")
-    by = ((0, 0), (0, missing))
-    offset, stride = np.pad(pieces.offset, by), np.pad(laid.stride, by)
-    shape = np.pad(pieces.shape, by, constant_values=1)
-    return Laid(replace(pieces, offset=offset, shape=shape), stride)
 
 
 def _shapes(foreign: Foreign, dims: int) -> Int:
