@@ -383,26 +383,27 @@ def test_ranks_of_a_host_of_which_some_have_the_files_in_memory_and_some_not(
     assert [each[:2] for each in found] == [(2, "memory")] * 2
 
 
-def train_and_die(root: str, shm: str, victim: int) -> None:
-    """Protected snapshots in memory only; then one trainer is killed."""
-    cp = sw.Checkpointer(root, every=100, memory=memory_of(shm, 2, copies=1))
+def train_and_lose(root: str, shm: str, nodes: int, lost: int, *, node: bool) -> None:
+    """Protected snapshots in memory only; then a trainer is killed, alone or with its node. If the
+    node goes with it, the others end without a word soon after."""
+    cp = sw.Checkpointer(root, every=100, memory=memory_of(shm, nodes, copies=1))
     for step in (1, 2, 3):
         handle = cp.save(step, rows(step))
         assert handle is not None
         handle.protected(20.0)
-    if dist.get_rank() == victim:
+    if dist.get_rank() == lost:
+        if node:
+            lose(Path(shm), lost)
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.5)
+    time.sleep(1.0 if node else 0.5)
+    if node:
+        os.kill(os.getpid(), signal.SIGKILL)
     cp.close(wait=False)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_what_is_in_memory_is_persisted_when_a_trainer_is_lost(
-    gang: Gang, tmp_path: Path, shm: Path, victim: int
-) -> None:
-    root = tmp_path / "root"
-    gang.outcomes(train_and_die, str(root), str(shm), victim, world=2, timeout=60.0)
-    deadline = time.monotonic() + 20.0
+def assert_rescued(root: Path, seconds: float) -> None:
+    """Step 3, and no other, is persisted in time."""
+    deadline = time.monotonic() + seconds
     while not (root / "step-00000003" / "manifest.json").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -410,24 +411,19 @@ def test_what_is_in_memory_is_persisted_when_a_trainer_is_lost(
     checkpoint.verify()
     assert torch.equal(checkpoint["t"][...], reference(3))  # type: ignore[index]
     assert not (root / "step-00000002").exists()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_what_is_in_memory_is_persisted_when_a_trainer_is_lost(
+    gang: Gang, tmp_path: Path, shm: Path, victim: int
+) -> None:
+    root = tmp_path / "root"
+    gang.outcomes(train_and_lose, str(root), str(shm), 2, victim, node=False, world=2, timeout=60.0)
+    assert_rescued(root, 20.0)
     end_agents(shm)
     for node in (0, 1):
         lose(shm, node)
     assert gang.run(recover, str(root), str(shm), 2, world=2)[0][:2] == (3, "storage")
-
-
-def train_and_lose_a_node(root: str, shm: str, lost: int) -> None:
-    """Protected snapshots in memory only; then a node is lost, with its trainer and its agent."""
-    cp = sw.Checkpointer(root, every=100, memory=memory_of(shm, 3, copies=1))
-    for step in (1, 2, 3):
-        handle = cp.save(step, rows(step))
-        assert handle is not None
-        handle.protected(20.0)
-    if dist.get_rank() == lost:
-        lose(Path(shm), lost)
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(1.0)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -436,14 +432,8 @@ def test_what_is_in_memory_is_persisted_when_a_node_is_lost(
 ) -> None:
     """By whichever node is left, with the files of the other from their copies."""
     root = tmp_path / "root"
-    gang.outcomes(train_and_lose_a_node, str(root), str(shm), lost, world=3, timeout=60.0)
-    deadline = time.monotonic() + 40.0
-    while not (root / "step-00000003" / "manifest.json").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    checkpoint = sw.open(root / "step-00000003")
-    checkpoint.verify()
-    assert torch.equal(checkpoint["t"][...], reference(3))  # type: ignore[index]
+    gang.outcomes(train_and_lose, str(root), str(shm), 3, lost, node=True, world=3, timeout=60.0)
+    assert_rescued(root, 40.0)
 
 
 def look_only(root: str, shm: str) -> list[int]:
