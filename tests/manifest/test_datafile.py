@@ -74,3 +74,10 @@ def test_a_name_that_needs_escapes_is_no_matter() -> None:
     file = lay_out(list_pieces((name, "uint8", (1,), whole) for name in names), 0, {})
     assert list(json.loads(file.header[8:]))[1:5] == names
     assert math.gcd(file.data_at, ALIGNMENT) == ALIGNMENT
+
+
+def test_a_tensor_takes_no_place_of_the_metadata() -> None:
+    listed = list_pieces([("__metadata__", "uint8", (1,), Box.whole((1,)))])
+    header = json.loads(lay_out(listed, 0, {"a": "b"}).header[8:])
+    assert list(header) == ["__metadata__", "__metadata__'", CHECKSUMS_KEY]
+    assert header["__metadata__"] == {"a": "b"}
