@@ -62,8 +62,8 @@ class Recovery:
         noticed: seconds until a launcher that was left saw its trainer end.
         seconds: from then on: until trainers were there, had restored, and had made a step.
         restore: seconds of the restore alone.
-        origin: bytes of the state that ranks wanted, by where they lay.
-        wanted: all of these, as the load reports say.
+        origin: bytes that ranks read, by where they came from.
+        read: all of these that hold the state, as the load reports say.
         received: bytes that came over the cables of the hosts during the restore.
     """
 
@@ -76,7 +76,7 @@ class Recovery:
     seconds: dict[str, float]
     restore: float
     origin: dict[str, int]
-    wanted: int
+    read: int
     received: int
 
 
@@ -175,15 +175,10 @@ class Story:
         restored = launch.event("restored")
         there, first = launch.event("ready")["time"], launch.first_step()
         step = restored["at"]
-        writing = next(each for each in reversed(earlier) if step in each.steps_saved())
-        lost = {name for each in earlier[earlier.index(writing) :] for name in each.lost}
         ranks = [launch.event("restored", rank) for rank in range(len(launch.hosts))]
         origin: Counter[str] = Counter()
-        for rank, each in enumerate(ranks):
-            if each["source"] == "storage":
-                origin["storage"] += each["wanted"]
-            for writer, nbytes in each["by_writer"].items():
-                origin[place(writing.hosts[int(writer)], launch.hosts[rank], lost)] += nbytes
+        for each in ranks:
+            origin.update(each["origins"])
         recovery = Recovery(
             failure=failure,
             step=step,
@@ -198,7 +193,7 @@ class Story:
             },
             restore=restored["seconds"],
             origin=dict(origin),
-            wanted=sum(each["wanted"] for each in ranks),
+            read=sum(each["read"] for each in ranks),
             received=sum(each["received"] for each in ranks),
         )
         self.recoveries.append(recovery)
@@ -217,13 +212,6 @@ class Story:
 
     def _say(self, line: str) -> None:
         self._console.print(line, soft_wrap=True)
-
-
-def place(writer: str, reader: str, lost: set[str]) -> str:
-    """Where a host had what another one saved."""
-    if writer in lost:
-        return "decoded"
-    return "local memory" if writer == reader else "other hosts"
 
 
 def main() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,10 +12,8 @@ import torch
 import torch.distributed as dist
 from gpt import GPT, Shape
 from text import read_corpus
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -28,7 +25,6 @@ import shardwise as sw
 
 COLUMNS = ("attention.query", "attention.key", "attention.value", "up")
 ROWS = ("attention.out", "down")
-MOMENTS = ("exp_avg", "exp_avg_sq")
 PATIENCE = timedelta(seconds=60)
 
 
@@ -58,9 +54,9 @@ def main() -> None:
                 at=step,
                 source=report.source,
                 seconds=time.monotonic() - began,
-                wanted=report.load.bytes_needed,
+                read=report.load.bytes_read,
                 received=received() - before,
-                by_writer=by_writer(model, report) if report.source == "memory" else {},
+                origins=report.origins,
                 skipped=report.skipped,
             )
         while step < options.steps:
@@ -89,39 +85,6 @@ def parallelize(model: GPT, parallel: str) -> DeviceMesh:
         for block in model.blocks:
             parallelize_module(block, mesh["tensor"], plan)
     return mesh
-
-
-def by_writer(model: GPT, report: sw.RestoreReport) -> dict[int, int]:
-    """Bytes of the state that this rank wanted, by the rank that had saved them.
-
-    A restore does not say where its bytes came from; the boxes of the snapshot do.
-    """
-    (snapshot,) = Path("/dev/shm").glob(f"shardwise-*/runs/*/step-{report.step:08d}")
-    checkpoint = sw.open(snapshot)
-    tensors = checkpoint.tensors()
-    found: Counter[int] = Counter()
-    for name, parameter in model.named_parameters():
-        mine = box(parameter)
-        kinds = [f"model.{name}", *(f"optimizer.{name}.{kind}" for kind in MOMENTS)]
-        for each in kinds:
-            for stored, writer in checkpoint.boxes(each):
-                if common := stored.intersect(mine):
-                    found[writer] += common.size * tensors[each].dtype.itemsize
-        ((_, writer),) = checkpoint.boxes(f"optimizer.{name}.step")
-        found[writer] += tensors[f"optimizer.{name}.step"].dtype.itemsize
-    return found
-
-
-def box(parameter: Tensor) -> sw.Box:
-    """The part of a parameter that this rank has."""
-    shape, offset = list(parameter.shape), [0] * parameter.ndim
-    if isinstance(parameter, DTensor):
-        for placement in parameter.placements:
-            if isinstance(placement, Shard):
-                dim, world = placement.dim, dist.get_world_size()
-                offset[dim] = min(-(-shape[dim] // world) * dist.get_rank(), shape[dim])
-                shape[dim] = parameter.to_local().shape[dim]
-    return sw.Box(tuple(offset), tuple(shape))
 
 
 def received() -> int:

@@ -63,7 +63,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     failure = SimpleNamespace(title="something fails", source="memory", cost=1)
     recovery = SimpleNamespace(
-        failure=failure, source="memory", step=4, reached=5, origin={"decoded": 7}, wanted=7
+        failure=failure, source="memory", step=4, reached=5, origin={"decoded": 7}, read=7
     )
     reference = launch("reference", "fsdp", 0, 9)
     story = SimpleNamespace(
@@ -89,7 +89,8 @@ def write(journal: Path, losses: dict[int, float]) -> None:
         ("reached", 6, "at most 1 may be lost"),
         ("reached", 3, "at most 1 may be lost"),
         ("step", 5, "restored step 5, went on at 4"),
-        ("wanted", 8, "7 bytes of the state are accounted for, and 8 were wanted"),
+        ("read", 8, "7 bytes are accounted for, and 8 of the state were read"),
+        ("origin", {"storage": 1 << 22}, "4194304 bytes are accounted for, and 7 of the state"),
     ],
 )
 def test_a_recovery_that_is_not_as_it_should_be_is_told(

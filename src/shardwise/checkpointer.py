@@ -37,7 +37,7 @@ from shardwise.memory.snapshots.handle import SaveHandle
 from shardwise.memory.snapshots.snapshots import Snapshots, Storing
 from shardwise.plan.cache import PlanCache
 from shardwise.preemption import Preemption
-from shardwise.restoring import RestoreReport, Restoring
+from shardwise.restoring import RestoreReport, Restoring, origins_of
 from shardwise.retention import Keep, apply_retention, committed_steps
 from shardwise.store import LocalStore, Store, open_store
 
@@ -322,7 +322,7 @@ class Checkpointer:
         found = report.step if report else None
         if report is None and (start := self._start_from) is not None:
             loaded = start(state) if callable(start) else load(start)
-            report = RestoreReport(loaded.step, "start", loaded, ())
+            report = RestoreReport(loaded.step, "start", loaded, (), origins_of(loaded))
         if self._snapshots is not None:
             self._snapshots.go_on_from(found)
             self.prepare(state)

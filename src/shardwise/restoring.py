@@ -19,6 +19,7 @@ from shardwise.errors import (
     ShardwiseError,
 )
 from shardwise.manifest.names import step_directory
+from shardwise.memory.network.assembled import IN_MEMORY, AssembledStore
 from shardwise.memory.snapshots.recovery import Found, find_snapshot
 from shardwise.memory.snapshots.snapshots import Snapshots
 from shardwise.retention import committed_steps
@@ -39,12 +40,23 @@ class RestoreReport:
         source: where it came from: "memory", "storage", or "start" (`Checkpointer(start_from=…)`).
         load: how it was loaded.
         skipped: newer steps, and why they were not.
+        origins: bytes that this rank read, by where they came from: "local memory" of its node,
+            that of "other nodes", "decoded" from what other nodes keep for one that is lost, or
+            "storage". Of memory, checksums and values of ranks are included.
     """
 
     step: int | None
     source: str
     load: LoadReport
     skipped: tuple[tuple[int, str], ...]
+    origins: dict[str, int]
+
+
+def origins_of(load: LoadReport, memory: AssembledStore | None = None) -> dict[str, int]:
+    """Where the bytes of a load came from: a snapshot in memory, or storage."""
+    if memory is None:
+        return {**dict.fromkeys(IN_MEMORY, 0), "storage": load.bytes_read}
+    return {**memory.origins(), "storage": 0}
 
 
 class Restoring:
@@ -109,7 +121,8 @@ class Restoring:
             report, reason = self._try(load, store)
             if report is not None:
                 newer = tuple((each, why) for each, why, _ in skipped if each >= number)
-                return RestoreReport(number, source, report, newer), skipped
+                origins = origins_of(report, found.store if source == "memory" else None)
+                return RestoreReport(number, source, report, newer, origins), skipped
             skipped.append((number, f"{source}: {reason}", True))
             if source == "storage":
                 self._damaged.add(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,10 @@ from shardwise.store.store import Buffer
 
 WAIT = 10.0
 DECODING_THREADS = 2
-Way = Callable[[int, Buffer], None]
+IN_MEMORY = LOCAL, OTHERS, DECODED = "local memory", "other nodes", "decoded"
+Count = Callable[[str, int], None]
+Way = tuple[str, Callable[[int, Buffer], None]]
+"""Where bytes of a file come from, and how they are read."""
 
 
 class Assembly(msgspec.Struct, array_like=True, frozen=True):
@@ -68,6 +72,8 @@ class AssembledStore:
         cards = list(assembly.nodes.values())
         self._nodes = Nodes(Place(run, assembly.step), cards, node, WAIT, tls)
         self._gone: dict[str, str] = {}
+        self._origins = dict.fromkeys(IN_MEMORY, 0)
+        self._counting = threading.Lock()
         self._rebuilder: Rebuilder | None = None
         self._owner: dict[str, str] = {}
         if assembly.protection:
@@ -83,6 +89,11 @@ class AssembledStore:
     def __str__(self) -> str:
         return self._name
 
+    def origins(self) -> dict[str, int]:
+        """Bytes of data files that were read until now, by where they came from."""
+        with self._counting:
+            return dict(self._origins)
+
     def close(self) -> None:
         """Let go of the other nodes."""
         if self._rebuilder is not None:
@@ -95,8 +106,9 @@ class AssembledStore:
         if nodes is None:
             raise FileNotFoundError(f"{self} has no {key}")
         if self._node in nodes:
-            return _Here(mapped(self._local.path / key, self._assembly.sizes[key]))
-        return _Away(self._assembly.sizes[key], f"{key} of {self}", self._ways(key, nodes))
+            return _Here(mapped(self._local.path / key, self._assembly.sizes[key]), self._count)
+        ways = self._ways(key, nodes)
+        return _Away(self._assembly.sizes[key], f"{key} of {self}", ways, self._count)
 
     def is_mapped(self, key: str) -> bool:
         """Whether a file lies in this node's memory."""
@@ -154,14 +166,18 @@ class AssembledStore:
         """The ways to read a range of a file: from each holder, and by decoding."""
 
         def of_node(node: str) -> Way:
-            return lambda offset, out: self._read_range(node, key, offset, out)
+            return OTHERS, lambda offset, out: self._read_range(node, key, offset, out)
 
         ways = [of_node(node) for node in nodes]
         rebuilder = self._rebuilder
         if rebuilder is not None and key in self._owner:
             owner = self._owner[key]
-            ways.append(lambda offset, out: rebuilder.read(owner, key, offset, out))
+            ways.append((DECODED, lambda offset, out: rebuilder.read(owner, key, offset, out)))
         return ways
+
+    def _count(self, origin: str, nbytes: int) -> None:
+        with self._counting:
+            self._origins[origin] += nbytes
 
     def _read_range(self, node: str, key: str, offset: int, out: Buffer) -> None:
         """Read from a node; one that has failed once is not waited for again."""
@@ -179,13 +195,16 @@ class _Here:
     """A file in this node's memory."""
 
     data: Buffer
+    count: Count
 
     @property
     def size(self) -> int:
         return len(self.data)
 
     def view(self, offset: int, count: int) -> Buffer:
-        return self.data[offset : offset + count]
+        part = self.data[offset : offset + count]
+        self.count(LOCAL, len(part))
+        return part
 
     def read_at(self, offset: int, out: Buffer) -> int:
         part = self.view(offset, len(out))
@@ -203,16 +222,18 @@ class _Away:
     size: int
     name: str
     ways: Sequence[Way]
+    count: Count
 
     def read_at(self, offset: int, out: Buffer) -> int:
         part = out[: max(0, min(len(out), self.size - offset))]
         failures = []
-        for way in self.ways:
+        for origin, read in self.ways:
             try:
-                way(offset, part)
+                read(offset, part)
             except (OSError, CorruptionError) as error:
                 failures.append(str(error))
                 continue
+            self.count(origin, len(part))
             return len(part)
         raise CorruptionError(f"{self.name} cannot be had any more: {'; '.join(failures)}")
 
