@@ -85,6 +85,11 @@ class Checkpoint(Mapping[str, object]):
         """How many ranks saved it."""
         return self.manifest.world_size
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What a foreign checkpoint has that has no name here, and why; one line each."""
+        return self._opened.left_out
+
     def __getitem__(self, name: str) -> object:
         entry = self._saved.tensor(name)
         if entry is not None:
@@ -159,8 +164,11 @@ class Checkpoint(Mapping[str, object]):
             The bytes that were checked.
 
         Raises:
+            StateError: it is a foreign checkpoint, which has no checksums.
             CorruptionError: a file is missing or cut off, or bytes are not those that were saved.
         """
+        if self._opened.beyond:
+            raise StateError(f"{self.path} is no checkpoint of ours: it has no checksums to verify")
         return verify_files(self._opened, self._arena, Recorder(on_event))
 
     def _whole(self, name: str) -> torch.Tensor:

@@ -43,6 +43,21 @@ def open_any(
     )
 
 
+def open_foreign(store: Store, foreign: ReadForeign) -> Opened | None:
+    """What is at a place, if it is a foreign checkpoint; by this process alone.
+
+    Raises:
+        FormatError: it is one, and malformed.
+    """
+    if not isinstance(store, LocalStore) or not store.path.exists() or _is_ours(store):
+        return None
+    tree = Tree(store.path)
+    try:
+        return opened_foreign(tree, foreign(tree))
+    except CheckpointNotFoundError:
+        return None
+
+
 def _read(store: Store, foreign: ReadForeign) -> bytes:
     try:
         return read_manifest(store)
@@ -99,4 +114,11 @@ def opened_foreign(tree: Tree, foreign: Foreign) -> Opened:
         objects=foreign.objects,
         tensors=tuple(shown),
     )
-    return Opened(ForeignFiles(tree, foreign.files), manifest, moved, foreign.laid.stride, parts)
+    return Opened(
+        ForeignFiles(tree, foreign.files),
+        manifest,
+        moved,
+        foreign.laid.stride,
+        parts,
+        foreign.left_out,
+    )

@@ -143,7 +143,7 @@ def _differing(
     """The tensors whose bytes differ; those that are tied in both are compared once."""
     stored = {(x.same_as or x.name, y.same_as or y.name): x for x, y in pairs}
     with progress(sum(map(tensor_bytes, stored.values()))) as advance:
-        found = compare_tensors(a.store, b.store, list(stored.values()), advance)
+        found = compare_tensors(a, b, list(stored.values()), advance)
     differing = []
     for x, y in pairs:
         tally = found[stored[x.same_as or x.name, y.same_as or y.name].name]

@@ -112,7 +112,9 @@ def show_header(saved: Saved, console: Console) -> None:
     lines = [
         ("checkpoint", str(saved.store)),
         ("step", "–" if manifest.step is None else str(manifest.step)),
-        ("saved", f"{wording.moment(manifest.created)} UTC"),
+        ("format", manifest.format)
+        if saved.foreign is not None
+        else ("saved", f"{wording.moment(manifest.created)} UTC"),
         ("by", wording.count(manifest.world_size, "rank")),
         ("holds", ", ".join(held)),
         ("size", f"{wording.size(saved.bytes)} in {files}"),
@@ -120,6 +122,8 @@ def show_header(saved: Saved, console: Console) -> None:
     if manifest.metrics:
         lines.append(("metrics", wording.metrics(manifest.metrics)))
     show_facts(lines, console)
+    for line in saved.foreign.left_out if saved.foreign is not None else ():
+        console.print(Text(f"– left out: {wording.printable(line)}", "yellow"))
     console.print()
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.cli.places import Saved
 from shardwise.engine.arena import Arena
 from shardwise.engine.load import fill, plan_filling
 from shardwise.engine.opened import Opened, opened_manifest, read_manifest
@@ -17,7 +18,6 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.saved import SavedState
 from shardwise.state.leaves import Fragment, TensorLeaf
-from shardwise.store import Store
 
 LARGEST_BATCH = 16 << 20
 """Bytes of each of the two checkpoints that are compared at once."""
@@ -68,7 +68,7 @@ class Tally:
 
 
 def compare_tensors(
-    a: Store, b: Store, tensors: Sequence[TensorEntry], advance: Callable[[str, int], None]
+    a: Saved, b: Saved, tensors: Sequence[TensorEntry], advance: Callable[[str, int], None]
 ) -> dict[str, Tally]:
     """Compare tensors that both checkpoints have, of the same dtypes and shapes.
 
@@ -82,7 +82,10 @@ def compare_tensors(
         CorruptionError: one of the checkpoints is damaged.
     """
     arena = Arena(BUFFER)
-    sides = [_Side(opened_manifest(store, read_manifest(store)), arena) for store in (a, b)]
+    sides = [
+        _Side(each.foreign or opened_manifest(each.store, read_manifest(each.store)), arena)
+        for each in (a, b)
+    ]
     found = {entry.name: Tally() for entry in tensors}
     for batch in batches(tensors):
         read = [side.read(batch) for side in sides]

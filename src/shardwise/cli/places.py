@@ -5,21 +5,26 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from shardwise.errors import CheckpointNotFoundError, FormatError
+from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, made_by_save, step_of_directory
 from shardwise.manifest.table import Pieces
 from shardwise.manifest.validate import validated_pieces
 from shardwise.store import LocalStore, Store, open_store
 
+if TYPE_CHECKING:
+    from shardwise.engine.opened import Opened
+
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A committed checkpoint: where it is, and its manifest."""
+    """A committed checkpoint: where it is, and its manifest; `foreign`, if it is not ours."""
 
     store: Store
     manifest: Manifest
+    foreign: Opened | None = None
 
     @property
     def bytes(self) -> int:
@@ -59,9 +64,22 @@ def checkpoint_at(path: str) -> Saved:
         FormatError: its manifest cannot be trusted.
     """
     store = open_store(path)
+    foreign = _foreign_at(store)
+    if foreign is not None:
+        return Saved(store, foreign.manifest, foreign)
     if MANIFEST not in _names(store):
         raise _no_checkpoint(store)
     return read_manifest(store)
+
+
+def _foreign_at(store: Store) -> Opened | None:
+    if not isinstance(store, LocalStore) or (store.path / MANIFEST).exists():
+        return None
+    # Torch takes a second: only those wait who need it.
+    from shardwise.formats.recognise import read_foreign
+    from shardwise.opening import open_foreign
+
+    return open_foreign(store, read_foreign)
 
 
 def read_manifest(store: Store) -> Saved:
@@ -82,6 +100,8 @@ def trusted_pieces(saved: Saved) -> Pieces:
     Raises:
         FormatError: its manifest cannot be trusted.
     """
+    if saved.foreign is not None:
+        return saved.foreign.pieces
     try:
         return validated_pieces(saved.manifest)
     except FormatError as error:
@@ -111,12 +131,18 @@ def checkpoints_at(path: str) -> list[Below]:
 
     Raises:
         CheckpointNotFoundError: it is neither.
+        StateError: it is a foreign checkpoint.
     """
     store = open_store(path)
-    names = _names(store)
-    if MANIFEST in names:
-        return [Below(Path(str(store)).name, store, frozenset(names))]
-    return checkpoints_below(path)
+    try:
+        names = _names(store)
+        if MANIFEST in names:
+            return [Below(Path(str(store)).name, store, frozenset(names))]
+        return checkpoints_below(path)
+    except CheckpointNotFoundError:
+        if _foreign_at(store) is None:
+            raise
+    raise StateError(f"{store} is no checkpoint of ours: it has no checksums to verify")
 
 
 def _names(store: Store) -> list[str]:

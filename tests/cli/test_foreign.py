@@ -1,0 +1,53 @@
+"""What the commands say of checkpoints that are not ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.cli.conftest import Run
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    state = {"model": {"w": torch.arange(12.0).reshape(3, 4)}, "epoch": 3}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    return tmp_path / "dcp"
+
+
+def test_it_is_inspected(run: Run, foreign: Path) -> None:
+    ran = run("inspect", foreign)
+    assert ran.status == 0, ran.err
+    assert "format" in ran.out
+    assert "DCP" in ran.out
+    ran = run("inspect", foreign, "--json")
+    assert [(each["name"], each["shape"]) for each in ran.document["tensors"]] == [
+        ("model.w", [3, 4])
+    ]
+
+
+def test_it_is_compared_with_what_it_became(run: Run, foreign: Path, tmp_path: Path) -> None:
+    assert run("convert", foreign, tmp_path / "ours").status == 0
+    ran = run("diff", foreign, tmp_path / "ours")
+    assert (ran.status, ran.out) == (0, "✓ the same; 1 tensor compared\n"), ran.err
+    data = next(foreign.glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    at = content.index(torch.tensor([5.0]).numpy().tobytes())
+    content[at + 3] ^= 1
+    data.write_bytes(content)
+    ran = run("diff", foreign, tmp_path / "ours")
+    assert ran.status == 1
+    assert "model.w" in ran.out
+
+
+def test_it_cannot_be_verified_and_that_is_said(run: Run, foreign: Path) -> None:
+    ran = run("verify", foreign)
+    assert (ran.status, "no checksums" in ran.err) == (2, True)
+
+
+def test_an_unknown_directory_is_no_checkpoint(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert run("inspect", tmp_path).status == 2
