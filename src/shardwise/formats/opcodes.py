@@ -108,7 +108,7 @@ def _proto(machine: Machine, at: int) -> int:
 
 
 def _frame(machine: Machine, at: int) -> int:
-    machine.take(at, 8)
+    machine.take(at + 8, int.from_bytes(machine.take(at, 8), "little"))
     return at + 8
 
 

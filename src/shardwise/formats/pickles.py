@@ -88,6 +88,8 @@ def _run(machine: Machine, at: int) -> tuple[object, int]:
                 at += 1
             elif op == 0x2E:  # STOP
                 (value,) = stack
+                if machine.marks:
+                    raise FormatError("it ends within a value")
                 return value, at
             else:
                 at = OPERATIONS[op](machine, at)

@@ -36,6 +36,8 @@ def check_unfolded(value: object, most: int) -> None:
             done[id(here)] = size, depth
         elif id(here) in entered:
             raise FormatError("a value holds itself")
+        elif len(entered) > DEEPEST:
+            raise FormatError(f"values are nested more than {DEEPEST} deep")
         else:
             entered.add(id(here))
             stack.append((here, True))
