@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from shardwise.manifest.manifest import FileEntry
+from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory.agent.persist import Throttle
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, Run, new_run, write_note
@@ -239,6 +239,41 @@ def test_the_newest_that_is_protected_stays(run: Run) -> None:
     write_note(run.step(7) / notes.outcome("protect", save), outcome)
     assert retire_old(Place(run, 5))
     assert run.steps() == [6, 7]
+
+
+def test_one_whose_protection_failed_is_not_protected(run: Run) -> None:
+    run.free.mkdir(parents=True)
+    leave_committed(run, 5, "commit", "protect")
+    for step in (6, 7):
+        leave_committed(run, step, "commit")
+        save = f"{step:016x}"
+        failed = Done(save_id=save, stage="protect", failure="no node is left")
+        write_note(run.step(step) / notes.outcome("protect", save), failed)
+    assert not retire_old(Place(run, 5))
+    assert retire_old(Place(run, 6))
+    assert run.steps() == [5, 7]
+
+
+def test_what_is_left_of_a_step_that_was_saved_again_is_removed(run: Run) -> None:
+    """As soon as it is known to have failed, and no sooner."""
+    run.free.mkdir(parents=True)
+    leave_committed(run, 7, "commit")
+    place, old = Place(run, 7), "f" * 16
+    saved = Manifest(
+        save_id=f"{7:016x}", step=7, created="", world_size=1, files=(), objects=(), tensors=()
+    )
+    write_note(place.path / "manifest.json", encode_manifest(saved))
+    file = FileEntry(f"r00000-{old}.safetensors", 0, 10, 0, 0, 0, 0)
+    (place.path / file.name).write_bytes(b"of before")
+    write_note(place.path / notes.staged(file.name), Staged(file, "r00000-old.slot", 2, ()))
+    assert not retire_old(place)
+    assert place.saves() == {old, saved.save_id}
+    failed = Done(save_id=old, stage="commit", failure="a rank was killed")
+    write_note(place.path / notes.outcome("commit", old), failed)
+    assert retire_old(place)
+    assert place.saves() == {saved.save_id}
+    assert (run.free / "r00000-old.slot").read_bytes() == b"of before"
+    assert not retire_old(place)
 
 
 def test_what_is_still_done_with_a_replaced_one_ceases(run: Run) -> None:
