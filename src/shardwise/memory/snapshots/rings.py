@@ -49,9 +49,9 @@ class Ring:
         return group_of_files(files, copies=self.copies, parity=self.parity)
 
     def copied(self) -> list[Holder]:
-        """Those whose files this rank copies."""
-        names = {name for _, name, _ in copied_files(self.group, self.at)}
-        return [each for each in self.holders if each.file.name in names]
+        """Those whose files this rank copies, in the order in which its agent numbers them."""
+        by_name = {each.file.name: each for each in self.holders}
+        return [by_name[name] for _, name, _ in copied_files(self.group, self.at)]
 
 
 def rings_of(
