@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from shardwise.errors import StoreError
 from shardwise.memory.agent import attempts
-from shardwise.memory.agent.attempts import Attempts
+from shardwise.memory.agent.agent import undisturbed
+from shardwise.memory.agent.attempts import Attempts, Duty, Seen
 from shardwise.memory.agent.duties import attempt
 from shardwise.memory.node.home import Home
 from shardwise.memory.node.place import Place
@@ -48,6 +50,16 @@ def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
+def duty_of(attend: Callable[[Place], bool]) -> Duty:
+    """There is always something to do."""
+    return Duty(lambda seen: ["something"], attend)
+
+
+def seen(place: Place, *names: str) -> Seen:
+    """A snapshot that has such files."""
+    return Seen(place, {place.step: frozenset(names)})
+
+
 class Failing:
     """A duty that fails, until it is told not to."""
 
@@ -67,9 +79,9 @@ def test_what_fails_again_and_again_is_tried_ever_later_and_told_ever_more_rarel
     place: Place, clock: Clock, told: pytest.LogCaptureFixture
 ) -> None:
     duty = Failing(ValueError("no"))
-    kept = Attempts("seal", duty)
+    kept = Attempts("seal", duty_of(duty))
     for _ in range(36_000):
-        assert not kept.attempt(place)
+        assert not (kept.is_due(seen(place)) and kept.attempt(seen(place)))
         clock.now += 0.1
     assert 60 < duty.times < 75
     assert told.text.count("Traceback") == 1
@@ -77,26 +89,28 @@ def test_what_fails_again_and_again_is_tried_ever_later_and_told_ever_more_rarel
     assert "ValueError: no (64 times by now)" in told.text
     duty.error = None
     clock.now += 60.0
-    assert kept.attempt(place)
-    assert kept.attempt(place)
+    assert kept.is_due(seen(place))
+    assert kept.attempt(seen(place))
+    assert kept.attempt(seen(place))
 
 
 def test_what_fails_once_is_tried_again_at_once(place: Place, clock: Clock) -> None:
     duty = Failing(ValueError("no"))
-    kept = Attempts("seal", duty)
-    assert not kept.attempt(place)
+    kept = Attempts("seal", duty_of(duty))
+    assert not kept.attempt(seen(place))
     duty.error = None
-    assert kept.attempt(place)
+    assert kept.is_due(seen(place))
+    assert kept.attempt(seen(place))
 
 
 def test_the_same_failure_of_many_snapshots_has_one_traceback(
     place: Place, clock: Clock, told: pytest.LogCaptureFixture
 ) -> None:
-    kept = Attempts("seal", Failing(ValueError("no")))
+    kept = Attempts("seal", duty_of(Failing(ValueError("no"))))
     for step in range(100):
         each = Place(place.run, step)
         each.path.mkdir(exist_ok=True)
-        kept.attempt(each)
+        kept.attempt(seen(each))
     assert told.text.count("Traceback") == 1
     assert len(told.records) == 7
     kept.forget_but({place.path})
@@ -107,12 +121,12 @@ def test_races_with_retirement_are_no_errors(
     place: Place, clock: Clock, told: pytest.LogCaptureFixture
 ) -> None:
     gone = Place(place.run, 4)
-    Attempts("seal", Failing(OSError("gone"))).attempt(gone)
+    Attempts("seal", duty_of(Failing(OSError("gone")))).attempt(seen(gone))
     duty = Failing(FileNotFoundError("manifest.json"))
-    kept = Attempts("commit", duty)
-    kept.attempt(place)
+    kept = Attempts("commit", duty_of(duty))
+    kept.attempt(seen(place))
     place.abandon()
-    Attempts("protect", Failing(StoreError("is abandoned"))).attempt(place)
+    Attempts("protect", duty_of(Failing(StoreError("is abandoned")))).attempt(seen(place))
 
     def refused() -> int:
         place.refuse_abandoned()
@@ -126,9 +140,46 @@ def test_races_with_retirement_are_no_errors(
 def test_a_file_that_stays_away_is_an_error(
     place: Place, clock: Clock, told: pytest.LogCaptureFixture
 ) -> None:
-    kept = Attempts("seal", Failing(FileNotFoundError("data")))
-    kept.attempt(place)
+    kept = Attempts("seal", duty_of(Failing(FileNotFoundError("data"))))
+    kept.attempt(seen(place))
     clock.now += 1.0
-    kept.attempt(place)
+    kept.attempt(seen(place))
     assert [each.levelname for each in told.records] == ["INFO", "ERROR"]
     assert "Traceback" in told.text
+
+
+def test_nothing_is_done_again_while_the_signs_are_the_same(place: Place) -> None:
+    did = iter([True, False, False])
+    kept = Attempts("seal", Duty(lambda seen: seen.names, lambda place: next(did)))
+    assert not kept.is_due(seen(place))
+    assert kept.is_due(seen(place, "one"))
+    assert kept.attempt(seen(place, "one"))
+    assert kept.is_due(seen(place, "one"))
+    assert not kept.attempt(seen(place, "one"))
+    assert not kept.is_due(seen(place, "one"))
+    assert kept.is_due(seen(place, "one", "two"))
+    assert not kept.attempt(seen(place, "one", "two"))
+    assert kept.is_due(seen(place, "two"))
+    kept.forget_but(())
+    assert kept.is_due(seen(place, "one", "two"))
+
+
+def test_what_others_hold_is_asked_for_again_and_is_no_error(
+    place: Place, told: pytest.LogCaptureFixture
+) -> None:
+    asked = []
+
+    def attend(place: Place) -> bool:
+        asked.append(place)
+        return False
+
+    kept = Attempts("seal", duty_of(undisturbed(attend)))
+    with place.hold(shared=False) as held:
+        assert held
+        assert not kept.attempt(seen(place))
+    assert not asked
+    assert kept.is_due(seen(place))
+    assert not kept.attempt(seen(place))
+    assert asked == [place]
+    assert not kept.is_due(seen(place))
+    assert not told.records

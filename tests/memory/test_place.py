@@ -11,9 +11,10 @@ import pytest
 
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
-from shardwise.memory.agent.duties import Following, Leading, seal_staged
+from shardwise.memory.agent.duties import Following, Leading, Sealing
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, new_run, read_note, write_note
+from shardwise.memory.node.mappings import Mappings
 from shardwise.memory.node.notes import Done, Draft, Kept, Staged
 from shardwise.memory.node.place import Place
 from shardwise.memory.redundancy.placement import Group, Member
@@ -84,7 +85,7 @@ def test_a_damaged_outcome_is_a_failure(place: Place) -> None:
 @pytest.mark.parametrize("stage", ["persist", "protect"])
 def test_a_damaged_wish_ends_as_a_failure(place: Place, stage: str) -> None:
     write_note(place.path / notes.request(stage, ONE), DAMAGES[0])
-    following = Following("a")
+    following = Following("a", Mappings())
     duty = following.persist if stage == "persist" else following.protect
     assert duty(place)
     done = read_note(place.path / notes.done(stage, ONE), Done)
@@ -98,7 +99,7 @@ def test_a_damaged_note_of_a_file_keeps_no_other_from_being_sealed(place: Place)
     write_note(place.path / notes.staged(f"r00000-{ONE}.safetensors"), DAMAGES[0])
     write_note(place.path / notes.staged(f"r00001-{OTHER}.safetensors"), staged(OTHER))
     with pytest.raises(FileNotFoundError):  # it is come to, and lacks its file
-        seal_staged(place)
+        Sealing(Mappings()).seal(place)
 
 
 def test_a_draft_of_which_a_bit_has_flipped_is_not_committed(place: Place) -> None:

@@ -14,8 +14,8 @@ from shardwise.memory.agent.persist import Throttle
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, Run, new_run, write_note
 from shardwise.memory.node.notes import Done, Staged
-from shardwise.memory.node.place import Place
-from shardwise.memory.node.retire import discard_newer, retire_old
+from shardwise.memory.node.place import Held, Place
+from shardwise.memory.node.retire import discard_newer, replaced, retire_replaced
 from shardwise.memory.node.room import needed_for_others, taken_for_others
 from shardwise.memory.snapshots.slots import AT_A_TIME, PAGE, Slots
 
@@ -147,6 +147,15 @@ def test_memory_for_others_has_to_be_left(run: Run) -> None:
         slots.prepare(1000, for_others=1 << 50)
 
 
+def test_memory_that_agents_let_go_of_is_waited_for(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = Slots(run, "r00000-", "staged", 1)
+    found = iter([0, 0])
+    monkeypatch.setattr(slots, "_available", lambda: next(found, 1 << 40))
+    assert slots.prepare(1000) > 0
+
+
 @pytest.mark.parametrize(
     ("options", "nodes", "expected"),
     [
@@ -227,17 +236,27 @@ def leave_committed(run: Run, step: int, *ended: str) -> None:
         write_note(place.path / notes.outcome(stage, save), Done(save_id=save, stage=stage))
 
 
+def files_of(run: Run) -> dict[int, list[str]]:
+    return {step: Place(run, step).named("") for step in run.steps()}
+
+
 def test_the_newest_that_is_protected_stays(run: Run) -> None:
     run.free.mkdir(parents=True)
     leave_committed(run, 5, "commit", "protect")
     leave_committed(run, 6, "commit")
     leave_committed(run, 7, "commit")
-    assert not retire_old(Place(run, 5))
+    assert not retire_replaced(Place(run, 7))
+    before = replaced(7, files_of(run))
     assert run.steps() == [5, 6, 7]
     save = f"{7:016x}"
     outcome = Done(save_id=save, stage="protect")
     write_note(run.step(7) / notes.outcome("protect", save), outcome)
-    assert retire_old(Place(run, 5))
+    assert replaced(7, files_of(run)) > before
+    assert not replaced(6, files_of(run))
+    assert not retire_replaced(Place(run, 6))
+    with Place(run, 5).hold(shared=True), pytest.raises(Held):
+        retire_replaced(Place(run, 7))
+    assert retire_replaced(Place(run, 7))
     assert run.steps() == [6, 7]
 
 
@@ -249,8 +268,7 @@ def test_one_whose_protection_failed_is_not_protected(run: Run) -> None:
         save = f"{step:016x}"
         failed = Done(save_id=save, stage="protect", failure="no node is left")
         write_note(run.step(step) / notes.outcome("protect", save), failed)
-    assert not retire_old(Place(run, 5))
-    assert retire_old(Place(run, 6))
+    assert retire_replaced(Place(run, 7))
     assert run.steps() == [5, 7]
 
 
@@ -266,14 +284,14 @@ def test_what_is_left_of_a_step_that_was_saved_again_is_removed(run: Run) -> Non
     file = FileEntry(f"r00000-{old}.safetensors", 0, 10, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(b"of before")
     write_note(place.path / notes.staged(file.name), Staged(file, "r00000-old.slot", 2, ()))
-    assert not retire_old(place)
+    assert not retire_replaced(place)
     assert place.saves() == {old, saved.save_id}
     failed = Done(save_id=old, stage="commit", failure="a rank was killed")
     write_note(place.path / notes.outcome("commit", old), failed)
-    assert retire_old(place)
+    assert retire_replaced(place)
     assert place.saves() == {saved.save_id}
     assert (run.free / "r00000-old.slot").read_bytes() == b"of before"
-    assert not retire_old(place)
+    assert not retire_replaced(place)
 
 
 def test_what_is_still_done_with_a_replaced_one_ceases(run: Run) -> None:
@@ -284,10 +302,11 @@ def test_what_is_still_done_with_a_replaced_one_ceases(run: Run) -> None:
     place = Place(run, 5)
     place.refuse_abandoned()
     with place.hold(shared=True):
-        assert not retire_old(place)
+        with pytest.raises(Held):
+            retire_replaced(Place(run, 7))
         with pytest.raises(sw.StoreError, match="abandoned"):
             place.refuse_abandoned()
-    assert retire_old(place)
+    assert retire_replaced(Place(run, 7))
     assert run.steps() == [6, 7]
 
 

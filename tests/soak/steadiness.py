@@ -80,8 +80,8 @@ class Steadiness:
     def _look_at(self, node: Path) -> None:
         """Compare what a node has with the most that it may have."""
         counts = {
-            "slots": (["free/*", "step-*/r*.safetensors"], MOST_SLOTS),
-            "parities": (["step-*/parity-*.bin"], MOST_STEPS),
+            "slots": (["free/*.slot", "step-*/r*.safetensors"], MOST_SLOTS),
+            "parities": (["free/*.spare", "step-*/parity-*.bin"], MOST_STEPS),
             "snapshots": (["step-*"], MOST_STEPS),
             "hidden files": ([".*", "*/.*"], MOST_HIDDEN),
             "files": (["**/*"], MOST_FILES),

@@ -1,18 +1,50 @@
-"""Duties that fail are tried again, ever later, and told of ever more rarely."""
+"""What there is to do with a snapshot is done once; what fails is tried again, ever later, and told
+of ever more rarely."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.memory.node.place import ABANDONED, Place
+from shardwise.memory.node.place import ABANDONED, Held, Place
 
 LATEST = 60.0
 FORGOTTEN = 600.0
 log = logging.getLogger("shardwise.agent")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A snapshot at one time.
+
+    Attributes:
+        run: the names of all files in the snapshots of its run, by step.
+    """
+
+    place: Place
+    run: Mapping[int, frozenset[str]]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Those of its own files."""
+        return self.run[self.place.step]
+
+
+@dataclass(frozen=True, slots=True)
+class Duty:
+    """One kind of work.
+
+    Attributes:
+        signs: by what names one sees that there may be something to do with a snapshot. While they
+            are the same as when nothing was done, nothing is to be done.
+        attend: does what there is to do; whether that was anything.
+    """
+
+    signs: Callable[[Seen], Collection[str]]
+    attend: Callable[[Place], bool]
 
 
 @dataclass(slots=True)
@@ -41,31 +73,43 @@ class Attempts:
         name: what it is called in the log.
     """
 
-    def __init__(self, name: str, duty: Callable[[Place], bool]) -> None:
+    def __init__(self, name: str, duty: Duty) -> None:
         self._name = name
         self._duty = duty
+        self._idle: dict[Path, frozenset[str]] = {}
         self._places: dict[Path, _Trouble] = {}
         self._kinds: dict[tuple[str, int], _Trouble] = {}
 
-    def attempt(self, place: Place) -> bool:
-        """Whether the duty did anything; not if it failed, or did too short ago."""
-        trouble = self._places.get(place.path)
-        if trouble is not None and not trouble.is_due():
+    def is_due(self, seen: Seen) -> bool:
+        """Whether there may be something to do; any thread may ask."""
+        signs = self._duty.signs(seen)
+        if not signs or self._idle.get(seen.place.path) == frozenset(signs):
             return False
+        trouble = self._places.get(seen.place.path)
+        return trouble is None or trouble.is_due()
+
+    def attempt(self, seen: Seen) -> bool:
+        """Whether the duty did anything."""
+        place = seen.place
         try:
-            busy = self._duty(place)
+            busy = self._duty.attend(place)
+        except Held:
+            return False
         except Exception as error:
             trouble = self._places.setdefault(place.path, _Trouble())
             trouble.add()
             self._tell(place, error, trouble.times)
             return False
         self._places.pop(place.path, None)
+        if not busy:
+            self._idle[place.path] = frozenset(self._duty.signs(seen))
         return busy
 
     def forget_but(self, places: Collection[Path]) -> None:
         """Forget snapshots that are no more."""
-        for path in self._places.keys() - places:
-            del self._places[path]
+        for known in (self._places, self._idle):
+            for path in known.keys() - places:
+                del known[path]
 
     def _tell(self, place: Place, error: Exception, times: int) -> None:
         what = f"{self._name}: {place.path}: {type(error).__name__}: {error}"

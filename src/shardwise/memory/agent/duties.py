@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -27,10 +29,10 @@ from shardwise.memory.agent.rescue import copy_lost
 from shardwise.memory.network.nodes import Nodes
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Run, read_note, write_note
+from shardwise.memory.node.mappings import Mappings
 from shardwise.memory.node.notes import Card, Done, Draft, Persist, Protect, Staged
 from shardwise.memory.node.place import ABANDONED, Place
 from shardwise.memory.node.seal import seal
-from shardwise.memory.node.trainers import lost_trainers
 from shardwise.memory.tls import Tls
 from shardwise.store import Store, open_store
 
@@ -42,32 +44,39 @@ AT_ONCE = 0.5
 PATIENCE = 5.0  # with nodes that do not answer, when others are lost
 
 
-Duty = Callable[[Place], bool]
+@dataclass(frozen=True, slots=True)
+class Sealing:
+    """The duty of every node towards the files of its ranks.
+
+    Attributes:
+        mappings: of these files.
+    """
+
+    mappings: Mappings
+
+    def seal(self, place: Place) -> bool:
+        """Take the checksums of files that were staged."""
+        busy = False
+        for staged in place.staged():
+            name = staged.file.name
+            if not place.has(notes.entry(name)):
+                data = self.mappings.find(place.path / name, staged.file.size)
+                write_note(place.path / notes.entry(name), seal(data, staged.file))
+                busy = True
+        return busy
 
 
-def seal_staged(place: Place) -> bool:
-    """Take the checksums of files that were staged."""
-    busy = False
-    for staged in place.staged():
-        if place.has(notes.entry(staged.file.name)):
-            continue
-        sealed = seal(place.path / staged.file.name, staged.file)
-        write_note(place.path / notes.entry(sealed.name), sealed)
-        busy = True
-    return busy
-
-
+@dataclass(frozen=True, slots=True)
 class Leading:
     """The duties of the node that has the draft of a snapshot.
 
-    Args:
+    Attributes:
         node: the name of this node.
         tls: by what nodes know each other.
     """
 
-    def __init__(self, node: str, tls: Tls | None = None) -> None:
-        self._node = node
-        self._tls = tls
+    node: str
+    tls: Tls | None = None
 
     def commit(self, place: Place) -> bool:
         """Gather the entries of all files, and give all nodes the manifest: the commit."""
@@ -106,7 +115,7 @@ class Leading:
             commit = place.ended("commit", draft.save_id)
             after = stage != "protect" or (commit is not None and not commit.failure)
             ended = place.has(notes.outcome(stage, draft.save_id))
-            if draft.leader != self._node or ended or not after or not wanted(draft):
+            if draft.leader != self.node or ended or not after or not wanted(draft):
                 continue
             busy = True
             self._finish(place, stage, draft, work)
@@ -123,7 +132,7 @@ class Leading:
         cards = cards_of(draft, place.run)
         rescuing = place.has(notes.request("rescue", draft.save_id))
         wait = min(draft.wait, PATIENCE) if rescuing else draft.wait
-        with Nodes(place, cards, self._node, wait, self._tls) as nodes:
+        with closing(Nodes(place, cards, self.node, wait, self.tls)) as nodes:
             nbytes, failure = attempt(place, lambda: work(place, draft, nodes))
             done = Done(
                 save_id=draft.save_id,
@@ -131,7 +140,7 @@ class Leading:
                 seconds=time.monotonic() - start,
                 bytes=nbytes,
                 failure=failure,
-                node=self._node,
+                node=self.node,
                 bytes_held=draft.bytes_held,
                 bytes_total=draft.bytes_total,
                 files=len(draft.files),
@@ -157,12 +166,8 @@ class Leading:
             rings=len(draft.rings),
         )
         nodes.tell_all(notes.request("protect", draft.save_id), wish)
-        return self._gather(nodes, "protect", draft, [card.node for card in draft.nodes])
-
-    def _gather(self, nodes: Nodes, stage: str, draft: Draft, asked: Iterable[str]) -> int:
-        """Wait until the nodes that were asked for a stage are done with it."""
-        name, request = notes.done(stage, draft.save_id), notes.request(stage, draft.save_id)
-        ended = [nodes.expect(node, name, Done, asked=request) for node in asked]
+        done, request = (each("protect", draft.save_id) for each in (notes.done, notes.request))
+        ended = [nodes.expect(card.node, done, Done, asked=request) for card in draft.nodes]
         for each in ended:
             if each.failure:
                 raise StoreError(f"node {each.node}: {each.failure}")
@@ -193,14 +198,14 @@ class Leading:
                 raise StoreError(f"node {node}: {done.failure}")
             else:
                 nbytes += done.bytes
-        commit = nodes.expect(self._node, notes.outcome("commit", draft.save_id), Done)
+        commit = nodes.expect(self.node, notes.outcome("commit", draft.save_id), Done)
         if commit.failure:
             raise StoreError(f"it was never committed: {commit.failure}")
         if lost:
             names = [name for node in lost for name in by_node[node]]
             cards = cards_of(draft, place.run)
             nbytes += copy_lost(
-                place, names, cards, self._node, self._tls, to, Throttle(draft.budget)
+                place, names, cards, self.node, self.tls, to, Throttle(draft.budget)
             )
         return nbytes
 
@@ -232,46 +237,42 @@ class Leading:
 
 def cards_of(draft: Draft, run: Run) -> list[Card]:
     """The agents of a snapshot's nodes, as the newest of the run's drafts know them."""
+    if len(draft.nodes) == 1:  # this one
+        return draft.nodes
     drafts = [draft, *(each for step in run.steps() for each in Place(run, step).drafts())]
     known = {card.node: card for each in drafts for card in each.nodes}
     return [known[card.node] for card in draft.nodes]
 
 
-def is_newest(place: Place) -> bool:
-    """Whether a snapshot is the newest that is committed here."""
-    newer = [step for step in place.run.steps() if step > place.step]
-    return place.is_committed() and not any(Place(place.run, s).is_committed() for s in newer)
-
-
+@dataclass(frozen=True, slots=True)
 class Following:
     """The duties of every node: what the leader of a snapshot asks it for.
 
-    Args:
+    Attributes:
         node: the name of this node.
+        mappings: of its files.
         tls: by what nodes know each other.
     """
 
-    def __init__(self, node: str, tls: Tls | None = None) -> None:
-        self._node = node
-        self._tls = tls
+    node: str
+    mappings: Mappings
+    tls: Tls | None = None
 
     def persist(self, place: Place) -> bool:
         """Copy this node's files to storage."""
-        return self._follow(place, "persist", Persist, lambda wish: _copy(place, wish))
+        return self._follow(place, "persist", Persist, lambda wish: self._copy(place, wish))
 
     def protect(self, place: Place) -> bool:
         """Keep for other nodes what protects them."""
 
         def work(wish: Protect) -> int:
-            with Nodes(place, wish.nodes, self._node, wish.wait, self._tls) as nodes:
-                return nodes.insist(lambda: guard(place, wish, nodes, self._node))
+            with closing(Nodes(place, wish.nodes, self.node, wish.wait, self.tls)) as nodes:
+                return nodes.insist(lambda: guard(place, wish, nodes, self.node, self.mappings))
 
         return self._follow(place, "protect", Protect, work)
 
     def watch(self, place: Place) -> bool:
         """Have the newest snapshot persisted, if a trainer of this node is lost."""
-        if not is_newest(place) or not lost_trainers(place.run):
-            return False
         save_id = decode_manifest((place.path / MANIFEST).read_bytes()).save_id
         called = [notes.request(each, save_id) for each in ("rescue", "called")]
         if any(map(place.has, [notes.outcome("persist", save_id), *called])):
@@ -285,9 +286,9 @@ class Following:
 
     def _call_for_rescue(self, place: Place, draft: Draft) -> None:
         """Tell the node that leads; or another, if that is lost; or do it here."""
-        call = Done(save_id=draft.save_id, stage="rescue", node=self._node)
+        call = Done(save_id=draft.save_id, stage="rescue", node=self.node)
         cards = cards_of(draft, place.run)
-        with Nodes(place, cards, self._node, AT_ONCE, self._tls) as nodes:
+        with closing(Nodes(place, cards, self.node, AT_ONCE, self.tls)) as nodes:
             for node in dict.fromkeys([draft.leader, *(card.node for card in draft.nodes)]):
                 try:
                     nodes.tell(node, notes.request("rescue", draft.save_id), call)
@@ -297,12 +298,30 @@ class Following:
                 write_note(place.path / notes.request("called", draft.save_id), call)
                 return
 
+    def _copy(self, place: Place, wish: Persist) -> int:
+        """Copy files to storage, each as soon as it is staged; those of several ranks at a time."""
+        throttle = Throttle(wish.budget)
+        store = open_store(wish.place)
+
+        def copy(name: str) -> int:
+            deadline = time.monotonic() + wish.wait
+            staged = _awaited(place, notes.staged(name), Staged, deadline).file
+            data = self.mappings.find(place.path / name, staged.size)
+
+            def sealed() -> None:
+                _awaited(place, notes.entry(name), FileEntry, deadline)
+
+            copy_to_store(data, staged, store, throttle, sealed)
+            return staged.size
+
+        with ThreadPoolExecutor(FILES_AT_A_TIME, "shardwise-files") as pool:
+            nbytes = sum(pool.map(copy, wish.files))
+        store.sync()
+        return nbytes
+
     def _follow(self, place: Place, stage: str, kind: type[W], work: Callable[[W], int]) -> bool:
         busy = False
-        for save_id in notes.requested(stage, place.named(".json")):
-            name = notes.done(stage, save_id)
-            if place.has(name):
-                continue
+        for save_id in notes.undone(stage, place.named(".json")):
             busy = True
             start = time.monotonic()
             request = place.path / notes.request(stage, save_id)
@@ -313,9 +332,9 @@ class Following:
                 seconds=time.monotonic() - start,
                 bytes=nbytes,
                 failure=failure,
-                node=self._node,
+                node=self.node,
             )
-            write_note(place.path / name, done)
+            write_note(place.path / notes.done(stage, save_id), done)
         return busy
 
 
@@ -335,27 +354,6 @@ def attempt(place: Place, work: Callable[[], int]) -> tuple[int, str]:
         level = logging.INFO if place.has(ABANDONED) else logging.ERROR
         log.log(level, "%s: %s", type(error).__name__, error)
         return 0, f"{type(error).__name__}: {error}"
-
-
-def _copy(place: Place, wish: Persist) -> int:
-    """Copy files to storage, each as soon as it is staged; those of several ranks at a time."""
-    throttle = Throttle(wish.budget)
-    store = open_store(wish.place)
-
-    def copy(name: str) -> int:
-        deadline = time.monotonic() + wish.wait
-        staged = _awaited(place, notes.staged(name), Staged, deadline).file
-
-        def sealed() -> None:
-            _awaited(place, notes.entry(name), FileEntry, deadline)
-
-        copy_to_store(place.path / name, staged, store, throttle, sealed)
-        return staged.size
-
-    with ThreadPoolExecutor(FILES_AT_A_TIME, "shardwise-files") as pool:
-        nbytes = sum(pool.map(copy, wish.files))
-    store.sync()
-    return nbytes
 
 
 def _awaited(place: Place, name: str, kind: type[W], deadline: float) -> W:

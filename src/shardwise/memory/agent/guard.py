@@ -6,16 +6,19 @@ import os
 import time
 from collections.abc import Mapping
 
-from shardwise.engine.arena import aligned_buffer
+import numpy as np
+
 from shardwise.errors import CorruptionError, StoreError
+from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
 from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory.network.completion import claim, complete_copy, complete_parity
 from shardwise.memory.network.nodes import Nodes
 from shardwise.memory.node import notes
+from shardwise.memory.node.mappings import Mappings
 from shardwise.memory.node.notes import Card, Draft, Kept, Protect
 from shardwise.memory.node.place import Place
-from shardwise.memory.node.seal import is_intact
+from shardwise.memory.node.spares import take_spare
 from shardwise.memory.node.trainers import is_present
 from shardwise.memory.redundancy.encoding import build_parity
 from shardwise.memory.redundancy.placement import (
@@ -68,8 +71,11 @@ def gaps(nodes: list[Card], *, copies: int, parity: int, group: int) -> tuple[st
     return made.gaps
 
 
-def guard(snapshot: Place, wish: Protect, nodes: Nodes, node: str) -> int:
+def guard(snapshot: Place, wish: Protect, nodes: Nodes, node: str, mappings: Mappings) -> int:
     """Make what a node keeps for others; the bytes of it.
+
+    Args:
+        mappings: of the files of this node.
 
     Raises:
         StoreError: a node that has to be read from does not answer.
@@ -77,7 +83,7 @@ def guard(snapshot: Place, wish: Protect, nodes: Nodes, node: str) -> int:
     """
     manifest = decode_manifest((snapshot.path / MANIFEST).read_bytes())
     entries = {entry.name: entry for entry in manifest.files}
-    guarding = _Guarding(snapshot, wish, nodes, entries)
+    guarding = _Guarding(snapshot, wish, nodes, entries, mappings)
     return sum(guarding.keep(group, at) for group, at in memberships(wish.protection, node))
 
 
@@ -85,7 +91,12 @@ class _Guarding:
     """What a node keeps of one snapshot."""
 
     def __init__(
-        self, snapshot: Place, wish: Protect, nodes: Nodes, entries: Mapping[str, FileEntry]
+        self,
+        snapshot: Place,
+        wish: Protect,
+        nodes: Nodes,
+        entries: Mapping[str, FileEntry],
+        mappings: Mappings,
     ) -> None:
         self._place = snapshot
         self._save_id = wish.save_id
@@ -93,6 +104,7 @@ class _Guarding:
         self._deadline = time.monotonic() + wish.wait
         self._nodes = nodes
         self._entries = entries
+        self._mappings = mappings
 
     def keep(self, group: Group, at: int) -> int:
         """Make copies and parity of a group, as its member there."""
@@ -108,30 +120,40 @@ class _Guarding:
 
     def _copy(self, owner: str, name: str, kept: Kept | None) -> None:
         entry = self._entries[name]
-        if kept is None or not complete_copy(self._place, kept, entry, owner, self._nodes):
+        if kept is None or not self._complete(kept, entry, owner):
             self._fetch(owner, entry)
         self._finish(name)
 
+    def _complete(self, kept: Kept, entry: FileEntry, owner: str) -> bool:
+        data = self._mapped(entry.name, entry.size)
+        return complete_copy(data, kept, entry, owner, self._nodes)
+
     def _fetch(self, owner: str, entry: FileEntry) -> None:
-        """Copy a file over the network."""
-        buffer = aligned_buffer(min(PIECE, entry.size))
-        fd = self._open(entry.name)
-        try:
-            for low in range(0, entry.size, PIECE):
-                part = buffer[: min(PIECE, entry.size - low)]
-                self._nodes.read_range(owner, entry.name, low, part)
-                _write(fd, low, part)
-            os.ftruncate(fd, entry.size)
-        finally:
-            os.close(fd)
-        if not is_intact(self._place.beside(entry.name), entry):
+        """Copy a file over the network: its checksums first, each piece verified as it comes."""
+        os.close(self._open(entry.name, entry.size))
+        data = self._mapped(entry.name, entry.size)
+        encoded = data[entry.checksums_at :]
+        self._nodes.read_range(owner, entry.name, entry.checksums_at, encoded)
+        intact = crc32(encoded) == entry.checksums_crc32
+        table = BlockTable(np.frombuffer(encoded.tobytes(), "<u4"))
+        for low in range(0, entry.checksums_at, PIECE):
+            part = data[low : min(low + PIECE, entry.checksums_at)]
+            self._nodes.read_range(owner, entry.name, low, part)
+            intact = intact and not table.damaged(low // BLOCK, part)
+        if not intact:
             raise CorruptionError(f"{entry.name} of node {owner} is not what was sealed there")
 
     def _parity(self, group: Group, at: int, names: list[str]) -> None:
         made = [self._made(group, at, q, name) for q, name in enumerate(names)]
         complete = [
             kept is not None
-            and complete_parity(self._place, kept, at, self._entries, self._nodes, name)
+            and complete_parity(
+                self._mapped(name, parity_file_size(group.chunk)),
+                kept,
+                at,
+                self._entries,
+                self._nodes,
+            )
             for kept, name in zip(made, names, strict=True)
         ]
         if not all(complete):
@@ -141,15 +163,14 @@ class _Guarding:
 
     def _encode(self, group: Group, at: int, names: list[str]) -> None:
         """Make parity out of what is read over the network."""
-        files = {name: self._open(name) for name in names}
+        size = parity_file_size(group.chunk)
+        files = {name: self._open(name, size) for name in names}
 
         def write(name: str, offset: int, data: Buffer) -> None:
             _write(files[name], offset, data)
 
         try:
             build_parity(self._save_id, group, at, self._nodes.read_range, write)
-            for fd in files.values():
-                os.ftruncate(fd, parity_file_size(group.chunk))
         finally:
             for fd in files.values():
                 os.close(fd)
@@ -168,9 +189,21 @@ class _Guarding:
             time.sleep(POLL)
         return claim(self._place, note, name, group)
 
-    def _open(self, name: str) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(self._place.beside(name), flags, 0o600)
+    def _open(self, name: str, size: int) -> int:
+        """A file of this size beside its place, with all its pages, of a spare one if there is."""
+        beside = self._place.beside(name)
+        take_spare(self._place.run, size, beside)
+        fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.ftruncate(fd, size)
+            os.posix_fallocate(fd, 0, size)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _mapped(self, name: str, size: int) -> Buffer:
+        return self._mappings.find(self._place.beside(name), size)
 
     def _finish(self, name: str) -> None:
         self._place.beside(name).rename(self._place.path / name)

@@ -7,11 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from shardwise.engine.arena import aligned_buffer
 from shardwise.manifest.manifest import FileEntry
-from shardwise.memory.node.seal import mapped
 from shardwise.store import Store, WritableFile
 from shardwise.store.store import Buffer
 
@@ -43,18 +41,17 @@ class Throttle:
 
 
 def copy_to_store(
-    path: Path, staged: FileEntry, store: Store, throttle: Throttle, sealed: Callable[[], None]
+    data: Buffer, staged: FileEntry, store: Store, throttle: Throttle, sealed: Callable[[], None]
 ) -> None:
     """Copy a staged file, and make it durable. One of this name that was begun before goes first.
 
     Args:
-        path, staged: the file, and its entry: checksums may be missing from both.
+        data, staged: the file, mapped, and its entry: checksums may be missing from both.
         sealed: returns when the file has its checksums, which lie at its end and are copied last.
 
     Raises:
         OSError: the storage refused; what was written is removed again where that is possible.
     """
-    data = mapped(path, staged.size)
     with (
         made_durable(store, staged) as file,
         ThreadPoolExecutor(THREADS, "shardwise-persist") as pool,

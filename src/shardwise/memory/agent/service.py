@@ -19,16 +19,19 @@ from pathlib import Path
 import msgspec
 
 from shardwise.errors import StoreError
+from shardwise.memory.agent import signs
 from shardwise.memory.agent.agent import Agent, listen, undisturbed
-from shardwise.memory.agent.duties import Following, Leading, seal_staged
+from shardwise.memory.agent.attempts import Duty
+from shardwise.memory.agent.duties import Following, Leading, Sealing
 from shardwise.memory.agent.idle import Idle
 from shardwise.memory.agent.keeper import is_attended
 from shardwise.memory.agent.server import BACKLOG, create_app, serving
 from shardwise.memory.node.home import Home, write_note
 from shardwise.memory.node.identity import last_port, node_name, remember_port, secret_of
 from shardwise.memory.node.interface import LOOPBACK, address_of
+from shardwise.memory.node.mappings import Mappings
 from shardwise.memory.node.notes import Card
-from shardwise.memory.node.retire import retire_old
+from shardwise.memory.node.retire import retire_replaced
 from shardwise.memory.tls import Tls
 
 PATIENCE = 2.0
@@ -77,21 +80,8 @@ def run_agent(directory: Path, terms: Terms) -> bool:
         home.card.unlink(missing_ok=True)
         _open_many_files()
         node = node_name(home)
-        leading, following = Leading(node, terms.tls), Following(node, terms.tls)
-        agent = Agent(
-            home,
-            {
-                "seal": undisturbed(seal_staged),
-                "commit": undisturbed(leading.commit),
-                "protect": undisturbed(leading.protect),
-                "persist": undisturbed(leading.persist),
-                "guard": undisturbed(following.protect),
-                "copy": undisturbed(following.persist),
-                "watch": undisturbed(following.watch),
-                "retire": retire_old,
-                "idle": Idle().discard,
-            },
-        )
+        mappings = Mappings()
+        agent = Agent(home, _duties(node, mappings, terms.tls), around=mappings.let_go)
         card = Card(
             node=node,
             url="",
@@ -101,6 +91,22 @@ def run_agent(directory: Path, terms: Terms) -> bool:
             host=socket.gethostname(),
         )
         return asyncio.run(_serve(home, agent, card, terms, address))
+
+
+def _duties(node: str, mappings: Mappings, tls: Tls | None) -> dict[str, Duty]:
+    """What there is to do, by the names of the threads that do it."""
+    leading, following = Leading(node, tls), Following(node, mappings, tls)
+    return {
+        "seal": Duty(signs.of_sealing, undisturbed(Sealing(mappings).seal)),
+        "commit": Duty(signs.of_committing, undisturbed(leading.commit)),
+        "protect": Duty(signs.of_protecting, undisturbed(leading.protect)),
+        "persist": Duty(signs.of_persisting, undisturbed(leading.persist)),
+        "guard": Duty(signs.of_guarding, undisturbed(following.protect)),
+        "copy": Duty(signs.of_copying, undisturbed(following.persist)),
+        "watch": Duty(signs.of_watching, undisturbed(following.watch)),
+        "retire": Duty(signs.of_retiring, retire_replaced),
+        "idle": Duty(signs.of_idling, Idle().discard),
+    }
 
 
 async def _serve(home: Home, agent: Agent, card: Card, terms: Terms, address: str) -> bool:

@@ -15,9 +15,9 @@ from shardwise.memory.network.nodes import Nodes
 from shardwise.memory.node.home import read_note, write_note
 from shardwise.memory.node.notes import Kept
 from shardwise.memory.node.place import Place
-from shardwise.memory.node.seal import is_intact, mapped
+from shardwise.memory.node.seal import is_sealed
 from shardwise.memory.redundancy.encoding import PIECE, encode_pieces, owned
-from shardwise.memory.redundancy.placement import Group, parity_file_size
+from shardwise.memory.redundancy.placement import Group
 from shardwise.store.store import Buffer
 
 log = logging.getLogger("shardwise.agent")
@@ -43,32 +43,25 @@ def claim(place: Place, note: str, name: str, group: Group) -> Kept | None:
     return kept
 
 
-def complete_copy(place: Place, kept: Kept, entry: FileEntry, owner: str, nodes: Nodes) -> bool:
-    """Add what is missing of a copy; whether it is what its owner has sealed.
+def complete_copy(data: Buffer, kept: Kept, entry: FileEntry, owner: str, nodes: Nodes) -> bool:
+    """Add what is missing of a copy, which is mapped; whether it is what its owner has sealed.
 
     Raises:
         StoreError: the owner's node does not answer.
     """
     low, high = kept.of[entry.name]
-    path = place.beside(entry.name)
-    data = mapped(path, entry.size, writable=True)
     for first, last in ((0, low), (high, entry.size)):
         nodes.read_range(owner, entry.name, first, data[first:last])
-    if not is_intact(path, entry):
+    if not is_sealed(data, entry):
         log.warning("%s on node %s is no copy of what this node holds", entry.name, owner)
         return False
     return True
 
 
 def complete_parity(
-    place: Place,
-    kept: Kept,
-    at: int,
-    entries: Mapping[str, FileEntry],
-    nodes: Nodes,
-    name: str,
+    data: Buffer, kept: Kept, at: int, entries: Mapping[str, FileEntry], nodes: Nodes
 ) -> bool:
-    """Add what is missing of a block of parity; whether its data was as sealed.
+    """Add what is missing of a block of parity, which is mapped; whether its data was as sealed.
 
     Raises:
         StoreError: another node does not answer.
@@ -79,7 +72,6 @@ def complete_parity(
         if not _was_sealed(kept, entries[file], owner_of[file], nodes):
             log.warning("%s on node %s is not what this node holds", file, owner_of[file])
             return False
-    data = mapped(place.beside(name), parity_file_size(group.chunk), writable=True)
 
     def read(node: str, file: str, offset: int, out: Buffer) -> None:
         out[:] = 0

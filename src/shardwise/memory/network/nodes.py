@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TypeVar
 
 import msgspec
@@ -61,17 +60,6 @@ class Nodes:
             card.node: AgentClient(card, connect_timeout=calling, read_timeout=silent, tls=context)
             for card in others
         }
-
-    def __enter__(self) -> Nodes:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let go of the connections."""

@@ -3,6 +3,7 @@
 <dir>/shardwise-<user>/
   agent.json  agent.lock  agent.bell  agent.log  agent.secret  agent.port  node
   runs/<run>/free/r00003-0.slot            memory that waits to be staged into
+  runs/<run>/free/<id>.spare               memory that the agent takes for others again
   runs/<run>/step-00000010/                a snapshot
     r00003-<save>.safetensors              data files of this node's ranks
     r00003-<save>.staged.json  …           notes: how far each of them has come

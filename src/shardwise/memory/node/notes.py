@@ -7,6 +7,7 @@ that are there. So an agent that is killed needs nobody to tell its successor an
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
 from typing import Annotated
 
 import msgspec
@@ -16,6 +17,9 @@ from shardwise.manifest.manifest import FileEntry
 from shardwise.memory.redundancy.placement import Group, Protection
 
 PlainName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")]
+DATA = (".safetensors", ".bin")
+"""How the names of files end that are no notes."""
+_STAGED = ".staged.json"
 _NOTE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.json")
 
 
@@ -157,7 +161,7 @@ def save_of(data_file: str) -> str:
 
 def staged(data_file: str) -> str:
     """The name of the note that a data file is staged."""
-    return f"{data_file.removesuffix('.safetensors')}.staged.json"
+    return data_file.removesuffix(".safetensors") + _STAGED
 
 
 def kept(data_file: str, number: int) -> str:
@@ -185,10 +189,28 @@ def request(stage: str, save_id: str) -> str:
     return f"{stage}-{save_id}.json"
 
 
-def requested(stage: str, names: list[str]) -> list[str]:
+def requested(stage: str, names: Iterable[str]) -> list[str]:
     """The saves for which a leader has asked for a stage, by the names of the notes."""
     found = [re.fullmatch(rf"{stage}-([0-9a-f]{{16}})\.json", name) for name in names]
-    return [match.group(1) for match in found if match]
+    return sorted(match.group(1) for match in found if match)
+
+
+def undone(stage: str, names: Collection[str]) -> list[str]:
+    """Those for which this node is not done with it."""
+    return [each for each in requested(stage, names) if done(stage, each) not in names]
+
+
+def unended(stage: str, of: str, names: Collection[str]) -> list[str]:
+    """The saves that have a note `of` something, and for which a stage has not ended."""
+    return [each for each in requested(of, names) if outcome(stage, each) not in names]
+
+
+def unsealed(names: Collection[str]) -> list[str]:
+    """The data files that are staged, and have no checksums."""
+    files = [
+        f"{name.removesuffix(_STAGED)}.safetensors" for name in names if name.endswith(_STAGED)
+    ]
+    return sorted(file for file in files if entry(file) not in names)
 
 
 def done(stage: str, save_id: str) -> str:
@@ -203,7 +225,7 @@ def outcome(stage: str, save_id: str) -> str:
 
 def names_slot(name: str) -> bool:
     """Whether this is the name of a note that says what a file's memory is called when free."""
-    return name.endswith(".staged.json") or is_kept(name)
+    return name.endswith(_STAGED) or is_kept(name)
 
 
 def is_kept(name: str) -> bool:

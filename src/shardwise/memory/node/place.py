@@ -22,6 +22,13 @@ log = logging.getLogger("shardwise.agent")
 T = TypeVar("T")
 
 
+class Held(Exception):  # noqa: N818
+    """Others work on a snapshot, or use it: what was to be done can be later."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(f"{place.path} is held")
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """A snapshot on this node."""

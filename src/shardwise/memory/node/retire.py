@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Run
-from shardwise.memory.node.place import Place
+from shardwise.memory.node.place import Held, Place
+from shardwise.memory.node.spares import spare, trim_spares
 from shardwise.memory.node.tenants import evict_movers
 from shardwise.store import LocalStore
 
@@ -22,25 +24,51 @@ PATIENCE, LONG = 0.05, 30.0
 POLL = 0.002
 
 
-def retire_old(place: Place) -> bool:
-    """Retire a snapshot that newer ones have replaced, unless it is read or persisted now.
+def replaced(step: int, run: Mapping[int, Collection[str]]) -> set[str]:
+    """What decides which snapshots the newest that is committed has replaced; nothing of another.
+
+    Args:
+        run: the names of the files of all snapshots of the run, by step.
+    """
+    committed = [each for each, names in run.items() if MANIFEST in names]
+    if not committed or step != max(committed):
+        return set()
+    return {
+        f"{each}/{name}"
+        for each, names in run.items()
+        for name in names
+        if name == MANIFEST or notes.is_outcome(name)
+    }
+
+
+def retire_replaced(place: Place) -> bool:
+    """Retire what the newest committed snapshot has replaced, unless it is read or persisted now.
 
     As many committed snapshots stay as the notes beside the newest of them say, and none of the
     files of one that is committed is touched; one that never was goes when a newer one is.
+
+    Raises:
+        Held: some are to be retired, and others work on them.
     """
     run = place.run
-    committed = [s for s in run.steps() if Place(run, s).is_committed()]
-    if not committed or place.step >= committed[-1]:
-        return place.step in committed and _tidy(place)
-    if place.step in _kept(run, committed):
-        return _tidy(place)
-    if _is_busy(place):
+    steps = run.steps()
+    committed = [s for s in steps if Place(run, s).is_committed()]
+    if not committed or place.step != committed[-1]:
         return False
-    if not retire(place, PATIENCE):
-        place.abandon()  # what is still being done is of no use, such as to rescue it
-        return False
-    evict_movers(Place(run, committed[-1]))
-    return True
+    kept = _kept(run, committed)
+    others = (Place(run, s) for s in steps if s < place.step and s not in kept)
+    old = [each for each in others if not _is_busy(each)]
+    held = [each for each in old if not retire(each, PATIENCE)]
+    for each in held:
+        each.abandon()  # what is still being done is of no use, such as to rescue it
+    if len(held) < len(old):
+        evict_movers(place)
+        made = [len(_of_agents(Place(run, each).named(""))) for each in run.steps()]
+        trim_spares(run, max(made, default=0))
+    tidied = [_tidy(Place(run, each)) for each in sorted(kept)]
+    if held:
+        raise Held(place)
+    return bool(old) or any(tidied)
 
 
 def _kept(run: Run, committed: list[int]) -> set[int]:
@@ -48,8 +76,8 @@ def _kept(run: Run, committed: list[int]) -> set[int]:
     there are slots."""
     slots = max((each.slots for each in Place(run, committed[-1]).staged()), default=2)
     kept = {committed[-1], *(each for each in committed if _is_busy(Place(run, each)))}
-    protected = [step for step in committed if _is_protected(Place(run, step))]
-    kept |= set(protected[-1:])
+    protected = (step for step in reversed(committed) if _is_protected(Place(run, step)))
+    kept |= set(islice(protected, 1))
     for each in reversed(committed):
         if len(kept) >= slots:
             break
@@ -114,23 +142,25 @@ def discard(places: Sequence[Place]) -> None:
 
 def _is_busy(place: Place) -> bool:
     """Whether something is still to become of it that has not become of a newer one already."""
+    names = set(place.named(".json"))
     waited_for = {
         stage
         for staged in place.staged()
         for stage in staged.stages
-        if place.ended(stage, notes.save_of(staged.file.name)) is None
+        if notes.outcome(stage, notes.save_of(staged.file.name)) not in names
     }
-    newer = [each for each in place.run.steps() if each > place.step]
-    overtaken = {
-        stage
-        for stage in waited_for
-        if any(Place(place.run, each).has_ended(stage) for each in newer)
-    }
-    return bool(waited_for - overtaken)
+    if not waited_for:
+        return False
+    newer = [Place(place.run, each) for each in place.run.steps() if each > place.step]
+    return not all(any(each.has_ended(stage) for each in newer) for stage in waited_for)
 
 
 def _tidy(place: Place) -> bool:
-    """Remove what is left of other saves of a step that is committed now."""
+    """Remove what is left of other saves of a step that is committed now.
+
+    Raises:
+        Held: others work on it.
+    """
     by_save = place.saves()
     if len(by_save) < 2:
         return False
@@ -139,9 +169,10 @@ def _tidy(place: Place) -> bool:
     if not old:
         return False
     with place.hold(shared=False) as held:
-        if held:
-            _remove(place, [name for name in os.listdir(place.path) if any(o in name for o in old)])
-        return held
+        if not held:
+            raise Held(place)
+        _remove(place, [name for name in os.listdir(place.path) if any(o in name for o in old)])
+    return True
 
 
 def _remove(place: Place, names: list[str]) -> None:
@@ -151,16 +182,27 @@ def _remove(place: Place, names: list[str]) -> None:
     place.run.free.mkdir(exist_ok=True)
     ended = place.run.path / ENDED
     ended.mkdir(exist_ok=True)
+    of_agents = _of_agents(names)
     for name in sorted(names, key=_last_notes):
         path = place.path / name
         with suppress(FileNotFoundError):
             if name in slots:
                 path.rename(place.run.free / slots[name])
+            elif name in of_agents:
+                spare(place.run, path)
             elif notes.is_outcome(name):
                 path.rename(ended / name)
             else:
                 path.unlink()
     _forget(ended)
+
+
+def _of_agents(names: Collection[str]) -> set[str]:
+    """The data files that no rank of this node has staged, but its agent has made for others."""
+    files = {name for name in names if name.endswith(notes.DATA)}
+    return {
+        name for name in files if notes.staged(name) not in names and notes.entry(name) not in names
+    }
 
 
 def _last_notes(name: str) -> int:

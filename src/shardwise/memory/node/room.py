@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from shardwise.memory.node import notes
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.place import Place
+from shardwise.memory.node.spares import spares
 from shardwise.memory.options import Memory
-
-_DATA = (".safetensors", ".bin")
 
 
 def needed_for_others(share: int, options: Memory, *, nodes: int) -> int:
@@ -26,14 +26,14 @@ def needed_for_others(share: int, options: Memory, *, nodes: int) -> int:
 
 def taken_for_others(run: Run) -> int:
     """What of that a node has already: what is in no slot."""
-    total = 0
+    total = sum(nbytes for nbytes, _ in spares(run))
     for step in run.steps():
         place = Place(run, step)
         in_slots = {each.file.name for each in place.staged()}
         for kept in place.kept():
             in_slots |= {kept.file, kept.file.removeprefix(".")}
         for name in place.named(""):
-            if name.endswith(_DATA) and name not in in_slots:
+            if name.endswith(notes.DATA) and name not in in_slots:
                 with suppress(FileNotFoundError):
                     total += (place.path / name).stat().st_size
     return total

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -12,45 +10,24 @@ import numpy as np
 from shardwise.errors import CorruptionError
 from shardwise.manifest.checksums import BLOCK, BlockTable, block_checksums, block_count, crc32
 from shardwise.manifest.manifest import FileEntry
-from shardwise.memory.node.pages import map_pages
+from shardwise.memory.node.mappings import mapped
 from shardwise.store.store import Buffer
 
 AT_A_TIME = 4 << 20
-THREADS = 2
 
 
-def mapped(path: Path, size: int, *, writable: bool = False) -> Buffer:
-    """A file's bytes, where they lie.
-
-    Raises:
-        CorruptionError: it has not this size.
-    """
-    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(path, flags)
-    try:
-        found = os.fstat(fd).st_size
-        if found != size:
-            raise CorruptionError(f"{path} has {found} bytes where {size} were staged")
-        return map_pages(fd, 0, size, writable=writable)
-    finally:
-        os.close(fd)
-
-
-def seal(path: Path, entry: FileEntry) -> FileEntry:
+def seal(data: Buffer, entry: FileEntry) -> FileEntry:
     """Write a staged file's checksums to its end; its entry, with the checksum of these.
 
-    Raises:
-        CorruptionError: the file has not the size that was staged.
-    """
-    data = mapped(path, entry.size, writable=True)
-    table = np.zeros(block_count(entry.checksums_at), "<u4")
+    By one thread: blocks are so small that several would wait for each other all the time.
 
-    def take(low: int) -> None:
+    Args:
+        data: the file, mapped.
+    """
+    table = np.zeros(block_count(entry.checksums_at), "<u4")
+    for low in range(0, entry.checksums_at, AT_A_TIME):
         sums = block_checksums(data[low : min(low + AT_A_TIME, entry.checksums_at)])
         table[low // BLOCK : low // BLOCK + len(sums)] = sums
-
-    with ThreadPoolExecutor(THREADS, "shardwise-seal") as pool:
-        list(pool.map(take, range(0, entry.checksums_at, AT_A_TIME)))
     encoded = table.view(np.uint8)
     data[entry.checksums_at :] = encoded
     return msgspec.structs.replace(entry, checksums_crc32=crc32(encoded))
@@ -59,9 +36,13 @@ def seal(path: Path, entry: FileEntry) -> FileEntry:
 def is_intact(path: Path, entry: FileEntry) -> bool:
     """Whether a sealed file is what it was when it was sealed."""
     try:
-        data = mapped(path, entry.size)
+        return is_sealed(mapped(path, entry.size), entry)
     except (OSError, CorruptionError):
         return False
+
+
+def is_sealed(data: Buffer, entry: FileEntry) -> bool:
+    """The same of a file that is mapped."""
     encoded = data[entry.checksums_at :]
     if crc32(encoded) != entry.checksums_crc32:
         return False

@@ -6,6 +6,7 @@ import fnmatch
 import mmap
 import os
 import secrets
+import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,6 +23,7 @@ ROOM = 1 << 20  # headers and the values of a rank differ a little from save to 
 AT_A_TIME = 64 << 20
 PAGE = mmap.PAGESIZE
 BLOCK = 512  # of st_blocks
+SOON, POLL = 1.5, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +114,13 @@ class Slots:
         sizes = {name: self._size(name) for name in wanted}
         growth = {name: size - has if has < nbytes else 0 for name, has in sizes.items()}
         needed = sum(growth.values())
-        if needed + for_others > self._available():
+        if self._lacks(needed + for_others):
             raise self._too_small(size, needed, for_others)
         for name in wanted:
             if growth[name]:
                 self._allocate(self._directory / name, size)
             self._map(self._directory / name, locked)
-        if for_others > self._available():  # by now, other ranks have allocated theirs
+        if self._lacks(for_others):  # by now, other ranks have allocated theirs
             raise self._too_small(size, 0, for_others)
         return needed
 
@@ -192,6 +194,17 @@ class Slots:
         except FileNotFoundError:
             return 0
         return found.st_size if found.st_blocks * BLOCK >= found.st_size else 0
+
+    def _lacks(self, nbytes: int) -> bool:
+        """Whether there are not so many bytes, nor soon: agents have removed files mapped still."""
+        stat = os.statvfs(self._directory)
+        soon = SOON if nbytes <= stat.f_blocks * stat.f_frsize else 0.0
+        deadline = time.monotonic() + soon
+        while nbytes > self._available():
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(POLL)
+        return False
 
     def _available(self) -> int:
         stat = os.statvfs(self._directory)

@@ -1,0 +1,64 @@
+"""By which names of files one sees that there may be something to do with a snapshot."""
+
+from __future__ import annotations
+
+import time
+
+from shardwise.manifest.names import MANIFEST
+from shardwise.memory.agent.attempts import Seen
+from shardwise.memory.node import notes
+from shardwise.memory.node.retire import replaced
+from shardwise.memory.node.trainers import lost_trainers
+
+
+def of_sealing(seen: Seen) -> list[str]:
+    """Data files that have no checksums."""
+    return notes.unsealed(seen.names)
+
+
+def of_committing(seen: Seen) -> list[str]:
+    """Saves whose draft lies here."""
+    return notes.unended("commit", "draft", seen.names)
+
+
+def of_protecting(seen: Seen) -> list[str]:
+    """The same, once they are committed, or have failed to be."""
+    saves = notes.unended("protect", "draft", seen.names)
+    return [save_id for save_id in saves if notes.outcome("commit", save_id) in seen.names]
+
+
+def of_persisting(seen: Seen) -> list[str]:
+    """Saves whose draft lies here, and those that are to be rescued."""
+    called = notes.unended("persist", "rescue", seen.names)
+    drafts = notes.unended("persist", "draft", seen.names)
+    return [*drafts, *(notes.request("rescue", save_id) for save_id in called)]
+
+
+def of_guarding(seen: Seen) -> list[str]:
+    """Saves for which others ask this node to protect them."""
+    return notes.undone("protect", seen.names)
+
+
+def of_copying(seen: Seen) -> list[str]:
+    """Saves of which this node is asked to copy its files to storage."""
+    return notes.undone("persist", seen.names)
+
+
+def of_watching(seen: Seen) -> list[str]:
+    """Ranks that are lost, and what became of the newest snapshot that is committed."""
+    if MANIFEST not in seen.names or any(
+        MANIFEST in names for step, names in seen.run.items() if step > seen.place.step
+    ):
+        return []
+    lost = [str(rank) for rank in lost_trainers(seen.place.run)]
+    return [*lost, *filter(notes.is_outcome, seen.names)] if lost else []
+
+
+def of_retiring(seen: Seen) -> set[str]:
+    """What decides what the newest snapshot that is committed has replaced."""
+    return replaced(seen.place.step, seen.run)
+
+
+def of_idling(seen: Seen) -> list[str]:
+    """The second: it may be abandoned in any."""
+    return [str(int(time.monotonic()))]
