@@ -4,9 +4,10 @@ text ──parse──▶ Spec ──lay──▶ Foreign          reading: over
                   └──arrange──▶ Arrangement    writing: the arrays that each rank's file has
 """
 
+from shardwise.formats.language.arrange import Arrangement, arrange
 from shardwise.formats.language.grammar import parse
 from shardwise.formats.language.lay import check, lay
 from shardwise.formats.language.report import Report
 from shardwise.formats.language.rules import Spec
 
-__all__ = ["Report", "Spec", "check", "lay", "parse"]
+__all__ = ["Arrangement", "Report", "Spec", "arrange", "check", "lay", "parse"]

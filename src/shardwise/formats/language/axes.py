@@ -97,12 +97,12 @@ class Term:
 
 
 def axes_of(node: Node) -> Iterator[Axis]:
-    """All axes of an expression, in order."""
+    """All axes of an expression, in order; of a ragged one, the sum of all shares."""
     match node:
         case Axis():
             yield node
-        case Ragged(_, axis):
-            yield Axis(axis, ragged=True)
+        case Ragged():
+            yield Axis(node.start)
         case Chain(factors):
             yield from itertools.chain.from_iterable(map(axes_of, factors))
         case Sum(parts):

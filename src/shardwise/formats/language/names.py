@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from shardwise.errors import LayoutError
-from shardwise.formats.language.numbers import Expression, Name, names_in
+from shardwise.formats.language.numbers import Expression, Name, names_in, render
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,9 @@ class Template:
                 raise LayoutError("a name that is made of others cannot count")
             words.append(part if isinstance(part, str) else texts[part.name])
         return "".join(words)
+
+    def __str__(self) -> str:
+        return "".join(p if isinstance(p, str) else f"{{{render(p)}}}" for p in self.parts)
 
     def names(self) -> tuple[str, ...]:
         """All captures, coordinates, axes and constants that it takes."""
