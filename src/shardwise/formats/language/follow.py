@@ -66,6 +66,7 @@ def _derive(like: Like, base: Rule | Skip, text: Text) -> Rule | Skip | None:
     pattern = Pattern(substitute(own.parts, {name or "": inner}))
     if isinstance(base, Skip):
         return Skip(pattern, like.rule.at)
+    overridden = like.rule.targets[0].given is not None
     targets = [_target(like, target, text) for target in base.targets]
     kept = tuple(target for target in targets if target is not None)
     if len(kept) < len(targets):
@@ -74,9 +75,9 @@ def _derive(like: Like, base: Rule | Skip, text: Text) -> Rule | Skip | None:
         base,
         pattern=pattern,
         targets=kept,
-        sizes=base.sizes + like.rule.sizes,
+        sizes=(*(() if overridden else base.sizes), *like.rule.sizes),
         dtype=like.rule.dtype or base.dtype,
-        stored=base.stored if like.rule.targets[0].given is None else None,
+        stored=None if overridden else base.stored,
         average=like.rule.average or base.average,
         flat=like.rule.flat or base.flat,
         on=base.on + like.rule.on,
