@@ -229,14 +229,15 @@ def _laid(assembly: Assembly, block: Block, shapes: list[tuple[int, ...] | None]
 
 def _report(assembly: Assembly, tensors: tuple[TensorEntry, ...], copies: Block) -> Report:
     spec, catalogue = assembly.spec, assembly.catalogue
-    skipped, unused = [], []
+    skipped: list[str] = []
+    used: dict[int, bool] = {}
     for number, rule in enumerate(spec.rules):
         rows = assembly.matches.rows[number]
+        used[rule.at] = used.get(rule.at, False) or len(rows) > 0
         if isinstance(rule, Skip):
             names = np.unique(catalogue.name[rows]).tolist()
             skipped += [f"{catalogue.names[i]}: skipped by {assembly.line(rule)}" for i in names]
-        if not len(rows):
-            unused.append(f"{assembly.line(rule)}: {rule.pattern}")
+    unused = [rule for rule in {r.at: r for r in spec.rules}.values() if not used[rule.at]]
     return Report(
         source=spec.text.source,
         problems=tuple(dict.fromkeys(assembly.problems)),
@@ -245,5 +246,5 @@ def _report(assembly: Assembly, tensors: tuple[TensorEntry, ...], copies: Block)
         replicas=len(copies.tensor),
         averages=len(assembly.tensors.averages),
         skipped=tuple(skipped),
-        unused=tuple(unused),
+        unused=tuple(f"{assembly.line(rule)}: {rule.pattern}" for rule in unused),
     )
