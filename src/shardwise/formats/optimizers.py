@@ -86,6 +86,11 @@ def find_optimizers(paths: Iterable[Path], values: Mapping[Path, Any]) -> list[O
     return [optimizer for optimizer in found if optimizer is not None]
 
 
+def is_of_optimizer(path: Path) -> bool:
+    """Whether a path leads through what only optimizers have."""
+    return _place(path) is not None
+
+
 def _place(path: Path) -> tuple[Path, str, Path] | None:
     """Where the optimizer is that a path leads into; whether to its state; and the rest."""
     for at, part in enumerate(path):

@@ -36,6 +36,7 @@ def unpickle(
     persistent: Persistent | None = None,
     opaque: bool = False,
     start: int = 0,
+    unfolded: bool = True,
 ) -> Pickled:
     """The value of a pickle, which is not trusted.
 
@@ -44,6 +45,8 @@ def unpickle(
         stubs: what is on the list beside `ALLOWED`.
         persistent: gives values by persistent ids, as torch stores storages.
         opaque: let `Opaque` stand for what is not on the list, instead of refusing.
+        unfolded: refuse what is huge, or endless, to whoever walks through all of it; without it,
+            that is for the caller to see to, who looks only for what it knows.
 
     Raises:
         FormatError: it is malformed, nested without end or within itself, or names what is not on
@@ -52,7 +55,8 @@ def unpickle(
     machine = Machine(data, {**ALLOWED, **(stubs or {})}, persistent)
     try:
         value, end = _run(machine, start)
-        check_unfolded(value, 2**20 + 4 * len(data))
+        if unfolded:
+            check_unfolded(value, 2**20 + 4 * len(data))
     except FormatError as error:
         raise type(error)(f"{where}: {error}") from error
     names = tuple(sorted(machine.unknown))

@@ -12,9 +12,11 @@ from shardwise.formats.pickles import unpickle
 from shardwise.formats.torchtypes import TORCH
 from shardwise.formats.tree import Tree
 from shardwise.manifest.manifest import LARGEST
+from shardwise.manifest.validate import MOST_PIECES
 
 METADATA = ".metadata"
 MOST_DIMENSIONS = 64
+MOST_PARTS = 64
 Path: TypeAlias = tuple[str | int, ...]
 Ints: TypeAlias = tuple[int, ...]
 
@@ -72,7 +74,7 @@ def read_metadata(tree: Tree, name: str = METADATA) -> Metadata:
             in a way that is not read here.
     """
     where = f"{tree}/{name}"
-    root = unpickle(tree.read(name), where, stubs=_STUBS).value
+    root = unpickle(tree.read(name), where, stubs=_STUBS, unfolded=False).value
     try:
         return _metadata(_fields(root, "Metadata"))
     except FormatError as error:
@@ -138,12 +140,19 @@ _READ = {"state_dict_metadata", "planner_data", "storage_data"}
 def _metadata(root: Mapping[str, Any]) -> Metadata:
     tensors: dict[str, ChunkedTensor] = {}
     values: list[str] = []
+    chunks = 0
     for name, entry in root["state_dict_metadata"].items():
         _check(isinstance(name, str) and name != "", "a name is no text")
         if _is(entry, "BytesStorageMetadata"):
             values.append(name)
         else:
-            tensors[name] = _tensor(name, _fields(entry, "TensorStorageMetadata"))
+            fields = _fields(entry, "TensorStorageMetadata")
+            # One list may be there many times.
+            chunks += len(fields["chunks"])
+            _check(
+                chunks <= MOST_PIECES, f"it has more than the {MOST_PIECES} chunks that are read"
+            )
+            tensors[name] = _tensor(name, fields)
     items = dict(_items(root["storage_data"] or {}))
     known = root.get("planner_data") or {}
     _check(isinstance(known, dict), "paths of names are no dict")
@@ -184,7 +193,7 @@ def _items(storage: Any) -> Iterator[tuple[tuple[str, Ints | None], Item]]:
 def _path(name: str, path: Any) -> Path:
     parts = path if isinstance(path, (tuple, list)) else ()
     _check(
-        len(parts) > 0 and all(isinstance(part, (str, int)) for part in parts),
+        0 < len(parts) <= MOST_PARTS and all(isinstance(part, (str, int)) for part in parts),
         f"the path of {name} is none",
     )
     return tuple(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardwise.formats.dcp.folded import fold
 from shardwise.formats.dcp.metadata import METADATA, Metadata, read_metadata
 from shardwise.formats.dcp.stored import Stored, read_stored, world_size
 from shardwise.formats.foreign import Foreign
@@ -33,10 +34,11 @@ def read(tree: Tree) -> Foreign:
 def leaves(stored: Stored, metadata: Metadata) -> Leaves:
     """What is stored, by its paths in the state; a name whose path is not known is one part."""
     paths = [metadata.paths.get(name, (name,)) for name in stored.names]
+    values = {metadata.paths.get(name, (name,)): value for name, value in stored.values.items()}
     return Leaves(
         stored.files,
         list(zip(paths, stored.dtypes, stored.shapes, strict=True)),
         stored.laid,
-        {metadata.paths.get(name, (name,)): value for name, value in stored.values.items()},
+        fold(values, paths),
         stored.left_out,
     )
