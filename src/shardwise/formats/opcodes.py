@@ -192,11 +192,6 @@ def _integer(data: bytes) -> int:
     return int.from_bytes(data, "little", signed=True)
 
 
-def _tuple(machine: Machine, at: int) -> int:
-    machine.stack.append(tuple(machine.since_mark()))
-    return at
-
-
 def _tuple_of(count: int) -> Operation:
     def push(machine: Machine, at: int) -> int:
         items = tuple(machine.stack[-count:])
@@ -334,7 +329,6 @@ def _operations() -> list[Operation]:
         pickle.LONG1: _sized(1, _integer),
         pickle.LONG4: _sized(4, _integer),
         pickle.SHORT_BINUNICODE: _sized(1, _text),
-        pickle.BINUNICODE: _sized(4, _text),
         pickle.BINUNICODE8: _sized(8, _text),
         pickle.SHORT_BINBYTES: _sized(1, bytes),
         pickle.BINBYTES: _sized(4, bytes),
@@ -342,7 +336,6 @@ def _operations() -> list[Operation]:
         pickle.BYTEARRAY8: _sized(8, bytearray),
         pickle.SHORT_BINSTRING: _sized(1, _old_text),
         pickle.BINSTRING: _sized(4, _old_text),
-        pickle.TUPLE: _tuple,
         pickle.TUPLE1: _tuple_of(1),
         pickle.TUPLE2: _tuple_of(2),
         pickle.TUPLE3: _tuple_of(3),
@@ -365,4 +358,5 @@ def _operations() -> list[Operation]:
 
 
 OPERATIONS = _operations()
-"""By opcode; those of protocol 0, of registered extensions and of buffers outside are refused."""
+"""By opcode, but those that `pickles` spells out; refused are those of protocol 0, of registered
+extensions, and of buffers outside."""

@@ -76,10 +76,7 @@ def _run(machine: Machine, at: int) -> tuple[object, int]:
         while at < size:
             op = data[at]
             at += 1
-            if op == 0x71:  # BINPUT
-                memo[data[at]] = stack[-1]
-                at += 1
-            elif op == 0x72:  # LONG_BINPUT
+            if op == 0x72:  # LONG_BINPUT
                 memo[int.from_bytes(data[at : at + 4], "little")] = stack[-1]
                 at += 4
             elif op == 0x68:  # BINGET
@@ -87,8 +84,22 @@ def _run(machine: Machine, at: int) -> tuple[object, int]:
                 at += 1
             elif op == 0x28:  # MARK
                 machine.marks.append(len(stack))
+            elif op == 0x58:  # BINUNICODE
+                end = at + 4 + int.from_bytes(data[at : at + 4], "little")
+                if end > size:
+                    raise CutOffError("it is cut off, or a length in it lies")
+                stack.append(data[at + 4 : end].decode("utf-8", "surrogatepass"))
+                at = end
+            elif op == 0x74:  # TUPLE
+                mark = machine.marks.pop()
+                items = tuple(stack[mark:])
+                del stack[mark:]
+                stack.append(items)
             elif op == 0x4B:  # BININT1
                 stack.append(data[at])
+                at += 1
+            elif op == 0x71:  # BINPUT
+                memo[data[at]] = stack[-1]
                 at += 1
             elif op == 0x2E:  # STOP
                 (value,) = stack
