@@ -9,6 +9,7 @@ from shardwise.errors import CheckpointNotFoundError
 from shardwise.formats import huggingface, torchsave
 from shardwise.formats.dcp import reader as dcp
 from shardwise.formats.deepspeed import native as deepspeed
+from shardwise.formats.deepspeed import universal as deepspeed_universal
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.tree import Tree
 
@@ -25,6 +26,7 @@ class Reader:
 READERS: tuple[Reader, ...] = (
     Reader(dcp.FORMAT, dcp.recognise, dcp.read),
     Reader(deepspeed.FORMAT, deepspeed.recognise, deepspeed.read),
+    Reader(deepspeed_universal.FORMAT, deepspeed_universal.recognise, deepspeed_universal.read),
     Reader(huggingface.FORMAT, huggingface.recognise, huggingface.read),
     Reader(torchsave.FORMAT, torchsave.recognise, torchsave.read),
 )

@@ -12,13 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "train_deepspeed.py"
+PROGRAMS = Path(__file__).parents[1] / "programs"
 ON_TWO = (
     *("zero0-float32", "zero0-bfloat16", "zero1-float32", "zero1-bfloat16", "zero1-sgd"),
     *("zero1-bfloat16-optimizer", "zero2-bfloat16", "zero2-round-robin", "zero2-aligned"),
     *("zero2-elastic", "zero2-offload", "zero2-float16", "zero3-float32", "zero3-bfloat16"),
     "zero3-sub-groups",
 )
+PARALLEL = (
+    *("pipeline-zero1", "pipeline-bfloat16"),
+    *("experts-zero1", "experts-zero2-bfloat16"),
+)
+CONVERTED = ("zero1-bfloat16", "zero2-float16", "zero3-sub-groups")
 ON_FOUR = ("zero1-bfloat16-optimizer", "zero2-bfloat16", "zero3-sub-groups")
 
 
@@ -37,10 +42,10 @@ class Checkpoints:
         return held
 
 
-def run(program: Path, ranks: int, *args: str) -> None:
-    """Run a program on so many ranks, and wait for it."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launch, f"--nproc-per-node={ranks}", str(program), *args]
+def run(program: str, *args: str, ranks: int = 0) -> None:
+    """Run a program, on so many ranks if any, and wait for it."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *(launch if ranks else []), str(PROGRAMS / program), *args]
     environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, env=environ, capture_output=True, text=True, timeout=300, check=False
@@ -50,12 +55,23 @@ def run(program: Path, ranks: int, *args: str) -> None:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """All cases on two ranks, some on four."""
+    """All cases on two ranks, some on four, some converted."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed: pip install '.[frameworks]'")
     directory = tmp_path_factory.mktemp("deepspeed")
     for ranks, cases in ((2, ON_TWO), (4, ON_FOUR)):
         place = directory / str(ranks)
         place.mkdir()
-        run(PROGRAM, ranks, str(place), *cases)
+        run("train_deepspeed.py", str(place), *cases, ranks=ranks)
+    run("to_universal.py", str(directory / "2"), *CONVERTED)
     return Checkpoints(directory)
+
+
+@pytest.fixture(scope="session")
+def parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pipelines of two stages, and experts on two ranks, twice each: on four ranks."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed: pip install '.[frameworks]'")
+    directory = tmp_path_factory.mktemp("deepspeed-parallel")
+    run("parallel_deepspeed.py", str(directory), *PARALLEL, ranks=4)
+    return directory

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardwise.errors import FormatError
 from shardwise.formats.tree import Tree
 
-LATEST = "latest"
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 LARGEST_TAG = 4096
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d{1,7})_model_states\.pt")
@@ -17,6 +17,7 @@ _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,7})_mp_rank_(\d{1,7})_opt
 _LAYER = re.compile(r"layer_(\d{1,7})(?:-(.*))?-model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_(\d{1,7})_)?expert_(\d{1,7})_mp_rank_(\d{1,7})_model_states\.pt")
 _EXPERT_OPTIMIZER = re.compile(r"expp_rank_(\d{1,7})_mp_rank_(\d{1,7})_optim_states\.pt")
+_MODEL_SLICE = "zero_pp_rank_"
 _TENSOR_RANK = re.compile(r"(?:^|-)model_(\d{1,7})$")
 
 
@@ -25,20 +26,24 @@ class Files:
     """The files of one tag, by the ranks that wrote them.
 
     Attributes:
+        folder: with `/` at its end; or "".
         model: by data-parallel rank (0, if only the first wrote) and model-parallel rank.
         optimizer: by data-parallel and model-parallel rank; none without ZeRO.
         layers: of a pipeline, by layer and tensor-parallel rank.
         experts: by the number of the layer among those with experts, expert, model-parallel rank.
         expert_optimizers: by expert-parallel and model-parallel rank.
         others: that are none of these.
+        sliced: ZeRO 3, where each rank writes its model states.
     """
 
+    folder: str
     model: Mapping[tuple[int, int], str]
     optimizer: Mapping[tuple[int, int], str]
     layers: Mapping[tuple[int, int], str]
     experts: Mapping[tuple[int, int, int], str]
     expert_optimizers: Mapping[tuple[int, int], str]
     others: tuple[str, ...]
+    sliced: bool
 
     @property
     def model_parallel(self) -> int:
@@ -52,34 +57,48 @@ class Files:
 
 
 def has_native_files(tree: Tree) -> bool:
-    """Whether there is a file of model states where a checkpoint would have it."""
+    """Whether there is a file of model states where a checkpoint of the engine would have it."""
     folder = folder_of(tree)
-    return folder is not None and any(
-        _MODEL.fullmatch(name.removeprefix(folder))
-        for name in tree.sizes
-        if name.startswith(folder)
-    )
+    return folder is not None and _has_model(tree, folder) and not _has_atoms(tree, folder)
 
 
-def folder_of(tree: Tree, tag: str | None = None) -> str | None:
-    """The folder of a tag, or of the one that `latest` names, with `/` at its end; "" if the place
-    is that folder itself. None if there is none.
+def has_universal_files(tree: Tree) -> bool:
+    """Whether there are atoms where a universal checkpoint would have them."""
+    folder = folder_of(tree, universal=True)
+    return folder is not None and _has_model(tree, folder) and _has_atoms(tree, folder)
+
+
+def folder_of(tree: Tree, tag: str | None = None, *, universal: bool = False) -> str | None:
+    """The folder of a tag, or of the one that is latest, with `/` at its end; "" if the place is
+    that folder itself. None if there is none.
     """
-    if tag is None and LATEST in tree.sizes:
-        tag = tree.read(LATEST, limit=LARGEST_TAG).decode(errors="replace").strip()
+    latest = LATEST_UNIVERSAL if universal else LATEST
+    if tag is None and latest in tree.sizes and tree.sizes[latest] <= LARGEST_TAG:
+        tag = tree.read(latest, limit=LARGEST_TAG).decode(errors="replace").strip()
     if tag is None:
         return ""
     folder = f"{tag.strip('/')}/"
     return folder if any(name.startswith(folder) for name in tree.sizes) else None
 
 
-def find_files(tree: Tree, tag: str | None) -> Files:
+def _has_model(tree: Tree, folder: str) -> bool:
+    return any(
+        name.startswith(folder) and _MODEL.fullmatch(name.removeprefix(folder))
+        for name in tree.sizes
+    )
+
+
+def _has_atoms(tree: Tree, folder: str) -> bool:
+    return any(name.startswith(f"{folder}zero/") for name in tree.sizes)
+
+
+def find_files(tree: Tree, tag: str | None, *, universal: bool = False) -> Files:
     """The files of a tag.
 
     Raises:
         FormatError: there are none, or some are missing among those of ranks.
     """
-    folder = folder_of(tree, tag)
+    folder = folder_of(tree, tag, universal=universal)
     if folder is None:
         raise FormatError(f"{tree}: the tag {tag or 'that latest names'!r} is not there")
     model: dict[tuple[int, int], str] = {}
@@ -107,7 +126,10 @@ def find_files(tree: Tree, tag: str | None) -> Files:
             others.append(name)
     if not model:
         raise FormatError(f"{tree}: there is no file of model states (…_model_states.pt)")
-    files = Files(model, optimizer, layers, experts, expert_optimizers, tuple(others))
+    sliced = any(_MODEL_SLICE in name for name in model.values())
+    files = Files(
+        folder, model, optimizer, layers, experts, expert_optimizers, tuple(others), sliced
+    )
     _check_complete(tree, files)
     return files
 
@@ -115,9 +137,8 @@ def find_files(tree: Tree, tag: str | None) -> Files:
 def _check_complete(tree: Tree, files: Files) -> None:
     """Whether all ranks up to the last are there."""
     parallel = range(files.model_parallel)
-    sliced = any(rank for rank, _ in files.model)
     for kind, found in (("model", files.model), ("optim", files.optimizer)):
-        if not found or (kind == "model" and not sliced):
+        if not found or (kind == "model" and not files.sliced):
             ranks = range(1 if kind == "model" else 0)
         else:
             ranks = range(files.data_parallel)

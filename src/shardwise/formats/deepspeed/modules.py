@@ -62,6 +62,7 @@ def lay_modules(laying: Laying, modules: Sequence[Module], place: Placing, *, sl
     if any(list(other.arrays) != list(first.arrays) for other in modules):
         raise FormatError("the modules of tensor-parallel ranks do not have the same names")
     ties = first.tied()
+    lower = False
     for name, array in first.arrays.items():
         if name in ties or (sliced and name not in first.buffers):
             continue
@@ -71,7 +72,7 @@ def lay_modules(laying: Laying, modules: Sequence[Module], place: Placing, *, sl
         placement = (whole if buffer else place)(name, shapes)
         full = f"model.{name}"
         if full in laying and laying.entry(full).dtype != array.dtype:
-            full = f"module.{name}"
+            full, lower = f"module.{name}", True
         elif full not in laying and _may_be_tied(laying, name, placement.shape):
             full = f"module.{name}"
             laying.left_out.append(
@@ -87,14 +88,7 @@ def lay_modules(laying: Laying, modules: Sequence[Module], place: Placing, *, sl
         for top in ("model", "module"):
             if f"{top}.{owner}" in laying and f"{top}.{alias}" not in laying:
                 laying.tie(f"{top}.{alias}", f"{top}.{owner}")
-    _complete(laying, [*first.arrays, *ties])
-
-
-def _complete(laying: Laying, names: Sequence[str]) -> None:
-    """Give `module` all names, if it has any."""
-    if not any(f"module.{name}" in laying for name in names):
-        return
-    for name in names:
+    for name in (*first.arrays, *ties) if lower else ():
         if f"module.{name}" not in laying and f"model.{name}" in laying:
             laying.tie(f"module.{name}", f"model.{name}")
 

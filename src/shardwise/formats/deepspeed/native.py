@@ -12,9 +12,7 @@ from shardwise.formats.deepspeed.modules import Module, lay_frozen_slices, lay_m
 from shardwise.formats.deepspeed.optimizers import Settings, lay_group
 from shardwise.formats.deepspeed.placements import Placing, whole
 from shardwise.formats.deepspeed.ranks import Ranks
-from shardwise.formats.deepspeed.states import (
-    OF_DEEPSPEED,
-)
+from shardwise.formats.deepspeed.values import lay_values
 from shardwise.formats.deepspeed.without_zero import lay_optimizer
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.tree import Tree
@@ -61,16 +59,11 @@ def read(
     if ranks.sliced:
         lay_frozen_slices(laying, ranks.of_data_parallel(), place)
     lay_modules(laying, modules, place, sliced=ranks.sliced)
-    _lay_values(laying, ranks)
+    lay_values(laying, ranks)
     for name in files.others:
         if name not in NOT_STATE:
             laying.left_out.append(f"the file {name}: not one of DeepSpeed's engine")
-    steps = ranks.first.rest.get("global_steps")
-    return laying.finish(
-        FORMAT,
-        step=steps if type(steps) is int else None,
-        world_size=files.data_parallel * files.model_parallel,
-    )
+    return laying.finish(FORMAT, step=ranks.step, world_size=ranks.world_size)
 
 
 def _lay_zero(laying: Laying, ranks: Ranks, place: Placing) -> None:
@@ -120,26 +113,3 @@ def _lay_without_zero(
         if name not in first.buffers and name not in tied
     }
     lay_optimizer(laying, states, shapes, members, place)
-
-
-def _lay_values(laying: Laying, ranks: Ranks) -> None:
-    """Lay plain values: of the first rank, and say where others have their own."""
-    rest = dict(ranks.first.rest)
-    scheduler = rest.pop("lr_scheduler", None)
-    if scheduler is not None:
-        laying.value("scheduler", scheduler)
-    for key, value in rest.items():
-        if value is not None:
-            top = "deepspeed" if key in OF_DEEPSPEED else "client_state"
-            laying.value(f"{top}.{key}", value)
-    for key, value in (ranks.optimizers[0, 0].rest if ranks.optimizers else {}).items():
-        if value is not None:
-            laying.value(f"deepspeed.{key}", value)
-    for key in rest:
-        if key in OF_DEEPSPEED:
-            continue
-        others = [r for r, s in ranks.models.items() if s.rest.get(key) != rest[key]]
-        if others:
-            laying.left_out.append(
-                f"client_state.{key}: {len(others)} ranks have others; that of the first is taken"
-            )

@@ -28,6 +28,30 @@ from shardwise.formats.tree import Tree
 THREADS = 8
 
 
+def load_all(tree: Tree, names: Iterable[str], laying: Laying, *, opaque: bool) -> dict[str, Any]:
+    """The values of files of torch.save, by name, read in parallel.
+
+    Raises:
+        FormatError: one is malformed, or not there.
+    """
+    numbers = {name: number for number, name in enumerate(tree.sizes)}
+
+    def load(name: str) -> Contents:
+        file = tree.open(name)
+        try:
+            part = Part.whole(file, numbers[name], f"{tree}/{name}")
+            return read_torch_file(part, stubs=STUBS, opaque=opaque)
+        finally:
+            file.close()
+
+    wanted = list(names)
+    with ThreadPoolExecutor(THREADS) as threads:
+        found = dict(zip(wanted, threads.map(load, wanted), strict=True))
+    for name, contents in found.items():
+        laying.left_out.extend(f"{name}: {each}" for each in contents.opaque)
+    return {name: contents.value for name, contents in found.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """What all ranks wrote.
@@ -37,6 +61,7 @@ class Ranks:
             `stage * tensor_parallel + tensor-parallel rank`.
         layers: of pipelines, by tensor-parallel rank: weights by name.
         experts: weights by name, by model-parallel rank.
+        sliced: ZeRO 3.
     """
 
     where: str
@@ -47,45 +72,32 @@ class Ranks:
     data_parallel: int
     tensor_parallel: int
     stages: int
+    sliced: bool
 
     @classmethod
     def read(cls, tree: Tree, files: Files, laying: Laying, *, opaque: bool) -> Ranks:
         """Read all files, in parallel."""
-        numbers = {name: number for number, name in enumerate(tree.sizes)}
 
-        def load(name: str) -> Contents:
-            file = tree.open(name)
-            try:
-                whole_file = Part.whole(file, numbers[name], f"{tree}/{name}")
-                return read_torch_file(whole_file, stubs=STUBS, opaque=opaque)
-            finally:
-                file.close()
-
-        def load_all(names: Iterable[str]) -> dict[str, Any]:
-            wanted = list(names)
-            with ThreadPoolExecutor(THREADS) as threads:
-                found = dict(zip(wanted, threads.map(load, wanted), strict=True))
-            for name, contents in found.items():
-                laying.left_out.extend(f"{name}: {each}" for each in contents.opaque)
-            return {name: contents.value for name, contents in found.items()}
+        def load(names: Iterable[str]) -> dict[str, Any]:
+            return load_all(tree, names, laying, opaque=opaque)
 
         first = {rank: name for rank, name in files.model.items() if rank[0] == 0}
-        values = load_all(first.values())
+        values = load(first.values())
         models = {rank: model_state(values[n], f"{tree}/{n}") for rank, n in first.items()}
         others = {rank: name for rank, name in files.model.items() if rank[0]}
         if any(state.frozen_shapes for state in models.values()):
-            values = load_all(others.values())
+            values = load(others.values())
             models |= {rank: model_state(values[n], f"{tree}/{n}") for rank, n in others.items()}
         if others:
             laying.left_out.append(
                 f"buffers of {len(others)} more ranks: each has its own under ZeRO 3; those of the "
                 "first are taken, as DeepSpeed's own converters do"
             )
-        values = load_all(files.optimizer.values())
+        values = load(files.optimizer.values())
         optimizers = {
             r: optimizer_state(values[n], f"{tree}/{n}") for r, n in files.optimizer.items()
         }
-        values = load_all([*files.layers.values(), *files.experts.values()])
+        values = load([*files.layers.values(), *files.experts.values()])
         layers: dict[int, dict[str, StoredArray]] = {}
         for (layer, rank), name in sorted(files.layers.items()):
             arrays = arrays_of(values[name], f"{tree}/{name}")
@@ -105,6 +117,7 @@ class Ranks:
             files.data_parallel,
             tensor_parallel,
             stages,
+            files.sliced,
         )
 
     @property
@@ -113,9 +126,18 @@ class Ranks:
         return self.models[0, 0]
 
     @property
-    def sliced(self) -> bool:
-        """Whether this is ZeRO 3."""
-        return any(state.sliced for state in self.optimizers.values())
+    def step(self) -> int | None:
+        """How many steps were trained."""
+        steps = self.first.rest.get("global_steps")
+        return steps if type(steps) is int else None
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks wrote it."""
+        parallel = self.first.rest.get("dp_world_size")
+        if type(parallel) is not int or not 0 < parallel < 2**20:
+            parallel = self.data_parallel
+        return parallel * self.tensor_parallel * self.stages
 
     def placing(self) -> Placing:
         """How tensor-parallel shards make up parameters, as the checkpoint says."""

@@ -168,7 +168,7 @@ def _of_zero_1_and_2(held: Mapping[Any, Any], where: str) -> OptimizerState:
         _as_many(_counts(held.get("partition_count") or [0] * len(masters), where), masters, where),
         None if gaps is None else tuple(_counts(each, where) for each in _list(gaps, where)),
         None if slices is None else tuple(_slices(each, where) for each in _list(slices, where)),
-        _rest(held),
+        of_the_optimizer(held),
     )
 
 
@@ -191,7 +191,7 @@ def _of_zero_3(held: Mapping[Any, Any], where: str) -> OptimizerState:
         (count if type(count) is int and count > 0 else 0,) * len(masters),
         None,
         None,
-        _rest(held),
+        of_the_optimizer(held),
     )
 
 
@@ -218,7 +218,8 @@ def of_torch(
     return tuple(states), tuple(settings), tuple(groups)
 
 
-def _rest(held: Mapping[Any, Any]) -> dict[str, Any]:
+def of_the_optimizer(held: Mapping[Any, Any]) -> dict[str, Any]:
+    """The plain values of an optimizer state."""
     kept = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
     return {key: held[key] for key in kept if key in held}
 

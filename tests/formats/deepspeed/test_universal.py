@@ -1,0 +1,77 @@
+"""Universal checkpoints that DeepSpeed's own converter made, against what the engine had."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.errors import FormatError
+from shardwise.formats.deepspeed import native, universal
+from shardwise.formats.tree import Tree
+from shardwise.formats.validate import checked
+from shardwise.state.objects import decode
+from tests.formats.deepspeed.conftest import CONVERTED, Checkpoints
+from tests.formats.deepspeed.test_native import same
+from tests.formats.reference import read_tensors
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.mark.parametrize("case", CONVERTED)
+def test_all_is_as_the_engine_had_it(checkpoints: Checkpoints, case: str) -> None:
+    place, expected = checkpoints.place(case) / "universal", checkpoints.expected(case)
+    foreign = checked(universal.read(Tree(place)))
+    tensors = read_tensors(place, foreign)
+    wanted = {f"model.{name}": tensor for name, tensor in expected["parameters"].items()}
+    wanted |= {f"optimizer.{name}": tensor for name, tensor in expected["moments"].items()}
+    for kind in ("frozen", "buffers"):  # which DeepSpeed does not restore
+        wanted |= {f"model.{name}": tensor for name, tensor in expected[kind].items()}
+    steps = {f"optimizer.{name}.step": torch.tensor(3.0) for name in expected["parameters"]}
+    wanted |= steps
+    assert [name for name, tensor in wanted.items() if not same(tensors[name], tensor)] == []
+    beside = {name for name in tensors if not name.startswith("module.")} - set(wanted)
+    assert beside == {"model.head.weight"}
+    values = {entry.name: decode(entry.value, entry.name) for entry in foreign.objects}
+    groups = values["optimizer.param_groups"]
+    assert [group["value"] for group in groups] == expected["groups"]
+    assert [len(group["members"]) for group in groups] == [3, 3]
+    assert values["client_state.note"] == "hello"
+    assert values["deepspeed.loss_scaler"]["cur_scale"] == (16 if case == "zero2-float16" else 1)
+    assert (foreign.step, foreign.world_size) == (3, 2)
+
+
+def test_a_root_with_both_is_read_as_native(checkpoints: Checkpoints) -> None:
+    place = checkpoints.place(CONVERTED[0])
+    assert native.recognise(Tree(place))
+    assert not native.recognise(Tree(place / "universal"))
+    assert universal.recognise(Tree(place / "universal"))
+
+
+def test_a_root_with_universal_ones_only_is_recognised(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    shutil.copytree(checkpoints.place(CONVERTED[0]) / "universal", tmp_path / "universal")
+    (tmp_path / "latest_universal").write_text("universal")
+    assert universal.recognise(Tree(tmp_path))
+    assert not native.recognise(Tree(tmp_path))
+    assert checked(universal.read(Tree(tmp_path))).tensors
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        ("zero/first.weight/fp32.pt", "zero/first.weight/fp32.pt is missing"),
+        ("zero/optimizer_state.pt", "has no file 'zero/optimizer_state.pt'"),
+    ],
+)
+def test_a_lost_file_is_told(
+    checkpoints: Checkpoints, tmp_path: Path, lost: str, said: str
+) -> None:
+    place = tmp_path / "copy"
+    shutil.copytree(checkpoints.place(CONVERTED[0]) / "universal", place)
+    (place / lost).unlink()
+    with pytest.raises(FormatError, match=said):
+        universal.read(Tree(place))
