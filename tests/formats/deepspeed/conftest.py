@@ -19,10 +19,8 @@ ON_TWO = (
     *("zero2-elastic", "zero2-offload", "zero2-float16", "zero3-float32", "zero3-bfloat16"),
     "zero3-sub-groups",
 )
-PARALLEL = (
-    *("pipeline-zero1", "pipeline-bfloat16"),
-    *("experts-zero1", "experts-zero2-bfloat16"),
-)
+# Experts first: DeepSpeed does not forget the ranks of a pipeline.
+PARALLEL = ("experts-zero1", "experts-zero2-bfloat16", "pipeline-zero1", "pipeline-bfloat16")
 CONVERTED = ("zero1-bfloat16", "zero2-float16", "zero3-sub-groups")
 ON_FOUR = ("zero1-bfloat16-optimizer", "zero2-bfloat16", "zero3-sub-groups")
 

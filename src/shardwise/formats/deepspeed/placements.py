@@ -14,6 +14,9 @@ from shardwise.layout import Box
 Shape: TypeAlias = tuple[int, ...]
 
 LONGEST_PATTERN = 1000
+MOST_REPEATS = 3
+_REPEATED_GROUP = re.compile(r"\)[*+?{]")
+_REPEAT = re.compile(r"(?<!\\)[*+{]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +221,9 @@ def _patterns(info: Mapping[Any, Any], key: str, where: str) -> tuple[re.Pattern
 def _compiled(pattern: object, where: str) -> re.Pattern[str]:
     if not isinstance(pattern, str) or len(pattern) > LONGEST_PATTERN:
         raise FormatError(f"{where}: a pattern of parameters' names is no text of a fair length")
+    # A hostile pattern could take all time there is to match.
+    if _REPEATED_GROUP.search(pattern) or len(_REPEAT.findall(pattern)) > MOST_REPEATS:
+        raise FormatError(f"{where}: the pattern {pattern[:80]!r} repeats too much to be matched")
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
