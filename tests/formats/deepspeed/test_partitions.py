@@ -1,0 +1,94 @@
+"""ZeRO's partitions, against padding and cutting flat arrays."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.errors import FormatError
+from shardwise.formats.deepspeed.partitions import (
+    Ranges,
+    as_fragments,
+    concatenated,
+    least_lengths,
+    sliced,
+)
+from shardwise.formats.deepspeed.without_zero import only_way
+from shardwise.manifest.validate import padded_shapes
+
+Shapes = list[tuple[int, ...]]
+SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6)
+RANKS = st.integers(1, 5)
+
+
+def put_together(shapes: Shapes, ranges: Ranges, flat: list[np.ndarray]) -> list[np.ndarray]:
+    """Parameters made of the boxes that ranks have."""
+    made = [np.full(shape, -1) for shape in shapes]
+    dims = max(map(len, shapes))
+    held = as_fragments(ranges, padded_shapes(shapes, dims))
+    for row in range(len(held.at)):
+        parameter, at = held.parameter[row], held.at[row]
+        ndim = len(shapes[parameter])
+        extent = held.shape[row][:ndim]
+        box = tuple(slice(o, o + n) for o, n in zip(held.offset[row][:ndim], extent, strict=True))
+        part = flat[held.rank[row]][at : at + math.prod(extent.tolist())]
+        made[parameter][box] = part.reshape(extent)
+    return made
+
+
+def numbered(shapes: Shapes) -> list[np.ndarray]:
+    """Parameters whose elements all differ."""
+    sizes = [math.prod(shape) for shape in shapes]
+    starts = np.cumsum([0, *sizes])
+    return [
+        np.arange(start, start + size).reshape(shape)
+        for start, size, shape in zip(starts, sizes, shapes, strict=False)
+    ]
+
+
+def sizes_of(shapes: Shapes) -> np.ndarray:
+    return np.array([math.prod(shape) for shape in shapes], np.int64)
+
+
+@given(SHAPES, RANKS, st.data())
+def test_partitions_of_a_group(shapes: Shapes, ranks: int, data: st.DataObject) -> None:
+    gaps = [data.draw(st.integers(0, 3)) for _ in shapes]
+    full = numbered(shapes)
+    parts = [np.pad(each.reshape(-1), (0, gap)) for each, gap in zip(full, gaps, strict=True)]
+    flat = np.concatenate(parts)
+    flat = np.pad(flat, (0, -len(flat) % (2 * ranks)))
+    ranges = concatenated(sizes_of(shapes), np.array(gaps, np.int64), ranks, len(flat) // ranks)
+    made = put_together(shapes, ranges, np.split(flat, ranks))
+    assert all(np.array_equal(one, two) for one, two in zip(made, full, strict=True))
+    assert (least_lengths(ranges, ranks) <= len(flat) // ranks).all()
+
+
+@given(SHAPES, RANKS)
+def test_slices_of_each_parameter(shapes: Shapes, ranks: int) -> None:
+    full = numbered(shapes)
+    held: list[list[np.ndarray]] = [[] for _ in range(ranks)]
+    for each in full:
+        flat = np.pad(each.reshape(-1), (0, -each.size % ranks))
+        for rank, part in enumerate(np.split(flat, ranks)):
+            held[rank].append(part)
+    ranges = sliced(sizes_of(shapes), ranks)
+    made = put_together(shapes, ranges, [np.concatenate(parts) for parts in held])
+    assert all(np.array_equal(one, two) for one, two in zip(made, full, strict=True))
+
+
+def test_partitions_that_are_too_short_are_refused() -> None:
+    with pytest.raises(FormatError, match="have not room for parameters of 7"):
+        concatenated(np.array([3, 4]), np.array([0, 0]), 2, 3)
+
+
+def test_names_are_told_by_shapes_only_if_one_way_is_left() -> None:
+    parameters = [("a", (2, 3)), ("frozen", (3,)), ("b", (4,)), ("c", (3,)), ("d", (2, 3))]
+    assert only_way(parameters, [[(2, 3), (2, 3)], [(4,), (3,)]]) == [["a", "d"], ["b", "c"]]
+    assert only_way(parameters, [[(2, 3), (2, 3)], [(3,), (4,)]]) == [["a", "d"], ["frozen", "b"]]
+    assert only_way(parameters, [[(2, 3)], [(4,)]]) is None  # a or d
+    assert only_way(parameters, [[(9,)]]) is None
+    assert only_way(parameters, []) == []
