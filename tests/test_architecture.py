@@ -43,6 +43,7 @@ LAYERS_OF_MEMORY = (
     ("tls", "redundancy", "intervals"),
 )
 TESTING = "testing"  # may import anything, and nothing imports it
+AGENT = "memory.agent.service"  # it has a process of its own, which is to be small
 WITHOUT_TORCH = ("layout", "manifest", "plan")
 TESTS_OF_A_STORE = Path("testing", "store_suite.py")  # they assert, as tests do
 MAY_PRINT = ("__main__", "cli", "report")
@@ -228,9 +229,10 @@ def test_torch_stays_out_of_the_arithmetic() -> None:
     assert not [where for where, name in names if name.split(".")[0] == "torch"]
 
 
-@pytest.mark.parametrize("component", WITHOUT_TORCH)
-def test_the_arithmetic_loads_without_torch(component: str) -> None:
+@pytest.mark.parametrize("component", [*WITHOUT_TORCH, AGENT])
+def test_the_arithmetic_and_the_agent_load_without_torch(component: str) -> None:
     names = [f"shardwise.{module.name}" for module in MODULES if module.component == component]
+    names = names or [f"shardwise.{component}"]
     script = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
     environ = {**os.environ, "PYTHONPATH": str(SOURCE.parent)}
     done = subprocess.run([sys.executable, "-c", script], env=environ, check=False)

@@ -14,8 +14,7 @@ from shardwise.memory.node import notes
 from shardwise.memory.node.branches import is_abandoned, leave_behind
 from shardwise.memory.node.home import Home, Run, new_run, write_note
 from shardwise.memory.node.lineage import Lineage, go_on_from, lineage_of
-from shardwise.memory.node.meeting import Meeting
-from shardwise.memory.node.notes import Card, Done, Draft, Staged
+from shardwise.memory.node.notes import Done, Draft, Staged
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.predecessors import ROOT
 from shardwise.memory.node.trainers import Presence
@@ -72,12 +71,12 @@ def leave(
         write_note(place.path / notes.terms(save), draft)
 
 
-def went(*steps: int) -> Meeting:
-    """A run that has gone back to these steps, one after the other, on this node alone."""
+def went(*steps: int) -> Lineage:
+    """A run that has gone back to these steps, one after the other."""
     lineage = Lineage("0" * 16)
     for step in steps:
         lineage = lineage.gone_on_from(step)
-    return Meeting(lineage, [Card(HERE, "", "")], [HERE])
+    return lineage
 
 
 def has_free(run: Run) -> bool:
@@ -91,7 +90,7 @@ def test_what_a_node_missed_while_it_was_idle_takes_no_slot(run: Run) -> None:
     leave(run, 49, ended=("commit",))
     leave(run, 50, committed=False)
     assert not has_free(run)
-    leave_behind(run, 50, went(48), 2)
+    leave_behind(run, 50, went(48), [HERE], 2)
     assert run.steps() == [48]
     assert has_free(run)
 
@@ -99,7 +98,7 @@ def test_what_a_node_missed_while_it_was_idle_takes_no_slot(run: Run) -> None:
 def test_what_waits_for_a_leader_that_is_gone_takes_no_slot_forever(run: Run) -> None:
     for step in (47, 48, 49):
         leave(run, step, ended=("commit",))
-    leave_behind(run, 49, went(), 2)
+    leave_behind(run, 49, went(), [HERE], 2)
     assert run.steps() == [49]
     assert has_free(run)
 
@@ -107,7 +106,7 @@ def test_what_waits_for_a_leader_that_is_gone_takes_no_slot_forever(run: Run) ->
 def test_as_many_as_there_are_slots_stay(run: Run) -> None:
     for step in (46, 47, 48):
         leave(run, step, ended=("commit", "protect"))
-    leave_behind(run, 48, went(), 2)
+    leave_behind(run, 48, went(), [HERE], 2)
     assert run.steps() == [47, 48]
 
 
@@ -116,7 +115,7 @@ def test_what_is_still_being_rescued_holds_no_slot(run: Run) -> None:
     leave(run, 46, ended=("commit", "protect"))
     leave(run, 47, ended=("commit", "protect"))
     write_note(run.step(47) / notes.request("persist", f"{47:016x}"), {})
-    leave_behind(run, 48, went(), 2)
+    leave_behind(run, 48, went(), [HERE], 2)
     assert run.steps() == [46]
 
 
@@ -124,7 +123,7 @@ def test_what_the_run_goes_on_from_stays_though_no_manifest_came(run: Run) -> No
     leave(run, 3, ended=("commit", "protect"))
     leave(run, 4, ended=("commit", "protect"))
     leave(run, 5, committed=False)
-    leave_behind(run, 5, went(), 2)
+    leave_behind(run, 5, went(), [HERE], 2)
     assert run.steps() == [4, 5]
 
 
@@ -132,11 +131,11 @@ def test_what_is_being_persisted_stays_as_long_as_its_leader_is_there(run: Run) 
     leave(run, 40, durable=True, leader=HERE, ended=("commit",))
     leave(run, 44, ended=("commit", "protect"))
     leave(run, 45)
-    leave_behind(run, 45, went(), 2)
+    leave_behind(run, 45, went(), [HERE], 2)
     assert run.steps() == [40, 45]
     leave(run, 41, durable=True, leader=HERE, ended=("commit",))
     leave(run, 42, durable=True, leader=GONE, ended=("commit",))
-    leave_behind(run, 45, went(), 2)
+    leave_behind(run, 45, went(), [HERE], 2)
     assert run.steps() == [40, 41, 45]
 
 
@@ -144,7 +143,7 @@ def test_what_is_being_persisted_stays_as_long_as_its_leader_is_there(run: Run) 
 def test_what_is_newer_goes(run: Run, step: int | None) -> None:
     for each in (1, 2, 3, 4):
         leave(run, each, ended=("commit", "protect"))
-    leave_behind(run, step, went(), 3)
+    leave_behind(run, step, went(), [HERE], 3)
     assert run.steps() == ([] if step is None else [1, 2])
 
 

@@ -11,12 +11,13 @@ from shardwise.manifest.names import MANIFEST
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.lineage import Lineage
-from shardwise.memory.node.meeting import Meeting
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.retire import discard
 
 
-def leave_behind(run: Run, step: int | None, meeting: Meeting, slots: int) -> None:
+def leave_behind(
+    run: Run, step: int | None, lineage: Lineage, nodes: Collection[str], slots: int
+) -> None:
     """Discard what nothing comes of any more on this node, as the run goes on from a step.
 
     That is what is newer; what the run has abandoned before, as this node may have been idle then;
@@ -24,7 +25,8 @@ def leave_behind(run: Run, step: int | None, meeting: Meeting, slots: int) -> No
 
     Args:
         step: None for the beginning.
-        meeting: where the run has gone back until now, and the nodes that it goes on with.
+        lineage: where the run has gone back until now.
+        nodes: that it goes on with.
         slots: how many snapshots are to be kept.
 
     Raises:
@@ -34,13 +36,9 @@ def leave_behind(run: Run, step: int | None, meeting: Meeting, slots: int) -> No
     valid = [
         place
         for place in places
-        if step is not None and place.step <= step and not is_abandoned(place, meeting.lineage)
+        if step is not None and place.step <= step and not is_abandoned(place, lineage)
     ]
-    kept = [
-        place
-        for place in valid
-        if place.step == step or _is_being_persisted(place, meeting.node_of)
-    ]
+    kept = [place for place in valid if place.step == step or _is_being_persisted(place, nodes)]
     finished = [place for place in valid if place not in kept and not _is_under_way(place)]
     kept += finished[: max(0, slots - len(kept))]
     discard([place for place in places if place not in kept])

@@ -246,7 +246,8 @@ class Snapshots:
 
     def _discard(self, step: int | None) -> bytes:
         if self.is_first_of_node:
-            leave_behind(self.run, step, self.meeting, self._options.slots)
+            meeting, slots = self.meeting, self._options.slots
+            leave_behind(self.run, step, meeting.lineage, meeting.node_of, slots)
         return b""
 
     def close(self, *, wait: bool, failed: bool) -> None:
