@@ -156,17 +156,17 @@ def test_abandoned_is_what_is_known_to_be(
 ) -> None:
     """What nobody can tell of may be what the run goes on from."""
     leave(run, 7, epoch, committed=False)
-    lineage = went(*([] if back_to is None else [back_to])).lineage
+    lineage = went(*([] if back_to is None else [back_to]))
     assert is_abandoned(Place(run, 7), lineage) == expected
 
 
 def test_a_step_that_was_saved_again_is_not_abandoned(run: Run) -> None:
     leave(run, 7, 0)
     place = Place(run, 7)
-    assert is_abandoned(place, went(6).lineage)
+    assert is_abandoned(place, went(6))
     file = FileEntry(f"r00000-{'f' * 16}.safetensors", 0, 4, 0, 0, 0, 0)
     write_note(place.path / notes.staged(file.name), Staged(file, "again.slot", 2, (), 1))
-    assert not is_abandoned(place, went(6).lineage)
+    assert not is_abandoned(place, went(6))
 
 
 def an_idle_node(run: Run, root: Path, *steps: int) -> LocalStore:
