@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import shardwise as sw
 from shardwise.errors import FormatError
 from shardwise.formats.deepspeed import native
 from shardwise.formats.foreign import Foreign
@@ -16,6 +17,7 @@ from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 from shardwise.state.objects import decode
 from tests.formats.deepspeed.conftest import ON_FOUR, ON_TWO, Checkpoints
+from tests.formats.programs.small_model import Model, optimizer_of
 from tests.formats.reference import read_tensors
 
 CASES = [*((case, 2) for case in ON_TWO), *((case, 4) for case in ON_FOUR)]
@@ -132,6 +134,55 @@ def test_replicas_hold_the_same_bytes(checkpoints: Checkpoints, case: str, ranks
         assert same(part, tensors[entry.name][box])
     if case in ("zero1-float32", "zero2-round-robin"):
         assert len(again) >= 6  # the module has the very weights that are divided
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [
+        *(("zero0-float32", 2), ("zero1-float32", 2), ("zero2-round-robin", 2)),
+        *(("zero3-bfloat16", 2), ("zero2-bfloat16", 4), ("zero3-sub-groups", 4)),
+    ],
+)
+def test_a_plain_model_goes_on_from_it(checkpoints: Checkpoints, case: str, ranks: int) -> None:
+    expected = checkpoints.expected(case, ranks)
+    model = Model()
+    optimizer = optimizer_of(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    client = {"epoch": 0, "note": ""}
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "client_state": client,
+    }
+    # What is frozen is in bf16 there.
+    sw.load(checkpoints.place(case, ranks), state, cast="bfloat16" in case or "sub" in case)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert same(parameter.detach(), expected["parameters"][name])
+            for key in ("exp_avg", "exp_avg_sq"):
+                moment = optimizer.state[parameter][key]
+                assert same(moment, expected["moments"][f"{name}.{key}"])
+            assert float(optimizer.state[parameter]["step"]) == 3
+        else:
+            assert same(parameter.detach(), expected["frozen"][name].float())
+    assert torch.equal(model.norm.running_mean, expected["buffers"]["norm.running_mean"].float())
+    assert model.head.weight is model.embedding.weight
+    kept = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    assert kept == expected["groups"]
+    assert (client, scheduler.last_epoch) == ({"epoch": 7, "note": "hello"}, 3)
+
+
+def test_a_module_of_lower_precision_has_its_own_weights(checkpoints: Checkpoints) -> None:
+    model = Model().bfloat16()
+    sw.load(checkpoints.place("zero1-bfloat16"), {"module": model}, cast=True)
+    expected = checkpoints.expected("zero1-bfloat16")["parameters"]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert trained.keys() == expected.keys()
+    assert all(same(p.detach(), expected[name].bfloat16()) for name, p in trained.items())
 
 
 def test_a_tied_weight_is_told_to_be_tied(checkpoints: Checkpoints) -> None:

@@ -19,6 +19,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from small_model import Model, optimizer_of
 from torch import nn
 
 CASES: dict[str, dict[str, Any]] = {
@@ -40,29 +41,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-class Model(nn.Module):
-    """Odd sizes, so that everything is padded; frozen, tied, and buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(13, 5)
-        self.norm = nn.BatchNorm1d(5, affine=False)
-        self.frozen = nn.Linear(5, 5)
-        self.frozen.requires_grad_(False)
-        self.scale = nn.Parameter(torch.tensor([0.5]))
-        self.first = nn.Linear(5, 7)
-        self.second = nn.Linear(7, 5)
-        self.head = nn.Linear(5, 13, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        normal = self.norm(x.to(self.norm.running_mean.dtype))
-        x = self.frozen(normal.to(x.dtype))
-        x = x + self.scale * self.second(torch.tanh(self.first(x)))
-        return self.head(x)
-
-
 def config(case: dict[str, Any]) -> dict[str, Any]:
     zero = {"stage": case["stage"], "stage3_param_persistence_threshold": 0}
     zero.update(case.get("zero", {}))
@@ -80,21 +58,10 @@ def config(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def optimizer_of(model: nn.Module, case: dict[str, Any]) -> torch.optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() > 1], "lr": 1e-2, "weight_decay": 0.1},
-        {"params": [p for p in trained if p.dim() <= 1], "lr": 3e-3, "weight_decay": 0.0},
-    ]
-    if case.get("sgd"):
-        return torch.optim.SGD(groups, momentum=0.9)
-    return torch.optim.AdamW(groups)
-
-
 def train(case: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     model = Model()
-    optimizer = optimizer_of(model, case)
+    optimizer = optimizer_of(model, sgd=case.get("sgd", False))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config(case)

@@ -1,0 +1,41 @@
+"""The model that DeepSpeed trains in the tests; it knows nothing of DeepSpeed."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    """Odd sizes, so that everything is padded; frozen, tied, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 5)
+        self.norm = nn.BatchNorm1d(5, affine=False)
+        self.frozen = nn.Linear(5, 5)
+        self.frozen.requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor([0.5]))
+        self.first = nn.Linear(5, 7)
+        self.second = nn.Linear(7, 5)
+        self.head = nn.Linear(5, 13, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        normal = self.norm(x.to(self.norm.running_mean.dtype))
+        x = self.frozen(normal.to(x.dtype))
+        x = x + self.scale * self.second(torch.tanh(self.first(x)))
+        return self.head(x)
+
+
+def optimizer_of(model: nn.Module, *, sgd: bool = False) -> torch.optim.Optimizer:
+    """An optimizer of two groups."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "lr": 1e-2, "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() <= 1], "lr": 3e-3, "weight_decay": 0.0},
+    ]
+    if sgd:
+        return torch.optim.SGD(groups, momentum=0.9)
+    return torch.optim.AdamW(groups)
