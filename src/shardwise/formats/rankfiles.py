@@ -1,0 +1,161 @@
+"""A file for each rank, named after it: the arrays of all ranks, for a specification to read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardwise.errors import CheckpointNotFoundError, FormatError
+from shardwise.formats.catalogue import Catalogue, StoredArray
+from shardwise.formats.pickled import Record
+from shardwise.formats.ranges import Part
+from shardwise.formats.safetensors import is_safetensors, read_header
+from shardwise.formats.torchfile import read_torch_file
+from shardwise.formats.tree import Tree
+from shardwise.manifest.table import Int
+
+THREADS = 8
+_AXIS = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """The arrays of all ranks, and the plain values of the first, by their names."""
+
+    catalogue: Catalogue
+    values: Mapping[str, Any]
+
+
+def read_rank_files(tree: Tree, pattern: str) -> RankFiles:
+    """Read what lies in the files of all ranks; no array is read.
+
+    Args:
+        pattern: the path of a file, an axis of the ranks in braces where it has a number:
+            `mp_rank_{tp}_{pp}/model.pt`. Files are those of torch.save, or of safetensors; what
+            is nested has its names joined by dots.
+
+    Raises:
+        CheckpointNotFoundError: no file has such a name.
+        FormatError: a rank has no file, or a file is malformed.
+    """
+    axes = _AXIS.findall(pattern)
+    found = dict(_matching(tree, pattern))
+    if not found:
+        raise CheckpointNotFoundError(f"{tree} has no file that is named like {pattern}")
+    coordinate = np.array(list(found.values()), np.int64).reshape(len(found), len(axes))
+    sizes = {axis: int(n) + 1 for axis, n in zip(axes, coordinate.max(axis=0), strict=True)}
+    _check_complete(tree, pattern, coordinate, sizes)
+    with ThreadPoolExecutor(THREADS, "shardwise-open") as pool:
+        read = list(pool.map(lambda item: _read(tree, item[1], item[0]), enumerate(found)))
+    return RankFiles(_catalogue(tree, list(found), sizes, coordinate, read), read[0].values)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    arrays: Mapping[str, StoredArray]
+    values: Mapping[str, Any]
+
+
+def _matching(tree: Tree, pattern: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    parts = _AXIS.split(pattern)
+    expression = "".join(
+        r"(\d{1,9})" if at % 2 else re.escape(part) for at, part in enumerate(parts)
+    )
+    for name in tree.sizes:
+        match = re.fullmatch(expression, name)
+        if match is not None:
+            yield name, tuple(map(int, match.groups()))
+
+
+def _check_complete(tree: Tree, pattern: str, coordinate: Int, sizes: Mapping[str, int]) -> None:
+    expected = int(np.prod(list(sizes.values()), dtype=np.float64))
+    distinct = len(np.unique(coordinate, axis=0))
+    if distinct < len(coordinate):
+        raise FormatError(f"{tree}: two files are of one rank, by {pattern}")
+    if distinct < expected:
+        ranks = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        raise FormatError(f"{tree} has {distinct} files like {pattern}, not {expected} ({ranks})")
+
+
+def _read(tree: Tree, name: str, number: int) -> _File:
+    with closing(tree.open(name)) as file:
+        part = Part.whole(file, number, f"{tree}/{name}")
+        if is_safetensors(part.read(0, min(64, part.size))):
+            return _File(read_header(part).arrays, {})
+        value = read_torch_file(part, opaque=True).value
+    arrays: dict[str, StoredArray] = {}
+    values: dict[str, Any] = {}
+    for path, leaf in _leaves(value, ""):
+        if isinstance(leaf, StoredArray):
+            arrays[path] = leaf
+        else:
+            values[path] = leaf
+    return _File(arrays, values)
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
+    items: Mapping[object, object]
+    if isinstance(value, dict):
+        items = value
+    elif isinstance(value, (list, tuple)) and any(_holds_arrays(each) for each in value):
+        items = dict(enumerate(value))
+    elif isinstance(value, Record):
+        items = value.fields
+    else:
+        yield path, value
+        return
+    for key, each in items.items():
+        yield from _leaves(each, f"{path}.{key}" if path else str(key))
+
+
+def _holds_arrays(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_arrays, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_arrays, value))
+    return isinstance(value, StoredArray)
+
+
+def _catalogue(
+    tree: Tree,
+    files: list[str],
+    sizes: Mapping[str, int],
+    coordinate: Int,
+    read: list[_File],
+) -> Catalogue:
+    rows = [
+        (rank, name, array) for rank, file in enumerate(read) for name, array in file.arrays.items()
+    ]
+    names = list(dict.fromkeys(name for _, name, _ in rows))
+    dtypes = list(dict.fromkeys(array.dtype for _, _, array in rows))
+    number = {name: i for i, name in enumerate(names)}
+    dims = max((len(array.shape) for _, _, array in rows), default=0)
+
+    def column(values: list[int]) -> Int:
+        return np.array(values, np.int64)
+
+    def padded(values: list[tuple[int, ...]], fill: int) -> Int:
+        wide = [(*each, *(fill,) * (dims - len(each))) for each in values]
+        return np.array(wide, np.int64).reshape(len(values), dims)
+
+    arrays = [array for _, _, array in rows]
+    return Catalogue(
+        files=tuple(map(tree.file, files)),
+        axes=sizes,
+        names=names,
+        dtypes=dtypes,
+        name=column([number[name] for _, name, _ in rows]),
+        dtype=column([dtypes.index(array.dtype) for array in arrays]),
+        file=column([array.file for array in arrays]),
+        start=column([array.start for array in arrays]),
+        ndim=column([len(array.shape) for array in arrays]),
+        shape=padded([array.shape for array in arrays], 1),
+        stride=padded([array.stride for array in arrays], 0),
+        coordinate=coordinate[[rank for rank, _, _ in rows]].reshape(len(rows), len(sizes)),
+    )

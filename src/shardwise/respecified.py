@@ -1,0 +1,162 @@
+"""A checkpoint under other names and shapes: a specification laid over its global tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from shardwise.engine.opened import Opened
+from shardwise.errors import StateError
+from shardwise.formats.catalogue import Catalogue
+from shardwise.formats.foreign import Foreign, ForeignFile, Laid
+from shardwise.formats.language import lay
+from shardwise.formats.language.rules import Spec
+from shardwise.layout import find_overlaps, row_major
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.manifest import ObjectEntry, TensorEntry
+from shardwise.manifest.table import Int, Pieces
+from shardwise.manifest.validate import padded_shapes
+
+
+def respecified(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
+    """The same checkpoint as a specification has it, whose arrays are its global tensors.
+
+    Raises:
+        MismatchError: the specification does not fit.
+        StateError: the checkpoint has means of several versions, or the specification reshapes a
+            tensor in a way that its shards have not.
+    """
+    if opened.parts:
+        raise StateError(f"{opened.store}: no specification fits tensors that are means of others")
+    catalogue = catalogue_of(opened.manifest.tensors)
+    upper = lay(spec, catalogue, sizes=sizes)
+    laid = _composed(upper, catalogue, opened)
+    objects = tuple(
+        _renamed(each, upper, opened.manifest.tensors) for each in opened.manifest.objects
+    )
+    manifest = msgspec.structs.replace(opened.manifest, tensors=upper.tensors, objects=objects)
+    left_out = (*opened.left_out, *upper.left_out)
+    return replace(
+        opened, manifest=manifest, pieces=laid.pieces, stride=laid.stride, left_out=left_out
+    )
+
+
+def catalogue_of(tensors: Sequence[TensorEntry]) -> Catalogue:
+    """Global tensors as arrays, each whole and in a file of its own; of no ranks."""
+    number = {tensor.name: i for i, tensor in enumerate(tensors)}
+    dims = max((len(tensor.shape) for tensor in tensors), default=0)
+    shape = padded_shapes([tensor.shape for tensor in tensors], dims)
+    ndim = np.array([len(tensor.shape) for tensor in tensors], np.int64)
+    inside = np.arange(dims) < ndim[:, None]
+    dtypes = sorted({tensor.dtype for tensor in tensors})
+    rows = np.arange(len(tensors))
+    stored = np.array([number[tensor.same_as or tensor.name] for tensor in tensors], np.int64)
+    itemsize = np.array([DTYPES[tensor.dtype].itemsize for tensor in tensors], np.int64)
+    nbytes = shape.prod(axis=1) * itemsize
+    return Catalogue(
+        files=tuple(
+            ForeignFile(tensor.name, size)
+            for tensor, size in zip(tensors, nbytes.tolist(), strict=True)
+        ),
+        axes={},
+        names=[tensor.name for tensor in tensors],
+        dtypes=dtypes,
+        name=rows,
+        dtype=np.array([dtypes.index(tensor.dtype) for tensor in tensors], np.int64),
+        file=stored,
+        start=np.zeros(len(tensors), np.int64),
+        ndim=ndim,
+        shape=shape,
+        stride=np.where(inside, row_major(shape), 0),
+        coordinate=np.zeros((len(tensors), 0), np.int64),
+    )
+
+
+def _composed(upper: Foreign, catalogue: Catalogue, opened: Opened) -> Laid:
+    """Pieces of new tensors over old ones, whose pieces lie in files, as pieces in files."""
+    new, old = upper.laid.pieces, opened.pieces
+    dims = max(catalogue.shape.shape[1], old.offset.shape[1])
+    shapes = _wide(catalogue.shape, dims, 1)
+    strides = row_major(shapes)
+    itemsize = np.array([DTYPES[t.dtype].itemsize for t in opened.manifest.tensors], np.int64)
+    first = new.start // itemsize[new.file]
+    corner = first[:, None] // strides[new.file] % shapes[new.file]
+    source = _source_dims(upper, shapes, strides)
+    extent = np.ones((len(new), dims), np.int64)
+    rows, at = np.nonzero(source >= 0)
+    extent[rows, source[rows, at]] = new.shape[rows, at]
+    _refuse_beyond(upper, corner + extent > shapes[new.file])
+    found = find_overlaps(
+        (new.file, corner, extent),
+        (old.tensor, _wide(old.offset, dims, 0), _wide(old.shape, dims, 1)),
+    )
+    left, right = found.left, found.right
+    old_stride = _wide(opened.stride, dims, 0)[right]
+    within = found.offset - _wide(old.offset, dims, 0)[right]
+    start = old.start[right] + (within * old_stride).sum(axis=1) * itemsize[new.file[left]]
+    along = source[left]
+
+    def along_source(values: Int, otherwise: int) -> Int:
+        taken = np.take_along_axis(values, np.maximum(along, 0), axis=1)
+        return np.where(along >= 0, taken, otherwise)
+
+    offset = new.offset[left] + along_source(found.offset - corner[left], 0)
+    pieces = Pieces(new.tensor[left], old.file[right], start, offset, along_source(found.shape, 1))
+    return Laid(pieces, along_source(old_stride, 0))
+
+
+def _source_dims(upper: Foreign, shapes: Int, strides: Int) -> Int:
+    """Of each dimension of each piece the dimension of the old tensor that it runs along, or -1.
+
+    Raises:
+        StateError: it runs along none.
+    """
+    pieces, stride = upper.laid.pieces, upper.laid.stride
+    runs = pieces.shape > 1
+    matches = stride[:, :, None] == strides[pieces.file][:, None, :]
+    matches &= (shapes[pieces.file] > 1)[:, None, :]
+    _refuse_beyond(upper, (runs & ~matches.any(axis=2)))
+    found: Int = np.where(runs, matches.argmax(axis=2), -1)
+    return found
+
+
+def _refuse_beyond(upper: Foreign, wrong: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> None:
+    rows = np.flatnonzero(wrong.any(axis=1))
+    if len(rows):
+        name = upper.tensors[int(upper.laid.pieces.tensor[rows[0]])].name
+        raise StateError(
+            f"{name}: the specification joins or splits dimensions of a stored tensor in a way "
+            "that its shards have not; load it as it is, and reshape it then"
+        )
+
+
+def _wide(columns: Int, dims: int, fill: int) -> Int:
+    missing = dims - columns.shape[1]
+    return np.pad(columns, ((0, 0), (0, missing)), constant_values=fill) if missing else columns
+
+
+def _renamed(entry: ObjectEntry, upper: Foreign, old: Sequence[TensorEntry]) -> ObjectEntry:
+    """Groups of parameters, by the new names of their states; any other value as it is."""
+    root, _, last = entry.name.rpartition(".")
+    if last != "param_groups" or not isinstance(entry.value, list):
+        return entry
+    pieces = upper.laid.pieces
+    pairs = np.unique(np.column_stack([pieces.file, pieces.tensor]), axis=0).tolist()
+    names: dict[str, dict[str, None]] = {}  # in order, each once
+    for source, target in pairs:
+        before, after = _owner(old[source].name, root), _owner(upper.tensors[target].name, root)
+        if before is not None and after is not None:
+            names.setdefault(before, {})[after] = None
+    groups = [
+        {**group, "members": [n for each in group["members"] for n in names.get(each, (each,))]}
+        for group in entry.value
+    ]
+    return ObjectEntry(entry.name, groups)
+
+
+def _owner(name: str, root: str) -> str | None:
+    """The parameter that a state below `root` is of."""
+    return name[len(root) + 1 :].rpartition(".")[0] if name.startswith(f"{root}.") else None
