@@ -25,6 +25,7 @@ LAYERS = (
     ("restoring", "api"),
     ("convert",),
     ("checkpoint", "opening"),
+    ("respecified",),
     ("memory", "formats"),
     ("retention", "preemption"),
     ("engine", "adapters"),
@@ -74,6 +75,7 @@ PUBLIC = [
     "SavedTensor",
     "Shards",
     "ShardwiseError",
+    "SpecError",
     "StateError",
     "StoreError",
     "Tls",
@@ -81,6 +83,7 @@ PUBLIC = [
     "load",
     "open",
     "save",
+    "spec",
 ]
 
 SOURCE = Path(shardwise.__file__).parent

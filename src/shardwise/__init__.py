@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from shardwise.errors import MismatchError as MismatchError
     from shardwise.errors import RankError as RankError
     from shardwise.errors import ShardwiseError as ShardwiseError
+    from shardwise.errors import SpecError as SpecError
     from shardwise.errors import StateError as StateError
     from shardwise.errors import StoreError as StoreError
     from shardwise.exporting import export as export
+    from shardwise.formats.specification import spec as spec
     from shardwise.layout import Box as Box
     from shardwise.memory.options import Memory as Memory
     from shardwise.memory.snapshots.handle import SaveHandle as SaveHandle
@@ -64,6 +66,7 @@ _HOMES = {
     "SavedTensor": "checkpoint",
     "Shards": "state.shards",
     "ShardwiseError": "errors",
+    "SpecError": "errors",
     "StateError": "errors",
     "StoreError": "errors",
     "Tls": "memory.tls",
@@ -71,6 +74,7 @@ _HOMES = {
     "load": "api",
     "open": "api",
     "save": "api",
+    "spec": "formats.specification",
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - a list, sorted from the one place that names them

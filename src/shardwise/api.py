@@ -26,10 +26,9 @@ from shardwise.engine.options import LoadOptions, SaveOptions
 from shardwise.engine.save import Save, SaveReport, save_all
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
-from shardwise.formats.indexed import read_indexed
-from shardwise.formats.recognise import read_foreign
+from shardwise.formats.specification import Specification
 from shardwise.manifest.names import MANIFEST, checked_name
-from shardwise.opening import ReadForeign, open_any
+from shardwise.opening import Reading, open_any
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.saved import Rename, SavedState, renaming
 from shardwise.state.leaves import Holdings
@@ -102,6 +101,7 @@ def load(
     cast: bool = False,
     verify: bool = True,
     allow_pickle: bool = False,
+    spec: Specification | None = None,
     index: Index | None = None,
     max_buffer: int = DEFAULT_MAX_BUFFER,
     group: dist.ProcessGroup | Group | None = None,
@@ -125,7 +125,7 @@ def load(
         cast: convert where dtypes differ; without it, that is an error.
         verify: check the checksum of every byte that is read; foreign formats have none.
         allow_pickle: unpickle values that were saved as pickle. Only for files that you trust.
-        index: see `open`.
+        spec, index: see `open`.
         max_buffer: bound on the host memory used beside the state, in bytes.
         group: the ranks; the default process group if there is one, else this process alone.
         on_event: told of every stage as it ends.
@@ -146,20 +146,25 @@ def load(
         partial(renaming, rename),
         max_buffer,
         allow_pickle,
-        index,
+        Reading(spec, index),
     )
     with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
         return job.run(place, ranks, cleanup)
 
 
 def open(  # noqa: A001 - shardwise.open
-    place: Place, *, verify: bool = True, index: Index | None = None
+    place: Place,
+    *,
+    verify: bool = True,
+    spec: Specification | None = None,
+    index: Index | None = None,
 ) -> Checkpoint:
     """Open a checkpoint for reading by name, without a process group or a model.
 
     Args:
         place: a directory or store that holds a checkpoint; or one of a foreign format.
         verify: check the checksum of every byte that is read; foreign formats have none.
+        spec: what its tensors mean, in the language of docs/language.md; see `shardwise.spec`.
         index: a file to keep what was found of a foreign checkpoint in, so that it is opened at
             once the next time.
 
@@ -169,13 +174,8 @@ def open(  # noqa: A001 - shardwise.open
     """
     enter = partial(open_store, place)
     with without_collection():
-        opened = open_any(enter, SoloGroup(), foreign=reading_foreign(index))
+        opened = open_any(enter, SoloGroup(), reading=Reading(spec, index))
         return Checkpoint(opened, verify=verify)
-
-
-def reading_foreign(index: Index | None) -> ReadForeign:
-    """How a foreign checkpoint is read: by its index, if there is to be one."""
-    return read_foreign if index is None else partial(read_indexed, index=index, read=read_foreign)
 
 
 @contextmanager
@@ -237,7 +237,7 @@ class _Load:
     rename: Callable[[], Callable[[str], str]]
     max_buffer: int
     allow_pickle: bool
-    index: Index | None
+    reading: Reading
 
     def run(self, place: Place, group: Group, cleanup: ExitStack) -> LoadReport:
         """Open, match on all ranks, read, and restore plain values."""
@@ -252,7 +252,7 @@ class _Load:
 
         with self.recorder.stage("open"):
             terms = f"{self.options}, max_buffer={self.max_buffer}"
-            opened = open_any(enter, group, terms, foreign=reading_foreign(self.index))
+            opened = open_any(enter, group, terms, self.reading)
         selection, rename, arena = checked[0]
         saved = SavedState(opened.manifest, rename)
         bindings: list[Binding] = []

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch.distributed as dist
 
-from shardwise.api import Index, Place, reading_foreign, resolved_group
+from shardwise.api import Index, Place, resolved_group
 from shardwise.convert.chosen import Chosen, Written
 from shardwise.convert.conversion import SMALLEST_MEMORY, Conversion, ConversionReport
 from shardwise.convert.targets import TARGETS
@@ -21,9 +21,10 @@ from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
+from shardwise.formats.specification import Specification
 from shardwise.manifest.manifest import Manifest, encode_manifest
 from shardwise.manifest.names import MANIFEST
-from shardwise.opening import open_any
+from shardwise.opening import Reading, open_any
 from shardwise.state.selection import Selection
 from shardwise.store import Store, open_store
 
@@ -42,6 +43,7 @@ def export(
     root: str = "model",
     dtype: str | None = None,
     verify: bool = True,
+    spec: Specification | None = None,
     index: Index | None = None,
     max_memory: int = MAX_MEMORY,
     max_file: int = MAX_FILE,
@@ -60,7 +62,7 @@ def export(
         only, skip: as for `load`: which names are written.
         root: formats that hold a model alone have what is below this name, without it.
         dtype: convert the model's floating-point tensors to it.
-        verify, index: as for `open`.
+        verify, spec, index: as for `open`.
         max_memory: bound on the host memory of each rank, in bytes.
         max_file: bytes of tensors in a file, at most.
         group, on_event: as for `load`.
@@ -83,7 +85,7 @@ def export(
 
         with recorder.stage("open"):
             terms = f"{folder}, {to}, {only}, {skip}, {root}, {dtype}, {max_file}"
-            opened = open_any(enter, ranks, terms, foreign=reading_foreign(index))
+            opened = open_any(enter, ranks, terms, Reading(spec, index))
         identity = f"{opened.store}: {_digest(opened)}: {terms}"
         source, tensors = _choose(opened, Selection.by(only, skip), root, dtype)
         chosen = Chosen(source, tensors, _id_of(identity), root, max_file)

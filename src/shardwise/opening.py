@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -13,37 +15,74 @@ from shardwise.errors import CheckpointNotFoundError
 from shardwise.formats.files import ForeignFiles
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.index import MAGIC, decode_index, encode_index
+from shardwise.formats.indexed import read_indexed
+from shardwise.formats.recognise import read_foreign
+from shardwise.formats.specification import Specification
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 from shardwise.manifest.manifest import FileEntry, Manifest
 from shardwise.manifest.names import made_by_save, step_of_directory
 from shardwise.manifest.table import Pieces
+from shardwise.respecified import respecified
 from shardwise.store import LocalStore, Store
 
-ReadForeign = Callable[[Tree], Foreign]
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a checkpoint is read.
+
+    Attributes:
+        spec: what its tensors mean, if that is not what they are called.
+        index: the file that keeps what was found of a foreign one.
+    """
+
+    spec: Specification | None = None
+    index: str | os.PathLike[str] | None = None
+
+    def foreign(self, tree: Tree) -> Foreign:
+        """What is at a place that is no checkpoint of ours.
+
+        Raises:
+            CheckpointNotFoundError: no format is recognised.
+            FormatError: it is malformed.
+            MismatchError: the specification does not fit.
+        """
+        by_ranks = self.spec is not None and self.spec.files is not None
+        read = self.spec.read if self.spec is not None and by_ranks else read_foreign
+        if self.index is None:
+            return read(tree)
+        return read_indexed(tree, self.index, read, str(self.spec) if by_ranks else "")
+
+    def specified(self, opened: Opened) -> Opened:
+        """A checkpoint of global tensors, as the specification has it."""
+        if self.spec is None or self.spec.files is not None:
+            return opened
+        return respecified(opened, self.spec.rules, self.spec.sizes)
+
+
+PLAIN = Reading()
 
 
 def open_any(
-    enter: Callable[[], Store], group: Group, terms: str = "", *, foreign: ReadForeign
+    enter: Callable[[], Store], group: Group, terms: str = "", reading: Reading = PLAIN
 ) -> Opened:
     """Open what is at a place, on all ranks together.
 
     Args:
         enter: gives the store; a failure of it is a failure on all ranks.
         terms: what else must be the same on all ranks.
-        foreign: reads what is no checkpoint of ours; called on rank 0 alone.
 
     Raises:
         CheckpointNotFoundError: there is none.
         FormatError: it cannot be trusted, or is of no format that is known here.
-        MismatchError: ranks open different places, or on different terms.
+        MismatchError: ranks open different places, or on different terms; or the specification
+            does not fit.
     """
-    return open_checkpoint(
-        enter, group, terms, read=partial(_read, foreign=foreign), decode=_decode
-    )
+    read = partial(_read, reading=reading)
+    return reading.specified(open_checkpoint(enter, group, terms, read=read, decode=_decode))
 
 
-def open_foreign(store: Store, foreign: ReadForeign) -> Opened | None:
+def open_foreign(store: Store, reading: Reading = PLAIN) -> Opened | None:
     """What is at a place, if it is a foreign checkpoint; by this process alone.
 
     Raises:
@@ -53,18 +92,18 @@ def open_foreign(store: Store, foreign: ReadForeign) -> Opened | None:
         return None
     tree = Tree(store.path)
     try:
-        return opened_foreign(tree, foreign(tree))
+        return opened_foreign(tree, reading.foreign(tree))
     except CheckpointNotFoundError:
         return None
 
 
-def _read(store: Store, foreign: ReadForeign) -> bytes:
+def _read(store: Store, reading: Reading) -> bytes:
     try:
         return read_manifest(store)
     except CheckpointNotFoundError:
         if not isinstance(store, LocalStore) or not store.path.exists() or _is_ours(store):
             raise
-        return encode_index(foreign(Tree(store.path)))
+        return encode_index(reading.foreign(Tree(store.path)))
 
 
 def _is_ours(store: LocalStore) -> bool:

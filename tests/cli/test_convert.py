@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+import torch
 
 import shardwise as sw
 from tests.cli.conftest import Run
@@ -84,3 +85,17 @@ def test_torchrun_shares_the_work(step: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("✓") == 1
     assert sw.open(tmp_path / "new").verify() > 0
+
+
+def test_a_specification_is_followed(run: Run, tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save({"w": torch.full((2, 3), float(rank))}, tmp_path / f"{rank}.pt")
+    text = tmp_path / "mine.spec"
+    text.write_text("ranks r\nlet n\nw -> model.w.{n} [(r a) b]\n")
+    options = ("--spec", text, "--files", "{r}.pt", "--let", "n=5")
+    ran = run("export", tmp_path, tmp_path / "hf", *options)
+    assert ran.status == 0, ran.err
+    found = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
+    assert found["w.5"].tolist() == [[0] * 3] * 2 + [[1] * 3] * 2
+    assert run("export", tmp_path, tmp_path / "x", "--files", "{r}.pt").status == 2
+    assert run("export", tmp_path, tmp_path / "x", *options[:-1], "n=five").status == 2

@@ -22,7 +22,6 @@ from shardwise.convert.output import Late, Output
 from shardwise.convert.stream import MarkedSums, Source, write_output
 from shardwise.engine.arena import Arena
 from shardwise.engine.group import SoloGroup
-from shardwise.formats.recognise import read_foreign
 from shardwise.manifest.checksums import crc32
 from shardwise.opening import open_any
 from shardwise.store import LocalStore
@@ -226,7 +225,7 @@ def test_sums_are_those_between_the_marks(source: Path, tmp_path: Path) -> None:
     marks = (1000, 65_536, 300_000)
     output = Output("out", (content[:1000], content[1000:], late), marks)
     store = LocalStore(tmp_path)
-    opened = open_any(lambda: LocalStore(source), SoloGroup(), foreign=read_foreign)
+    opened = open_any(lambda: LocalStore(source), SoloGroup())
     for largest in (4096, 100_000, 1 << 20):
         file = store.create(f"out-{largest}", output.size)
         sums = write_output(output, Source(opened, Arena(1 << 20)), file, largest)

@@ -12,7 +12,6 @@ from shardwise.checkpoint import Checkpoint
 from shardwise.engine.group import SoloGroup
 from shardwise.errors import MismatchError
 from shardwise.formats.language import parse
-from shardwise.formats.recognise import read_foreign
 from shardwise.opening import open_any
 from shardwise.respecified import respecified
 from shardwise.store import LocalStore
@@ -56,7 +55,7 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 
 
 def opened(place: Path, text: str = SPEC) -> Checkpoint:
-    found = open_any(lambda: LocalStore(place), SoloGroup(), foreign=read_foreign)
+    found = open_any(lambda: LocalStore(place), SoloGroup())
     return Checkpoint(respecified(found, parse(text), {}), verify=True)
 
 

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 import shardwise
 from shardwise.cli.agent import agent
-from shardwise.cli.convert import convert, export
+from shardwise.cli.convert import DEFAULTS, convert
 from shardwise.cli.diff import diff
 from shardwise.cli.inspect import inspect
 from shardwise.cli.ls import ls
@@ -61,8 +61,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, inspect, verify, diff, convert, export, plan_interval):
+for command in (ls, inspect, verify, diff, plan_interval):
     app.command()(command)
+for name in DEFAULTS:
+    app.command(name)(convert)
 app.add_typer(agent, name="agent")
 
 

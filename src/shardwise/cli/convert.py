@@ -6,18 +6,22 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
 from shardwise.cli import wording
-from shardwise.cli.terminal import output, print_json, progress
-from shardwise.events import Event
+from shardwise.cli.terminal import Advance, output, print_json, progress
+from shardwise.events import Event, Sink
+
+if TYPE_CHECKING:
+    from shardwise.convert.conversion import ConversionReport
+    from shardwise.formats.specification import Specification
 
 Source = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any known format.")]
 Folder = Annotated[str, typer.Argument(metavar="DST", help="A new directory.")]
-To = Annotated[str, typer.Option(metavar="FORMAT", help="What to write.")]
+To = Annotated[str | None, typer.Option(metavar="FORMAT", help="What to write.")]
 Only = Annotated[
     list[str] | None, typer.Option(metavar="PATTERN", help="Write only names that match it.")
 ]
@@ -28,6 +32,16 @@ Root = Annotated[str, typer.Option(metavar="NAME", help="What the model is below
 DType = Annotated[
     str | None, typer.Option("--dtype", metavar="DTYPE", help="Convert the model's floats to it.")
 ]
+Spec = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="What SRC's tensors mean; or the name of one that ships."),
+]
+Files = Annotated[
+    str | None, typer.Option(metavar="PATTERN", help="How files of ranks are named: r{tp}.pt.")
+]
+Let = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=N", help="A number that the spec declares.")
+]
 Index = Annotated[
     str | None, typer.Option(metavar="FILE", help="Where to keep what was found of SRC.")
 ]
@@ -35,57 +49,59 @@ Memory = Annotated[str, typer.Option(metavar="SIZE", help="Bound on the memory o
 File = Annotated[str, typer.Option(metavar="SIZE", help="Bound on the tensors in a file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
+DEFAULTS = {"convert": "native", "export": "hf"}
 UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
 def convert(
+    context: typer.Context,
     source: Source,
     target: Folder,
-    to: To = "native",
+    to: To = None,
     only: Only = None,
     skip: Skip = None,
     root: Root = "model",
     dtype: DType = None,
+    spec: Spec = None,
+    files: Files = None,
+    let: Let = None,
     index: Index = None,
     max_memory: Memory = "1G",
     max_file: File = "5G",
     as_json: AsJson = False,
 ) -> None:
-    """Write the checkpoint SRC anew, as DST: native, or hf (safetensors of Hugging Face).
+    """Write the checkpoint SRC anew, as DST.
 
-    If it is broken off, the same command goes on with it. To share the work among processes, run
-    it by torchrun: torchrun --nproc-per-node 4 -m shardwise convert SRC DST. All that was written
-    is read again at the end.
+    Formats are native, which is what convert writes, and hf (safetensors of Hugging Face), which
+    is what export writes, if --to does not say. If it is broken off, the same command goes on
+    with it. To share the work, run it by torchrun: torchrun --nproc-per-node 4 -m shardwise
+    convert SRC DST. All that was written is read again at the end.
 
     With --json: {"path", "files", "bytes_written", "resumed", "left_out", "seconds"}; bytes,
     resumed files and seconds are those of rank 0.
     """
-    from shardwise.exporting import export as write
+    from shardwise.exporting import export
 
-    with _ranks() as is_first, ExitStack() as bars:
-        advance = []
-
-        def on_event(event: Event) -> None:
-            if event.stage == "plan":
-                advance.append(bars.enter_context(progress(event.bytes)))
-            elif advance:
-                advance[0](event.stage, event.bytes)
-
-        report = write(
+    with _ranks() as is_first, _shown() as on_event:
+        report = export(
             source,
             target,
-            to=to,
+            to=to or DEFAULTS[str(context.info_name)],
             only=only or (),
             skip=skip or (),
             root=root,
             dtype=dtype,
+            spec=_specification(spec, files, let or []),
             index=index,
             max_memory=_bytes(max_memory),
             max_file=_bytes(max_file),
             on_event=on_event if is_first else None,
         )
-    if not is_first:
-        return
+    if is_first:
+        _report(report, as_json=as_json)
+
+
+def _report(report: ConversionReport, *, as_json: bool) -> None:
     if as_json:
         print_json(report)
         return
@@ -97,24 +113,19 @@ def convert(
     console.print(Text.assemble(("✓ ", "green"), f"{report.path}  {files}{resumed}"))
 
 
-def export(
-    source: Source,
-    target: Folder,
-    to: To = "hf",
-    only: Only = None,
-    skip: Skip = None,
-    root: Root = "model",
-    dtype: DType = None,
-    index: Index = None,
-    max_memory: Memory = "1G",
-    max_file: File = "5G",
-    as_json: AsJson = False,
-) -> None:
-    """Write the model of the checkpoint SRC to DST, for other programs to read.
+@contextmanager
+def _shown() -> Iterator[Sink]:
+    """A bar of how far the conversion is, once it is known how much there is to do."""
+    with ExitStack() as bars:
+        advance: list[Advance] = []
 
-    The same as convert, but for the format that is written if none is named.
-    """
-    convert(source, target, to, only, skip, root, dtype, index, max_memory, max_file, as_json)
+        def on_event(event: Event) -> None:
+            if event.stage == "plan":
+                advance.append(bars.enter_context(progress(event.bytes)))
+            elif advance:
+                advance[0](event.stage, event.bytes)
+
+        yield on_event
 
 
 @contextmanager
@@ -130,6 +141,22 @@ def _ranks() -> Iterator[bool]:
         yield dist.get_rank() == 0
     finally:
         dist.destroy_process_group()
+
+
+def _specification(spec: str | None, files: str | None, let: list[str]) -> Specification | None:
+    from shardwise.formats.specification import spec as specification
+
+    if spec is None:
+        if files or let:
+            raise typer.BadParameter("--files and --let belong to a --spec")
+        return None
+    sizes = {}
+    for each in let:
+        name, _, number = each.partition("=")
+        if not number.isdecimal():
+            raise typer.BadParameter(f"--let {each}: NAME=N is needed")
+        sizes[name] = int(number)
+    return specification(spec, files=files, **sizes)
 
 
 def _bytes(text: str) -> int:

@@ -76,10 +76,9 @@ def _foreign_at(store: Store) -> Opened | None:
     if not isinstance(store, LocalStore) or (store.path / MANIFEST).exists():
         return None
     # Torch takes a second: only those wait who need it.
-    from shardwise.formats.recognise import read_foreign
     from shardwise.opening import open_foreign
 
-    return open_foreign(store, read_foreign)
+    return open_foreign(store)
 
 
 def read_manifest(store: Store) -> Saved:

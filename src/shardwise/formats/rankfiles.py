@@ -100,7 +100,7 @@ def _read(tree: Tree, name: str, number: int) -> _File:
 
 
 def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
-    items: Mapping[object, object]
+    items: Mapping[Any, object]
     if isinstance(value, dict):
         items = value
     elif isinstance(value, (list, tuple)) and any(_holds_arrays(each) for each in value):

@@ -1,0 +1,83 @@
+"""A specification as users give it: a text of the language, with numbers, and names of files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardwise.errors import StateError
+from shardwise.formats.foreign import Foreign
+from shardwise.formats.language import Spec, lay, parse
+from shardwise.formats.leaves import Builder
+from shardwise.formats.rankfiles import read_rank_files
+from shardwise.formats.specs import names, shipped
+from shardwise.formats.tree import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Specification:
+    """What stored arrays mean.
+
+    Attributes:
+        rules: what the text says.
+        sizes: numbers that the rules declare with `let`.
+        files: how the files of the ranks are named, `{axis}` where they are numbered; None if the
+            rules are about the global tensors of a checkpoint that is read without them.
+    """
+
+    rules: Spec
+    sizes: Mapping[str, int]
+    files: str | None = None
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in sorted(self.sizes.items()))
+        return f"{self.rules.text.text!r} ({sizes}; {self.files})"
+
+    def read(self, tree: Tree) -> Foreign:
+        """What the files of the ranks hold, by the rules.
+
+        Raises:
+            CheckpointNotFoundError: there are none.
+            FormatError: one is missing, or malformed.
+            MismatchError: the rules do not fit; `problems` lists everything.
+        """
+        found = read_rank_files(tree, self.files or "")
+        laid = lay(self.rules, found.catalogue, sizes=self.sizes)
+        # Plain values of the first rank come along under their own names.
+        builder = Builder(laid.files, laid.laid, list(laid.left_out), list(laid.tensors))
+        for name, value in found.values.items():
+            builder.add_value(name, value)
+        built = builder.build(f"files of ranks, {self.files}")
+        return replace(built, replicas=laid.replicas, averages=laid.averages)
+
+
+def spec(
+    source: str | os.PathLike[str], *, files: str | None = None, **sizes: int
+) -> Specification:
+    """What stored arrays mean, by a text of the language of docs/language.md.
+
+    Args:
+        source: the name of one that ships (`"megatron_llama"`), a path, or the text itself.
+        files: how the files of the ranks are named, below the place that is opened, with an axis
+            of the ranks in braces where it is numbered: `"mp_rank_{tp}/model_optim_rng.pt"`.
+            Without it the specification is about the global tensors of the checkpoint.
+        sizes: numbers that the text declares with `let`.
+
+    Raises:
+        SpecError: the text cannot be understood; the message shows the line and a caret.
+        StateError: there is no such file.
+    """
+    wrong = [name for name, size in sizes.items() if type(size) is not int]
+    if wrong:
+        raise StateError(f"{wrong[0]}={sizes[wrong[0]]!r}: a whole number is needed")
+    if isinstance(source, str) and ("->" in source or "\n" in source):
+        return Specification(parse(source), sizes, files)
+    if source in names():
+        return Specification(shipped(str(source)), sizes, files)
+    path = Path(source)
+    if not path.is_file():
+        ships = ", ".join(names())
+        raise StateError(f"{path} is no file, and no specification that ships ({ships})")
+    return Specification(parse(path.read_text(), str(path)), sizes, files)
