@@ -1,0 +1,103 @@
+"""docs/language.md: all specifications on it are understood, and all of its pictures are true."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shardwise.formats.language import lay, parse
+from shardwise.formats.validate import checked
+from tests.formats.language.rankfiles import NOWHERE, Array, catalogue
+from tests.formats.reference import read_tensors
+
+PAGE = (Path(__file__).parents[3] / "docs" / "language.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.S)
+PAIRS = [
+    (text, picture)
+    for (kind, text), (other, picture) in itertools.pairwise(BLOCKS)
+    if (kind, other) == ("spec", "picture")
+]
+
+
+def arrays_of(lines: list[str]) -> dict[str, Array]:
+    """Names, each with the rows of numbers below it; a single row has one dimension."""
+    rows: dict[str, list[list[int]]] = {}
+    for line in filter(None, map(str.strip, lines)):
+        if re.fullmatch(r"[\d ]+", line):
+            rows[list(rows)[-1]].append([int(word) for word in line.split()])
+        else:
+            rows[line] = []
+    found = {name: np.array(own, np.int64) for name, own in rows.items()}
+    return {name: own[0] if len(own) == 1 else own for name, own in found.items()}
+
+
+def drawn(picture: str) -> tuple[dict[tuple[int, ...], dict[str, Array]], dict[str, Array]]:
+    """What each rank has, and what it makes up."""
+    columns = list(zip(*(line.split("|") for line in picture.splitlines()), strict=True))
+    left, *right = columns
+    heads = re.finditer(r"\w+=\d+(?: \w+=\d+)*", left[0])
+    edges = [head.start() for head in heads]
+    ranks = {}
+    for begin, end in zip(edges, [*edges[1:], None], strict=True):
+        head, *lines = (line[begin:end] for line in left)
+        coordinate = tuple(int(word.split("=")[1]) for word in head.split())
+        ranks[coordinate] = arrays_of(lines)
+    whole: dict[str, Array] = {}
+    for column in right:
+        whole |= arrays_of(list(column))
+    return ranks, whole
+
+
+def test_the_page_has_pictures() -> None:
+    assert len(PAIRS) == sum(kind == "picture" for kind, _ in BLOCKS) >= 15
+    assert not [picture for _, picture in PAIRS if len(drawn(picture)[0]) < 2]
+
+
+@pytest.mark.parametrize(("text", "picture"), PAIRS)
+def test_pictures_are_true(text: str, picture: str) -> None:
+    ranks, whole = drawn(picture)
+    spec = parse(text, "language.md")
+    sizes = np.max(list(ranks), axis=0) + 1
+    axes = dict(zip((name for name, _ in spec.ranks), sizes.tolist(), strict=True))
+    foreign = checked(lay(spec, catalogue(axes, ranks)))
+    hidden = {name for own in foreign.averages.values() for name in own}
+    got: dict[str, Any] = read_tensors(NOWHERE, foreign) if not hidden else means(foreign)
+    assert {name: t.tolist() for name, t in got.items()} == {
+        name: array.tolist() for name, array in whole.items()
+    }
+
+
+def means(foreign: Any) -> dict[str, Any]:
+    """All tensors, those that are means of others worked out."""
+    stored = [t for t in foreign.tensors if t.name not in foreign.averages]
+    got = read_tensors(NOWHERE, replace(foreign, tensors=tuple(stored)))
+    for name, own in foreign.averages.items():
+        got[name] = torch.stack([got.pop(each) for each in own]).sum(0) // len(own)
+    return got
+
+
+def test_code_on_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text, picture = next(pair for pair in PAIRS if "vocab" in pair[0])
+    Path("my.spec").write_text(text)
+    names = {"catalogue": catalogue({"tp": 2}, drawn(picture)[0])}
+    (code,) = [own for kind, own in BLOCKS if kind == "python"]
+    exec(compile(code, "docs/language.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert "my.spec: 2 arrays make up 1 tensors" in printed
+    assert "['megatron_gpt2', 'megatron_llama', 'megatron_mixtral']\n" in printed
+
+
+def test_the_error_on_the_page_is_the_one_that_is_shown() -> None:
+    with pytest.raises(ValueError, match="expected an axis") as error:
+        parse("ranks tp\n  # so\nlayers.w -> w [(tp f ? h]\n", "my.spec")
+    assert f"```\n{error.value}\n```" in PAGE
