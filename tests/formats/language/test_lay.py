@@ -252,6 +252,38 @@ def test_empty_tensors(text: str) -> None:
     same(read("ranks tp\n" + text, TP2, on_tp("w", [whole, whole]))["w"], whole)
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("w -> w [(tp a b) h]", "`(a b)` = 4 leaves open how many a, b there are; say so with"),
+        ("w -> w [(tp f) h] where f = 3", "`f` cannot be 4 with f = 3: that makes 3"),
+        (
+            "w -> w [(tp f)[:n] h]\nlet n = 9",
+            "dimension 0 should have 9 elements, and 8 are stored",
+        ),
+        ("w -> w [(tp f)[:n] h]\nlet n", "n is declared without a number, so it must be given"),
+        ("w -> w.{tp - 1}", "{(tp - 1)} is -1, with tp = 0"),
+        ("w -> w.{x[tp]}\nlet x = [0]", "there is no x[1]"),
+        ("w -> w [x] flat over ep where x = 9", "what is flat must have one dimension"),
+        ("w [(n + _) h] -> w [n h]", "leaves open how many n, _ there are"),
+        ("w -> w on tp = 0", "w: no rule matches it; `skip` what is not wanted"),
+        ("w -> w\nx = y", "y: no tensor has this name, so nothing is tied to it"),
+    ],
+)
+def test_what_does_not_fit(text: str, problem: str) -> None:
+    ranks = catalogue({"tp": 2, "ep": 1}, {(t, 0): {"w": numbered(4, 2) + 8 * t} for t in range(2)})
+    (found,) = check(parse("ranks tp ep\n" + text), ranks).problems
+    assert problem in found
+
+
+def test_absurd_numbers_are_refused() -> None:
+    far = {(0,): {"w.999999999.999999999.999999999": numbered(2)}}
+    report = check(parse("ranks tp\nw.{i}.{j}.{k} -> w [i j k h]"), catalogue({"tp": 1}, far))
+    assert "the tensor would be absurdly large" in report.problems[0]
+    report = check(parse("ranks tp\nw -> w"), catalogue({"tp": 1}, {(3,): {"w": numbered(2)}}))
+    assert report.problems == ("an array is of a rank that is not one of {'tp': 1}",)
+
+
 def test_all_that_is_wrong_is_told() -> None:
     ranks = {
         (t,): {

@@ -233,7 +233,7 @@ def _contradiction(node: Node, total: int, known: Sizes) -> str:
 
 def _undetermined(left: Sequence[tuple[Node, int]], known: Sizes) -> str:
     unknown = {a.name: None for node, _ in left for a in axes_of(node) if a.size is None}
-    names = ", ".join(name for name in unknown if name not in known)
+    names = ", ".join(name.split("'")[0] for name in unknown if name not in known)
     where = ", ".join(f"`{render_node(node)}` = {total}" for node, total in left)
     return f"{where} leaves open how many {names} there are; say so with `let` or `where`"
 

@@ -37,8 +37,11 @@ def match_rules(spec: Spec, catalogue: Catalogue, known: Known) -> Matches:
     """Give each array to the first rule that its name and its rank match.
 
     Raises:
-        LayoutError: the ranks of a rule depend on something unknown.
+        LayoutError: the ranks of a rule depend on something unknown; an array is of no rank.
     """
+    sizes = np.array(list(catalogue.axes.values()), np.int64)
+    if ((catalogue.coordinate < 0) | (catalogue.coordinate >= sizes)).any():
+        raise LayoutError(f"an array is of a rank that is not one of {dict(catalogue.axes)}")
     owner = np.full(len(catalogue), NOBODY, np.int64)
     numbers = spec.numbers()
     open_names = set(np.unique(catalogue.name).tolist())

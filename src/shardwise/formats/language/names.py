@@ -45,7 +45,7 @@ class Pattern:
                 pieces.append(f"(?:\\{names.index(part.name) + 1})")
             else:
                 seen.add(part.name)
-                kind = r"\d{1,18}" if part.name in numbers else ".+" if part.star else r"[^.]+"
+                kind = r"\d{1,9}" if part.name in numbers else ".+" if part.star else r"[^.]+"
                 pieces.append(f"({kind})")
         compiled = re.compile("".join(pieces), re.DOTALL | re.ASCII)
 

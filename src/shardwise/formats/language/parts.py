@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from shardwise.formats.language.pieces import sizes_of
 from shardwise.formats.language.ragged import shares
 from shardwise.formats.language.rules import Rule, Spec, Target
 from shardwise.formats.language.structure import Structure, structure, unfolding
+from shardwise.manifest.manifest import LARGEST
 from shardwise.manifest.table import Int
 
 Positions = Mapping[str, Int]
@@ -179,4 +181,6 @@ def tensor_shape(
                 raise LayoutError(f"dimension {i} should have {limit} elements, {has}")
             size = limit
         found.append(size)
+    if math.prod(size for size in found if size) > LARGEST:
+        raise LayoutError(f"the tensor would be absurdly large: {found}")
     return tuple(found)
