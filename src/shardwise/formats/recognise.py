@@ -11,6 +11,7 @@ from shardwise.formats.dcp import reader as dcp
 from shardwise.formats.deepspeed import native as deepspeed
 from shardwise.formats.deepspeed import universal as deepspeed_universal
 from shardwise.formats.foreign import Foreign
+from shardwise.formats.megatron import reader as megatron
 from shardwise.formats.tree import Tree
 
 
@@ -24,6 +25,7 @@ class Reader:
 
 
 READERS: tuple[Reader, ...] = (
+    Reader(megatron.FORMAT, megatron.recognise, megatron.read),
     Reader(dcp.FORMAT, dcp.recognise, dcp.read),
     Reader(deepspeed.FORMAT, deepspeed.recognise, deepspeed.read),
     Reader(deepspeed_universal.FORMAT, deepspeed_universal.recognise, deepspeed_universal.read),

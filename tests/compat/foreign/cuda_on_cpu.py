@@ -1,0 +1,64 @@
+"""Lets Megatron-Core run without CUDA: what it asks of `torch.cuda` is answered by the CPU."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+FACTORIES = ["tensor", "empty", "zeros", "ones", "full", "rand", "randn", "arange", "as_tensor"]
+FACTORIES += ["empty_like", "zeros_like"]
+
+
+class Stream:
+    """A stream that is always done."""
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __getattr__(self, _: str) -> Any:
+        return lambda *_: None
+
+
+def on_cpu(make: Any) -> Any:
+    """The same, with its device replaced where it is CUDA's."""
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return make(*args, **kwargs)
+
+    return made
+
+
+def tensor_type(tensor: torch.Tensor, *args: Any, of: Any = torch.Tensor.type) -> Any:
+    """The type as Megatron compares it."""
+    return of(tensor, *args) if args else of(tensor).replace("torch.", "torch.cuda.", 1)
+
+
+def install() -> None:
+    """Patch torch, for the rest of this process. Call it before Megatron is imported."""
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: "cpu"
+    cuda.synchronize = lambda *_, **__: None  # each its own: torch's compiler tells them apart
+    cuda.set_device = lambda *_, **__: None
+    cuda.current_stream = lambda *_, **__: Stream()
+    cuda.Stream = lambda *_, **__: Stream()
+    cuda.stream = lambda *_, **__: nullcontext()
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+    cuda.FloatTensor, cuda.IntTensor = torch.FloatTensor, torch.IntTensor
+    cuda.HalfTensor, cuda.BFloat16Tensor = torch.HalfTensor, torch.BFloat16Tensor
+    made: Any = torch.Tensor
+    made.cuda = lambda self, *_, **__: self
+    made.type = tensor_type
+    move = torch.Tensor.to
+    made.to = lambda self, *args, **kwargs: move(
+        self, *("cpu" if str(arg).startswith("cuda") else arg for arg in args), **kwargs
+    )
+    for name in FACTORIES:
+        setattr(torch, name, on_cpu(getattr(torch, name)))
