@@ -6,9 +6,11 @@ trend, which takes more of them, is looked for too.
 
 from __future__ import annotations
 
+import os
 import statistics
 from contextlib import suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from tests.soak.trainer import SLOTS
@@ -25,6 +27,21 @@ MOST_OF_AGENT = 256.0
 MOST_RATIO = 1.25
 ENOUGH, WARM = 30, 20
 """Cycles that a trend is told from, and those after a beginning in which nodes still fill."""
+
+
+def names_below(folder: Path) -> list[str]:
+    """Paths of files and directories below a folder, some of which may just be vanishing."""
+    return [
+        Path(above, name).relative_to(folder).as_posix()
+        for above, folders, files in os.walk(folder)
+        for name in (*folders, *files)
+    ]
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether each part of a path is like that of a pattern."""
+    parts, wanted = name.split("/"), pattern.split("/")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 @dataclass
@@ -69,9 +86,9 @@ class Steadiness:
         for node in sorted(self._base.iterdir()):
             self._look_at(node)
         sizes = []
-        for path in self._base.rglob("*"):
+        for name in names_below(self._base):
             with suppress(OSError):
-                sizes.append(path.stat().st_blocks * 512 / 1e6)
+                sizes.append((self._base / name).stat().st_blocks * 512 / 1e6)
         self._looks += 1
         if self._looks > WARM:
             self._bytes.append(sum(sizes))
@@ -84,11 +101,15 @@ class Steadiness:
             "parities": (["free/*.spare", "step-*/parity-*.bin"], MOST_STEPS),
             "snapshots": (["step-*"], MOST_STEPS),
             "hidden files": ([".*", "*/.*"], MOST_HIDDEN),
-            "files": (["**/*"], MOST_FILES),
         }
         for run in node.glob("*/runs/*"):
-            for name, (patterns, most) in counts.items():
-                found = sum(1 for pattern in patterns for _ in run.glob(pattern))
+            names = names_below(run)
+            found_by_kind = {
+                kind: (sum(matches(name, pattern) for pattern in patterns for name in names), most)
+                for kind, (patterns, most) in counts.items()
+            }
+            found_by_kind["files"] = len(names), MOST_FILES
+            for name, (found, most) in found_by_kind.items():
                 self._most[name] = max(self._most.get(name, 0), found)
                 if found > most:
                     self._leaks[name] = f"{found} {name} in {run}: at most {most} belong there"
