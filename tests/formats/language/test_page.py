@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.errors import MismatchError
 from shardwise.formats.language import lay, parse
 from shardwise.formats.validate import checked
-from tests.formats.language.rankfiles import NOWHERE, Array, catalogue
+from tests.formats.language.rankfiles import NOWHERE, Array, catalogue, numbered
 from tests.formats.reference import read_tensors
 
 PAGE = (Path(__file__).parents[3] / "docs" / "language.md").read_text()
@@ -89,15 +90,27 @@ def test_code_on_the_page_runs(
     monkeypatch.chdir(tmp_path)
     text, picture = next(pair for pair in PAIRS if "vocab" in pair[0])
     Path("my.spec").write_text(text)
-    names = {"catalogue": catalogue({"tp": 2}, drawn(picture)[0])}
+    for (rank,), arrays in drawn(picture)[0].items():
+        Path("ranks").mkdir(exist_ok=True)
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        torch.save(tensors, f"ranks/rank{rank}.pt")
     (code,) = [own for kind, own in BLOCKS if kind == "python"]
-    exec(compile(code, "docs/language.md", "exec"), names)
-    printed = capsys.readouterr().out
-    assert "my.spec: 2 arrays make up 1 tensors" in printed
-    assert "['megatron_gpt2', 'megatron_llama', 'megatron_mixtral']\n" in printed
+    exec(compile(code, "docs/language.md", "exec"), {})
+    assert capsys.readouterr().out == "torch.Size([3, 2])\n"
 
 
 def test_the_error_on_the_page_is_the_one_that_is_shown() -> None:
     with pytest.raises(ValueError, match="expected an axis") as error:
         parse("ranks tp\n  # so\nlayers.w -> w [(tp f ? h]\n", "my.spec")
+    assert f"```\n{error.value}\n```" in PAGE
+
+
+def test_the_problems_on_the_page_are_those_that_are_told() -> None:
+    text = "ranks tp\ncut -> cut [(tp f) h]\nodd -> odd [(tp (gate + up) f) h]"
+    ranks = {
+        (0,): {"odd": numbered(5, 2), "cut": numbered(3, 2), "other": numbered(1)},
+        (1,): {"odd": numbered(5, 2)},
+    }
+    with pytest.raises(MismatchError) as error:
+        lay(parse(text, "my.spec"), catalogue({"tp": 2}, ranks))
     assert f"```\n{error.value}\n```" in PAGE
