@@ -23,9 +23,10 @@ from shardwise.formats.language.invert import (
 )
 from shardwise.formats.language.lay import examine
 from shardwise.formats.language.matching import NOBODY
+from shardwise.formats.language.names import Matcher
 from shardwise.formats.language.numbers import Known, evaluate
 from shardwise.formats.language.resolve import local_shapes, resolve
-from shardwise.formats.language.rules import Rule, Spec, Target
+from shardwise.formats.language.rules import Rule, Skip, Spec, Target
 from shardwise.formats.language.structure import structure
 from shardwise.layout.strided import row_major
 from shardwise.manifest.dtypes import DTYPES
@@ -61,6 +62,7 @@ class _Rows:
     shapes: list[Int] = field(default_factory=list)
     coordinates: list[Int] = field(default_factory=list)
     writer: dict[str, Int] = field(default_factory=dict)
+    takers: list[tuple[dict[str, int], Matcher]] = field(default_factory=list)
 
 
 def arrange(
@@ -83,8 +85,9 @@ def arrange(
         MismatchError: it cannot be done; `problems` lists everything.
     """
     known = Known(sizes=rank_sizes(spec, axes), constants=constants_of(spec, sizes or {}))
-    ranks = tuple(axes)
-    rows = _Rows(spec, known, ranks, {t.name: t for t in tensors if t.same_as is None})
+    rows = _Rows(spec, known, tuple(axes), {t.name: t for t in tensors if t.same_as is None})
+    numbers = spec.numbers()
+    rows.takers = [(_places(rule, known), rule.pattern.matcher(numbers)) for rule in spec.rules]
     _find_rows(rows)
     catalogue = _catalogue(rows, axes)
     shapes = {tensor.name: tensor.shape for tensor in rows.tensors.values()}
@@ -99,6 +102,12 @@ def arrange(
         what = f"{spec.text.source} cannot write these tensors:"
         raise MismatchError(what, list(dict.fromkeys(rows.problems)))
     return Arrangement(catalogue, foreign)
+
+
+def _places(rule: Rule | Skip, known: Known) -> dict[str, int]:
+    """Coordinates of the ranks whose arrays a rule takes, where it does not take those of all."""
+    on = rule.on if isinstance(rule, Rule) else ()
+    return {axis: evaluate(value, known) for axis, value in on}
 
 
 def _find_rows(rows: _Rows) -> None:
@@ -151,7 +160,7 @@ def _arrays_of(
     rows: _Rows, rule: Rule, own: Sequence[Wanted], texts: Texts
 ) -> Iterator[tuple[dict[str, int], list[list[str]]]]:
     """Positions that tensors' names tell arrays of a rule to be at, and these tensors."""
-    on = {axis: evaluate(value, rows.known) for axis, value in rule.on}
+    on = _places(rule, rows.known)
     declared = rule_sizes(rule, rows.known)
     stored = rows.spec.rank_axes | set(rule.pattern.captures())
     arrays: dict[tuple[tuple[str, int], ...], list[list[str]]] = {}
@@ -183,6 +192,10 @@ def _write_arrays(
         named: tensors, by target; several where an axis of the array tells them apart.
     """
     number, rule = numbered
+    unknown = dict.fromkeys(rule.pattern.captures(), "0")
+    words = {**unknown, **{axis: str(at) for axis, at in position.items()}, **texts}
+    if _is_of_before(rows, number, _stored_name(rule, words), position):
+        return
     declared = rule_sizes(rule, rows.known)
     entries = [rows.tensors[names[0]] for names in named]
     structures = [
@@ -218,11 +231,23 @@ def _write_arrays(
     ranges = [[position[a]] if a in position else range(solved[0][a]) for a in numbers]
     for values in itertools.product(*ranges):
         words = {**texts, **{a: str(n) for a, n in zip(numbers, values, strict=True)}}
-        parts = [p if isinstance(p, str) else words[p.name] for p in rule.pattern.parts]
-        rows.names.append("".join(parts))
+        rows.names.append(_stored_name(rule, words))
         rows.dtypes.append(rule.dtype or entries[0].dtype)
         rows.shapes.append(local[0])
         rows.coordinates.append(coordinate)
+
+
+def _stored_name(rule: Rule, words: Mapping[str, str]) -> str:
+    parts = rule.pattern.parts
+    return "".join(part if isinstance(part, str) else words[part.name] for part in parts)
+
+
+def _is_of_before(rows: _Rows, number: int, name: str, position: Mapping[str, int]) -> bool:
+    """Whether a rule before takes the arrays of this name, so that this one never sees them."""
+    return any(
+        places.items() <= position.items() and match(name) is not None
+        for places, match in rows.takers[:number]
+    )
 
 
 def _dims(rule: Rule, target: Target) -> int:

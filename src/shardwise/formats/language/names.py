@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from shardwise.errors import LayoutError
 from shardwise.formats.language.numbers import Expression, Name, names_in, render
 
+Matcher = Callable[[str], dict[str, str] | None]
+
 
 @dataclass(frozen=True, slots=True)
 class Capture:
@@ -29,7 +31,7 @@ class Pattern:
         found = (part.name for part in self.parts if isinstance(part, Capture))
         return tuple(dict.fromkeys(found))
 
-    def matcher(self, numbers: Collection[str]) -> Callable[[str], dict[str, str] | None]:
+    def matcher(self, numbers: Collection[str]) -> Matcher:
         """A function from a name to what it captures, or None.
 
         Args:
