@@ -39,6 +39,7 @@ class DataReader:
             raise CorruptionError(f"{self._where} is missing; the manifest names it") from error
         except StoreError as error:
             raise CorruptionError(str(error)) from error
+        self._mapped = self._file if isinstance(self._file, MappedFile) else None
         self._table: BlockTable | None = None
         try:
             if self._file.size != entry.size:
@@ -69,8 +70,8 @@ class DataReader:
         Raises:
             CorruptionError: they are not the bytes that were saved.
         """
-        if isinstance(self._file, MappedFile):
-            return self.verify(low, self._file.view(low, high - low))
+        if self._mapped is not None:
+            return self.verify(low, self._mapped.view(low, high - low))
         return self.read(low, high, buffer)
 
     def _fill(self, low: int, high: int, buffer: Buffer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -125,8 +126,13 @@ def _sources(
     ]
 
 
-def fill(filling: Filling, opened: Opened, arena: Arena, *, verify: bool) -> int:
+def fill(
+    filling: Filling, opened: Opened, arena: Arena, *, verify: bool, neighbours: int = 1
+) -> int:
     """Read a filling on this rank alone, and finish its leaves.
+
+    Args:
+        neighbours: how many ranks of this node do so at a time.
 
     Returns:
         The bytes that were read.
@@ -137,7 +143,10 @@ def fill(filling: Filling, opened: Opened, arena: Arena, *, verify: bool) -> int
     spans = filling.plan.spans
     with ExitStack() as files:
         readers = _open_readers(spans.file, opened, files, verify=verify)
-        read_alone(spans, _copies(filling, spans, opened), readers, arena)
+        threads = arena.threads
+        if _are_mapped(spans, opened):  # then only processors are waited for
+            threads = min(threads, max(1, (os.cpu_count() or 1) // neighbours))
+        read_alone(spans, _copies(filling, spans, opened), readers, arena, threads)
     _finish(filling.leaves)
     return filling.plan.bytes_read
 
@@ -218,7 +227,8 @@ class GroupFilling:
         shared = share_reads(everyone, largest_read=opened.largest_read(self._arena))
         alone = len(neighbours) == 1 or all(are_mapped for are_mapped, _ in heard)
         if alone or bytes_saved(everyone, shared) < WORTH_SHARING:
-            return fill(self.filling, opened, self._arena, verify=verify)
+            count = len(neighbours)
+            return fill(self.filling, opened, self._arena, verify=verify, neighbours=count)
         slots = min(self._arena.reads, int(np.bincount(shared.reader).max()))
         largest = BLOCK * block_count(int((shared.high - shared.low).max()) + opened.beyond)
         rings = neighbours.rings(shared, slots, largest)

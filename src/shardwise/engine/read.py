@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from shardwise.engine.arena import Arena
@@ -16,7 +17,7 @@ from shardwise.store.store import Buffer
 Readers = dict[int, DataReader]
 
 
-def read_alone(spans: Spans, copies: Copies, readers: Readers, arena: Arena) -> None:
+def read_alone(spans: Spans, copies: Copies, readers: Readers, arena: Arena, threads: int) -> None:
     """Read every span of this rank, and copy what it holds to where it is wanted.
 
     Args:
@@ -27,12 +28,22 @@ def read_alone(spans: Spans, copies: Copies, readers: Readers, arena: Arena) -> 
         CorruptionError: a span is not what was saved; other spans may have been copied by then.
     """
 
-    def serve(span: int) -> None:
-        with arena.buffer() as buffer:
-            copies.copy(span, _read(spans, span, readers, copies, buffer, where_it_lies=True))
+    todo = iter(range(len(spans)))  # threads take from it one after the other
+    failed = threading.Event()
 
-    with ThreadPoolExecutor(arena.threads, "shardwise-read") as pool:
-        _finish(pool, serve, range(len(spans)))
+    def work() -> None:
+        try:
+            with arena.buffer() as buffer:
+                for span in todo:
+                    if failed.is_set():
+                        return
+                    data = _read(spans, span, readers, copies, buffer, where_it_lies=True)
+                    copies.copy(span, data)
+        except BaseException:
+            failed.set()
+            raise
+
+    _together(work, min(threads, len(spans)))
 
 
 def read_together(
@@ -66,9 +77,16 @@ def read_together(
             rings.fail()
             raise
 
-    with ThreadPoolExecutor(threads, "shardwise-read") as pool:
-        for job in [pool.submit(work) for _ in range(threads)]:
-            job.result()
+    _together(work, threads)
+
+
+def _together(work: Callable[[], None], threads: int) -> None:
+    """Run this in so many threads, of which the calling one is the first."""
+    with ThreadPoolExecutor(max(1, threads - 1), "shardwise-read") as pool:
+        others = [pool.submit(work) for _ in range(threads - 1)]
+        work()
+        for each in others:
+            each.result()
 
 
 def _read(
@@ -87,13 +105,3 @@ def _read(
     except CorruptionError as error:
         names = copies.names(span)
         raise CorruptionError(f"{error}; they hold {names}" if names else str(error)) from error
-
-
-def _finish(pool: ThreadPoolExecutor, job: Callable[[int], None], items: Iterable[int]) -> None:
-    jobs = [pool.submit(job, item) for item in items]
-    try:
-        for each in jobs:
-            each.result()
-    except BaseException:
-        pool.shutdown(cancel_futures=True)
-        raise

@@ -59,20 +59,24 @@ class BlockTable:
             upto[distance:] ^= _moved_on(upto[:-distance], distance)
             distance *= 2
         self._upto = upto
+        self._before: dict[int, Words] = {}
 
     def damaged(self, first: int, data: Bytes) -> list[int]:
         """Which blocks of `data`, which begins with block `first`, are not as they were."""
         whole = len(data) // BLOCK
         expected = self._sums[first : first + block_count(len(data))]
-        if whole > 1 and crc32(data[: whole * BLOCK]) == self._of_run(first, first + whole):
-            return [whole + i for i in damaged_blocks(data[whole * BLOCK :], expected[whole:])]
+        if whole > 1 and crc32(data[: whole * BLOCK]) == self._of_run(first, whole):
+            rest = data[whole * BLOCK :]
+            return [whole + i for i in damaged_blocks(rest, expected[whole:])] if len(rest) else []
         return damaged_blocks(data, expected)
 
-    def _of_run(self, first: int, last: int) -> int:
-        if last > len(self._upto):
+    def _of_run(self, first: int, count: int) -> int:
+        if first + count > len(self._upto):
             return -1
-        before = self._upto[first - 1 : first] if first else np.zeros(1, np.uint32)
-        return int(self._upto[last - 1] ^ _moved_on(before, last - first)[0])
+        before = self._before.get(count)
+        if before is None:  # of all blocks at once, as most runs are as long as others
+            before = self._before[count] = _moved_on(self._upto, count)
+        return int(self._upto[first + count - 1]) ^ (int(before[first - 1]) if first else 0)
 
 
 def _moved_on(sums: Words, blocks: int) -> Words:
