@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +181,49 @@ def test_what_was_compressed_is_refused(saved: Path, tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
     with pytest.raises(sw.FormatError, match=r"w was saved through stream.plain/1.*without"):
         opened(tmp_path)
+
+
+def test_lies_of_the_metadata_are_refused(tmp_path: Path) -> None:
+    """An item out of its file, a file out of the place, and another shape than was stored."""
+    dcp.save({"weight": torch.ones(5, 3)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    ((index, place),) = metadata.storage_data.items()
+    chunk = metadata.state_dict_metadata["weight"].chunks[0]
+    lies = [
+        (replace(place, offset=2**40), chunk, "a length in it lies|leads out of"),
+        (replace(place, offset=8, length=900), chunk, "is no item of torch.save"),
+        (replace(place, relative_path="../../etc/passwd"), chunk, "has no file"),
+        (place, replace(chunk, sizes=torch.Size([3, 5])), "the metadata says float32 of shape"),
+        (place, replace(chunk, offsets=torch.Size([1, 0])), "does not say where it lies"),
+    ]
+    for where, box, complaint in lies:
+        metadata.storage_data = {index: where}
+        metadata.state_dict_metadata["weight"].chunks = [box]
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(sw.FormatError, match=complaint):
+            opened(tmp_path)
+
+
+def test_metadata_runs_nothing(tmp_path: Path) -> None:
+    class Attack:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "touched",)
+
+    dcp.save({"weight": torch.ones(5)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.planner_data = {"weight": Attack()}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(sw.FormatError, match="names what is not read from pickles"):
+        opened(tmp_path)
+    assert not (tmp_path / "touched").exists()
+
+
+def test_a_transposed_tensor_and_a_flat_module(tmp_path: Path) -> None:
+    """An array keeps its order in the file; what is flat is a module's state_dict."""
+    weight = torch.arange(15.0).reshape(5, 3).t()
+    dcp.save({"layer.weight": weight, "b": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    foreign = opened(tmp_path)
+    read = read_tensors(tmp_path, foreign)
+    assert sorted(read) == ["model.b", "model.layer.weight"]
+    assert same(read["model.layer.weight"], weight)
+    assert foreign.laid.stride.tolist().count([1, 3]) == 1

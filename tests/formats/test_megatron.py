@@ -6,38 +6,23 @@ Megatron on one.
 
 from __future__ import annotations
 
-import tarfile
 from pathlib import Path
 
 import pytest
 import torch
 
 import shardwise as sw
-from shardwise.formats.foreign import Foreign
-from shardwise.formats.recognise import read_foreign
-from shardwise.formats.tree import Tree
-from shardwise.formats.validate import checked
 from shardwise.state.objects import decode
 from tests.formats.comparing import assert_same
+from tests.formats.foreign_goldens import opened, unpacked
 from tests.formats.reference import read_tensors
 
-GOLDEN = Path(__file__).parents[1] / "compat" / "foreign"
 WORLDS = {"plain": 4, "fully_reshardable": 2, "fully_sharded_model_space": 4}
 # What the modules of Megatron's plain layers are called, and what in every checkpoint.
 RENAMED = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-
-
-def unpacked(kind: str, folder: Path) -> Path:
-    with tarfile.open(GOLDEN / f"megatron_{kind}.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder
-
-
-def opened(place: Path) -> Foreign:
-    return checked(read_foreign(Tree(place)))
 
 
 def restored_by_megatron(place: Path, kind: str) -> dict[str, torch.Tensor]:
@@ -55,7 +40,7 @@ def restored_by_megatron(place: Path, kind: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", WORLDS)
 def test_it_reads_what_megatron_restores(kind: str, tmp_path: Path) -> None:
     """Tensor and pipeline parallel, optimizers plain and distributed, stacked and flattened."""
-    place = unpacked(kind, tmp_path)
+    place = unpacked(f"megatron_{kind}", tmp_path)
     foreign = opened(place)
     read, expected = read_tensors(place, foreign), restored_by_megatron(place, kind)
     read.pop("common.optimizer.state.common_step", None)
@@ -73,7 +58,7 @@ def test_it_reads_what_megatron_restores(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", WORLDS)
 def test_groups_have_their_members(kind: str, tmp_path: Path) -> None:
     """Biases and what has one dimension do not decay, which is Megatron's own rule."""
-    foreign = opened(unpacked(kind, tmp_path))
+    foreign = opened(unpacked(f"megatron_{kind}", tmp_path))
     values = {entry.name: decode(entry.value, entry.name, lambda _: 0) for entry in foreign.objects}
     members = {
         group["value"]["wd_mult"]: group["members"] for group in values["optimizer.param_groups"]
@@ -86,14 +71,14 @@ def test_groups_have_their_members(kind: str, tmp_path: Path) -> None:
 
 def test_buckets_keep_their_names(tmp_path: Path) -> None:
     """Of `dp_reshardable`, no file tells which parameter lies where in a bucket."""
-    foreign = opened(unpacked("dp_reshardable", tmp_path))
+    foreign = opened(unpacked("megatron_dp_reshardable", tmp_path))
     buckets = [t for t in foreign.tensors if t.name.startswith("optimizer.distributed.")]
     assert sorted(t.name.rpartition(".")[2] for t in buckets) == ["exp_avg", "exp_avg_sq", "param"]
     assert sum(t.name.startswith("model.") for t in foreign.tensors) == 29
 
 
 def test_a_layer_is_read_by_name(tmp_path: Path) -> None:
-    place = unpacked("plain", tmp_path)
+    place = unpacked("megatron_plain", tmp_path)
     expected = restored_by_megatron(place, "plain")
     checkpoint = sw.open(place)
     name = "model.decoder.layers.1.self_attention.linear_qkv.weight"
@@ -101,14 +86,14 @@ def test_a_layer_is_read_by_name(tmp_path: Path) -> None:
 
 
 def test_another_backend_is_refused(tmp_path: Path) -> None:
-    place = unpacked("plain", tmp_path)
+    place = unpacked("megatron_plain", tmp_path)
     (place / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     with pytest.raises(sw.FormatError, match=r"its backend is .zarr., and only .torch_dist. is"):
         opened(place)
 
 
 def test_a_flattened_shard_that_does_not_divide_is_refused(tmp_path: Path) -> None:
-    place = unpacked("fully_sharded_model_space", tmp_path)
+    place = unpacked("megatron_fully_sharded_model_space", tmp_path)
     metadata = (place / ".metadata").read_bytes()
     whole = b"K\x02K\x18K\x08\x87"  # (2, 24, 8), of linear_qkv.weight
     assert whole in metadata

@@ -38,6 +38,23 @@ def lay(arrays: Sequence[tuple[int, StoredArray]]) -> Laid:
     return Laid(Pieces(places[:, 0], places[:, 1], places[:, 2], offset, shape), stride)
 
 
+def lay_boxes(arrays: Sequence[tuple[int, tuple[int, ...], StoredArray]]) -> Laid:
+    """Each array as the box at an offset of a tensor, which is given by its number.
+
+    Raises:
+        FormatError: the elements of an array share bytes too often.
+    """
+    arrays = [each for each in arrays if 0 not in each[2].shape]
+    laid = lay([(row, array) for row, (_, _, array) in enumerate(arrays)])
+    pieces = laid.pieces
+    of = pieces.tensor
+    offset = _column([offset for _, offset, _ in arrays], pieces.offset.shape[1])
+    tensor = np.array([tensor for tensor, _, _ in arrays], np.int64)
+    return replace(
+        laid, pieces=replace(pieces, tensor=tensor[of], offset=pieces.offset + offset[of])
+    )
+
+
 def joined(first: Laid, second: Laid) -> Laid:
     """The pieces of both."""
     dims = max(first.stride.shape[1], second.stride.shape[1])

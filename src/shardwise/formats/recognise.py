@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.errors import CheckpointNotFoundError
-from shardwise.formats import huggingface, torchsave
+from shardwise.formats import bytecheckpoint, huggingface, torchsave, torchsnapshot
 from shardwise.formats.dcp import reader as dcp
 from shardwise.formats.deepspeed import native as deepspeed
 from shardwise.formats.deepspeed import universal as deepspeed_universal
@@ -26,6 +26,8 @@ class Reader:
 
 READERS: tuple[Reader, ...] = (
     Reader(megatron.FORMAT, megatron.recognise, megatron.read),
+    Reader(bytecheckpoint.FORMAT, bytecheckpoint.recognise, bytecheckpoint.read),
+    Reader(torchsnapshot.FORMAT, torchsnapshot.recognise, torchsnapshot.read),
     Reader(dcp.FORMAT, dcp.recognise, dcp.read),
     Reader(deepspeed.FORMAT, deepspeed.recognise, deepspeed.read),
     Reader(deepspeed_universal.FORMAT, deepspeed_universal.recognise, deepspeed_universal.read),

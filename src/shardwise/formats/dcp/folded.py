@@ -26,14 +26,14 @@ def fold(values: Mapping[Path, Any], tensors: Iterable[Path]) -> dict[Path, Any]
             here = here.setdefault(part, {})
         here[path[-1]] = value
     return {
-        path: _with_lists(value) if path not in values else value for path, value in folded.items()
+        path: with_lists(value) if path not in values else value for path, value in folded.items()
     }
 
 
-def _with_lists(value: Any) -> Any:
-    """Dicts with the keys 0, 1, … as the lists that they were."""
+def with_lists(value: Any) -> Any:
+    """Dicts with the keys 0, 1, … (as numbers) as the lists that they were."""
     if not isinstance(value, dict):
         return value
-    made = {key: _with_lists(each) for key, each in value.items()}
+    made = {key: with_lists(each) for key, each in value.items()}
     numbered = len(made) > 0 and all(type(key) is int for key in made)
     return [made[key] for key in sorted(made)] if numbered else made

@@ -146,14 +146,19 @@ def _parse(head: bytes, name: str) -> tuple[StoredArray, int] | None:
         elif record.endswith("/byteorder") and data not in (b"little", None):
             raise FormatError(f"{name}: it was written by a big-endian machine: not read here")
         elif record.endswith("/data/0") and pickle is not None:
-            stored = unpickle(pickle, name, stubs=TORCH, persistent=_first_storage).value
+            stored = unpickle(pickle, name, stubs=TORCH, persistent=first_storage).value
             if not isinstance(stored, StoredArray):
                 raise FormatError(f"{name}: it is no plain tensor, but a {type(stored).__name__}")
             return stored, start
     return None
 
 
-def _first_storage(found: object) -> object:
+def first_storage(found: object) -> object:
+    """The only storage of a pickle, as if it were at the start of a file.
+
+    Raises:
+        ValueError: it is another, or none.
+    """
     kind, key, numel = storage_fields(found)
     if key != "0":
         raise ValueError("it has several storages")

@@ -173,10 +173,22 @@ def _tensor(name: str, fields: Mapping[str, Any]) -> ChunkedTensor:
     return ChunkedTensor(dtype, shape, tuple(chunks))
 
 
+def index_of(record: object) -> tuple[str, Ints | None]:
+    """The name and offset of a chunk, as items are found by.
+
+    Raises:
+        FormatError: it is none.
+    """
+    index = _fields(record, "MetadataIndex")
+    name, offset = index.get("fqn"), index.get("offset")
+    if not isinstance(name, str):
+        raise FormatError("an item has no name")
+    return name, None if offset is None else _ints(offset, f"the offset of {name}")
+
+
 def _items(storage: Any) -> Iterator[tuple[tuple[str, Ints | None], Item]]:
     for record, info in storage.items():
-        index, place = _fields(record, "MetadataIndex"), _fields(info, "_StorageInfo")
-        name, offset = index["fqn"], index.get("offset")
+        (name, offset), place = index_of(record), _fields(info, "_StorageInfo")
         transforms = place.get("transform_descriptors")
         _check(
             not transforms,
@@ -185,9 +197,8 @@ def _items(storage: Any) -> Iterator[tuple[tuple[str, Ints | None], Item]]:
         )
         file = place["relative_path"]
         start, length = _ints((place["offset"], place["length"]), f"the place of {name}")
-        _check(isinstance(name, str) and isinstance(file, str), "an item has no name or no file")
-        key = name, None if offset is None else _ints(offset, f"the offset of {name}")
-        yield key, Item(file, start, length)
+        _check(isinstance(file, str), f"{name} lies in no file")
+        yield (name, offset), Item(file, start, length)
 
 
 def _path(name: str, path: Any) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from shardwise.errors import FormatError
 from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.dcp.items import find_arrays, read_values
+from shardwise.formats.dcp.items import Arrays, find_arrays, read_values
 from shardwise.formats.dcp.metadata import Item, Metadata
 from shardwise.formats.foreign import ForeignFile, Laid
 from shardwise.formats.pickled import Stubs
@@ -41,23 +41,29 @@ class Stored:
 
 
 def read_stored(
-    tree: Tree, metadata: Metadata, *, folder: str = "", stubs: Stubs | None = None
+    tree: Tree,
+    metadata: Metadata,
+    *,
+    folder: str = "",
+    stubs: Stubs | None = None,
+    find: Callable[[Tree, Chunks], Arrays] | None = None,
 ) -> Stored:
     """Find the bytes of all tensors, and read all values.
 
     Args:
         folder: where below the tree the files are that the metadata names; empty, or ends in `/`.
         stubs: what may be in pickled values beside what torch has.
+        find: where the arrays of chunks begin, if they are no items of torch.save.
 
     Raises:
         FormatError: an item is missing, or is not what the metadata says.
     """
-    chunks = _Chunks(metadata, folder)
+    chunks = Chunks(metadata, folder)
     values = {name: _item(metadata, folder, name, None) for name in metadata.values}
     used = sorted({item.file for item in (*chunks.items, *values.values())})
     files = tuple(tree.file(name) for name in used)
     number = {name: i for i, name in enumerate(used)}
-    arrays = find_arrays(tree, chunks.names, chunks.items)
+    arrays = find_arrays(tree, chunks.names, chunks.items) if find is None else find(tree, chunks)
     chunks.check(metadata, arrays.kinds, arrays.kind)
     kinds = _stack([kind.stride for kind in arrays.kinds], chunks.offset.shape[1], 0)
     file = np.array([number[item.file] for item in chunks.items], np.int64)
@@ -81,13 +87,13 @@ def world_size(files: Sequence[ForeignFile]) -> int:
     return max(ranks, default=0) + 1
 
 
-class _Chunks:
+class Chunks:
     """The chunks of all tensors that are not empty, in columns, and their items."""
 
     def __init__(self, metadata: Metadata, folder: str) -> None:
         self.names: list[str] = []
         self.items: list[Item] = []
-        offset: list[tuple[int, ...]] = []
+        self.offsets: list[tuple[int, ...]] = []
         shape: list[tuple[int, ...]] = []
         tensor: list[int] = []
         for number, (name, each) in enumerate(metadata.tensors.items()):
@@ -97,11 +103,11 @@ class _Chunks:
                 self.names.append(name)
                 self.items.append(_item(metadata, folder, name, chunk.offset))
                 tensor.append(number)
-                offset.append(chunk.offset)
+                self.offsets.append(chunk.offset)
                 shape.append(chunk.shape)
         dims = max((len(each.shape) for each in metadata.tensors.values()), default=0)
         self.tensor: Int = np.array(tensor, np.int64)
-        self.offset = _stack(offset, dims, 0)
+        self.offset = _stack(self.offsets, dims, 0)
         self.shape = _stack(shape, dims, 1)
 
     def check(self, metadata: Metadata, kinds: Sequence[StoredArray], kind: Int) -> None:

@@ -1,0 +1,92 @@
+"""Makes the checkpoints of ByteCheckpoint and torchsnapshot that lie here, and `expected.pt`.
+
+    torchrun --nproc-per-node 2 make_others.py bytecheckpoint|torchsnapshot FOLDER
+
+ByteCheckpoint 0.0.2 wants TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 of the torch that is here.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+
+
+def model_of(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3, bias=False))
+
+
+def stepped(model: nn.Module, steps: int) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().clone()
+        optimizer.step()
+    return optimizer
+
+
+def bytecheckpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """FSDP2; what a run that had stepped differently has after loading."""
+    import bytecheckpoint as bcp
+
+    def state(seed: int) -> dict[str, Any]:
+        model = model_of(seed)
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        return {"model": model, "optimizer": stepped(model, seed), "extra_state": {"epoch": seed}}
+
+    bcp.save(str(folder / "global_step_3"), state(2), framework="fsdp2", fast_saving=False)
+    dist.barrier()
+    loaded = state(1)
+    bcp.load(str(folder / "global_step_3"), loaded, framework="fsdp2", fast_loading=False)
+    options = StateDictOptions(full_state_dict=True)
+    model, optimizer = get_state_dict(loaded["model"], loaded["optimizer"], options=options)
+    found = {f"model.{name}": value for name, value in model.items()}
+    for name, values in optimizer.get("state", {}).items():
+        found |= {f"optimizer.{name}.{key}": value for key, value in values.items()}
+    return found
+
+
+def torchsnapshot(folder: Path) -> dict[str, torch.Tensor]:
+    """A module that FSDP1 shards, one that all ranks have, and its optimizer, of chunks."""
+    from torchsnapshot import Snapshot, StateDict
+    from torchsnapshot.knobs import override_max_chunk_size_bytes
+
+    def state(seed: int) -> dict[str, Any]:
+        sharded = FullyShardedDataParallel(model_of(seed), device_id=torch.device("cpu"))
+        FullyShardedDataParallel.set_state_dict_type(sharded, StateDictType.SHARDED_STATE_DICT)
+        plain = model_of(seed + 10)
+        big = torch.arange(60.0).reshape(12, 5) * seed
+        more = StateDict(epoch=seed, rate=0.5, name="a/b", flags=[True, {"x": b"12"}], big=big)
+        return {"fsdp": sharded, "plain": plain, "optimizer": stepped(plain, seed), "more": more}
+
+    with override_max_chunk_size_bytes(80):
+        Snapshot.take(str(folder), state(2), replicated=["plain/**", "more/big"])
+    loaded = state(1)
+    Snapshot(str(folder)).restore(loaded)
+    with FullyShardedDataParallel.state_dict_type(loaded["fsdp"], StateDictType.FULL_STATE_DICT):
+        full = loaded["fsdp"].state_dict()
+    found = {f"fsdp.{name}": value for name, value in full.items()}
+    found |= {f"plain.{name}": value for name, value in loaded["plain"].state_dict().items()}
+    for number, values in loaded["optimizer"].state_dict()["state"].items():
+        found |= {f"optimizer.state.{number}.{key}": value for key, value in values.items()}
+    return found | {"more.big": loaded["more"]["big"]}
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    place = Path(sys.argv[2])
+    expected = {"bytecheckpoint": bytecheckpoint, "torchsnapshot": torchsnapshot}[sys.argv[1]](
+        place
+    )
+    if dist.get_rank() == 0:
+        torch.save(expected, place / "expected.pt")
+    dist.barrier()
+    dist.destroy_process_group()

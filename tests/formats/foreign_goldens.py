@@ -1,0 +1,25 @@
+"""Checkpoints that other frameworks made, which lie in tests/compat/foreign."""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+
+from shardwise.formats.foreign import Foreign
+from shardwise.formats.recognise import read_foreign
+from shardwise.formats.tree import Tree
+from shardwise.formats.validate import checked
+
+GOLDEN = Path(__file__).parents[1] / "compat" / "foreign"
+
+
+def unpacked(name: str, folder: Path) -> Path:
+    """A checkpoint, unpacked into a folder."""
+    with tarfile.open(GOLDEN / f"{name}.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def opened(place: Path) -> Foreign:
+    """What there is, by whatever reader recognises it, as it is checked before it is used."""
+    return checked(read_foreign(Tree(place)))
