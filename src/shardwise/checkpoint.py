@@ -9,11 +9,12 @@ from typing import SupportsIndex
 import numpy as np
 import torch
 
+from shardwise.engine.alike import unlike_replicas
 from shardwise.engine.arena import Arena
 from shardwise.engine.load import fill, plan_filling
 from shardwise.engine.opened import Opened
 from shardwise.engine.verify import verify_files
-from shardwise.errors import StateError
+from shardwise.errors import MismatchError, StateError
 from shardwise.events import Recorder, Sink
 from shardwise.layout import Box
 from shardwise.manifest.manifest import Manifest, TensorEntry
@@ -155,7 +156,10 @@ class Checkpoint(Mapping[str, object]):
         fill(filling, self._opened, self._arena, verify=self.verified)
 
     def verify(self, on_event: Sink | None = None) -> int:
-        """Check every byte of every file.
+        """Check every byte of every file against its checksum.
+
+        A foreign checkpoint has none: where it has several replicas of something, they are
+        compared.
 
         Args:
             on_event: told of each file as it is done.
@@ -164,12 +168,15 @@ class Checkpoint(Mapping[str, object]):
             The bytes that were checked.
 
         Raises:
-            StateError: it is a foreign checkpoint, which has no checksums.
             CorruptionError: a file is missing or cut off, or bytes are not those that were saved.
+            MismatchError: replicas differ; names all tensors of which some do.
         """
-        if self._opened.beyond:
-            raise StateError(f"{self.path} is no checkpoint of ours: it has no checksums to verify")
-        return verify_files(self._opened, self._arena, Recorder(on_event))
+        if not self._opened.beyond:
+            return verify_files(self._opened, self._arena, Recorder(on_event))
+        compared, unlike = unlike_replicas(self._opened, self._arena, Recorder(on_event))
+        if unlike:
+            raise MismatchError(f"{self.path}: replicas differ, of:", unlike)
+        return compared
 
     def _whole(self, name: str) -> torch.Tensor:
         value = self[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -22,7 +22,6 @@ from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 from shardwise.manifest.manifest import FileEntry, Manifest
 from shardwise.manifest.names import made_by_save, step_of_directory
-from shardwise.manifest.table import Pieces
 from shardwise.respecified import respecified
 from shardwise.store import LocalStore, Store
 
@@ -138,7 +137,9 @@ def opened_foreign(tree: Tree, foreign: Foreign) -> Opened:
         parts[number[name]] = tuple(number[each] for each in versions)
     renumber = np.array([number[tensor.name] for tensor in foreign.tensors], np.int64)
     pieces = foreign.laid.pieces
-    moved = Pieces(renumber[pieces.tensor], pieces.file, pieces.start, pieces.offset, pieces.shape)
+    copies = foreign.replicas.pieces
+    moved = replace(pieces, tensor=renumber[pieces.tensor])
+    replicas = replace(copies, tensor=renumber[copies.tensor]), foreign.replicas.stride
     files = tuple(
         FileEntry(file.name, rank, file.size, 0, file.size, file.size, 0)
         for rank, file in enumerate(foreign.files)
@@ -153,11 +154,5 @@ def opened_foreign(tree: Tree, foreign: Foreign) -> Opened:
         objects=foreign.objects,
         tensors=tuple(shown),
     )
-    return Opened(
-        ForeignFiles(tree, foreign.files),
-        manifest,
-        moved,
-        foreign.laid.stride,
-        parts,
-        foreign.left_out,
-    )
+    held, stride = ForeignFiles(tree, foreign.files), foreign.laid.stride
+    return Opened(held, manifest, moved, stride, parts, foreign.left_out, replicas)

@@ -40,7 +40,12 @@ def respecified(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
     manifest = msgspec.structs.replace(opened.manifest, tensors=upper.tensors, objects=objects)
     left_out = (*opened.left_out, *upper.left_out)
     return replace(
-        opened, manifest=manifest, pieces=laid.pieces, stride=laid.stride, left_out=left_out
+        opened,
+        manifest=manifest,
+        pieces=laid.pieces,
+        stride=laid.stride,
+        left_out=left_out,
+        replicas=None,
     )
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.cli import elements
-from shardwise.cli.elements import batches, boxes_of
+from shardwise.cli.elements import batches
+from shardwise.layout import boxes_of
 from shardwise.manifest.manifest import TensorEntry
 from tests.cli.conftest import Run
 from tests.cli.states import Model

@@ -77,6 +77,7 @@ def scattered(values: np.ndarray, folder: Path, seed: int) -> Foreign:
     return foreign_of([entry], rows, *files)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=4),
     st.sampled_from(["float32", "int64", "uint8"]),

@@ -116,6 +116,19 @@ def test_a_published_model_is_exported_under_other_names(files: Path, tmp_path: 
     assert torch.equal(found.tensors()["model.h.5.fc"][...], whole()["layers.5.up"])
 
 
+def test_replicas_are_compared_when_that_is_asked(files: Path) -> None:
+    spec = sw.spec(TEXT, files=PATTERN, layers=LAYERS)
+    assert sw.open(files, spec=spec).verify() == PP * LAYERS * H * 4
+    path = files / "mp_rank_01_001" / "model.pt"
+    state = torch.load(path)
+    state["model"]["layers.1.norm"][3] += 1
+    torch.save(state, path)
+    with pytest.raises(sw.MismatchError) as caught:
+        sw.open(files, spec=spec).verify()
+    assert caught.value.problems == ["model.layers.3.norm"]
+    assert same(sw.open(files, spec=spec))  # the first replica is what is read
+
+
 def test_what_is_missing_is_said(files: Path) -> None:
     spec = sw.spec(TEXT, files=PATTERN, layers=LAYERS)
     (files / "mp_rank_01_002" / "model.pt").unlink()

@@ -11,13 +11,11 @@ from torch import Tensor
 
 from shardwise.cli.places import Saved
 from shardwise.engine.arena import Arena
-from shardwise.engine.load import fill, plan_filling
+from shardwise.engine.load import read_boxes
 from shardwise.engine.opened import Opened, opened_manifest, read_manifest
-from shardwise.layout import Box
+from shardwise.layout import Box, boxes_of
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.plan.saved import SavedState
-from shardwise.state.leaves import Fragment, TensorLeaf
 
 LARGEST_BATCH = 16 << 20
 """Bytes of each of the two checkpoints that are compared at once."""
@@ -111,20 +109,6 @@ def batches(tensors: Iterable[TensorEntry]) -> Iterator[list[Part]]:
         yield batch
 
 
-def boxes_of(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Boxes of at most `most` elements that make up a tensor, in order; none if it is empty."""
-    if math.prod(shape) <= most:
-        if 0 not in shape:
-            yield Box.whole(shape)
-        return
-    row = math.prod(shape[1:])
-    several = max(1, most // row)
-    for low in range(0, shape[0], several):
-        count = min(several, shape[0] - low)
-        for below in boxes_of(shape[1:], max(most // count, 1)):
-            yield Box((low, *below.offset), (count, *below.shape))
-
-
 @dataclass(frozen=True, slots=True)
 class _Side:
     """One of the two checkpoints."""
@@ -134,15 +118,8 @@ class _Side:
 
     def read(self, parts: Sequence[Part]) -> list[Tensor]:
         """The parts, verified, read together."""
-        out = [torch.empty(p.box.shape, dtype=getattr(torch, p.tensor.dtype)) for p in parts]
-        leaves = [
-            TensorLeaf(part.tensor.name, data.dtype, part.tensor.shape, (Fragment(part.box, data),))
-            for part, data in zip(parts, out, strict=True)
-        ]
-        saved = SavedState(self.opened.manifest)
-        filling = plan_filling(leaves, saved, self.opened, self.arena)
-        fill(filling, self.opened, self.arena, verify=True)
-        return out
+        boxes = [(part.tensor, part.box) for part in parts]
+        return read_boxes(boxes, self.opened, self.arena, verify=True)
 
 
 def _bits(part: Tensor) -> Tensor:

@@ -22,7 +22,9 @@ from shardwise.engine.neighbours import Neighbours
 from shardwise.engine.opened import Opened
 from shardwise.engine.read import read_alone, read_together
 from shardwise.errors import MismatchError
+from shardwise.layout import Box
 from shardwise.manifest.checksums import BLOCK, block_count
+from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.description import columns_of
 from shardwise.plan.load import LoadPlan, Spans, assign_transfers, plan_load, wanted_columns
 from shardwise.plan.saved import SavedState
@@ -149,6 +151,24 @@ def fill(
         read_alone(spans, _copies(filling, spans, opened), readers, arena, threads)
     _finish(filling.leaves)
     return filling.plan.bytes_read
+
+
+def read_boxes(
+    boxes: Sequence[tuple[TensorEntry, Box]], opened: Opened, arena: Arena, *, verify: bool
+) -> list[torch.Tensor]:
+    """Boxes of tensors of a checkpoint, read together, each into memory of its own.
+
+    Raises:
+        CorruptionError: bytes are not what was saved.
+    """
+    out = [torch.empty(box.shape, dtype=getattr(torch, entry.dtype)) for entry, box in boxes]
+    leaves = [
+        TensorLeaf(entry.name, data.dtype, entry.shape, (Fragment(box, data),))
+        for (entry, box), data in zip(boxes, out, strict=True)
+    ]
+    filling = plan_filling(leaves, SavedState(opened.manifest), opened, arena)
+    fill(filling, opened, arena, verify=verify)
+    return out
 
 
 def _once(leaves: Sequence[TensorLeaf], saved: SavedState) -> list[TensorLeaf]:

@@ -37,6 +37,7 @@ class Opened:
 
     Attributes:
         stride: of the pieces, in elements, `(n, D)`.
+        replicas: further places that must hold the same, and their strides.
         left_out: what a foreign checkpoint has that was not taken, and why; one line each.
         parts: tensors of which several versions are stored, whose mean they are: by their number,
             the numbers that the pieces of these have, which are beyond those of the manifest.
@@ -48,6 +49,7 @@ class Opened:
     stride: Int
     parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    replicas: tuple[Pieces, Int] | None = None
 
     @property
     def beyond(self) -> int:

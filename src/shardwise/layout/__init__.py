@@ -1,6 +1,6 @@
 """Boxes of global tensors, as integers only: no bytes, no devices, no torch."""
 
-from shardwise.layout.box import Box
+from shardwise.layout.box import Box, boxes_of
 from shardwise.layout.flat import RangeBoxes, boxes_of_range, boxes_of_ranges
 from shardwise.layout.mesh import Split, fragments_of_shard
 from shardwise.layout.overlap import Overlaps, find_overlaps
@@ -11,6 +11,7 @@ __all__ = [
     "Overlaps",
     "RangeBoxes",
     "Split",
+    "boxes_of",
     "boxes_of_range",
     "boxes_of_ranges",
     "boxes_within",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwise.errors import LayoutError
@@ -69,3 +70,17 @@ class Box:
             + ",".join(f"{o}:{o + n}" for o, n in zip(self.offset, self.shape, strict=True))
             + "]"
         )
+
+
+def boxes_of(shape: tuple[int, ...], most: int) -> Iterator[Box]:
+    """Boxes of at most `most` elements that make up a tensor, in order; none if it is empty."""
+    if math.prod(shape) <= most:
+        if 0 not in shape:
+            yield Box.whole(shape)
+        return
+    row = math.prod(shape[1:])
+    several = max(1, most // row)
+    for low in range(0, shape[0], several):
+        count = min(several, shape[0] - low)
+        for below in boxes_of(shape[1:], max(most // count, 1)):
+            yield Box((low, *below.offset), (count, *below.shape))
