@@ -58,7 +58,8 @@ def export(
     Args:
         place: a checkpoint, of ours or of a foreign format.
         target: a new directory.
-        to: `"hf"` (safetensors as Hugging Face has them), or `"native"`.
+        to: `"hf"` (safetensors), `"dcp"` (torch.distributed.checkpoint), `"torch"` (one file of
+            torch.save), `"deepspeed-universal"` (for ZeRO 1, 2 and 3), or `"native"`.
         only, skip: as for `load`: which names are written.
         root: formats that hold a model alone have what is below this name, without it.
         dtype: convert the model's floating-point tensors to it.
@@ -88,8 +89,7 @@ def export(
             opened = open_any(enter, ranks, terms, Reading(spec, index))
         identity = f"{opened.store}: {_digest(opened)}: {terms}"
         source, tensors = _choose(opened, Selection.by(only, skip), root, dtype)
-        chosen = Chosen(source, tensors, _id_of(identity), root, max_file)
-        written = TARGETS[to](chosen)
+        written = TARGETS[to](Chosen(source, tensors, _id_of(identity), root, max_file))
         return Conversion(
             opened, written, folder, identity, max_memory, verify, ranks, recorder
         ).run()
@@ -114,10 +114,12 @@ def _choose(
         raise StateError(f"{opened.store}: nothing to write: only= and skip= leave no tensor")
     names = {each.name for each in tensors}
     start = f"{root}." if any(name.startswith(f"{root}.") for name in names) else ""
+    converted = {name for name in names if dtype is not None and name.startswith(start)}
     written = []
     for each in tensors:
-        entry = each if each.same_as in names else msgspec.structs.replace(each, same_as=None)
-        converts = dtype is not None and each.dtype in FLOATS and each.name.startswith(start)
+        alike = each.same_as in names and (each.same_as in converted) == (each.name in converted)
+        entry = each if alike else msgspec.structs.replace(each, same_as=None)
+        converts = each.name in converted and each.dtype in FLOATS
         written.append(Written(each.name, entry, dtype if dtype and converts else each.dtype))
     objects = tuple(each for each in manifest.objects if selection.chooses(each.name))
     return msgspec.structs.replace(manifest, objects=objects), tuple(written)

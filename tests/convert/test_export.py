@@ -104,6 +104,15 @@ def test_what_is_native_stays_so_in_other_files(source: Path, tmp_path: Path) ->
     assert same(target["model"]["big"], state()["model"]["big"])
 
 
+def test_what_is_tied_to_what_is_not_converted_is_stored(tmp_path: Path) -> None:
+    weight = torch.randn(10)
+    sw.save(tmp_path / "source", {"model": {"w": weight}, "ema": {"w": weight}})
+    sw.export(tmp_path / "source", tmp_path / "new", to="native", dtype="float16")
+    after = sw.open(tmp_path / "new").tensors()
+    assert same(after["model.w"][...], weight.half())
+    assert same(after["ema.w"][...], weight)
+
+
 def test_ranks_share_the_files(source: Path, tmp_path: Path) -> None:
     def job(group: ThreadGroup) -> sw.ConversionReport:
         return sw.export(source, tmp_path / "hf", max_file=100_000, group=group)

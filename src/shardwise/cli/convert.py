@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 Source = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any known format.")]
 Folder = Annotated[str, typer.Argument(metavar="DST", help="A new directory.")]
-To = Annotated[str | None, typer.Option(metavar="FORMAT", help="What to write.")]
+To = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT", help="native, hf, dcp, torch, or deepspeed-universal: what to write."
+    ),
+]
 Only = Annotated[
     list[str] | None, typer.Option(metavar="PATTERN", help="Write only names that match it.")
 ]
@@ -72,10 +77,13 @@ def convert(
 ) -> None:
     """Write the checkpoint SRC anew, as DST.
 
-    Formats are native, which is what convert writes, and hf (safetensors of Hugging Face), which
-    is what export writes, if --to does not say. If it is broken off, the same command goes on
-    with it. To share the work, run it by torchrun: torchrun --nproc-per-node 4 -m shardwise
-    convert SRC DST. All that was written is read again at the end.
+    Formats are native, which is what convert writes if --to does not say; hf (safetensors of
+    Hugging Face), which is what export writes then; dcp (torch.distributed.checkpoint); torch (one
+    file of torch.save); and deepspeed-universal (for ZeRO 1, 2 and 3).
+
+    If it is broken off, the same command goes on with it. To share the work, run it by torchrun:
+    torchrun --nproc-per-node 4 -m shardwise convert SRC DST. All that was written is read again
+    at the end.
 
     With --json: {"path", "files", "bytes_written", "resumed", "left_out", "seconds"}; bytes,
     resumed files and seconds are those of rank 0.

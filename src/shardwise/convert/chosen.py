@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwise.convert.output import Part
+from shardwise.layout import Box
 from shardwise.manifest.manifest import Manifest, TensorEntry
 
 
@@ -14,6 +16,11 @@ class Written:
     name: str
     entry: TensorEntry
     dtype: str
+
+    @property
+    def part(self) -> Part:
+        """All of it; of one that is tied to another, all of that."""
+        return Part(self.entry.same_as or self.entry.name, Box.whole(self.entry.shape), self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from shardwise.convert.chosen import Chosen, Written
+from shardwise.convert.division import split
 from shardwise.convert.output import Output, Part, Sums, Target
 from shardwise.errors import StateError
-from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
 
 SINGLE = "model.safetensors"
@@ -33,7 +33,7 @@ def huggingface_target(chosen: Chosen) -> Target:
         if each.entry.same_as in stored
     )
     kept = [each for each in published if each.entry.same_as not in stored]
-    files = _split(kept, chosen.max_file)
+    files = split(kept, lambda each: each.part.size, chosen.max_file)
     names = (
         [SINGLE]
         if len(files) == 1
@@ -45,27 +45,11 @@ def huggingface_target(chosen: Chosen) -> Target:
         if len(files) == 1:
             return {}
         places = {each.name: name for name, part in zip(names, files, strict=True) for each in part}
-        total = sum(_size(each) for each in kept)
+        total = sum(each.part.size for each in kept)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         return {INDEX: msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n"}
 
     return Target(outputs, finals, left_out)
-
-
-def _size(each: Written) -> int:
-    return Part(each.entry.name, Box.whole(each.entry.shape), each.dtype).size
-
-
-def _split(published: Sequence[Written], max_file: int) -> list[list[Written]]:
-    files: list[list[Written]] = [[]]
-    room = max_file
-    for each in published:
-        if files[-1] and _size(each) > room:
-            files.append([])
-            room = max_file
-        files[-1].append(each)
-        room -= _size(each)
-    return files
 
 
 def _file(name: str, tensors: Sequence[Written]) -> Output:
@@ -78,9 +62,9 @@ def _file(name: str, tensors: Sequence[Written]) -> Output:
         code = DTYPES[each.dtype].code
         if code is None:
             raise StateError(f"{each.name}: safetensors knows no {each.dtype}; dtype= converts")
-        shape = each.entry.shape
-        part = Part(each.entry.name, Box.whole(shape), each.dtype)
-        header[each.name] = {"dtype": code, "shape": shape, "data_offsets": [at, at + part.size]}
+        part = each.part
+        offsets = [at, at + part.size]
+        header[each.name] = {"dtype": code, "shape": part.box.shape, "data_offsets": offsets}
         at += part.size
         if part.size:
             parts.append(part)

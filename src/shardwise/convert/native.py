@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shardwise.convert.chosen import Chosen, Written
+from shardwise.convert.division import cut, split
 from shardwise.convert.output import Late, Output, Part, Sums, Target
-from shardwise.layout import Box
 from shardwise.manifest.checksums import BLOCK, crc32
 from shardwise.manifest.datafile import DataFile, lay_out, list_pieces
 from shardwise.manifest.dtypes import DTYPES
@@ -28,8 +28,10 @@ def native_target(chosen: Chosen) -> Target:
     """Lay out a checkpoint of ours, of all that was chosen. Larger tensors are cut."""
     source, save_id = chosen.source, chosen.save_id
     stored = [each for each in chosen.tensors if each.entry.same_as is None]
-    parts = [part for each in stored for part in _cut(each, chosen.max_file)]
-    files = _split(sorted(parts, key=lambda part: -DTYPES[part.dtype].itemsize), chosen.max_file)
+    parts = [part for each in stored if each.part.size for part in cut(each.part, chosen.max_file)]
+    # Wider types first, so that all of them are aligned.
+    order = sorted(parts, key=lambda part: -DTYPES[part.dtype].itemsize)
+    files = split(order, lambda part: part.size, chosen.max_file)
     shapes = {each.entry.name: each.entry.shape for each in stored}
     outputs, layouts = [], []
     for rank, held in enumerate(files):
@@ -66,34 +68,6 @@ def native_target(chosen: Chosen) -> Target:
 
     left = tuple(f"{name}: each rank has its own value of it" for name in source.per_rank)
     return Target(tuple(outputs), finals, left)
-
-
-def _cut(each: Written, most: int) -> list[Part]:
-    """A tensor in parts of whole rows, each of at most so many bytes if a row is."""
-    name, shape = each.entry.name, each.entry.shape
-    whole = Part(name, Box.whole(shape), each.dtype)
-    if whole.size == 0:
-        return []
-    if whole.size <= most or not shape:
-        return [whole]
-    rows, rest = shape[0], shape[1:]
-    step = max(1, most // (whole.size // rows))
-    return [
-        Part(name, Box((at, *(0,) * len(rest)), (min(step, rows - at), *rest)), each.dtype)
-        for at in range(0, rows, step)
-    ]
-
-
-def _split(parts: Sequence[Part], most: int) -> list[list[Part]]:
-    files: list[list[Part]] = [[]]
-    room = most
-    for part in parts:
-        if files[-1] and part.size > room:
-            files.append([])
-            room = most
-        files[-1].append(part)
-        room -= part.size
-    return files
 
 
 def _file(name: str, layout: DataFile, parts: Sequence[Part]) -> Output:

@@ -104,11 +104,13 @@ def write_output(output: Output, source: Source, file: WritableFile, largest: in
         for number, job in enumerate(jobs):
             data = coming.result() if coming else begin(number)
             coming = ahead.submit(begin, number + 1) if number + 1 < len(jobs) else None
+            summed = 0
             for at, piece in job.known:
+                sums.add(data[summed : at - job.low])
+                summed = at - job.low
                 content = piece if isinstance(piece, bytes) else piece.make(sums.done)
-                place = data[at - job.low :][: size_of(piece)]
-                place[:] = np.frombuffer(content, np.uint8)
-            sums.add(data)
+                data[summed:][: size_of(piece)] = np.frombuffer(content, np.uint8)
+            sums.add(data[summed:])
             carried = _write(file, job, buffers[number % 2], carried, last=job.high == output.size)
     file.commit()
     return sums.all()
@@ -154,13 +156,10 @@ class MarkedSums:
 
 
 def _jobs(output: Output, largest: int) -> Iterator[_Job]:
-    """Cut an output into jobs of at most `largest` bytes; what is late begins one."""
+    """Cut an output into jobs of at most `largest` bytes."""
     at = 0
     job = _Job(0, 0)
     for segment in output.segments:
-        if isinstance(segment, Late) and job.high > job.low:
-            yield job
-            job = _Job(at, at)
         for piece in _cut(segment, largest):
             if job.high > job.low and at + size_of(piece) - job.low > largest:
                 yield job

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from shardwise.errors import FormatError
 from shardwise.formats.ranges import Part
 
-START = b"PK\x03\x04"
-_END_MARK, _LOCATOR_MARK, _END64_MARK = b"PK\x05\x06", b"PK\x06\x07", b"PK\x06\x06"
-_END = struct.Struct("<4sHHHHIIH")
-_LOCATOR = struct.Struct("<4sIQI")
-_END64 = struct.Struct("<4sQHHIIQQQQ")
-_ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+START, ENTRY_MARK = b"PK\x03\x04", b"PK\x01\x02"
+END_MARK, LOCATOR_MARK, END64_MARK = b"PK\x05\x06", b"PK\x06\x07", b"PK\x06\x06"
+END = struct.Struct("<4sHHHHIIH")
+LOCATOR = struct.Struct("<4sIQI")
+END64 = struct.Struct("<4sQHHIIQQQQ")
+ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
+LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _MOST_COMMENT = 2**16
-_ENCRYPTED = 1
-_FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
+ENCRYPTED = 1
+FULL16, FULL32 = 0xFFFF, 0xFFFFFFFF
 _WINDOW = 2**20
 _GAP = 2**14
 """Headers nearer to each other than this are read at once, with what lies between."""
@@ -58,26 +58,26 @@ class _Listed:
 
 def _directory(archive: Part) -> tuple[bytes, int]:
     """The directory's bytes, and how many entries it has."""
-    tail_at = max(0, archive.size - _END.size - _LOCATOR.size - _MOST_COMMENT)
+    tail_at = max(0, archive.size - END.size - LOCATOR.size - _MOST_COMMENT)
     tail = archive.read(tail_at, archive.size - tail_at)
-    at = tail.rfind(_END_MARK)
+    at = tail.rfind(END_MARK)
     if at < 0:
         raise FormatError(f"{archive.where}: this is no zip archive, or one that is cut off")
-    _, disk, first_disk, _, count, size, start, _ = _END.unpack_from(tail, at)
+    _, disk, first_disk, _, count, size, start, _ = END.unpack_from(tail, at)
     end = tail_at + at
-    locator = tail[max(0, at - _LOCATOR.size) : at]
-    if locator.startswith(_LOCATOR_MARK):
-        end = _LOCATOR.unpack(locator)[2]
-        fields = _END64.unpack(archive.read(end, _END64.size))
+    locator = tail[max(0, at - LOCATOR.size) : at]
+    if locator.startswith(LOCATOR_MARK):
+        end = LOCATOR.unpack(locator)[2]
+        fields = END64.unpack(archive.read(end, END64.size))
         narrow = count, size, start
         signature, disk, first_disk, count, size, start = fields[0], *fields[4:6], *fields[7:]
         agree = all(
-            n in (wide, _FULL16, _FULL32)
+            n in (wide, FULL16, FULL32)
             for n, wide in zip(narrow, (count, size, start), strict=True)
         )
-        if signature != _END64_MARK or not agree:
+        if signature != END64_MARK or not agree:
             raise FormatError(f"{archive.where}: this zip archive's two ends contradict each other")
-    if disk or first_disk or start + size != end or count * _ENTRY.size > size:
+    if disk or first_disk or start + size != end or count * ENTRY.size > size:
         raise FormatError(f"{archive.where}: the directory of this zip archive lies elsewhere")
     return archive.read(start, size), count
 
@@ -85,20 +85,20 @@ def _directory(archive: Part) -> tuple[bytes, int]:
 def _listed(archive: Part, directory: bytes, count: int) -> Iterator[_Listed]:
     at = 0
     for _ in range(count):
-        fields = _ENTRY.unpack_from(directory, at)
+        fields = ENTRY.unpack_from(directory, at)
         signature, flags, method = fields[0], fields[3], fields[4]
         packed, size, name_size, extra_size, comment_size = fields[8:13]
         header = fields[16]
-        at += _ENTRY.size
+        at += ENTRY.size
         name = directory[at : at + name_size]
         at += name_size
-        if signature != b"PK\x01\x02" or len(name) != name_size:
+        if signature != ENTRY_MARK or len(name) != name_size:
             raise FormatError(f"{archive.where}: the directory of this zip archive is damaged")
-        if _FULL32 in (packed, size, header):
+        if FULL32 in (packed, size, header):
             extra = directory[at : at + extra_size]
             size, packed, header = _wide(archive, extra, size, packed, header)
         at += extra_size + comment_size
-        if method or flags & _ENCRYPTED or packed != size:
+        if method or flags & ENCRYPTED or packed != size:
             raise FormatError(
                 f"{archive.where}: entry {name[:80]!r} is compressed or encrypted, and nothing is "
                 "unpacked here: of a TorchScript program, save the state_dict of its module; any "
@@ -119,7 +119,7 @@ def _wide(archive: Part, extra: bytes, *narrow: int) -> Iterator[int]:
     else:
         wide = iter(())
     for number in narrow:
-        found = next(wide, None) if number == _FULL32 else number
+        found = next(wide, None) if number == FULL32 else number
         if found is None:
             raise FormatError(f"{archive.where}: an entry of this zip archive has no size")
         yield found
@@ -130,15 +130,15 @@ def _located(archive: Part, listed: Sequence[_Listed]) -> Iterator[tuple[str, En
     seen: set[bytes] = set()
     before = 0
     for entry, header in zip(listed, _headers(archive, listed), strict=True):
-        signature, _, flags, method, _, _, _, packed, size, name_size, extra = _LOCAL.unpack_from(
+        signature, _, flags, method, _, _, _, packed, size, name_size, extra = LOCAL.unpack_from(
             header
         )
-        name = header[_LOCAL.size :]
-        known = packed == size and (size in (entry.size, _FULL32) or (flags & 8 and not size))
+        name = header[LOCAL.size :]
+        known = packed == size and (size in (entry.size, FULL32) or (flags & 8 and not size))
         if signature != START or method or name != entry.name or name_size != len(name):
             raise FormatError(f"{archive.where}: {entry.name[:80]!r} has another's header")
-        start = entry.header + _LOCAL.size + name_size + extra
-        if not known or flags & _ENCRYPTED:
+        start = entry.header + LOCAL.size + name_size + extra
+        if not known or flags & ENCRYPTED:
             raise FormatError(f"{archive.where}: {entry.name[:80]!r} has a header that lies")
         if entry.name in seen or entry.header < before or start + entry.size > archive.size:
             raise FormatError(f"{archive.where}: {entry.name[:80]!r} is twice there, or overlaps")
@@ -151,11 +151,11 @@ def _headers(archive: Part, listed: Sequence[_Listed]) -> Iterator[bytes]:
     """The headers before entries with their names, those near to each other read at once."""
     window, at = b"", 0
     for index, entry in enumerate(listed):
-        end = entry.header + _LOCAL.size + len(entry.name)
+        end = entry.header + LOCAL.size + len(entry.name)
         if end > at + len(window):
             at, last = entry.header, end
             for other in listed[index + 1 :]:
-                stop = other.header + _LOCAL.size + len(other.name)
+                stop = other.header + LOCAL.size + len(other.name)
                 if other.header - last > _GAP or stop - at > _WINDOW:
                     break
                 last = max(last, stop)

@@ -140,6 +140,8 @@ def _flat_groups(given: Mapping[Path, Any]) -> tuple[tuple[Group, ...], dict[str
         by_member.setdefault(member, {})[key] = value
     groups: dict[str, Group] = {}
     for member, settings in by_member.items():
+        if member.isdigit() and PARAMS in settings:
+            continue  # a group by its number, which says the same again
         alike = repr(sorted(settings.items()))
         known = groups.get(alike, Group((), settings))
         groups[alike] = Group((*known.members, member), settings)

@@ -135,7 +135,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_STORAGES = {
+STORAGES = {
     "Double": "float64",
     "Float": "float32",
     "Half": "float16",
@@ -149,6 +149,8 @@ _STORAGES = {
     "ComplexDouble": "complex128",
     "ComplexFloat": "complex64",
 }
+"""Classes of storages that torch pickles: the first part of their names, and their dtypes."""
+
 TORCH: Stubs = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
@@ -163,7 +165,7 @@ TORCH: Stubs = {
     "torch.device": _device,
     "torch.serialization._get_layout": _layout,
     "torch.torch_version.TorchVersion": _version,
-    **{f"torch.{kind}Storage": Constant(StorageType(dtype)) for kind, dtype in _STORAGES.items()},
+    **{f"torch.{kind}Storage": Constant(StorageType(dtype)) for kind, dtype in STORAGES.items()},
     "torch.storage.UntypedStorage": Constant(StorageType(None)),
     **{
         f"torch.{name}": Constant(dtype)

@@ -112,7 +112,10 @@ def find_files(tree: Tree, tag: str | None, *, universal: bool = False) -> Files
         if not path.startswith(folder):
             continue
         if found := _MODEL.fullmatch(name):
-            model[int(found[1] or 0), int(found[2])] = path
+            key = int(found[1] or 0), int(found[2])
+            # A universal checkpoint for all stages of ZeRO has both; that of ZeRO 3 holds less.
+            if key not in model or not found[1]:
+                model[key] = path
         elif found := _OPTIMIZER.fullmatch(name):
             optimizer[int(found[1]), int(found[2])] = path
         elif found := _EXPERT.fullmatch(name):

@@ -135,7 +135,7 @@ def _lay_settings(laying: Laying, ranks: Ranks, value: object, where: str) -> No
     for key, item in of_the_optimizer(held).items():
         if item is not None:
             laying.value(f"deepspeed.{key}", item)
-    if "optimizer_state_dict" in held:
+    if "fp32_flat_groups" in held:
         laying.left_out.append(f"{_SETTINGS}: flat state of the first rank, which the atoms have")
 
 

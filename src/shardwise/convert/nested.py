@@ -1,0 +1,214 @@
+"""What is written, as the nested state that programs of torch save and load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from shardwise.adapters.state_tree import rebuilt
+from shardwise.adapters.values import saved_tensors
+from shardwise.convert.chosen import Chosen
+from shardwise.convert.output import Part
+from shardwise.errors import StateError
+from shardwise.formats.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, Group
+from shardwise.manifest.manifest import ObjectEntry
+from shardwise.state.objects import JsonValue, decode
+
+_END = f".{GROUPS}"
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """An optimizer: its param groups; by parameter, its state by key; names that are tied.
+
+    Tensors are `Part`s, here and in `Nested`.
+    """
+
+    groups: tuple[Group, ...]
+    state: Mapping[str, Mapping[str, Any]]
+    ties: Mapping[str, str]
+
+    def numbered(self) -> dict[str, Any]:
+        """As `torch.optim` has it: a parameter has a number, and one of several names has one."""
+        numbers: dict[str, int] = {}
+        groups = []
+        for group in self.groups:
+            own = []
+            for name in group.members:
+                if self._stored(name) not in numbers:
+                    numbers[self._stored(name)] = len(numbers)
+                    own.append(name)
+            params = [numbers[self._stored(name)] for name in own]
+            groups.append({**group.settings, PARAMS: params, PARAM_NAMES: own})
+        state: dict[int, Any] = {}
+        for name, values in self.state.items():
+            if self._stored(name) in numbers:
+                state.setdefault(numbers[self._stored(name)], rebuilt(values))
+        return {STATE: dict(sorted(state.items())), GROUPS: groups}
+
+    def flattened(self) -> dict[str, Any]:
+        """As torch's `get_optimizer_state_dict` has it if it is told to flatten, and if not.
+
+        Both name state alike; hyperparameters are there by parameter, and by number of the group.
+        """
+        flat = {
+            f"{STATE}.{name}.{key}": value
+            for name, values in self.state.items()
+            for key, value in values.items()
+        }
+        for number, group in enumerate(self.groups):
+            for name in (*group.members, number):
+                flat |= {f"{GROUPS}.{name}.{key}": value for key, value in group.settings.items()}
+            flat[f"{GROUPS}.{number}.{PARAMS}"] = list(group.members)
+        return flat
+
+    def ungrouped(self) -> list[str]:
+        """Parameters that have state, and are in no group."""
+        known = {name for group in self.groups for name in group.members}
+        return [name for name in self.state if name not in known]
+
+    def _stored(self, name: str) -> str:
+        return self.ties.get(name, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """A state, without optimizers, and these.
+
+    Attributes:
+        parts: by the first of a name, and the rest, which is a key as state_dicts have them, with
+            dots; or by the name alone, if it is one.
+        optimizers: by name.
+        left_out: what has no place, and why.
+    """
+
+    parts: Mapping[tuple[str, ...], Any]
+    optimizers: Mapping[str, Optimizer]
+    left_out: tuple[str, ...]
+
+
+def nested(chosen: Chosen) -> Nested:
+    """The state that was chosen.
+
+    Raises:
+        StateError: a name is that of a value, and the first of others.
+    """
+    left_out = [f"{name}: each rank has its own value of it" for name in chosen.source.per_rank]
+    tensors = {each.name: each.part for each in chosen.tensors}
+    groups = {
+        each.name.removesuffix(_END): _groups_of(each)
+        for each in chosen.source.objects
+        if _is_groups(each)
+    }
+    leaves: dict[str, Any] = dict(tensors)
+    for each in chosen.source.objects:
+        if _is_groups(each):
+            continue
+        for name in saved_tensors(each.value):
+            leaves.pop(name, None)
+        try:
+            leaves[each.name] = value_of(each, tensors)
+        except StateError as error:
+            left_out.append(str(error))
+    held: dict[str, dict[str, Any]] = {root: {} for root in groups}
+    parts: dict[tuple[str, ...], Any] = {}
+    for name, leaf in leaves.items():
+        above = _above(name, groups)
+        if above is None:
+            parts[_path(name, chosen.root)] = leaf
+        else:
+            held[above][name.removeprefix(f"{above}.")] = leaf
+    both = {path[0] for path in parts if len(path) > 1} & {
+        path[0] for path in parts if path[1:] == ()
+    }
+    if both:
+        raise StateError(f"{min(both)}: a value, and the first of other names: skip= one of them")
+    ties = _ties(chosen)
+    optimizers = {
+        root: Optimizer(groups[root], _by_parameter(held[root], groups[root]), ties)
+        for root in groups
+    }
+    return Nested(parts, optimizers, tuple(left_out))
+
+
+def value_of(entry: ObjectEntry, tensors: Mapping[str, Part]) -> Any:
+    """A plain value, with parts where tensors are.
+
+    Raises:
+        StateError: it holds a tensor that is not written, or what is not decoded without trust.
+    """
+
+    def tensor(name: str) -> torch.Tensor:
+        if name not in tensors:
+            raise StateError(f"{entry.name}: {name}, a part of it, was not chosen")
+        return cast(torch.Tensor, tensors[name])
+
+    return decode(_with_tensors(entry.value), entry.name, tensor)
+
+
+def _with_tensors(encoded: JsonValue) -> JsonValue:
+    """An encoded value in which arrays that lie in files are tensors."""
+    if isinstance(encoded, list):
+        return [_with_tensors(each) for each in encoded]
+    if isinstance(encoded, dict):
+        if encoded.get("$") == "array" and "name" in encoded:
+            return {**encoded, "$": "tensor"}
+        return {key: _with_tensors(each) for key, each in encoded.items()}
+    return encoded
+
+
+def _is_groups(entry: ObjectEntry) -> bool:
+    return entry.name.endswith(_END) and (
+        isinstance(entry.value, list)
+        and all(
+            isinstance(each, dict) and {"members", "value"} <= set(each) for each in entry.value
+        )
+    )
+
+
+def _groups_of(entry: ObjectEntry) -> tuple[Group, ...]:
+    groups = []
+    for each in entry.value:
+        settings = decode(each["value"], entry.name)
+        if not isinstance(settings, dict):
+            raise StateError(f"{entry.name}: hyperparameters are not a dict")
+        groups.append(Group(tuple(map(str, each["members"])), settings))
+    return tuple(groups)
+
+
+def _above(name: str, roots: Iterable[str]) -> str | None:
+    """The optimizer that a name is below; the innermost, if one is below another."""
+    return max((root for root in roots if name.startswith(f"{root}.")), key=len, default=None)
+
+
+def _path(name: str, root: str) -> tuple[str, ...]:
+    """A name in two parts, of which the first is all of the root if it is below that."""
+    if name.startswith(f"{root}."):
+        return root, name.removeprefix(f"{root}.")
+    first, dot, rest = name.partition(".")
+    return (first, rest) if dot else (first,)
+
+
+def _ties(chosen: Chosen) -> dict[str, str]:
+    """By names of the model's parameters that are tied, those that they are tied to."""
+    start = f"{chosen.root}."
+    return {
+        each.name.removeprefix(start): each.entry.same_as.removeprefix(start)
+        for each in chosen.tensors
+        if each.entry.same_as and each.name.startswith(start)
+    }
+
+
+def _by_parameter(held: Mapping[str, Any], groups: Iterable[Group]) -> dict[str, dict[str, Any]]:
+    known = {name for group in groups for name in group.members}
+    found: dict[str, dict[str, Any]] = {}
+    for name, leaf in held.items():
+        at = name.rfind(".")
+        while at > 0 and name[:at] not in known:
+            at = name.rfind(".", 0, at)
+        parameter, key = (name[:at], name[at + 1 :]) if at > 0 else name.rpartition(".")[::2]
+        found.setdefault(parameter, {})[key] = leaf
+    return found

@@ -1,0 +1,104 @@
+"""Archives that are laid out before their tensors are known: every reader of zip agrees."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.convert.archive import Archive, Growing
+from shardwise.convert.output import Late, Output, Part, size_of
+from shardwise.convert.torchsave import add_torch_file
+from shardwise.formats.archive import read_directory
+from shardwise.formats.ranges import Part as Range
+from shardwise.layout import Box
+from shardwise.manifest.checksums import crc32
+from shardwise.store import LocalStore
+
+
+def write(output: Output, path: Path, data: bytes | None) -> None:
+    """Write what is laid out; in place of every part `data`, or a hole."""
+    at = 0
+    cuts = [*output.marks, output.size]
+    with open(path, "wb+") as file:
+        for segment in output.segments:
+            file.seek(at)
+            if isinstance(segment, bytes):
+                file.write(segment)
+            elif isinstance(segment, Part) and data is not None:
+                file.write(data)
+            elif isinstance(segment, Late):
+                done = [cut for cut in cuts if cut <= at]
+                file.write(segment.make(sums(path, done) if data else [0] * len(done)))
+            at += size_of(segment)
+            file.flush()
+    os.truncate(path, output.size)
+
+
+def sums(path: Path, cuts: list[int]) -> list[int]:
+    content = path.read_bytes()
+    return [crc32(content[a:b]) for a, b in zip([0, *cuts], cuts, strict=False)]
+
+
+def test_checksums_follow_the_bytes(tmp_path: Path) -> None:
+    file = Growing("x.zip")
+    file.add(b"before")
+    file.align()
+    start = file.size
+    archive = Archive(file)
+    part = Part("w", Box.whole((5,)), "float32")
+    archive.add("a/known", b"hello")
+    archive.add("a/tensor", part)
+    archive.add("a/nothing", Part("e", Box.whole((0, 2)), "float32"))
+    archive.add("a/again", part)
+    archive.close()
+    data = bytes(range(20))
+    write(file.output(), tmp_path / "x", data)
+    (tmp_path / "x.zip").write_bytes((tmp_path / "x").read_bytes()[start:])
+    read = zipfile.ZipFile(tmp_path / "x.zip")
+    assert read.testzip() is None
+    contents = {name: read.read(name) for name in read.namelist()}
+    assert contents == {"a/known": b"hello", "a/tensor": data, "a/nothing": b"", "a/again": data}
+    stored = LocalStore(tmp_path).open("x.zip")
+    entries = read_directory(Range.whole(stored, 0, "x.zip"))
+    assert all(entry.start % 64 == 0 for entry in entries.values())
+    assert {name: entry.size for name, entry in entries.items()} == {
+        name: len(content) for name, content in contents.items()
+    }
+
+
+def test_beyond_four_gigabytes_numbers_are_wide(tmp_path: Path) -> None:
+    """The tensors are holes, which cost nothing."""
+    value = {
+        "large": Part("large", Box.whole((5 << 30,)), "uint8"),
+        "behind": Part("behind", Box.whole((10,)), "float32"),
+    }
+    file = Growing("large.pt")
+    add_torch_file(file, value, "large.pt")
+    path = tmp_path / "large.pt"
+    write(file.output(), path, None)
+    read = zipfile.ZipFile(path)
+    sizes = {each.filename: each.file_size for each in read.infolist()}
+    assert sizes["archive/data/0"] == 5 << 30
+    assert read.read("archive/version") == b"3\n"
+    entries = read_directory(Range.whole(LocalStore(tmp_path).open(path.name), 0, path.name))
+    assert {name: entry.size for name, entry in entries.items()} == sizes
+    loaded = torch.load(path, weights_only=True, mmap=True)
+    assert loaded["large"].shape == (5 << 30,)
+    assert loaded["behind"].tolist() == [0.0] * 10
+    assert loaded["large"][-3:].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("count", [1, 65_535])
+def test_many_entries(tmp_path: Path, count: int) -> None:
+    file = Growing("many.zip")
+    archive = Archive(file)
+    for number in range(count):
+        archive.add(f"{number}", b"")
+    archive.close()
+    write(file.output(), tmp_path / "many.zip", None)
+    entries = read_directory(Range.whole(LocalStore(tmp_path).open("many.zip"), 0, "many.zip"))
+    assert len(entries) == count == len(zipfile.ZipFile(tmp_path / "many.zip").namelist())
