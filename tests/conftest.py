@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from shardwise.testing import Gang
 
+settings.register_profile("shardwise", deadline=None)  # how busy a machine is proves nothing
+settings.load_profile("shardwise")
 PRELOAD = ("hypothesis", "pytest", "torch.distributed.fsdp")
 
 

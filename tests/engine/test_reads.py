@@ -65,7 +65,7 @@ def shards(values: torch.Tensor, boxes: tuple[sw.Box, ...]) -> sw.Shards:
     return sw.Shards(SHAPE, values.dtype, [(box, values[box.slices()].clone()) for box in boxes])
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_no_rank_reads_a_block_twice(case: tuple[Holding, Holding, int]) -> None:
     held, wanted, rank = case

@@ -101,7 +101,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Tensor], int, list[Holding], int, list[
     )
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_any_sharding_loads_into_any_other(
     case: tuple[list[Tensor], int, list[Holding], int, list[Holding]],
@@ -141,7 +141,7 @@ def test_any_sharding_loads_into_any_other(
             assert content(read[...]) == raw_values(tensor).tobytes()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 1), st.integers(0, 1))
 def test_no_block_is_read_twice_and_contiguous_targets_cost_little(
     source: int, target: int, split_saved: int, split_wanted: int

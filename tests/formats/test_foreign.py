@@ -77,7 +77,6 @@ def scattered(values: np.ndarray, folder: Path, seed: int) -> Foreign:
     return foreign_of([entry], rows, *files)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=4),
     st.sampled_from(["float32", "int64", "uint8"]),
@@ -102,7 +101,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> list[Foreign]:
     return found
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(0, 2**32))
 def test_reads_that_are_cut_anywhere_lose_no_element(seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -84,7 +84,7 @@ def client(shared: Served) -> Iterator[AgentClient]:
         yield one
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(low=st.integers(0, SIZE), count=st.integers(0, SIZE))
 def test_ranges_land_in_memory(client: AgentClient, low: int, count: int) -> None:
     expected = np.frombuffer(noise(SIZE), np.uint8)[low : low + count]

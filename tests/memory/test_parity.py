@@ -71,7 +71,7 @@ def test_chunks_are_the_least_that_hold_the_longest(lengths: list[int], m: int) 
 
 
 @given(st.integers(1, 9), st.integers(0, 300_000), st.integers(0, 2**32))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_xor_recovers_any_one_block(k: int, size: int, seed: int) -> None:
     data = blocks_of(k, size, seed)
     pieces = dict(enumerate(data + encode(data, 1)))

@@ -104,7 +104,7 @@ sizes_of_files = st.lists(
 
 
 @given(sizes_of_files, st.integers(1, MOST_LOSSES))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_every_loss_that_should_be_survived_is(sizes: list[list[int]], m: int) -> None:
     m = min(m, len(sizes) - 1)
     cluster = Cluster(sizes, m)
@@ -118,7 +118,7 @@ def test_every_loss_that_should_be_survived_is(sizes: list[list[int]], m: int) -
 
 
 @given(sizes_of_files, st.integers(1, MOST_LOSSES), st.randoms())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_what_is_said_to_be_lost_is_what_cannot_be_rebuilt(
     sizes: list[list[int]], m: int, random: Random
 ) -> None:
@@ -150,7 +150,7 @@ def test_files_of_many_pieces(m: int, threads: int) -> None:
 
 
 @given(st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_any_range_of_a_file(data: st.DataObject) -> None:
     cluster = RANGES
     name, whole = "r00001-" + SAVE + ".safetensors", cluster.files["n0"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.layout import Box, row_major
@@ -125,7 +125,6 @@ def read_blocks(plan: LoadPlan) -> list[tuple[int, int]]:
     ]
 
 
-@settings(deadline=None)
 @given(cases())
 def test_blocks_are_read_once_and_whole(case: Case) -> None:
     source, covered = source_of(case)
@@ -140,7 +139,6 @@ def test_blocks_are_read_once_and_whole(case: Case) -> None:
     assert plan.bytes_read == int((plan.spans.high - plan.spans.low).sum())
 
 
-@settings(deadline=None)
 @given(cases())
 def test_no_whole_block_is_read_for_nothing(case: Case) -> None:
     source, _ = source_of(case)
@@ -148,7 +146,6 @@ def test_no_whole_block_is_read_for_nothing(case: Case) -> None:
     assert set(read_blocks(plan)) == needed_blocks(case, source)
 
 
-@settings(deadline=None)
 @given(cases())
 def test_every_wanted_element_is_transferred_once(case: Case) -> None:
     source, _ = source_of(case)
@@ -171,7 +168,6 @@ def test_every_wanted_element_is_transferred_once(case: Case) -> None:
     assert plan.bytes_needed == needed
 
 
-@settings(deadline=None)
 @given(cases())
 def test_a_span_serves_just_the_transfers_that_touch_it(case: Case) -> None:
     source, _ = source_of(case)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError, MismatchError
@@ -64,7 +64,6 @@ def worlds(draw: st.DrawFn) -> tuple[list[Tensor], list[Holding], int]:
     return listed, [draw(holdings(tensor.shape, world)) for tensor in listed], world
 
 
-@settings(deadline=None)
 @given(worlds())
 def test_every_element_is_written_once_by_a_rank_that_holds_it(
     case: tuple[list[Tensor], list[Holding], int],
@@ -96,7 +95,6 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
     assert plan.bytes_stored == sum(sizes.values())
 
 
-@settings(deadline=None)
 @given(worlds())
 def test_the_manifest_says_where_each_share_lies(
     case: tuple[list[Tensor], list[Holding], int],

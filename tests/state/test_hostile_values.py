@@ -48,7 +48,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(json_values)
 def test_whatever_a_file_says_is_a_value_or_a_clear_error(encoded: object) -> None:
     with contextlib.suppress(StateError):

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
@@ -96,13 +96,11 @@ values = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(values)
 def test_values_come_back_as_they_were(value: object) -> None:
     assert same(round_trip(value), value)
 
 
-@settings(deadline=None)
 @given(values, st.data())
 def test_what_was_saved_and_then_damaged_is_a_value_or_a_clear_error(
     value: object, data: st.DataObject

@@ -97,6 +97,7 @@ def copied(gang: Gang, root: Path, shm: Path) -> Cluster:
     return cluster
 
 
+@pytest.mark.timeout(300)  # many deaths, one after another
 def test_agents_that_die_at_any_note_are_followed_by_others_that_go_on(
     gang: Gang, shm: Path, copied: Cluster
 ) -> None:

@@ -83,7 +83,7 @@ def cut(layout: Layout, whole: Array) -> dict[tuple[int, ...], dict[str, Array]]
     return {rank: {"w": turned[rank].reshape(shape).copy()} for rank in ranks}
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(layouts())
 def test_any_layout_is_read_element_for_element(layout: Layout) -> None:
     shape = [math.prod(layout.sizes[axis] for axis in dim) for dim in layout.whole]
@@ -92,7 +92,7 @@ def test_any_layout_is_read_element_for_element(layout: Layout) -> None:
     same(read(layout.text(), axes, cut(layout, whole))["w"], whole)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(layouts())
 def test_any_layout_is_written_as_it_is_cut(layout: Layout) -> None:
     shape = [math.prod(layout.sizes[axis] for axis in dim) for dim in layout.whole]
@@ -104,7 +104,7 @@ def test_any_layout_is_written_as_it_is_cut(layout: Layout) -> None:
         assert bytes(file) == arrays["w"].tobytes()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(0, 4), min_size=1, max_size=4),
     st.lists(st.integers(1, 3), min_size=1, max_size=3),
@@ -124,7 +124,7 @@ def test_unequal_shards_of_sums(shares: list[int], parts: list[int], width: int)
     same(read(text, {"tp": len(shares)}, ranks)["w"], whole.reshape(-1, width))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=1, max_size=3),
     st.integers(1, 5),
