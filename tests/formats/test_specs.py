@@ -39,9 +39,9 @@ def with_states(ranks: Mapping[tuple[int, ...], dict[str, Array]]) -> Ranks:
 
 
 def test_what_ships() -> None:
-    assert names() == ["megatron_gpt2", "megatron_llama", "megatron_mixtral"]
-    with pytest.raises(SpecError, match="there are megatron_gpt2, megatron_llama"):
-        shipped("megatron")
+    assert names() == ["megatron", "megatron_gpt2", "megatron_llama", "megatron_mixtral"]
+    with pytest.raises(SpecError, match="there are megatron, megatron_gpt2"):
+        shipped("of_nobody")
 
 
 def megatron_llama() -> tuple[Ranks, dict[str, Array]]:

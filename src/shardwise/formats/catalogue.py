@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
 
 from shardwise.formats.foreign import ForeignFile
 from shardwise.manifest.dtypes import DTYPES
@@ -59,3 +62,41 @@ class Catalogue:
 
     def __len__(self) -> int:
         return len(self.name)
+
+
+Row: TypeAlias = tuple[str, StoredArray, tuple[int, ...]]
+"""The name of an array, the array, and the coordinate of the rank that has it."""
+
+
+def catalogued(
+    files: Sequence[ForeignFile], axes: Mapping[str, int], rows: Iterable[Row]
+) -> Catalogue:
+    """Arrays that were found one by one, in columns."""
+    rows = list(rows)
+    arrays = [array for _, array, _ in rows]
+    names = list(dict.fromkeys(name for name, _, _ in rows))
+    dtypes = list(dict.fromkeys(array.dtype for array in arrays))
+    number = {name: i for i, name in enumerate(names)}
+    dims = max((len(array.shape) for array in arrays), default=0)
+
+    def column(values: Iterable[int]) -> Int:
+        return np.array(list(values), np.int64)
+
+    def padded(values: Sequence[tuple[int, ...]], fill: int) -> Int:
+        wide = [(*each, *(fill,) * (dims - len(each))) for each in values]
+        return np.array(wide, np.int64).reshape(len(values), dims)
+
+    return Catalogue(
+        files=tuple(files),
+        axes=axes,
+        names=names,
+        dtypes=dtypes,
+        name=column(number[name] for name, _, _ in rows),
+        dtype=column(dtypes.index(array.dtype) for array in arrays),
+        file=column(array.file for array in arrays),
+        start=column(array.start for array in arrays),
+        ndim=column(len(array.shape) for array in arrays),
+        shape=padded([array.shape for array in arrays], 1),
+        stride=padded([array.stride for array in arrays], 0),
+        coordinate=np.array([at for _, _, at in rows], np.int64).reshape(len(rows), len(axes)),
+    )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+import torch
 
 from shardwise.errors import StateError
 from shardwise.formats.catalogue import StoredArray
@@ -19,11 +19,11 @@ from shardwise.formats.optimizers import (
     encoded_groups,
     find_optimizers,
 )
-from shardwise.formats.plain import encode_plain
+from shardwise.formats.plain import bytes_of, encode_plain
 from shardwise.manifest.manifest import ObjectEntry, TensorEntry
 
-NUMBERS = "(numbers)"
-"""The file that is none, for numbers that lie in pickles and are wanted as tensors."""
+CONTENT = "(content)"
+"""The file that is none, for numbers and arrays that lie in pickles and are wanted as tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Builder:
     tensors: list[TensorEntry] = field(default_factory=list)
     objects: list[ObjectEntry] = field(default_factory=list)
     _arrays: list[tuple[int, StoredArray]] = field(default_factory=list)
-    _numbers: list[float] = field(default_factory=list)
+    _content: bytearray = field(default_factory=bytearray)
 
     def add_tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
         """The next of the tensors that `laid` counts, all of which are added first."""
@@ -141,9 +141,16 @@ class Builder:
 
     def add_number(self, name: str, value: float) -> None:
         """A number as a 0-d float32 tensor, which is what optimizers count steps with."""
-        at = 4 * len(self._numbers)
-        self._numbers.append(value)
-        self.add_array(name, StoredArray(len(self.files), at, "float32", (), ()))
+        self.add_content(name, torch.tensor(value, dtype=torch.float32))
+
+    def add_content(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor that lies in no file."""
+        start, stride = len(self._content), tuple(tensor.stride())
+        self._content += bytes_of(tensor)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.add_array(
+            name, StoredArray(len(self.files), start, dtype, tuple(tensor.shape), stride)
+        )
 
     def add_value(self, name: str, value: object) -> None:
         """A plain value, with the arrays in it; or a line of `left_out`, if it is none."""
@@ -155,6 +162,8 @@ class Builder:
         self.objects.append(ObjectEntry(name, plain.value))
         for where, array in plain.arrays.items():
             self.add_array(where, array)
+        for where, tensor in plain.contents.items():
+            self.add_content(where, tensor)
 
     def add_groups(self, groups: Iterable[Any], name: str) -> None:
         """The param groups of an optimizer; or a line of `left_out`."""
@@ -166,9 +175,8 @@ class Builder:
     def build(self, format: str) -> Foreign:  # noqa: A002 - as it is called in Foreign
         """All of it."""
         files = self.files
-        if self._numbers:
-            content = np.array(self._numbers, "<f4").tobytes()
-            files = (*files, ForeignFile(NUMBERS, len(content), content))
+        if self._content:
+            files = (*files, ForeignFile(CONTENT, len(self._content), bytes(self._content)))
         return Foreign(
             format=format,
             files=files,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from shardwise.formats.catalogue import StoredArray
@@ -18,10 +19,19 @@ _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A value encoded, and the arrays that it refers to by their names."""
+    """A value encoded, and the arrays that it refers to by their names.
+
+    `contents` are those that lie in no file: numpy arrays, whose bytes are in a pickle.
+    """
 
     value: JsonValue
     arrays: Mapping[str, StoredArray]
+    contents: Mapping[str, torch.Tensor]
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor that lies in memory, row-major."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def encode_plain(value: object, name: str) -> Plain:
@@ -33,10 +43,14 @@ def encode_plain(value: object, name: str) -> Plain:
         StateError: something in it has no plain form.
     """
     found: dict[str, StoredArray] = {}
+    contents: dict[str, torch.Tensor] = {}
     standing_in: dict[int, StoredArray] = {}
 
-    def give(where: str, tensor: torch.Tensor) -> None:
-        found[where] = standing_in[id(tensor)]
+    def give(where: str, array: torch.Tensor | np.ndarray[Any, Any]) -> None:
+        if isinstance(array, np.ndarray):
+            contents[where] = torch.from_numpy(np.array(array, order="C"))
+        else:
+            found[where] = standing_in[id(array)]
 
     stood_in: list[torch.Tensor] = []
 
@@ -68,4 +82,4 @@ def encode_plain(value: object, name: str) -> Plain:
             return made
         return value
 
-    return Plain(encode(plain(value), name, give), found)
+    return Plain(encode(plain(value), name, give), found, contents)

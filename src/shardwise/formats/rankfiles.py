@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
-from shardwise.formats.catalogue import Catalogue, StoredArray
+from shardwise.formats.catalogue import Catalogue, StoredArray, catalogued
 from shardwise.formats.pickled import Record
 from shardwise.formats.ranges import Part
 from shardwise.formats.safetensors import is_safetensors, read_header
@@ -53,7 +53,12 @@ def read_rank_files(tree: Tree, pattern: str) -> RankFiles:
     _check_complete(tree, pattern, coordinate, sizes)
     with ThreadPoolExecutor(THREADS, "shardwise-open") as pool:
         read = list(pool.map(lambda item: _read(tree, item[1], item[0]), enumerate(found)))
-    return RankFiles(_catalogue(tree, list(found), sizes, coordinate, read), read[0].values)
+    rows = [
+        (name, array, rank)
+        for rank, file in zip(found.values(), read, strict=True)
+        for name, array in file.arrays.items()
+    ]
+    return RankFiles(catalogued(list(map(tree.file, found)), sizes, rows), read[0].values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,42 +125,3 @@ def _holds_arrays(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_holds_arrays, value))
     return isinstance(value, StoredArray)
-
-
-def _catalogue(
-    tree: Tree,
-    files: list[str],
-    sizes: Mapping[str, int],
-    coordinate: Int,
-    read: list[_File],
-) -> Catalogue:
-    rows = [
-        (rank, name, array) for rank, file in enumerate(read) for name, array in file.arrays.items()
-    ]
-    names = list(dict.fromkeys(name for _, name, _ in rows))
-    dtypes = list(dict.fromkeys(array.dtype for _, _, array in rows))
-    number = {name: i for i, name in enumerate(names)}
-    dims = max((len(array.shape) for _, _, array in rows), default=0)
-
-    def column(values: list[int]) -> Int:
-        return np.array(values, np.int64)
-
-    def padded(values: list[tuple[int, ...]], fill: int) -> Int:
-        wide = [(*each, *(fill,) * (dims - len(each))) for each in values]
-        return np.array(wide, np.int64).reshape(len(values), dims)
-
-    arrays = [array for _, _, array in rows]
-    return Catalogue(
-        files=tuple(map(tree.file, files)),
-        axes=sizes,
-        names=names,
-        dtypes=dtypes,
-        name=column([number[name] for _, name, _ in rows]),
-        dtype=column([dtypes.index(array.dtype) for array in arrays]),
-        file=column([array.file for array in arrays]),
-        start=column([array.start for array in arrays]),
-        ndim=column([len(array.shape) for array in arrays]),
-        shape=padded([array.shape for array in arrays], 1),
-        stride=padded([array.stride for array in arrays], 0),
-        coordinate=coordinate[[rank for rank, _, _ in rows]].reshape(len(rows), len(sizes)),
-    )

@@ -12,6 +12,7 @@ from shardwise.formats.deepspeed import native as deepspeed
 from shardwise.formats.deepspeed import universal as deepspeed_universal
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.megatron import reader as megatron
+from shardwise.formats.megatron_legacy import reader as megatron_legacy
 from shardwise.formats.tree import Tree
 
 
@@ -31,6 +32,7 @@ READERS: tuple[Reader, ...] = (
     Reader(dcp.FORMAT, dcp.recognise, dcp.read),
     Reader(deepspeed.FORMAT, deepspeed.recognise, deepspeed.read),
     Reader(deepspeed_universal.FORMAT, deepspeed_universal.recognise, deepspeed_universal.read),
+    Reader(megatron_legacy.FORMAT, megatron_legacy.recognise, megatron_legacy.read),
     Reader(huggingface.FORMAT, huggingface.recognise, huggingface.read),
     Reader(torchsave.FORMAT, torchsave.recognise, torchsave.read),
 )

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import torch
 
 from shardwise.errors import FormatError, StateError
 from shardwise.formats.catalogue import StoredArray
 from shardwise.formats.deepspeed.placements import Placement, whole
 from shardwise.formats.foreign import Foreign, ForeignFile, Laid
 from shardwise.formats.optimizers import Group, encoded_groups
-from shardwise.formats.plain import encode_plain
+from shardwise.formats.plain import bytes_of, encode_plain
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import LARGEST, ObjectEntry, TensorEntry
@@ -142,11 +142,16 @@ class Laying:
 
     def number(self, value: float) -> StoredArray:
         """A number that lies in no file as a tensor: as a 0-d float32 tensor."""
-        content = struct.pack("<f", value)
+        return self._content(torch.tensor(value, dtype=torch.float32))
+
+    def _content(self, tensor: torch.Tensor) -> StoredArray:
+        content = bytes_of(tensor)
         if content not in self._contents:
             self._contents[content] = len(self._files)
-            self._files.append(ForeignFile(f"number {value!r}", len(content), content))
-        return StoredArray(self._contents[content], 0, "float32", (), ())
+            name = f"(content {len(self._contents)})"
+            self._files.append(ForeignFile(name, len(content), content))
+        dtype, file = str(tensor.dtype).removeprefix("torch."), self._contents[content]
+        return StoredArray(file, 0, dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
     def value(self, name: str, value: object) -> None:
         """Declare a plain value, with the arrays in it as tensors; a lone array is a tensor."""
@@ -160,6 +165,8 @@ class Laying:
             return
         for each, array in plain.arrays.items():
             self.array(each, array)
+        for each, tensor in plain.contents.items():
+            self.array(each, self._content(tensor))
         self._objects.append(ObjectEntry(name, plain.value))
 
     def groups(self, name: str, groups: Iterable[Group]) -> None:
