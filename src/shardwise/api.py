@@ -12,6 +12,7 @@ from functools import partial
 import torch.distributed as dist
 
 from shardwise.adapters import Binding, bind_state
+from shardwise.adapters.deepspeed import EngineBinding
 from shardwise.adapters.overlapping import fillable_leaves
 from shardwise.adapters.values import PerRankBinding
 from shardwise.checkpoint import Checkpoint
@@ -280,6 +281,9 @@ class _Load:
             return b""
 
         exchange(group, "loading", move, lambda _: b"")
+        for binding in bindings:
+            if isinstance(binding, EngineBinding):
+                binding.settle()
         plan = filling.filling.plan
         return LoadReport(
             path=str(opened.store),

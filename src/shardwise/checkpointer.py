@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardwise import api
+from shardwise.adapters import optimizers_in
 from shardwise.engine.arena import DEFAULT_MAX_BUFFER
 from shardwise.engine.collection import without_collection
 from shardwise.engine.exchange import exchange
@@ -251,7 +252,7 @@ class Checkpointer:
         if self._snapshots is None or self._memory is None or not self._memory.overlap:
             return
         fence = self._snapshots.fence
-        for optimizer in _optimizers_in(state):
+        for optimizer in optimizers_in(state):
             if optimizer not in self._fenced:
                 self._fenced[optimizer] = optimizer.register_step_pre_hook(lambda *_: fence())
 
@@ -377,16 +378,6 @@ def _settle_at_exit(reference: weakref.ref[Checkpointer]) -> None:
             checkpointer._settle()
 
     atexit.register(settle)
-
-
-def _optimizers_in(value: object) -> Iterator[Optimizer]:
-    if isinstance(value, Optimizer):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _optimizers_in(each)
-    elif isinstance(value, Mapping):
-        yield from _optimizers_in(list(value.values()))
 
 
 def _root_of(place: api.Place, *, everywhere: bool) -> Store:

@@ -12,6 +12,14 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.optim import Optimizer
 
+from shardwise.adapters.deepspeed import (
+    EngineBinding,
+    EngineOptimizerBinding,
+    is_engine,
+    refuse_inside_engine,
+    stepped_by,
+    wrapped_by,
+)
 from shardwise.adapters.modules import ModuleBinding
 from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.adapters.parameters import Parameter
@@ -22,6 +30,7 @@ from shardwise.adapters.values import (
     TensorBinding,
     object_in,
 )
+from shardwise.adapters.zero import is_optimizer_of_engine
 from shardwise.errors import StateError
 from shardwise.plan.saved import SavedState
 from shardwise.state.leaves import Holdings
@@ -53,6 +62,7 @@ class Binding(Protocol):
 
 
 State = MutableMapping[str, object]
+Modules = list[ModuleBinding | EngineBinding]
 
 
 def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
@@ -68,26 +78,33 @@ def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
             f"the state is a {type(state).__name__}: it must be a dict, such as "
             '{"model": model, "optimizer": optimizer}'
         )
-    modules: list[ModuleBinding] = []
+    modules: Modules = []
     try:
         bindings = list(_bind(state, "", modules, allow_pickle))
     except RecursionError as error:
         raise StateError(
             "a dict in the state is nested deeper than Python's stack allows, or holds itself"
         ) from error
-    order = {ModuleBinding: 0, OptimizerBinding: 1}
+    order = {ModuleBinding: 0, EngineBinding: 0, OptimizerBinding: 1, EngineOptimizerBinding: 1}
     return sorted(bindings, key=lambda binding: order.get(type(binding), 2))
 
 
-def _bind(
-    container: State, prefix: str, modules: list[ModuleBinding], allow_pickle: bool
-) -> Iterator[Binding]:
+def _bind(container: State, prefix: str, modules: Modules, allow_pickle: bool) -> Iterator[Binding]:
     for key, value in container.items():
         if not isinstance(key, str) or not key:
             raise StateError(f"{prefix or 'the state'}: its key {key!r} is not a name (str)")
         name = f"{prefix}{key}"
         parts = _parts(value)
-        if parts and all(isinstance(part, nn.Module) for part in parts):
+        if is_engine(value):
+            engine = EngineBinding(name, prefix, value, allow_pickle=allow_pickle)
+            modules.append(engine)
+            yield engine
+        elif is_optimizer_of_engine(value):
+            find = _lookup([wrapped_by(name, value)], modules)
+            yield EngineOptimizerBinding(name, value, find, allow_pickle=allow_pickle)
+        elif parts and all(isinstance(part, nn.Module) for part in parts):
+            for part in cast(list[nn.Module], parts):
+                refuse_inside_engine(name, part)
             module = ModuleBinding(name, cast(list[nn.Module], parts), allow_pickle=allow_pickle)
             modules.append(module)
             yield module
@@ -101,7 +118,7 @@ def _bind(
 
 
 def _bind_value(
-    container: State, key: str, name: str, modules: list[ModuleBinding], allow_pickle: bool
+    container: State, key: str, name: str, modules: Modules, allow_pickle: bool
 ) -> Iterator[Binding]:
     value = container[key]
     if isinstance(value, (torch.Tensor, np.ndarray, Shards)):
@@ -131,9 +148,7 @@ def _parts(value: object) -> list[object]:
     return [part.submod if isinstance(part, PipelineStage) else part for part in values]
 
 
-def _lookup(
-    optimizers: list[Optimizer], modules: list[ModuleBinding]
-) -> Callable[[], dict[int, Parameter]]:
+def _lookup(optimizers: list[Optimizer], modules: Modules) -> Callable[[], dict[int, Parameter]]:
     """Finds what the modules of the state know of the parameters of these optimizers, by `id`.
 
     Below an optimizer, a name counts from its module, if all its parameters are of one module;
@@ -147,6 +162,8 @@ def _lookup(
             for group in optimizer.param_groups
             for tensor in group["params"]
         }
+        if not mine:
+            _refuse_emptied(optimizers, modules)
         owners: list[tuple[str, dict[int, Parameter]]] = []
         for module in modules:
             found: dict[int, Parameter] = {}
@@ -164,3 +181,24 @@ def _lookup(
         }
 
     return find
+
+
+def _refuse_emptied(optimizers: list[Optimizer], modules: Modules) -> None:
+    for module in modules:
+        if isinstance(module, EngineBinding) and any(map(module.steps, optimizers)):
+            raise StateError(
+                "an optimizer in the state has no parameters, for DeepSpeed holds them: put "
+                "engine.optimizer into the state in its place"
+            )
+
+
+def optimizers_in(value: object) -> Iterator[Optimizer]:
+    """The optimizers that step what hangs in a state, those that DeepSpeed wraps included."""
+    inner = stepped_by(value)
+    if inner is not None:
+        yield inner
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from optimizers_in(each)
+    elif isinstance(value, Mapping):
+        yield from optimizers_in(list(value.values()))

@@ -120,7 +120,7 @@ class OptimizerBinding:
         selection: Selection,
     ) -> dict[str, object]:
         """The state of a parameter with what the checkpoint has of it, or without, if nothing."""
-        name = f"{self.name}.{parameter.names[0]}"
+        name = f"{self.name}.{parameter.foremost}"
         if not saved.below(name):
             kept = {k: v for k, v in state.items() if not selection.chooses(f"{name}.{k}")}
             return kept if len(kept) < len(state) else state
@@ -158,7 +158,7 @@ class OptimizerBinding:
         fitted = self._fitted.get(id(parameter.tensor), state)
         plain: dict[str, object] = {}
         for key, value in fitted.items():
-            name = f"{self.name}.{parameter.names[0]}.{key}"
+            name = f"{self.name}.{parameter.foremost}.{key}"
             if not isinstance(value, torch.Tensor) and name in values:
                 plain[key] = decode(values[name], name, allow_pickle=self._allow_pickle)
         if plain or fitted is not state:

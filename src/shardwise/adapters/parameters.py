@@ -61,8 +61,13 @@ class Parameter:
 
     @property
     def empty(self) -> bool:
-        """Whether this rank holds no element of it, so that no state will exist here."""
-        return bool(self.flat) and not any(part.boxes for part in self.flat)
+        """Whether this rank has no memory for it, padding included: no state will exist here."""
+        return bool(self.flat) and not _local(self.tensor).numel()
+
+    @property
+    def foremost(self) -> str:
+        """The name whose state shows what that of all of them is: of a tensor with dimensions."""
+        return next((part.name for part in self.flat if part.shape), self.names[0])
 
     def leaves(self, prefix: str, key: str, value: torch.Tensor) -> list[TensorLeaf]:
         """A state tensor of this parameter, as a leaf for each name that it is made of.

@@ -39,3 +39,13 @@ def optimizer_of(model: nn.Module, *, sgd: bool = False) -> torch.optim.Optimize
     if sgd:
         return torch.optim.SGD(groups, momentum=0.9)
     return torch.optim.AdamW(groups)
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    """A schedule that changes with every step."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+
+
+def tokens_of(step: int) -> torch.Tensor:
+    """What is learned at a step."""
+    return torch.randint(0, 13, (4,), generator=torch.Generator().manual_seed(step))

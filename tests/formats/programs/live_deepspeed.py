@@ -1,0 +1,100 @@
+"""Save engines of DeepSpeed as they are, and go on from what others saved.
+
+    torchrun --nproc-per-node N live_deepspeed.py DIRECTORY JOB...
+
+A job is `NAME:CASE`: train, and save `DIRECTORY/NAME`, and by DeepSpeed `DIRECTORY/NAME-native`;
+or `NAME:CASE:SOURCE`: go on from `DIRECTORY/SOURCE`, and save `DIRECTORY/NAME` before the next
+step. Beside each there is `NAME.expected.pt`: what DeepSpeed itself gathers of the engine then, and
+the next losses.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from small_model import Model, optimizer_of, scheduler_of, tokens_of
+from torch import nn
+from train_deepspeed import CASES, config, gathered
+
+import shardwise as sw
+
+MORE = {
+    "zero0-float16": {"stage": 0, "fp16": True},
+    "zero3-persistent": {
+        "stage": 3,
+        "bf16": True,
+        "zero": {"stage3_param_persistence_threshold": 20},
+    },
+}
+
+
+def engine_of(case: dict[str, Any], seed: int) -> Any:
+    torch.manual_seed(seed)
+    model = Model()
+    optimizer = optimizer_of(model, sgd=case.get("sgd", False))
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=scheduler_of(optimizer),
+        # Which DeepSpeed does not leave alone unless it is told to, and others do.
+        config={**config(case), "gradient_clipping": 0.0},
+    )
+    return engine
+
+
+def step(engine: Any) -> float:
+    """One step on what is the same on every rank, so that their number makes no difference."""
+    tokens = tokens_of(engine.lr_scheduler.last_epoch)
+    loss = nn.functional.cross_entropy(engine(tokens).float(), tokens)
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+def module_of(engine: Any, case: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights that the module computes with."""
+    held = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=case["stage"] == 3):
+            held[name] = parameter.detach().clone()
+    return held
+
+
+def do(directory: Path, name: str, case: dict[str, Any], source: str) -> None:
+    engine = engine_of(case, seed=1 if source else 0)
+    state = {"model": engine, "optimizer": engine.optimizer, "scheduler": engine.lr_scheduler}
+    if source:
+        sw.load(directory / source, state, cast=True)
+    else:
+        for _ in range(3):
+            step(engine)
+        engine.save_checkpoint(str(directory / f"{name}-native"))
+    sw.save(directory / name, state, check_replicas=True)
+    held = gathered(engine, case) | {"module": module_of(engine, case)}
+    held["counts"] = [engine.global_steps, engine.global_samples, engine.lr_scheduler.last_epoch]
+    held["scale"] = engine.optimizer.loss_scale if case.get("fp16") else None
+    held["losses"] = [step(engine) for _ in range(2)]
+    if torch.distributed.get_rank() == 0:
+        torch.save(held, directory / f"{name}.expected.pt")
+    engine.destroy()
+
+
+def main(directory: Path, jobs: list[str]) -> None:
+    # As in train_deepspeed.py.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+    deepspeed.init_distributed(dist_backend="gloo")
+    for job in jobs:
+        name, case, source = [*job.split(":"), ""][:3]
+        do(directory, name, {**CASES, **MORE}[case], source)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
