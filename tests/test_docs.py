@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import shardwise as sw
+from shardwise.cli.app import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -32,6 +34,26 @@ def test_the_guide_runs(
         if isinstance(base, torch.nn.Linear):
             assert torch.equal(tuned.weight, base.weight)
             assert torch.equal(tuned.bias, base.bias)
+
+
+def test_the_page_of_formats_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And prints what it says; the commands succeed."""
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "formats.md").read_text()
+    names: dict[str, Any] = {}
+    said = []
+    for block in re.findall(r"```python\n(.*?)```", page, re.S):
+        exec(compile(block, "docs/formats.md", "exec"), names)
+        said += re.findall(r"^print.*  # (.*)$", block, re.M)
+    assert len(said) >= 4
+    assert capsys.readouterr().out.splitlines() == said
+    commands = re.findall(r"^shardwise (.*)$", page, re.M)
+    assert len(commands) >= 4
+    for command in commands:
+        result = CliRunner().invoke(app, command.split())
+        assert result.exit_code == 0, f"{command}: {result.stderr}"
 
 
 def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
 from shardwise.testing import Gang
-from tests.formats.deepspeed.conftest import run
+from tests.formats.conftest import run
 from tests.formats.programs.small_model import Model, optimizer_of, scheduler_of, tokens_of
 from tests.multirank.test_matrix import contents
 

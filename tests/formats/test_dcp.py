@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import shardwise as sw
 from shardwise.formats.dcp import reader
@@ -22,76 +18,9 @@ from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 from shardwise.state.objects import decode
 from shardwise.testing import Gang
+from tests.formats.dcp_checkpoints import FLAT, NESTED, named, settings_of, torch_loads
 from tests.formats.reference import read_tensors
-from tests.multirank.models import WORLDS, build, module_of, train
-
-NESTED = ("ddp", "fsdp1", "fsdp2", "fsdp2_uneven", "hsdp")
-FLAT = ("tp", "fsdp_tp", "pipeline_fsdp")
-
-
-def save_with_dcp(kinds: list[str], root: str) -> None:
-    """Train for two steps under each parallelism, and save as torch's documentation says."""
-    warnings.simplefilter("ignore")
-    for kind in kinds:
-        state = build(kind, 1)
-        train(state)
-        options = StateDictOptions(flatten_optimizer_state_dict=kind in FLAT)
-        module = module_of(state["model"])
-        model, optimizer = get_state_dict(module, state["optimizer"], options=options)
-        rest = {"scheduler": state["scheduler"].state_dict(), "step": state["step"]}
-        saved = {"model": model, "optimizer": optimizer, **rest}
-        dcp.save(saved, checkpoint_id=f"{root}/{kind}")
-
-
-@pytest.fixture(scope="module")
-def saved(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint of each parallelism, of the same training."""
-    root = tmp_path_factory.mktemp("dcp")
-    for world in (2, 4):
-        kinds = [kind for kind in (*NESTED, *FLAT, "pipeline") if WORLDS[kind] == world]
-        gang.run(save_with_dcp, kinds, str(root), world=world)
-    return root
-
-
-def torch_loads(place: Path) -> dict[str, Any]:
-    """What torch itself restores of a checkpoint, without knowing what was saved."""
-    state: dict[str, Any] = {}
-    _load_state_dict(
-        state,
-        storage_reader=dcp.FileSystemReader(place),
-        planner=_EmptyStateDictLoadPlanner(),
-        no_dist=True,
-    )
-    return state
-
-
-def named(state: dict[str, Any]) -> dict[str, Any]:
-    """The tensors of a model and an optimizer that torch restored, by the names of shardwise."""
-    found = {f"model.{name}": value for name, value in state["model"].items()}
-    optimizer = state["optimizer"]
-    if "state" not in optimizer:
-        parts = {k.removeprefix("state."): v for k, v in optimizer.items() if k[:6] == "state."}
-        return found | {f"optimizer.{name}": value for name, value in parts.items()}
-    for name, values in optimizer["state"].items():
-        found |= {f"optimizer.{name}.{key}": value for key, value in values.items()}
-    return found
-
-
-def settings_of(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The hyperparameters of each parameter that torch restored."""
-    optimizer = state["optimizer"]
-    if "param_groups" in optimizer:
-        return {
-            name: {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer["param_groups"]
-            for name in group["params"]
-        }
-    found: dict[str, dict[str, Any]] = {}
-    for key, value in optimizer.items():
-        if key.startswith("param_groups."):
-            name, _, setting = key.removeprefix("param_groups.").rpartition(".")
-            found.setdefault(name, {})[setting] = value
-    return found
+from tests.multirank.models import WORLDS, build
 
 
 def opened(place: Path) -> Foreign:
@@ -109,10 +38,10 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("kind", [*NESTED, *FLAT])
-def test_it_reads_what_torch_loads(saved: Path, kind: str) -> None:
-    foreign = opened(saved / kind)
-    state = torch_loads(saved / kind)
-    expected, read = named(state), read_tensors(saved / kind, foreign)
+def test_it_reads_what_torch_loads(dcp_saved: Path, kind: str) -> None:
+    foreign = opened(dcp_saved / kind)
+    state = torch_loads(dcp_saved / kind)
+    expected, read = named(state), read_tensors(dcp_saved / kind, foreign)
     assert sorted(read) == sorted(expected)
     assert sum(name.endswith(".exp_avg") for name in read) == 4 * 6 + 2
     assert not [name for name in expected if not same(read[name], expected[name])]
@@ -126,23 +55,23 @@ def test_it_reads_what_torch_loads(saved: Path, kind: str) -> None:
     assert foreign.world_size == WORLDS[kind]
 
 
-def test_hyperparameters_that_a_pipeline_lost_are_told(saved: Path) -> None:
+def test_hyperparameters_that_a_pipeline_lost_are_told(dcp_saved: Path) -> None:
     """Without flattening, each stage writes its groups over those of the others."""
-    foreign = opened(saved / "pipeline")
-    expected = named(torch_loads(saved / "pipeline"))
-    read = read_tensors(saved / "pipeline", foreign)
+    foreign = opened(dcp_saved / "pipeline")
+    expected = named(torch_loads(dcp_saved / "pipeline"))
+    read = read_tensors(dcp_saved / "pipeline", foreign)
     assert sorted(read) == sorted(expected)
     assert len(foreign.left_out) == 1
     assert "no hyperparameters of 13 parameters" in foreign.left_out[0]
 
 
 @pytest.mark.parametrize("kind", ["fsdp2_uneven", "fsdp_tp"])
-def test_a_run_resumes_from_it(gang: Gang, saved: Path, tmp_path: Path, kind: str) -> None:
-    gang.run(resume, [str(saved / kind)], str(tmp_path), world=2)
-    expected = named(torch_loads(saved / kind))
+def test_a_run_resumes_from_it(gang: Gang, dcp_saved: Path, tmp_path: Path, kind: str) -> None:
+    gang.run(resume, [str(dcp_saved / kind)], str(tmp_path), world=2)
+    expected = named(torch_loads(dcp_saved / kind))
     checkpoint = sw.open(tmp_path / "0")
     found = {name: checkpoint[name] for name in expected}
-    assert checkpoint["scheduler"] == torch_loads(saved / kind)["scheduler"]
+    assert checkpoint["scheduler"] == torch_loads(dcp_saved / kind)["scheduler"]
     assert not [name for name in expected if not same(found[name][...], expected[name])]
 
 
@@ -154,7 +83,7 @@ def resume(places: list[str], root: str) -> None:
         sw.save(f"{root}/{i}", state)
 
 
-def test_what_was_compressed_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_what_was_compressed_is_refused(dcp_saved: Path, tmp_path: Path) -> None:
     from torch.distributed.checkpoint._extension import StreamTransformExtension
 
     class Plain(StreamTransformExtension):

@@ -16,7 +16,7 @@ from shardwise.formats.foreign import Foreign
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 from shardwise.state.objects import decode
-from tests.formats.deepspeed.conftest import ON_FOUR, ON_TWO, Checkpoints
+from tests.formats.conftest import ON_FOUR, ON_TWO, Checkpoints
 from tests.formats.programs.small_model import Model, optimizer_of
 from tests.formats.reference import read_tensors
 

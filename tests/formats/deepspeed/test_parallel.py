@@ -11,7 +11,7 @@ import torch
 from shardwise.formats.deepspeed import native
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
-from tests.formats.deepspeed.conftest import PARALLEL
+from tests.formats.conftest import PARALLEL
 from tests.formats.deepspeed.test_native import same
 from tests.formats.reference import read_tensors
 

@@ -13,7 +13,7 @@ from shardwise.formats.deepspeed import native, universal
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 from shardwise.state.objects import decode
-from tests.formats.deepspeed.conftest import CONVERTED, Checkpoints
+from tests.formats.conftest import CONVERTED, Checkpoints
 from tests.formats.deepspeed.test_native import same
 from tests.formats.reference import read_tensors
 

@@ -9,7 +9,7 @@ from shardwise.formats.recognise import read_foreign
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 from tests.formats.comparing import assert_same
-from tests.formats.megatron_legacy.conftest import CASES, Checkpoints
+from tests.formats.conftest import LEGACY, Checkpoints
 from tests.formats.reference import read_tensors
 
 
@@ -28,13 +28,13 @@ def wanted(expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_all_that_the_ranks_had_is_there(checkpoints: Checkpoints, case: str) -> None:
-    tree = Tree(checkpoints.place(case))
+@pytest.mark.parametrize("case", LEGACY)
+def test_all_that_the_ranks_had_is_there(megatron: Checkpoints, case: str) -> None:
+    tree = Tree(megatron.place(case, 4))
     foreign = checked(read_foreign(tree))
     assert (foreign.format, foreign.step) == ("legacy Megatron-LM", 2)
     read = read_tensors(tree.path, foreign)
-    expected = wanted(checkpoints.expected(case))
+    expected = wanted(megatron.expected(case, 4))
     for name, tensor in expected.items():
         assert_same(read[name], tensor)
     rest = [name for name in read if name not in expected]

@@ -1,4 +1,4 @@
-"""Checkpoints that DeepSpeed itself wrote, made once for all tests."""
+"""Checkpoints that the frameworks themselves wrote, made once for all tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-PROGRAMS = Path(__file__).parents[1] / "programs"
+from shardwise.testing import Gang
+from tests.formats.dcp_checkpoints import FLAT, NESTED, save_with_dcp
+from tests.multirank.models import WORLDS
+
+PROGRAMS = Path(__file__).parent / "programs"
 ON_TWO = (
     *("zero0-float32", "zero0-bfloat16", "zero1-float32", "zero1-bfloat16", "zero1-sgd"),
     *("zero1-bfloat16-optimizer", "zero2-bfloat16", "zero2-round-robin", "zero2-aligned"),
@@ -22,11 +26,15 @@ ON_TWO = (
 # Experts first: DeepSpeed does not forget the ranks of a pipeline.
 PARALLEL = ("experts-zero1", "experts-zero2-bfloat16", "pipeline-zero1", "pipeline-bfloat16")
 CONVERTED = ("zero1-bfloat16", "zero2-float16", "zero3-sub-groups")
+LEGACY = (
+    *("float32", "bfloat16", "distributed", "distributed-bfloat16", "interleaved"),
+    *("experts", "experts-distributed"),
+)
 ON_FOUR = ("zero1-bfloat16-optimizer", "zero2-bfloat16", "zero3-sub-groups")
 
 
 class Checkpoints:
-    """Where the checkpoint of a case is, and what DeepSpeed had when it wrote it."""
+    """Where the checkpoint of a case is, and what its framework had when it wrote it."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -73,3 +81,27 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("deepspeed-parallel")
     run("parallel_deepspeed.py", str(directory), *PARALLEL, ranks=4)
     return directory
+
+
+@pytest.fixture(scope="session")
+def megatron(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """Legacy checkpoints of Megatron-LM, of models that Megatron-Core trained: on four ranks.
+
+    What it had is by `<parameter>|<key>`: the weight, its master (`param`), optimizer state.
+    """
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("Megatron-Core is not installed: pip install '.[frameworks]'")
+    directory = tmp_path_factory.mktemp("megatron")
+    (directory / "4").mkdir()
+    run("train_megatron.py", str(directory / "4"), *LEGACY, ranks=4)
+    return Checkpoints(directory)
+
+
+@pytest.fixture(scope="session")
+def dcp_saved(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of torch's DCP for each parallelism, of the same training."""
+    root = tmp_path_factory.mktemp("dcp")
+    for world in (2, 4):
+        kinds = [kind for kind in (*NESTED, *FLAT, "pipeline") if WORLDS[kind] == world]
+        gang.run(save_with_dcp, kinds, str(root), world=world)
+    return root

@@ -1,0 +1,187 @@
+"""Checkpoints of every format that is read, and what its own framework has of each."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import shardwise as sw
+from shardwise.formats import bytecheckpoint, huggingface, torchsave, torchsnapshot
+from shardwise.formats.dcp import reader as dcp
+from shardwise.formats.deepspeed import native as deepspeed
+from shardwise.formats.deepspeed import universal
+from shardwise.formats.megatron import reader as megatron
+from shardwise.formats.megatron_legacy import reader as megatron_legacy
+from tests.formats.conftest import Checkpoints
+from tests.formats.dcp_checkpoints import named, settings_of, torch_loads
+from tests.formats.deepspeed.test_parallel import expected as ranks_had
+from tests.formats.foreign_goldens import unpacked
+from tests.formats.matrix.wanted import Settings, Wanted, of_names, widened
+from tests.formats.test_megatron import restored_by_megatron
+from tests.formats.test_megatron_legacy import wanted as ranks_had_legacy
+from tests.multirank.models import build, train
+
+BUFFERS = ("scale",)  # of the model in tests/multirank
+Request = pytest.FixtureRequest
+Made = tuple[Path, Wanted]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint of a format.
+
+    `make` has it made by its framework: where it lies, and what is wanted of it.
+    """
+
+    name: str
+    format: str
+    make: Callable[[Request, Path], Made]
+
+
+def of_dcp(kind: str, request: Request, folder: Path) -> Made:
+    place = request.getfixturevalue("dcp_saved") / kind
+    state = torch_loads(place)
+    return place, of_names(named(state), settings_of(state), BUFFERS)
+
+
+def of_torch_save(zipped: bool, request: Request, folder: Path) -> Made:
+    """As accelerate and Lightning save FSDP: whole, with names in place of numbers."""
+    state = build("plain", 3)
+    train(state)
+    with warnings.catch_warnings(action="ignore"):
+        model, optimizer = get_state_dict(state["model"], state["optimizer"])
+    saved = {"model": model, "optimizer": optimizer}
+    torch.save(saved, folder / "last.ckpt", _use_new_zipfile_serialization=zipped)
+    loaded = torch.load(folder / "last.ckpt")
+    return folder / "last.ckpt", of_names(named(loaded), settings_of(loaded), BUFFERS)
+
+
+def of_hugging_face(suffix: str, count: int, request: Request, folder: Path) -> Made:
+    """In one file, or in several with an index as transformers writes it."""
+    weights = dict(build("plain", 4)["model"].state_dict())
+    stem = "model" if suffix == ".safetensors" else "pytorch_model"
+    files = [f"{stem}-{i + 1:05}-of-{count:05}{suffix}" for i in range(count)]
+    if count == 1:
+        files = [f"{stem}{suffix}"]
+    index = {name: files[i % count] for i, name in enumerate(weights)}
+    for file in files:
+        mine = {name: weight for name, weight in weights.items() if index[name] == file}
+        if suffix == ".bin":
+            torch.save(mine, folder / file)
+        else:
+            safetensors.torch.save_file(mine, folder / file, {"format": "pt"})
+    if count > 1:
+        text = json.dumps({"metadata": {"total_size": 1}, "weight_map": index})
+        (folder / f"{stem}{suffix}.index.json").write_text(text)
+    load = torch.load if suffix == ".bin" else safetensors.torch.load_file
+    loaded: dict[str, torch.Tensor] = {}
+    for file in files:
+        loaded |= load(folder / file)
+    return folder, of_names({f"model.{k}": v for k, v in loaded.items()}, {}, BUFFERS)
+
+
+def of_deepspeed(case: str, ranks: int, converted: bool, request: Request, folder: Path) -> Made:
+    checkpoints: Checkpoints = request.getfixturevalue("checkpoints")
+    place, expected = checkpoints.place(case, ranks), checkpoints.expected(case, ranks)
+    parameters, frozen = expected["parameters"], expected["frozen"]
+    state = dict(expected["moments"])
+    if "sgd" not in case:
+        steps = 4.0 if case == "zero0-bfloat16" else 3.0
+        state |= {f"{name}.step": torch.tensor(steps) for name in parameters}
+    of_matrices = [name for name in parameters if parameters[name].ndim > 1]
+    rest = [name for name in parameters if parameters[name].ndim <= 1]
+    wanted = Wanted(
+        parameters={k: widened(v) for k, v in (parameters | frozen).items()},
+        buffers={k: widened(v) for k, v in expected["buffers"].items()},
+        state=state,
+        groups=tuple(zip((tuple(of_matrices), tuple(rest)), expected["groups"], strict=True)),
+        ties={"head.weight": "embedding.weight"},
+        frozen=frozenset(frozen),
+    )
+    return place / "universal" if converted else place, wanted
+
+
+def of_deepspeed_in_parallel(case: str, request: Request, folder: Path) -> Made:
+    directory: Path = request.getfixturevalue("parallel")
+    tensors = ranks_had(directory, case)
+    settings = stored_settings(directory / case)
+    steps = {f"optimizer.{name}.step": torch.tensor(3.0) for name in settings}
+    return directory / case, of_names(tensors | steps, settings, ())
+
+
+def of_megatron(kind: str, request: Request, folder: Path) -> Made:
+    place = unpacked(f"megatron_{kind}", folder)
+    settings = stored_settings(place)
+    steps = {f"optimizer.{name}.step": torch.tensor(2.0) for name in settings}
+    return place, of_names(restored_by_megatron(place, kind) | steps, settings, ())
+
+
+def of_legacy_megatron(case: str, request: Request, folder: Path) -> Made:
+    checkpoints: Checkpoints = request.getfixturevalue("megatron")
+    place, had = checkpoints.place(case, 4), checkpoints.expected(case, 4)
+    tensors = {name: each for name, each in ranks_had_legacy(had).items() if name[:7] != "module."}
+    return place, of_names(tensors, stored_settings(place), ())
+
+
+def of_bytecheckpoint(request: Request, folder: Path) -> Made:
+    place = unpacked("bytecheckpoint", folder) / "global_step_3"
+    return place, of_names(torch.load(folder / "expected.pt"), stored_settings(place), ())
+
+
+def of_torchsnapshot(root: str, request: Request, folder: Path) -> Made:
+    """One of two modules; names of the optimizer's parameters are not stored."""
+    tensors = torch.load(unpacked("torchsnapshot", folder) / "expected.pt")
+    mine = {name: each for name, each in tensors.items() if name.startswith(f"{root}.")}
+    as_model = {f"model.{name.removeprefix(root)[1:]}": each for name, each in mine.items()}
+    return folder, replace(of_names(as_model, {}, ()), rename={"model": root})
+
+
+def stored_settings(place: Path) -> dict[str, Settings]:
+    """Hyperparameters as we read them, where a framework does not say whose they are."""
+    groups: Any = sw.open(place)["optimizer.param_groups"]
+    return {member: group["value"] for group in groups for member in group["members"]}
+
+
+def _sources() -> Iterable[Source]:
+    for kind in ("ddp", "fsdp1", "fsdp2", "fsdp2_uneven", "hsdp", "tp", "fsdp_tp"):
+        yield Source(f"dcp-{kind}", dcp.FORMAT, partial(of_dcp, kind))
+    yield Source("torch.save", torchsave.FORMAT, partial(of_torch_save, True))
+    yield Source("torch.save-legacy", torchsave.FORMAT, partial(of_torch_save, False))
+    for suffix in (".safetensors", ".bin"):
+        for count in (1, 3):
+            make = partial(of_hugging_face, suffix, count)
+            yield Source(f"hf-{count}{suffix}", huggingface.FORMAT, make)
+    for case, ranks in DEEPSPEED:
+        make = partial(of_deepspeed, case, ranks, False)
+        yield Source(f"deepspeed-{case}-{ranks}", deepspeed.FORMAT, make)
+    for case in ("experts-zero1", "pipeline-zero1"):
+        yield Source(f"deepspeed-{case}", deepspeed.FORMAT, partial(of_deepspeed_in_parallel, case))
+    for case in ("zero1-bfloat16", "zero3-sub-groups"):
+        make = partial(of_deepspeed, case, 2, True)
+        yield Source(f"universal-{case}", universal.FORMAT, make)
+    for kind in ("plain", "fully_reshardable", "fully_sharded_model_space"):
+        yield Source(f"megatron-{kind}", megatron.FORMAT, partial(of_megatron, kind))
+    for kind in ("float32", "distributed-bfloat16", "interleaved", "experts"):
+        make = partial(of_legacy_megatron, kind)
+        yield Source(f"megatron-legacy-{kind}", megatron_legacy.FORMAT, make)
+    yield Source("bytecheckpoint", bytecheckpoint.FORMAT, of_bytecheckpoint)
+    for root in ("fsdp", "plain"):
+        make = partial(of_torchsnapshot, root)
+        yield Source(f"torchsnapshot-{root}", torchsnapshot.FORMAT, make)
+
+
+DEEPSPEED = (
+    *(("zero0-float32", 2), ("zero0-bfloat16", 2), ("zero1-bfloat16", 2), ("zero1-sgd", 2)),
+    *(("zero2-float16", 2), ("zero2-bfloat16", 4), ("zero3-bfloat16", 2), ("zero3-sub-groups", 4)),
+)
+SOURCES = tuple(_sources())
