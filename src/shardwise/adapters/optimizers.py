@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise.adapters.parameters import Parameter
-from shardwise.adapters.state_tree import leaves_of, rebuilt
+from shardwise.adapters.steps import STEP, counts_plainly, set_state, state_of
 from shardwise.errors import StateError
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.saved import SavedState
@@ -19,6 +19,8 @@ from shardwise.state.selection import Selection
 ParameterMap = Mapping[int, Parameter]
 GROUPS = "param_groups"
 OF_SCHEDULES = ("_lr", "_momentum")
+# In groups of DeepSpeed's Adam; torch's always corrects its bias, and counts elsewhere.
+OF_DEEPSPEED = ("bias_correction", STEP)
 
 
 class OptimizerBinding:
@@ -49,7 +51,7 @@ class OptimizerBinding:
         known = self._parameters()
         for optimizer in self._optimizers:
             for parameter in self._each_parameter(optimizer, known):
-                for key, value in leaves_of(optimizer.state.get(parameter.tensor, {})):
+                for key, value in state_of(optimizer, parameter.tensor).items():
                     self._hold(held, parameter, key, value)
         held.grouped[f"{self.name}.{GROUPS}"] = self._groups(known)
         return held
@@ -66,9 +68,9 @@ class OptimizerBinding:
             for group in optimizer.param_groups:
                 for tensor in group["params"]:
                     parameter = _known(known, tensor, self.name)
-                    state = dict(leaves_of(optimizer.state.get(tensor, {})))
+                    state = state_of(optimizer, tensor)
                     fitted = self._fit(group, parameter, state, saved, selection)
-                    if fitted is not state:
+                    if fitted is not state or counts_plainly(optimizer):
                         self._fitted[id(tensor)] = fitted
                     for key, value in fitted.items():
                         self._hold(held, parameter, key, value)
@@ -144,7 +146,8 @@ class OptimizerBinding:
         known = {key for each in settings.values() if isinstance(each, dict) for key in each}
         present = {key for each in self._optimizers for g in each.param_groups for key in g}
         others = {key for key in known - present if not key.endswith(OF_SCHEDULES)}
-        lacking = wanted - known
+        others.difference_update(OF_DEEPSPEED)
+        lacking = wanted - known - {*OF_DEEPSPEED}
         if settings and others and lacking:
             yield (
                 f"{name}: saved by another kind of optimizer: it has {', '.join(sorted(others))}, "
@@ -154,7 +157,7 @@ class OptimizerBinding:
     def _restore_state(
         self, optimizer: Optimizer, parameter: Parameter, values: Mapping[str, JsonValue]
     ) -> None:
-        state = dict(leaves_of(optimizer.state.get(parameter.tensor, {})))
+        state = state_of(optimizer, parameter.tensor)
         fitted = self._fitted.get(id(parameter.tensor), state)
         plain: dict[str, object] = {}
         for key, value in fitted.items():
@@ -162,7 +165,7 @@ class OptimizerBinding:
             if not isinstance(value, torch.Tensor) and name in values:
                 plain[key] = decode(values[name], name, allow_pickle=self._allow_pickle)
         if plain or fitted is not state:
-            optimizer.state[parameter.tensor] = rebuilt(fitted | plain)
+            set_state(optimizer, parameter.tensor, fitted | plain)
         if not optimizer.state.get(parameter.tensor):
             optimizer.state.pop(parameter.tensor, None)
 
@@ -195,7 +198,7 @@ def _new(
 ) -> torch.Tensor:
     """Memory for a state tensor, where the optimizer would have put it."""
     counts_on_device = group.get("capturable") or group.get("fused")
-    on_host = key == "step" and not counts_on_device
+    on_host = key == STEP and not counts_on_device
     device = torch.device("cpu") if on_host else parameter.tensor.device
     return parameter.new_state(getattr(torch, entry.dtype), entry.shape, device)
 
