@@ -194,7 +194,9 @@ def _values(state: Nested, root: str) -> tuple[dict[str, Any], list[str]]:
             values["lr_scheduler"] = value
         elif path[1:] and (path[0] == "client_state" or path in _COUNTERS):
             values[path[1]] = value
-        elif path[0] != "deepspeed":
+        elif path[0] == "deepspeed":
+            left_out.append(f"{'.'.join(path)}: it is of the engine that wrote it")
+        else:
             *above, key = path
             (values.setdefault(above[0], {}) if above else values)[key] = value
     return values, left_out
