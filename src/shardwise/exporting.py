@@ -42,6 +42,7 @@ def export(
     skip: Sequence[str] = (),
     root: str = "model",
     dtype: str | None = None,
+    config: str | os.PathLike[str] | None = None,
     verify: bool = True,
     spec: Specification | None = None,
     index: Index | None = None,
@@ -60,13 +61,12 @@ def export(
         target: a new directory.
         to: `"hf"` (safetensors), `"dcp"` (torch.distributed.checkpoint), `"torch"` (one file of
             torch.save), `"deepspeed-universal"` (for ZeRO 1, 2 and 3), or `"native"`.
-        only, skip: as for `load`: which names are written.
+        only, skip, group, on_event: as for `load`. The first two say which names are written.
         root: formats that hold a model alone have what is below this name, without it.
         dtype: convert the model's floating-point tensors to it.
+        config: the model's configuration, a file that `"hf"` has a copy of as `config.json`.
         verify, spec, index: as for `open`.
-        max_memory: bound on the host memory of each rank, in bytes.
-        max_file: bytes of tensors in a file, at most.
-        group, on_event: as for `load`.
+        max_memory, max_file: bounds on each rank's host memory, on tensors in a file; in bytes.
 
     Raises:
         CheckpointExistsError: the target holds something else.
@@ -79,7 +79,7 @@ def export(
     with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
 
         def enter() -> Store:
-            _check(to, dtype, max_memory)
+            _check(to, dtype, config, max_memory)
             store = open_store(place)
             cleanup.enter_context(store.hold(MANIFEST, shared=True))
             return store
@@ -89,15 +89,19 @@ def export(
             opened = open_any(enter, ranks, terms, Reading(spec, index))
         identity = f"{opened.store}: {_digest(opened)}: {terms}"
         source, tensors = _choose(opened, Selection.by(only, skip), root, dtype)
-        written = TARGETS[to](Chosen(source, tensors, _id_of(identity), root, max_file))
+        chosen = Chosen(source, tensors, _id_of(identity), root, max_file, _content(config))
         return Conversion(
-            opened, written, folder, identity, max_memory, verify, ranks, recorder
+            opened, TARGETS[to](chosen), folder, identity, max_memory, verify, ranks, recorder
         ).run()
 
 
-def _check(to: str, dtype: str | None, max_memory: int) -> None:
+def _check(
+    to: str, dtype: str | None, config: str | os.PathLike[str] | None, max_memory: int
+) -> None:
     if to not in TARGETS:
         raise StateError(f"to={to!r}: formats that are written are {', '.join(TARGETS)}")
+    if config is not None and (to != "hf" or not os.path.isfile(config)):
+        raise StateError(f"config={os.fspath(config)!r}: a file is needed, and to='hf'")
     if dtype is not None and dtype not in FLOATS:
         raise StateError(f"dtype={dtype!r}: one of {', '.join(FLOATS)} is needed")
     if max_memory < SMALLEST_MEMORY:
@@ -123,6 +127,10 @@ def _choose(
         written.append(Written(each.name, entry, dtype if dtype and converts else each.dtype))
     objects = tuple(each for each in manifest.objects if selection.chooses(each.name))
     return msgspec.structs.replace(manifest, objects=objects), tuple(written)
+
+
+def _content(path: str | os.PathLike[str] | None) -> bytes | None:
+    return None if path is None else Path(path).read_bytes()
 
 
 def _id_of(identity: str) -> str:

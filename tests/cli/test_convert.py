@@ -54,6 +54,7 @@ def test_a_checkpoint_is_converted_and_goes_on(run: Run, step: Path, tmp_path: P
         (("--max-file", "much"), "no size"),
         (("--to", "gguf"), "native, hf"),
         (("--only", "x"), "no tensor"),
+        (("--config", "nowhere.json"), "a file is needed"),
     ],
 )
 def test_wrong_use_is_said(

@@ -209,6 +209,8 @@ def test_a_kill_leaves_nothing_that_looks_whole(source: Path, tmp_path: Path, wr
         ({"dtype": "float31"}, "bfloat16"),
         ({"only": ["nothing"]}, "leave no tensor"),
         ({"max_memory": 1}, "at least"),
+        ({"config": "nowhere.json"}, "a file is needed"),
+        ({"config": __file__, "to": "dcp"}, "to='hf'"),
     ],
 )
 def test_what_cannot_be_had_is_refused(

@@ -50,6 +50,9 @@ Let = Annotated[
 Index = Annotated[
     str | None, typer.Option(metavar="FILE", help="Where to keep what was found of SRC.")
 ]
+Config = Annotated[
+    str | None, typer.Option(metavar="FILE", help="The model's config.json, copied beside hf.")
+]
 Memory = Annotated[str, typer.Option(metavar="SIZE", help="Bound on the memory of each process.")]
 File = Annotated[str, typer.Option(metavar="SIZE", help="Bound on the tensors in a file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -67,6 +70,7 @@ def convert(
     skip: Skip = None,
     root: Root = "model",
     dtype: DType = None,
+    config: Config = None,
     spec: Spec = None,
     files: Files = None,
     let: Let = None,
@@ -99,6 +103,7 @@ def convert(
             skip=skip or (),
             root=root,
             dtype=dtype,
+            config=config,
             spec=_specification(spec, files, let or []),
             index=index,
             max_memory=_bytes(max_memory),

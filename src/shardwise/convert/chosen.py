@@ -33,6 +33,7 @@ class Chosen:
         save_id: for the names of files: the same if the same is converted in the same way.
         root: formats that hold a model alone have the tensors below this name, without it.
         max_file: bytes of tensors in a file, at most.
+        config: the model's configuration, for formats that have it beside.
     """
 
     source: Manifest
@@ -40,6 +41,7 @@ class Chosen:
     save_id: str
     root: str
     max_file: int
+    config: bytes | None
 
     def model(self) -> list[Written]:
         """The tensors below the root, without its name; all, if there are none."""

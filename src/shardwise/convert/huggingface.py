@@ -14,6 +14,7 @@ from shardwise.manifest.dtypes import DTYPES
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
 ALIGNMENT = 8
 
 
@@ -42,12 +43,13 @@ def huggingface_target(chosen: Chosen) -> Target:
     outputs = tuple(_file(name, part) for name, part in zip(names, files, strict=True))
 
     def finals(_: Mapping[str, Sums]) -> Mapping[str, bytes]:
+        beside = {} if chosen.config is None else {CONFIG: chosen.config}
         if len(files) == 1:
-            return {}
+            return beside
         places = {each.name: name for name, part in zip(names, files, strict=True) for each in part}
         total = sum(each.part.size for each in kept)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-        return {INDEX: msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n"}
+        return beside | {INDEX: msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n"}
 
     return Target(outputs, finals, left_out)
 
