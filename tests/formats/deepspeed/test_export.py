@@ -10,7 +10,7 @@ import torch
 
 import shardwise as sw
 from tests.formats.comparing import assert_same
-from tests.formats.deepspeed.conftest import Checkpoints, run
+from tests.formats.conftest import Checkpoints, run
 from tests.formats.programs.small_model import Model, optimizer_of
 
 pytestmark = pytest.mark.timeout(400)
