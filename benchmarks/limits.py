@@ -90,5 +90,11 @@ def read_all(directory: Path) -> None:
                 pass
 
 
+def bytes_read() -> int:
+    """What this process has read so far, from files or their cache; with children that ended."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
 def _files(directory: Path) -> list[Path]:
     return [path for path in sorted(directory.rglob("*")) if path.is_file()]

@@ -38,22 +38,28 @@ RUNS = [
         for question in ("many_tensors", "memory", "planning", "checksums", "snapshots")
     ),
     *(Run("overhead", processes) for processes in (1, 2)),
+    *(Run("foreign_resume", processes) for processes in (1, 4)),
+    *(Run(f"foreign_{question}") for question in ("load", "export")),
+    *(Run(f"foreign_{question}", 1) for question in ("open", "check")),
 ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     questions = list(dict.fromkeys(run.question for run in RUNS))
-    parser.add_argument("questions", nargs="*", help=f"of {', '.join(questions)}; all if none")
+    groups = {question.split("_")[0] for question in questions}
+    named = f"of {', '.join(questions)}; `foreign` for all that begin so; all if none"
+    parser.add_argument("questions", nargs="*", help=named)
     parser.add_argument("--dir", default="bench-out", help="where to write checkpoints")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="only to see that it works")
     parser.add_argument("--page", action="store_true", help="write the page from old results")
     options = parser.parse_args()
-    unknown = set(options.questions) - set(questions)
+    unknown = set(options.questions) - set(questions) - groups
     if unknown:
         parser.error(f"there is no question {', '.join(sorted(unknown))}")
-    chosen = [run for run in RUNS if not options.questions or run.question in options.questions]
+    asked = options.questions or questions
+    chosen = [run for run in RUNS if run.question in asked or run.question.split("_")[0] in asked]
     failed = [] if options.page else [run for run in chosen if not ask(run, options)]
     if not options.quick:
         rewrite(PAGE, RESULTS)
@@ -68,7 +74,9 @@ def ask(run: Run, options: argparse.Namespace) -> bool:
     command += [f"--nproc-per-node={run.processes}", str(HERE / f"{run.question}.py")]
     command += [f"--dir={options.dir}", f"--rounds={options.rounds}", f"--dtype={run.dtype}"]
     command += ["--quick"] if options.quick else [f"--results={RESULTS}"]
+    path = os.pathsep.join([str(HERE.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = path  # a question may use what tests simulate
     return subprocess.run(command, env=environment, check=False).returncode == 0
 
 

@@ -1,0 +1,40 @@
+"""Checking a specification over the checkpoint of a trillion parameters on 4,096 ranks."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from harness import ITS_OWN, Bench, arguments
+
+from shardwise.formats.language import check
+from shardwise.formats.specs import shipped
+from tests.formats.language.test_scale import PP, SIZES, simulated
+
+LAYERS = (3, 8)
+"""Of a stage. Three are 1.2 trillion parameters already; eight are a million stored arrays."""
+
+
+def main() -> None:
+    bench = Bench("foreign_check", ITS_OWN, arguments())
+    spec, rows = shipped("megatron_llama"), []
+    for layers in LAYERS[:1] if bench.quick else LAYERS:
+        catalogue, name = simulated(layers), f"check {layers * PP} layers"
+        for _ in bench.rounds:
+            report = bench.measure(name, lambda c=catalogue: check(spec, c, sizes=SIZES))
+            if report.problems:
+                raise RuntimeError(f"it does not fit: {report}")
+        rows.append(
+            {
+                "layers": layers * PP,
+                "ranks": len(catalogue.files),
+                "stored arrays": len(catalogue),
+                "global tensors": report.tensors,
+            }
+        )
+        bench.goal(f"{name}: seconds", median(bench.seconds[name]), most=10)
+    bench.table("What was checked", rows)
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()

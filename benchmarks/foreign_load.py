@@ -1,0 +1,49 @@
+"""How long a load from foreign files takes, of a load of the same state from our own."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed.checkpoint as dcp
+from harness import ROWS, Bench, Size, arguments
+from safetensors.torch import save_file
+
+import shardwise as sw
+
+SIZE = Size(tensors=64)
+MOST = 1.3
+
+
+def main() -> None:
+    bench = Bench("foreign_load", SIZE, arguments())
+    state = bench.state(ROWS)
+    native, of_dcp, of_hf = bench.dir / "native", bench.dir / "dcp", bench.dir / "hf"
+    sw.save(native, state)
+    dcp.save(state, checkpoint_id=of_dcp)
+    whole = {name: tensor.full_tensor() for name, tensor in state["model"].items()}
+    if bench.rank == 0:
+        of_hf.mkdir()
+        save_file(whole, of_hf / "model.safetensors")
+    del whole
+    places = {"our own": native, "DCP": of_dcp, "safetensors": of_hf}
+    kept = {name: tensor.to_local().clone() for name, tensor in state["model"].items()}
+    for _ in bench.rounds:
+        for name, place in places.items():
+            bench.cool()
+            bench.measure(f"cold: {name}", lambda p=place: sw.load(p, state))
+        bench.warm()
+        for name, place in places.items():
+            for tensor in state["model"].values():
+                tensor.to_local().zero_()
+            bench.measure(f"warm: {name}", lambda p=place: sw.load(p, state))
+            if not all(torch.equal(kept[k], t.to_local()) for k, t in state["model"].items()):
+                raise RuntimeError(f"{place} is not what was saved")
+    for cache in ("cold", "warm"):
+        base = f"{cache}: our own"
+        for name in (f"{cache}: {each}" for each in list(places)[1:]):
+            bench.compare(base, name)
+            bench.goal(f"{name}, of our own", bench.ratio(name, base), most=MOST)
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()

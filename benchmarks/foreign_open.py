@@ -1,0 +1,77 @@
+"""How long it takes to open ten thousand tensors in 64 rank files: at first, and with an index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import rank_files
+import torch
+import torch.distributed.checkpoint as dcp
+from harness import ITS_OWN, Bench, arguments
+
+import shardwise as sw
+
+TENSORS, TENSORS_QUICK = 10_000, 1_000
+MAKERS = {
+    "DCP": rank_files.by_dcp,
+    "DeepSpeed ZeRO-3": rank_files.by_deepspeed,
+    "torch.save": rank_files.by_ranks,
+}
+
+
+def main() -> None:
+    bench = Bench("foreign_open", ITS_OWN, arguments())
+    tensors = TENSORS_QUICK if bench.quick else TENSORS
+    for name, make in MAKERS.items():
+        make(bench.dir / name, tensors)
+    spec = sw.spec(rank_files.SPEC, files=rank_files.PATTERN)
+    table = []
+    for name in MAKERS:
+        place, index = bench.dir / name, bench.dir / f"{name}.index"
+        opening = partial(sw.open, place, spec=spec if name == "torch.save" else None)
+        opened = opening(index=index)  # which keeps the index
+        jobs: dict[str, Callable[[], object]] = {
+            name: opening,
+            f"{name}, with an index": partial(opening, index=index),
+            **theirs(name, place),
+        }
+        for _ in bench.rounds:
+            for way, job in jobs.items():
+                bench.warm()
+                bench.measure(way, job)
+        bench.compare(name, *list(jobs)[1:])
+        bench.goal(f"{name}: seconds", median(bench.seconds[name]), most=2)
+        again = f"{name}, with an index"
+        bench.goal(f"{again}: seconds", median(bench.seconds[again]), most=0.2)
+        files = [path for path in place.rglob("*") if path.is_file()]
+        table.append(
+            {
+                "checkpoint": name,
+                "files": len(files),
+                "tensors": len(opened.tensors()),
+                "bytes": sum(path.stat().st_size for path in files),
+                "index, bytes": index.stat().st_size,
+            }
+        )
+    bench.table("What was opened", table)
+    bench.finish()
+
+
+def theirs(name: str, place: Path) -> dict[str, Callable[[], object]]:
+    """What others do before they can read a tensor."""
+    if name == "DCP":
+        return {f"{name}: read_metadata": dcp.FileSystemReader(place).read_metadata}
+    files = list(place.rglob("*.pt"))
+    return {f"{name}: torch.load, mapped": lambda: [mapped(path) for path in files]}
+
+
+def mapped(path: Path) -> object:
+    """A file's values, its tensors mapped."""
+    return torch.load(path, mmap=True, weights_only=False)
+
+
+if __name__ == "__main__":
+    main()

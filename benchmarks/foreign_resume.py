@@ -1,0 +1,109 @@
+"""From a ZeRO checkpoint of two ranks to training state on others: ours, and DeepSpeed's way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import zero
+from deepspeed.utils import safe_get_full_fp32_param
+from harness import ITS_OWN, Bench, arguments, rounded
+from limits import bytes_read, read_all
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import shardwise as sw
+
+BLOCKS, BLOCKS_QUICK = 10, 1
+ROUNDS = 3
+T = TypeVar("T")
+
+
+def main() -> None:
+    bench = Bench("foreign_resume", ITS_OWN, arguments())
+    blocks = BLOCKS_QUICK if bench.quick else BLOCKS
+    on_first(bench, lambda: zero.make(bench.dir, blocks, *zero.STAGES))
+    read = [resume(bench, stage, blocks) for stage in zero.STAGES]
+    bench.table("Bytes read over all ranks, of those of the checkpoint", read)
+    for row in read:
+        bench.goal(f"{row['checkpoint']}: bytes read, of the checkpoint", row["ours"], most=1.1)
+    bench.finish()
+
+
+def resume(bench: Bench, stage: int, blocks: int) -> dict[str, Any]:
+    """Both ways, in turn, from one checkpoint. Returns a row of what each reads."""
+    name, place = f"ZeRO-{stage}", bench.dir / f"zero{stage}"
+    native, universal = bench.dir / f"native{stage}", place / "universal"
+    state, engine = ours(blocks), zero.engine_of(stage, blocks, universal=True)
+    sw.load(place, state)
+    sw.save(native, state)
+    jobs: dict[str, Callable[[], object]] = {
+        "sw.load": lambda: sw.load(place, state),
+        "sw.load of our own": lambda: sw.load(native, state),
+        "ds_to_universal": lambda: on_first(bench, lambda: zero.to_universal(place)),
+        "load_universal": lambda: engine.load_checkpoint(str(place), tag=universal.name),
+    }
+    read, converting = {}, []
+    size = sum(file.stat().st_size for file in (place / zero.TAG).iterdir())
+    for _ in bench.rounds[:ROUNDS]:
+        for way, job in jobs.items():
+            on_first(bench, lambda: (read_all(place), read_all(native)))
+            before = bytes_read()
+            done = bench.measure(f"{name}: {way}", job)
+            read[way] = sum(bench.gathered(bytes_read() - before)) / size
+            if way == "ds_to_universal":
+                seconds, converted = bench.gathered(done)[0]
+                converting.append(seconds)
+    same_weights(state, engine)
+    engine.destroy()
+    report(bench, name, converting)
+    return {
+        "checkpoint": name,
+        "bytes": size,
+        "ours": rounded(read["sw.load"]),
+        "ds_to_universal": rounded(converted / size),
+        "load_universal": rounded(read["load_universal"]),
+    }
+
+
+def report(bench: Bench, name: str, converting: list[float]) -> None:
+    """DeepSpeed takes what its two steps take; that a process starts for the first is given it."""
+    base, both = f"{name}: sw.load", f"{name}: DeepSpeed, both, but for the start of a process"
+    loading = bench.seconds[f"{name}: load_universal"]
+    bench.seconds[both] = [a + b for a, b in zip(converting, loading, strict=True)]
+    bench.compare(base, both, f"{name}: sw.load of our own")
+    bench.goal(f"{name}: times faster than DeepSpeed", bench.ratio(both, base), least=20)
+    own = bench.ratio(base, f"{name}: sw.load of our own")
+    bench.goal(f"{name}: a load, of that of our own checkpoint", own, most=1.3)
+
+
+def ours(blocks: int) -> dict[str, Any]:
+    """The same model under FSDP2, or whole on one rank, and its optimizer."""
+    model = zero.Model(blocks)
+    if dist.get_world_size() > 1:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+
+def same_weights(state: dict[str, Any], engine: Any) -> None:
+    """Refuse to compare ways that do not end at the same."""
+    trained = zip(state["model"].parameters(), engine.module.parameters(), strict=True)
+    for own, other in trained:
+        whole = own.full_tensor() if isinstance(own, DTensor) else own
+        if not torch.equal(whole, safe_get_full_fp32_param(other).view_as(whole)):
+            raise RuntimeError("sw.load and load_universal end at different weights")
+
+
+def on_first(bench: Bench, job: Callable[[], T]) -> T | None:
+    """Have one rank do it while the others wait."""
+    done = job() if bench.rank == 0 else None
+    dist.barrier()
+    return done
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Checkpoints of DeepSpeed itself: `torchrun --nproc-per-node N zero.py DIRECTORY STAGE...`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+STAGES = (1, 2, 3)
+STEPS = 2
+TAG = f"global_step{STEPS}"
+PARALLEL = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
+"""What torchrun leaves in the environment begins with one of these."""
+
+
+class Model(nn.Module):
+    """Blocks of two linear layers; 2.1 million parameters each."""
+
+    def __init__(self, blocks: int, width: int = 512) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+            )
+            for _ in range(blocks)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def engine_of(stage: int, blocks: int, *, universal: bool = False) -> Any:
+    """A model under DeepSpeed on all ranks, in bf16; ready to load universal checkpoints, if so."""
+    # Otherwise the first start of DeepSpeed on a machine compiles an extension for a minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo")
+    model = Model(blocks)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": True},
+        "checkpoint": {"load_universal": universal},
+        "steps_per_print": 10**9,
+    }
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+def make(directory: Path, blocks: int, *stages: int, ranks: int = 2) -> None:
+    """Have so many other processes train and save under each of these stages."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", __file__, str(directory), str(blocks)]
+    run([*command, *map(str, stages)])
+
+
+def to_universal(place: Path) -> tuple[float, int]:
+    """What a user of DeepSpeed runs before it resumes on other ranks.
+
+    Returns the seconds that it took and the bytes that it read, without the start of its process.
+    """
+    program = [sys.executable, str(Path(__file__).with_name("universal.py"))]
+    folders = [f"--input_folder={place / TAG}", f"--output_folder={place / 'universal'}"]
+    seconds, read = run([*program, *folders, "--inject_missing_state"]).split()[-2:]
+    return float(seconds), int(read)
+
+
+def run(command: list[str]) -> str:
+    """What a program prints, as if there were no torchrun around it; fails as it fails."""
+    kept = {name: v for name, v in os.environ.items() if not name.startswith(PARALLEL)}
+    done = subprocess.run(command, env=kept, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{command}: {done.stderr[-4000:]}")
+    return done.stdout
+
+
+def main(directory: Path, blocks: int, stages: list[int]) -> None:
+    torch.set_num_threads(1)
+    for stage in stages:
+        torch.manual_seed(0)
+        engine = engine_of(stage, blocks)
+        for _ in range(STEPS):
+            x = torch.randn(1, 512, dtype=torch.bfloat16)
+            engine.backward(engine(x).float().square().mean())
+            engine.step()
+        engine.save_checkpoint(str(directory / f"zero{stage}"), tag=TAG)
+        engine.destroy()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), [int(stage) for stage in sys.argv[3:]])
