@@ -89,9 +89,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_of(*parts, range(3))
     sw.save(root / "plain", state_of(*parts))
     torch.save({"losses": run_of(*parts, range(3, 5))}, root / "plain.expected.pt")
-    trained = [f"{name}:{case}" for name, case in TRAINED.items()]
+    trained = [f"{name}:{case}" for name, case in TRAINED.items()] + ["stages:pipeline-zero1"]
     run("live_deepspeed.py", str(root), *trained, ranks=4)
     resumed = [f"{name}:{case}:{source}" for name, (case, source) in RESUMED.items()]
+    resumed.append("fewer-stages:pipeline-bfloat16:stages")
     run("live_deepspeed.py", str(root), *resumed, ranks=2)
     return root
 
@@ -176,3 +177,15 @@ def test_three_sharded_processes_go_on_without_deepspeed(runs: Path, gang: Gang)
     before = contents(runs / "float32")
     assert contents(runs / "sharded") == {k: v for k, v in before.items() if k[:5] != "deeps"}
     assert losses == pytest.approx(expected(runs, "float32")["losses"], abs=1e-5)
+
+
+def test_pipelines_go_on_with_fewer_ranks(runs: Path) -> None:
+    assert contents(runs / "fewer-stages") == contents(runs / "stages")
+    for name, ranks in (("stages", 4), ("fewer-stages", 2)):
+        checkpoint = sw.open(runs / name)
+        held = [torch.load(runs / f"{name}.expected-{rank}.pt") for rank in range(ranks)]
+        for key, tensor in (item for each in held for item in each.items()):
+            assert torch.equal(checkpoint[key][...], tensor), key
+        tensors = {key for key in checkpoint if isinstance(checkpoint[key], sw.SavedTensor)}
+        steps = {key for key in tensors if key.endswith(".step")}
+        assert tensors - steps == {key for each in held for key in each}

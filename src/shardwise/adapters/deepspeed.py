@@ -211,7 +211,7 @@ def _refuse_unknown(name: str, engine: Any) -> None:
         what = f"its optimizer {type(optimizer).__name__}"
     elif engine.has_moe_layers:
         what = "experts"
-    elif engine.mp_world_size > 1 or engine.autotp_size() > 1:
+    elif _tensor_parallel(engine):
         what = "tensor parallelism"
     elif getattr(optimizer, "zenflow", False):
         what = "ZenFlow"
@@ -227,6 +227,12 @@ def _refuse_unknown(name: str, engine: Any) -> None:
         f"{name}: {what} is more than is known of DeepSpeed's engines: save by "
         "engine.save_checkpoint(); such checkpoints can be opened where they lie"
     )
+
+
+def _tensor_parallel(engine: Any) -> bool:
+    grid = getattr(engine, "grid", None)  # of a pipeline, whose stages count as model-parallel
+    ranks = engine.mp_world_size if grid is None else grid.get_slice_parallel_world_size()
+    return bool(ranks > 1 or engine.autotp_size() > 1)
 
 
 def _is_quantized(parameter: object) -> bool:

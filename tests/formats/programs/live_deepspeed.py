@@ -5,7 +5,7 @@
 A job is `NAME:CASE`: train, and save `DIRECTORY/NAME`, and by DeepSpeed `DIRECTORY/NAME-native`;
 or `NAME:CASE:SOURCE`: go on from `DIRECTORY/SOURCE`, and save `DIRECTORY/NAME` before the next
 step. Beside each there is `NAME.expected.pt`: what DeepSpeed itself gathers of the engine then, and
-the next losses.
+the next losses; of a pipeline `NAME.expected-RANK.pt`, what the rank has. Pipelines come last.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from parallel_deepspeed import CASES as PARALLEL
+from parallel_deepspeed import held as held_here
+from parallel_deepspeed import train_pipeline
 from small_model import Model, optimizer_of, scheduler_of, tokens_of
 from torch import nn
 from train_deepspeed import CASES, config, gathered
@@ -84,6 +87,17 @@ def do(directory: Path, name: str, case: dict[str, Any], source: str) -> None:
     engine.destroy()
 
 
+def do_pipeline(directory: Path, name: str, case: dict[str, Any], source: str) -> None:
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)
+    engine = train_pipeline(case)
+    state = {"model": engine, "optimizer": engine.optimizer}
+    if source:
+        sw.load(directory / source, state)
+    sw.save(directory / name, state, check_replicas=True)
+    torch.save(held_here(engine), directory / f"{name}.expected-{rank}.pt")
+
+
 def main(directory: Path, jobs: list[str]) -> None:
     # As in train_deepspeed.py.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -91,7 +105,10 @@ def main(directory: Path, jobs: list[str]) -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     for job in jobs:
         name, case, source = [*job.split(":"), ""][:3]
-        do(directory, name, {**CASES, **MORE}[case], source)
+        if case in PARALLEL:
+            do_pipeline(directory, name, PARALLEL[case], source)
+        else:
+            do(directory, name, {**CASES, **MORE}[case], source)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
