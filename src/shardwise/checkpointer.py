@@ -323,6 +323,8 @@ class Checkpointer:
         found = report.step if report else None
         if report is None and (start := self._start_from) is not None:
             loaded = start(state) if callable(start) else load(start)
+            if not isinstance(loaded, LoadReport):
+                raise StateError(f"start_from: it gave {loaded!r}, and not the report of sw.load")
             report = RestoreReport(loaded.step, "start", loaded, (), origins_of(loaded))
         if self._snapshots is not None:
             self._snapshots.go_on_from(found)

@@ -220,7 +220,11 @@ def _by_member(encoded: object) -> dict[str, JsonValue]:
         raise StateError(f"{GROUPS}: not a list of groups")
     for group in encoded:
         if not isinstance(group, dict) or not isinstance(group.get("members"), list):
-            raise StateError(f"{GROUPS}: a group does not name its members")
+            raise StateError(
+                f"{GROUPS}: a group does not name its members: it numbers parameters, and which is "
+                "which is not sure. Save with names (torch's get_optimizer_state_dict, or an "
+                "optimizer of model.named_parameters()), or load without the optimizer"
+            )
         for member in group["members"]:
             settings[str(member)] = group.get("value")
     return settings

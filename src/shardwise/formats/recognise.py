@@ -15,6 +15,8 @@ from shardwise.formats.megatron import reader as megatron
 from shardwise.formats.megatron_legacy import reader as megatron_legacy
 from shardwise.formats.tree import Tree
 
+MOST_HINTS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Reader:
@@ -52,5 +54,15 @@ def read_foreign(tree: Tree) -> Foreign:
     found = ", ".join(list(tree.sizes)[:5]) or "no file"
     raise CheckpointNotFoundError(
         f"{tree} is of no format that is known here ({known}): it has {found}"
-        f"{', …' if len(tree.sizes) > 5 else ''}"
+        f"{', …' if len(tree.sizes) > 5 else ''}{_below(tree)}"
     )
+
+
+def _below(tree: Tree) -> str:
+    """What may have been meant: what is of a known format one step below."""
+    names = [] if tree.only is not None else sorted({name.partition("/")[0] for name in tree.sizes})
+    trees = [Tree(tree.path / name) for name in names[-MOST_HINTS:]]
+    meant = [each for each in trees if any(reader.recognise(each) for reader in READERS)]
+    if not meant:
+        return ""
+    return f". Open what is below: {', '.join(each.path.name for each in meant)}"

@@ -18,32 +18,42 @@ class Tree:
     """Files by their paths below a directory, by `/`. A place that is a file has only itself.
 
     Links are followed, as caches of published models are made of them; a name never leads out of
-    the directory by itself.
-
-    Raises:
-        CheckpointNotFoundError: nothing is there.
+    the directory by itself. Nothing is looked at before something is asked for: a rank that does
+    not see the place fails where it reads, and where the others hear of it.
     """
 
     def __init__(self, place: str | os.PathLike[str]) -> None:
         self.path = Path(place)
-        self.only = self.path.name if self.path.is_file() else None
-        if self.only is None and not self.path.is_dir():
-            raise CheckpointNotFoundError(f"{self.path}: there is no such file or directory")
 
     def __str__(self) -> str:
         return str(self.path)
+
+    @cached_property
+    def only(self) -> str | None:
+        """The name of the file that the place is; None of a directory.
+
+        Raises:
+            CheckpointNotFoundError: nothing is there.
+        """
+        if self.path.is_file():
+            return self.path.name
+        if not self.path.is_dir():
+            raise CheckpointNotFoundError(f"{self.path}: there is no such file or directory")
+        return None
 
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Sizes in bytes of all files, by name, sorted.
 
         Raises:
+            CheckpointNotFoundError: nothing is there.
             FormatError: there are absurdly many.
+            OSError: a directory cannot be listed.
         """
         if self.only is not None:
             return {self.only: self.path.stat().st_size}
         found: dict[str, int] = {}
-        for folder, _, names in os.walk(self.path):
+        for folder, _, names in os.walk(self.path, onerror=_raise):
             for name in names:
                 path = Path(folder, name)
                 if path.is_file():
@@ -83,3 +93,8 @@ class Tree:
             raise FormatError(f"{self.path}/{name} has {self.sizes[name]} bytes; at most {limit}")
         path = self.path if self.only is not None else self.path / name
         return path.read_bytes()
+
+
+def _raise(error: OSError) -> None:
+    """A directory that cannot be listed is not an empty one."""
+    raise error

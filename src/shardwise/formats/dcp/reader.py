@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardwise.errors import CheckpointNotFoundError
 from shardwise.formats.dcp.folded import fold
 from shardwise.formats.dcp.metadata import METADATA, Metadata, read_metadata
 from shardwise.formats.dcp.stored import Stored, read_stored, world_size
@@ -15,16 +16,28 @@ FORMAT = "PyTorch DCP"
 
 
 def recognise(tree: Tree) -> bool:
-    """Whether a place has what `torch.distributed.checkpoint` writes last."""
-    return METADATA in tree.sizes
+    """Whether a place has what `torch.distributed.checkpoint` writes, or is a file of it."""
+    return any(name == METADATA or _is_data(name) for name in tree.sizes)
+
+
+def _is_data(name: str) -> bool:
+    return name.endswith(".distcp") and "/" not in name
 
 
 def read(tree: Tree) -> Foreign:
     """Read a checkpoint of `torch.distributed.checkpoint`.
 
     Raises:
+        CheckpointNotFoundError: it was never finished, or this is a file of it.
         FormatError: it is malformed, or is stored in a way that cannot be read in place.
     """
+    if tree.only is not None:
+        parent = tree.path.parent
+        raise CheckpointNotFoundError(f"{tree} is a part of what {FORMAT} wrote: open {parent}")
+    if METADATA not in tree.sizes:
+        raise CheckpointNotFoundError(
+            f"{tree} has no {METADATA}, which {FORMAT} writes last: its save was never finished"
+        )
     metadata = read_metadata(tree)
     stored = read_stored(tree, metadata)
     foreign = foreign_of(leaves(stored, metadata), FORMAT)

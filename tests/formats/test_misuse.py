@@ -1,0 +1,113 @@
+"""Wrong places, parts of checkpoints, and files that must not be overwritten: what is said."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import shardwise as sw
+from shardwise.testing import Gang, GangError
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """A checkpoint of DCP."""
+    state = {"model": {"w": torch.arange(6.0).reshape(2, 3)}}
+    dcp.save(state, checkpoint_id=tmp_path / "step_10", no_dist=True)
+    return tmp_path / "step_10"
+
+
+def test_an_index_is_written_over_nothing_else(foreign: Path, tmp_path: Path) -> None:
+    other = tmp_path / "last.ckpt"
+    torch.save({"w": torch.ones(2)}, other)
+    content = other.read_bytes()
+    with pytest.raises(sw.StateError, match="is no index, and is left alone"):
+        sw.open(foreign, index=other)
+    with pytest.raises(sw.StateError, match="is no index, and is left alone"):
+        sw.open(foreign, index=tmp_path)
+    assert other.read_bytes() == content
+    (tmp_path / "empty").touch()
+    for _ in range(2):
+        assert list(sw.open(foreign, index=tmp_path / "empty")) == ["model.w"]
+
+
+def test_an_index_that_cannot_be_written_is_told(foreign: Path, tmp_path: Path) -> None:
+    with pytest.raises(sw.StoreError, match=r"index='.*none/index': it cannot be written: No such"):
+        sw.open(foreign, index=tmp_path / "none" / "index")
+
+
+def test_a_part_of_a_checkpoint_is_not_taken_for_one(foreign: Path) -> None:
+    """Of its files each ends as one of torch.save does."""
+    for name in (".metadata", "__0_0.distcp"):
+        with pytest.raises(sw.CheckpointNotFoundError, match=f"part of .* open {foreign}$"):
+            sw.open(foreign / name)
+
+
+def test_one_that_was_never_finished_is_told(foreign: Path) -> None:
+    (foreign / ".metadata").unlink()
+    with pytest.raises(sw.CheckpointNotFoundError, match="never finished"):
+        sw.open(foreign)
+
+
+def test_what_is_below_is_what_was_meant(foreign: Path, tmp_path: Path) -> None:
+    shutil.copytree(foreign, tmp_path / "step_20")
+    (tmp_path / "logs.txt").touch()
+    with pytest.raises(sw.CheckpointNotFoundError, match=r"Open what is below: step_10, step_20$"):
+        sw.open(tmp_path)
+
+
+def test_a_function_to_start_from_gives_a_report(foreign: Path, tmp_path: Path) -> None:
+    start = lambda _: None  # noqa: E731
+    with (
+        sw.Checkpointer(tmp_path / "run", memory=None, start_from=start) as checkpointer,  # type: ignore[arg-type]
+        pytest.raises(sw.StateError, match=r"start_from: it gave None"),
+    ):
+        checkpointer.restore({"model": {"w": torch.zeros(2, 3)}})
+
+
+def test_groups_that_number_parameters_say_what_to_do(tmp_path: Path) -> None:
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        groups = [{"params": [layer.weight for layer in model]}]
+        groups.append({"params": [layer.bias for layer in model]})
+        return model, torch.optim.AdamW(groups)
+
+    model, optimizer = made()
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "a.pt")
+    model, optimizer = made()
+    with pytest.raises(sw.StateError, match=r"Save with names .* or load without the optimizer"):
+        sw.load(tmp_path / "a.pt", {"model": model, "optimizer": optimizer})
+    sw.load(tmp_path / "a.pt", {"model": model})
+
+
+def load_where_only_one_sees(folder: str) -> str:
+    """Rank 0 is where the checkpoint is, and rank 1 elsewhere; both call it the same.
+
+    Each wants another tensor, as what both want is read by one.
+    """
+    rank = dist.get_rank()
+    os.chdir("/" if rank else folder)
+    try:
+        sw.load("/proc/self/cwd/large", {"s": {f"w{rank}": torch.zeros(100_000)}})
+    finally:
+        os.chdir("/")
+    return ""
+
+
+def test_files_that_one_rank_does_not_see_fail_on_all(gang: Gang, tmp_path: Path) -> None:
+    """At once: no rank waits for the one that gave up."""
+    state = {"s": {"w0": torch.ones(100_000), "w1": torch.ones(100_000)}}
+    dcp.save(state, checkpoint_id=tmp_path / "large", no_dist=True)
+    with pytest.raises(GangError) as caught:
+        gang.run(load_where_only_one_sees, str(tmp_path), world=2, group_timeout=10.0)
+    said = {rank: str(error) for rank, error in caught.value.exceptions.items()}
+    assert type(caught.value.exceptions[0]) is sw.RankError
+    assert "rank 1: it could not read" in said[0]
+    assert "distcp in /proc/self/cwd/large is missing" in said[1]
