@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -10,10 +10,12 @@ import numpy as np
 
 from shardwise.engine.opened import Opened
 from shardwise.errors import StateError
-from shardwise.formats.catalogue import Catalogue
+from shardwise.formats.catalogue import Catalogue, StoredArray
 from shardwise.formats.foreign import Foreign, ForeignFile, Laid
 from shardwise.formats.language import lay
 from shardwise.formats.language.rules import Spec
+from shardwise.formats.lay import joined
+from shardwise.formats.lay import lay as lay_arrays
 from shardwise.layout import find_overlaps, row_major
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import ObjectEntry, TensorEntry
@@ -32,7 +34,9 @@ def respecified(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
     if opened.parts:
         raise StateError(f"{opened.store}: no specification fits tensors that are means of others")
     catalogue = catalogue_of(opened.manifest.tensors)
-    upper = lay(spec, catalogue, sizes=sizes)
+    held = _held(opened)
+    upper = lay(spec, _rows(catalogue, np.flatnonzero(~held)), sizes=sizes)
+    upper = _with(upper, catalogue, np.flatnonzero(held).tolist())
     laid = _composed(upper, catalogue, opened)
     objects = tuple(
         _renamed(each, upper, opened.manifest.tensors) for each in opened.manifest.objects
@@ -47,6 +51,37 @@ def respecified(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
         left_out=left_out,
         replicas=None,
     )
+
+
+def _held(opened: Opened) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Which tensors are parts of plain values, of which a specification says nothing."""
+    values = {entry.name for entry in opened.manifest.objects}
+
+    def above(name: str) -> Iterator[str]:
+        at = name.find(".")
+        while at >= 0:
+            yield name[:at]
+            at = name.find(".", at + 1)
+
+    held = [not values.isdisjoint(above(tensor.name)) for tensor in opened.manifest.tensors]
+    return np.array(held, bool)
+
+
+def _rows(catalogue: Catalogue, rows: Int) -> Catalogue:
+    columns = ("name", "dtype", "file", "start", "ndim", "shape", "stride", "coordinate")
+    return replace(catalogue, **{name: getattr(catalogue, name)[rows] for name in columns})
+
+
+def _with(upper: Foreign, catalogue: Catalogue, rows: Sequence[int]) -> Foreign:
+    """What was laid, and beside it arrays as they are."""
+    arrays, entries = [], []
+    for number, row in enumerate(rows, len(upper.tensors)):
+        ndim, dtype = catalogue.ndim[row], catalogue.dtypes[int(catalogue.dtype[row])]
+        shape, stride = (tuple(c[row, :ndim].tolist()) for c in (catalogue.shape, catalogue.stride))
+        arrays.append((number, StoredArray(int(catalogue.file[row]), 0, dtype, shape, stride)))
+        entries.append(TensorEntry(catalogue.names[row], dtype, shape))
+    laid = joined(upper.laid, lay_arrays(arrays))
+    return replace(upper, tensors=(*upper.tensors, *entries), laid=laid)
 
 
 def catalogue_of(tensors: Sequence[TensorEntry]) -> Catalogue:

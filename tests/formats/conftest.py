@@ -87,13 +87,14 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def megatron(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     """Legacy checkpoints of Megatron-LM, of models that Megatron-Core trained: on four ranks.
 
-    What it had is by `<parameter>|<key>`: the weight, its master (`param`), optimizer state.
+    What it had is by `<parameter>|<key>`: the weight, its master (`param`), optimizer state. Of the
+    case `llama` there is `llama.logits.pt` too: logits, and those after it was gone on with.
     """
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("Megatron-Core is not installed: pip install '.[frameworks]'")
     directory = tmp_path_factory.mktemp("megatron")
     (directory / "4").mkdir()
-    run("train_megatron.py", str(directory / "4"), *LEGACY, ranks=4)
+    run("train_megatron.py", str(directory / "4"), *LEGACY, "llama", ranks=4)
     return Checkpoints(directory)
 
 

@@ -38,11 +38,14 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+import shardwise as sw
+
 LENGTH, VOCAB = 16, 60
 moe_utils.te_general_gemm = None  # which it forgets if there is no Transformer Engine
 LLAMA = {"llama": True, "tied": False}
 CASES: dict[str, dict[str, Any]] = {
     "float32": {"tp": 2, "pp": 2},
+    "llama": {"tp": 2, "pp": 2, **LLAMA},
     "bfloat16": {"tp": 2, "pp": 2, "bf16": True, **LLAMA},
     "distributed": {"tp": 2, "pp": 1, "distributed": True, "bucket": 3000},
     "distributed-bfloat16": {"tp": 2, "pp": 2, "bf16": True, "distributed": True, **LLAMA},
@@ -148,8 +151,8 @@ def step_of_stage(tokens: Iterator[torch.Tensor], model: Any) -> Any:
     return out, lambda loss: (loss.float().mean(), {})
 
 
-def train(chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
-    for _ in range(2):
+def train(chunks: list[Any], optimizer: Any, scheduler: Any, *, steps: int) -> None:
+    for _ in range(steps):
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -164,6 +167,49 @@ def train(chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
         )
         optimizer.step()
         scheduler.step(increment=1)
+
+
+def logits(chunks: list[Any]) -> torch.Tensor:
+    """What the model makes of a batch; on all ranks."""
+
+    def forward(tokens: Iterator[torch.Tensor], model: Any) -> Any:
+        batch, position = next(tokens), torch.arange(LENGTH)[None]
+        mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        out = model(batch, position.expand(len(batch), LENGTH), mask)
+        return out, lambda out, non_loss_data: out
+
+    with torch.no_grad():
+        found = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=batches(),
+            model=chunks[0],
+            num_microbatches=1,
+            seq_length=LENGTH,
+            micro_batch_size=2,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    mine = (ps.get_tensor_model_parallel_rank(), found[0].clone()) if found else None
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    shards = dict(each for each in ranks if each is not None)
+    return torch.cat([shards[tp] for tp in sorted(shards)], dim=2)
+
+
+def resume(place: Path) -> dict[str, torch.Tensor]:
+    """Go on from a checkpoint of other ranks, each of which has all of the model now."""
+    case = {**LLAMA}
+    ps.initialize_model_parallel()
+    megatron_on_cpu.seed_model_parallel(123)
+    chunks, optimizer, scheduler = build(case)
+    inner = optimizer.chained_optimizers[0].optimizer
+    state = {"model": chunks[0].module, "optimizer": inner}
+    sw.load(place, state, only=["model.*", "optimizer.*"], skip=["*._extra_state"])
+    found = {"resumed": logits(chunks)}
+    train(chunks, optimizer, scheduler, steps=1)
+    found["resumed, later"] = logits(chunks)
+    ps.destroy_model_parallel()
+    return found
 
 
 def arguments(case: dict[str, Any]) -> Namespace:
@@ -324,13 +370,22 @@ def main() -> None:
         )
         megatron_on_cpu.seed_model_parallel(123)
         built = build(case)
-        train(*built)
+        train(*built, steps=2)
         save(root / name, case, built)
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, held(*built[:2]))
-        if dist.get_rank() == 0:
-            torch.save(gathered(ranks), root / f"{name}.expected.pt")
+        expected = gathered(ranks)
+        if name == "llama":
+            more = {"now": logits(built[0])}
+            train(*built, steps=1)
+            more["later"] = logits(built[0])
         ps.destroy_model_parallel()
+        if name == "llama":
+            more |= resume(root / name)
+            if dist.get_rank() == 0:
+                torch.save(more, root / f"{name}.logits.pt")
+        if dist.get_rank() == 0:
+            torch.save(expected, root / f"{name}.expected.pt")
     dist.barrier()
     dist.destroy_process_group()
 

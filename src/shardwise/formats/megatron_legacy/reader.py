@@ -47,7 +47,7 @@ def read(tree: Tree) -> Foreign:
     files = find_files(tree)
     ranks = _read_ranks(tree, files)
     geometry = geometry_of(ranks, str(tree))
-    states = [_state(rank, geometry) for rank in ranks]
+    states = _states(ranks, geometry)
     mastered = _mastered(ranks, states, geometry)
     rows = [
         row
@@ -79,10 +79,14 @@ def _read_ranks(tree: Tree, files: Files) -> list[Rank]:
         return [each.result() for each in found]
 
 
-def _state(rank: Rank, geometry: Geometry) -> State:
-    pipeline = geometry.pipeline(rank)
-    bucketings = possible_bucketings(rank.args, pipeline)
-    return optimizer_state(rank, parameters_of(rank), bucketings)
+def _states(ranks: Sequence[Rank], geometry: Geometry) -> list[State]:
+    found = []
+    for rank in ranks:
+        bucketings = possible_bucketings(rank.args, geometry.pipeline(rank))
+        found.append(optimizer_state(rank, parameters_of(rank), bucketings))
+    unknown = next((state.unknown for state in found if state.unknown), "")
+    # What some ranks have and others lack makes up no tensor.
+    return [State(beside=each.beside, unknown=unknown) for each in found] if unknown else found
 
 
 def _mastered(ranks: Sequence[Rank], states: Sequence[State], geometry: Geometry) -> Mastered:
@@ -136,8 +140,8 @@ def _add_groups(builder: Builder, laid: Foreign, states: Sequence[State]) -> Non
         builder.add_number(name, value)
     if groups:
         builder.add_groups(groups.values(), f"optimizer.{GROUPS}")
-    unknown = dict.fromkeys(state.unknown for state in states if state.unknown)
-    builder.left_out += [f"optimizer.*: {why}" for why in unknown]
+    if states[0].unknown:
+        builder.left_out.append(f"optimizer.*: {states[0].unknown}")
 
 
 def _names_at(laid: Foreign) -> dict[tuple[int, int], str]:
