@@ -39,7 +39,8 @@ RESUMED = {
     "zero3": ("zero3-float32", "round-robin"),
     "bfloat16-zero0": ("zero0-bfloat16", "bfloat16"),
     "bfloat16-zero1": ("zero1-bfloat16-optimizer", "bfloat16-zero0"),
-    "bfloat16-aligned": ("zero2-aligned", "bfloat16-zero1"),
+    "bfloat16-fused": ("zero0-fused", "bfloat16-zero1"),
+    "bfloat16-aligned": ("zero2-aligned", "bfloat16-fused"),
     "bfloat16-offload": ("zero2-offload", "bfloat16-aligned"),
     "bfloat16-persistent": ("zero3-persistent", "bfloat16-native"),
     "float16-zero0": ("zero0-float16", "float16"),
@@ -102,7 +103,7 @@ def expected(root: Path, name: str) -> dict[str, Any]:
     return held
 
 
-@pytest.mark.parametrize("name", [*TRAINED, *RESUMED])
+@pytest.mark.parametrize("name", sorted({*TRAINED, *RESUMED} - {"bfloat16-fused"}))
 def test_all_is_as_deepspeed_gathers_it(runs: Path, name: str) -> None:
     checkpoint, held = sw.open(runs / name), expected(runs, name)
     wanted = {f"model.{key}": tensor for key, tensor in held["parameters"].items()}
