@@ -98,7 +98,10 @@ def write_output(output: Output, source: Source, file: WritableFile, largest: in
         source.read([(part, data[p - job.low :][: part.size]) for p, part in job.parts])
         return data
 
-    with ThreadPoolExecutor(1, "shardwise-convert") as ahead:
+    with (
+        ThreadPoolExecutor(1, "shardwise-convert-read") as ahead,
+        ThreadPoolExecutor(1, "shardwise-convert-write") as behind,
+    ):
         coming: Future[Buffer] | None = ahead.submit(begin, 0) if jobs else None
         carried = np.zeros(0, np.uint8)
         for number, job in enumerate(jobs):
@@ -106,12 +109,15 @@ def write_output(output: Output, source: Source, file: WritableFile, largest: in
             coming = ahead.submit(begin, number + 1) if number + 1 < len(jobs) else None
             summed = 0
             for at, piece in job.known:
-                sums.add(data[summed : at - job.low])
-                summed = at - job.low
-                content = piece if isinstance(piece, bytes) else piece.make(sums.done)
-                data[summed:][: size_of(piece)] = np.frombuffer(content, np.uint8)
+                if isinstance(piece, Late):
+                    sums.add(data[summed : at - job.low])
+                    summed = at - job.low
+                content = piece.make(sums.done) if isinstance(piece, Late) else piece
+                data[at - job.low :][: size_of(piece)] = np.frombuffer(content, np.uint8)
+            last = job.high == output.size
+            writing = behind.submit(_write, file, job, buffers[number % 2], carried, last=last)
             sums.add(data[summed:])
-            carried = _write(file, job, buffers[number % 2], carried, last=job.high == output.size)
+            carried = writing.result()
     file.commit()
     return sums.all()
 
