@@ -38,8 +38,8 @@ class Reading:
     spec: Specification | None = None
     index: str | os.PathLike[str] | None = None
 
-    def foreign(self, tree: Tree) -> Foreign:
-        """What is at a place that is no checkpoint of ours.
+    def described(self, tree: Tree) -> bytes:
+        """What is at a place that is no checkpoint of ours, encoded as an index.
 
         Raises:
             CheckpointNotFoundError: no format is recognised.
@@ -49,7 +49,7 @@ class Reading:
         by_ranks = self.spec is not None and self.spec.files is not None
         read = self.spec.read if self.spec is not None and by_ranks else read_foreign
         if self.index is None:
-            return read(tree)
+            return encode_index(read(tree))
         return read_indexed(tree, self.index, read, str(self.spec) if by_ranks else "")
 
     def specified(self, opened: Opened) -> Opened:
@@ -91,7 +91,7 @@ def open_foreign(store: Store, reading: Reading = PLAIN) -> Opened | None:
         return None
     tree = Tree(store.path)
     try:
-        return opened_foreign(tree, reading.foreign(tree))
+        return opened_foreign(tree, decode_index(reading.described(tree)))
     except CheckpointNotFoundError:
         return None
 
@@ -102,7 +102,7 @@ def _read(store: Store, reading: Reading) -> bytes:
     except CheckpointNotFoundError:
         if not isinstance(store, LocalStore) or not store.path.exists() or _is_ours(store):
             raise
-        return encode_index(reading.foreign(Tree(store.path)))
+        return reading.described(Tree(store.path))
 
 
 def _is_ours(store: LocalStore) -> bool:

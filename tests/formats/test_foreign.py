@@ -155,7 +155,7 @@ def test_an_index_is_used_until_a_file_changes(tmp_path: Path) -> None:
     foreign = scattered(values, tmp_path, 1)
     index = tmp_path / "index"
     for _ in range(3):
-        found = read_indexed(Tree(tmp_path), index, read)
+        found = decode_index(read_indexed(Tree(tmp_path), index, read))
         assert (found.tensors, found.files) == (foreign.tensors, foreign.files)
     assert len(calls) == 1
     index.write_bytes(index.read_bytes()[:-1])

@@ -6,6 +6,7 @@ import io
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from shardwise.errors import FormatError
 from shardwise.formats.catalogue import StoredArray
 from shardwise.formats.pickled import Opaque
 from shardwise.formats.ranges import Part
-from shardwise.formats.torchfile import Contents, is_torch_file, read_torch_file
+from shardwise.formats.torchfile import Alike, Contents, is_torch_file, read_torch_file
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.store import LocalStore
 from tests.formats.comparing import assert_same
@@ -185,3 +186,41 @@ def test_a_conjugated_view_is_refused(tmp_path: Path) -> None:
     save(torch.ones(2, dtype=torch.complex64).conj(), tmp_path / "a.pt")
     with pytest.raises(FormatError, match="resolve it"):
         read_torch_file(part_of(tmp_path / "a.pt"))
+
+
+def test_files_that_are_alike_are_parsed_once(tmp_path: Path) -> None:
+    """Whatever the bytes of their tensors and the names of their archives."""
+    alike = Alike()
+    read = []
+    for number, shape in enumerate([(2, 3), (2, 3), (3, 2), (2, 3)]):
+        path = tmp_path / f"rank{number}.pt"
+        torch.save({"w": torch.randn(shape), "n": torch.randn(4)}, path)
+        part = Part.whole(LocalStore(tmp_path).open(path.name), number, path.name)
+        read.append(read_torch_file(part, alike=alike))
+        alone = read_torch_file(part)
+        assert read[-1].file in (number, 0)
+        moved = {k: replace(a, file=number) for k, a in read[-1].value.items()}
+        assert moved == alone.value
+    assert [contents.file for contents in read] == [0, 0, 2, 0]
+    assert read[0].value is read[1].value is read[3].value
+
+
+def test_of_files_that_are_alike_only_the_places_may_differ(tmp_path: Path) -> None:
+    """A pickle that is the same, with its arrays elsewhere, is not taken for alike."""
+    alike = Alike()
+    for number, gap in enumerate([b"", b"-" * 64]):
+        path = tmp_path / f"{number}.pt"
+        torch.save([torch.arange(4)], path)
+        with zipfile.ZipFile(path) as old:
+            entries = {name: old.read(name) for name in old.namelist()}
+        with zipfile.ZipFile(path, "w") as new:
+            if gap:
+                new.writestr(f"{number}/gap", gap)
+            for name, data in entries.items():
+                new.writestr(name, data)
+        part = Part.whole(LocalStore(tmp_path).open(path.name), number, path.name)
+        found = read_torch_file(part, alike=alike)
+        assert found.file == number
+        assert torch.equal(
+            read_array(np.frombuffer(path.read_bytes(), np.uint8), found.value[0]), torch.arange(4)
+        )

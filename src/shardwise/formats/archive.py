@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwise.errors import FormatError
 from shardwise.formats.ranges import Part
@@ -24,8 +25,7 @@ _GAP = 2**14
 """Headers nearer to each other than this are read at once, with what lies between."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """An entry's bytes: where they begin in the archive, and how many they are."""
 
     start: int

@@ -17,6 +17,7 @@ from shardwise.manifest.validate import MOST_PIECES
 
 MAGIC = b"shardwise-index-1\n"
 MOST_DIMS = 64
+_START = len(MAGIC) + 4
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 
@@ -66,19 +67,24 @@ def encode_index(foreign: Foreign) -> bytes:
     return MAGIC + crc32(body).to_bytes(4, "little") + body
 
 
+def is_index(data: bytes) -> bool:
+    """Whether these bytes are what `encode_index` gave."""
+    sum_ = crc32(memoryview(data)[_START:])
+    return data.startswith(MAGIC) and data[len(MAGIC) : _START] == sum_.to_bytes(4, "little")
+
+
 def decode_index(data: bytes) -> Foreign:
     """The inverse of `encode_index`. What it claims of files and tensors is not checked here.
 
     Raises:
         FormatError: these bytes are not an index, or were altered.
     """
-    start = len(MAGIC) + 4
-    if not data.startswith(MAGIC) or len(data) < start:
+    if not data.startswith(MAGIC):
         raise FormatError("this is no index of a foreign checkpoint")
-    if crc32(data[start:]) != int.from_bytes(data[len(MAGIC) : start], "little"):
+    if not is_index(data):
         raise FormatError("the index was altered, or cut off: remove it, and open again")
     try:
-        index = msgspec.msgpack.decode(data[start:], type=_Index)
+        index = msgspec.msgpack.decode(memoryview(data)[_START:], type=_Index)
     except (msgspec.DecodeError, RecursionError) as error:
         raise FormatError(f"the index is malformed: {error}") from error
     return Foreign(

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from shardwise.errors import FormatError, StateError, StoreError
+from shardwise.errors import StateError, StoreError
 from shardwise.formats.foreign import Foreign
-from shardwise.formats.index import decode_index, encode_index
+from shardwise.formats.index import encode_index, is_index
 from shardwise.formats.tree import Tree
 
 _STAMP = 32
@@ -21,8 +21,8 @@ _STAMP = 32
 
 def read_indexed(
     tree: Tree, index: str | os.PathLike[str], read: Callable[[Tree], Foreign], terms: str = ""
-) -> Foreign:
-    """What an index says of a place; if it is missing, damaged or out of date, it is made anew.
+) -> bytes:
+    """The index of a place, encoded; if it is missing, damaged or out of date, it is made anew.
 
     Args:
         index: a file; of a checkpoint whose files have other sizes or times, it is out of date.
@@ -36,15 +36,12 @@ def read_indexed(
     stamp = _stamp(tree, path, terms)
     if _is_index(path):
         head, _, body = path.read_bytes().partition(b"\n")
-        if head == stamp:
-            try:
-                return decode_index(body)
-            except FormatError:
-                pass  # it is made anew
-    foreign = read(tree)
+        if head == stamp and is_index(body):
+            return body
+    body = encode_index(read(tree))
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        beside.write_bytes(stamp + b"\n" + encode_index(foreign))
+        beside.write_bytes(stamp + b"\n" + body)
         os.replace(beside, path)
     except OSError as error:
         raise StoreError(
@@ -54,7 +51,7 @@ def read_indexed(
     finally:
         with suppress(OSError):
             beside.unlink()
-    return foreign
+    return body
 
 
 def _is_index(path: Path) -> bool:

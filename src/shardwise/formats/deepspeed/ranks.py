@@ -22,7 +22,7 @@ from shardwise.formats.deepspeed.states import (
     optimizer_state,
 )
 from shardwise.formats.ranges import Part
-from shardwise.formats.torchfile import Contents, read_torch_file
+from shardwise.formats.torchfile import Alike, Contents, read_torch_file
 from shardwise.formats.tree import Tree
 
 THREADS = 8
@@ -34,13 +34,20 @@ def load_all(tree: Tree, names: Iterable[str], laying: Laying, *, opaque: bool) 
     Raises:
         FormatError: one is malformed, or not there.
     """
+    found = _read_all(tree, names, laying, opaque=opaque, alike=None)
+    return {name: contents.value for name, contents in found.items()}
+
+
+def _read_all(
+    tree: Tree, names: Iterable[str], laying: Laying, *, opaque: bool, alike: Alike | None
+) -> dict[str, Contents]:
     numbers = {name: number for number, name in enumerate(tree.sizes)}
 
     def load(name: str) -> Contents:
         file = tree.open(name)
         try:
             part = Part.whole(file, numbers[name], f"{tree}/{name}")
-            return read_torch_file(part, stubs=STUBS, opaque=opaque)
+            return read_torch_file(part, stubs=STUBS, opaque=opaque, alike=alike)
         finally:
             file.close()
 
@@ -49,7 +56,23 @@ def load_all(tree: Tree, names: Iterable[str], laying: Laying, *, opaque: bool) 
         found = dict(zip(wanted, threads.map(load, wanted), strict=True))
     for name, contents in found.items():
         laying.left_out.extend(f"{name}: {each}" for each in contents.opaque)
-    return {name: contents.value for name, contents in found.items()}
+    return found
+
+
+def _model_states(
+    tree: Tree, files: Mapping[tuple[int, int], str], laying: Laying, *, opaque: bool
+) -> dict[tuple[int, int], ModelState]:
+    """What each rank has; files that are alike are parsed once."""
+    numbers = {name: number for number, name in enumerate(tree.sizes)}
+    found = _read_all(tree, files.values(), laying, opaque=opaque, alike=Alike())
+    parsed: dict[int, ModelState] = {}
+    states = {}
+    for rank, name in files.items():
+        contents, where = found[name], f"{tree}/{name}"
+        if contents.file not in parsed:
+            parsed[contents.file] = model_state(contents.value, where)
+        states[rank] = parsed[contents.file].in_file(numbers[name], where)
+    return states
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +109,7 @@ class Ranks:
         models = {rank: model_state(values[n], f"{tree}/{n}") for rank, n in first.items()}
         others = {rank: name for rank, name in files.model.items() if rank[0]}
         if any(state.frozen_shapes for state in models.values()):
-            values = load(others.values())
-            models |= {rank: model_state(values[n], f"{tree}/{n}") for rank, n in others.items()}
+            models |= _model_states(tree, others, laying, opaque=opaque)
         if others:
             laying.left_out.append(
                 f"buffers of {len(others)} more ranks: each has its own under ZeRO 3; those of the "

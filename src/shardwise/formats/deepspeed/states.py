@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
@@ -58,6 +58,17 @@ class ModelState:
     shared: Mapping[str, str]
     optimizer: Mapping[Any, Any] | None
     rest: Mapping[str, Any]
+
+    def in_file(self, number: int, where: str) -> ModelState:
+        """What another rank has whose file is alike: its frozen slices are those of that file.
+
+        Of all else that lies in files, only the first rank's is ever taken.
+        """
+        frozen = {
+            name: StoredArray(number, a.start, a.dtype, a.shape, a.stride)
+            for name, a in self.frozen.items()
+        }
+        return replace(self, where=where, module=None, optimizer=None, frozen=frozen)
 
 
 @dataclass(frozen=True, slots=True)
