@@ -19,7 +19,7 @@ from shardwise.formats.optimizers import (
     encoded_groups,
     find_optimizers,
 )
-from shardwise.formats.plain import bytes_of, encode_plain
+from shardwise.formats.plain import bytes_of, encode_plain, number_tensor
 from shardwise.manifest.manifest import ObjectEntry, TensorEntry
 
 CONTENT = "(content)"
@@ -141,7 +141,7 @@ class Builder:
 
     def add_number(self, name: str, value: float) -> None:
         """A number as a 0-d float32 tensor, which is what optimizers count steps with."""
-        self.add_content(name, torch.tensor(value, dtype=torch.float32))
+        self.add_content(name, number_tensor(value))
 
     def add_content(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor that lies in no file."""

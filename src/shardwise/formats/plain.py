@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.errors import FormatError
 from shardwise.formats.catalogue import StoredArray
 from shardwise.formats.pickled import Name, Record
 from shardwise.formats.torchtypes import Storage
@@ -32,6 +33,18 @@ class Plain:
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """The bytes of a tensor that lies in memory, row-major."""
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def number_tensor(value: float) -> torch.Tensor:
+    """A number as a 0-d float32 tensor, which is what optimizers count steps with.
+
+    Raises:
+        FormatError: it is too large.
+    """
+    try:
+        return torch.tensor(float(value), dtype=torch.float32)
+    except OverflowError as error:
+        raise FormatError("a number of an optimizer's state is absurdly large") from error
 
 
 def encode_plain(value: object, name: str) -> Plain:

@@ -13,7 +13,7 @@ from shardwise.formats.catalogue import StoredArray
 from shardwise.formats.deepspeed.placements import Placement, whole
 from shardwise.formats.foreign import Foreign, ForeignFile, Laid
 from shardwise.formats.optimizers import Group, encoded_groups
-from shardwise.formats.plain import bytes_of, encode_plain
+from shardwise.formats.plain import bytes_of, encode_plain, number_tensor
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import LARGEST, ObjectEntry, TensorEntry
@@ -142,7 +142,7 @@ class Laying:
 
     def number(self, value: float) -> StoredArray:
         """A number that lies in no file as a tensor: as a 0-d float32 tensor."""
-        return self._content(torch.tensor(value, dtype=torch.float32))
+        return self._content(number_tensor(value))
 
     def _content(self, tensor: torch.Tensor) -> StoredArray:
         content = bytes_of(tensor)

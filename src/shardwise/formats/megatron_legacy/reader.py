@@ -128,7 +128,7 @@ def _add_groups(builder: Builder, laid: Foreign, states: Sequence[State]) -> Non
 
     for state in states:
         for members, settings in state.groups:
-            alike = repr(sorted(settings.items()))
+            alike = repr(settings)
             known = groups.get(alike, Group((), settings))
             own = [name for each in members if (name := name_of(each)) is not None]
             groups[alike] = Group(tuple(dict.fromkeys((*known.members, *own))), settings)
