@@ -62,6 +62,18 @@ def test_tied_weights_load_where_they_are_not_tied(tmp_path: Path) -> None:
         sw.load(tmp_path / "different", {"model": Tied()})
 
 
+def test_one_name_of_a_tied_weight_is_enough(tmp_path: Path) -> None:
+    saved, loaded = Tied(), Tied()
+    kept = {name: each for name, each in saved.state_dict().items() if name != "head.weight"}
+    sw.save(tmp_path / "one", {"model": kept})
+    report = sw.load(tmp_path / "one", {"model": loaded})
+    assert report.missing == ()
+    assert_equal(saved, loaded)
+    separate = {name: p.detach().clone() for name, p in loaded.state_dict().items()}
+    with pytest.raises(sw.MismatchError, match="not in the checkpoint"):
+        sw.load(tmp_path / "one", {"model": separate})
+
+
 def test_meta_modules_get_memory_and_stay_tied(tmp_path: Path) -> None:
     saved = Tied()
     sw.save(tmp_path, {"model": saved})

@@ -36,14 +36,17 @@ class Matched:
 def match(held: Holdings, saved: SavedState, selection: Selection, *, cast: bool) -> Matched:
     """Find what fills every target, and list whatever does not fit.
 
+    What a checkpoint has under one name fills a target that has two names for it.
+
     Args:
         held: what `selection` has chosen of the targets.
     """
     found = Matched(problems=list(held.problems))
+    absent = []
     for leaf in held.tensors:
         entry = saved.tensor(leaf.name)
         if entry is None:
-            _miss(found, leaf.name, "a tensor", saved)
+            absent.append(leaf)
             continue
         found.claimed.add(entry.name)
         problem = _misfit(leaf, entry, cast=cast)
@@ -51,6 +54,10 @@ def match(held: Holdings, saved: SavedState, selection: Selection, *, cast: bool
             found.leaves.append(leaf)
         else:
             found.problems.append(problem)
+    filled = {leaf.identity for leaf in found.leaves if leaf.identity is not None}
+    for leaf in absent:
+        if leaf.identity not in filled:
+            _miss(found, leaf.name, "a tensor", saved)
     for name in [*held.objects, *held.grouped]:
         if saved.has_object(name):
             found.objects.append(name)
