@@ -39,11 +39,13 @@ def load_each(kind: str, places: Sequence[tuple[str, str]]) -> list[Held]:
         For each, the boxes of its tensors that this rank holds, all of which are as wanted.
     """
     warnings.simplefilter("ignore")
-    return [_load(kind, place, torch.load(file, weights_only=False)) for place, file in places]
+    mesh = GRIDS[kind].mesh() if kind in GRIDS else None  # once: its groups take a while
+    wanted = [torch.load(file, weights_only=False) for _, file in places]
+    return [_load(kind, mesh, place, each) for (place, _), each in zip(places, wanted, strict=True)]
 
 
-def _load(kind: str, place: str, wanted: Wanted) -> Held:
-    state = _state(kind, wanted)
+def _load(kind: str, mesh: DeviceMesh | None, place: str, wanted: Wanted) -> Held:
+    state = _state(kind, mesh, wanted)
     sw.load(place, state, cast=True, rename=wanted.rename)
     tensors, settings = wanted.tensors(), wanted.settings()
     held = held_by(state, allow_pickle=False)
@@ -60,9 +62,9 @@ def _load(kind: str, place: str, wanted: Wanted) -> Held:
     return found
 
 
-def _state(kind: str, wanted: Wanted) -> dict[str, Any]:
+def _state(kind: str, mesh: DeviceMesh | None, wanted: Wanted) -> dict[str, Any]:
     parts = list(_parts(kind, wanted))
-    models = [_wrapped(kind, root, stage) for root, stage in parts]
+    models = [_wrapped(kind, mesh, root, stage) for root, stage in parts]
     state: dict[str, Any] = {"model": models if len(models) > 1 else models[0]}
     if wanted.state:
         optimizers = [_optimizer(root, wanted) for root, _ in parts if _is_trained(root)]
@@ -107,14 +109,14 @@ def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     return root, last
 
 
-def _wrapped(kind: str, root: nn.Module, stage: tuple[int, int]) -> Any:
+def _wrapped(kind: str, mesh: DeviceMesh | None, root: nn.Module, stage: tuple[int, int]) -> Any:
     if kind in ("ddp", "ddp_of_four"):
         return DistributedDataParallel(root)
     if kind == "fsdp1":
         return FullyShardedDataParallel(root, use_orig_params=True, device_id=CPU)
     group = None
-    if kind in GRIDS:
-        grid, mesh = GRIDS[kind], GRIDS[kind].mesh()
+    if mesh is not None:
+        grid = GRIDS[kind]
         group = mesh[grid.stages].get_group() if grid.stages else None
         if grid.tensors is not None:
             _divide(root, mesh[grid.tensors], evenly=grid.data is not None)
