@@ -34,7 +34,7 @@ LAYERS = (
     ("layout", "store"),
     ("errors", "events"),
 )
-# The same within memory/, whose modules are many.
+# The same within folders whose modules are many.
 LAYERS_OF_MEMORY = (
     ("snapshots",),
     ("agent",),
@@ -42,6 +42,15 @@ LAYERS_OF_MEMORY = (
     ("node",),
     ("options",),
     ("tls", "redundancy", "intervals"),
+)
+LAYERS_OF_FORMATS = (
+    ("recognise", "specification"),
+    ("readers",),
+    ("specs", "validate", "rankfiles"),
+    ("language", "laying"),
+    ("stored", "indexed", "files"),
+    ("index", "tree", "catalogue"),
+    ("foreign",),
 )
 TESTING = "testing"  # may import anything, and nothing imports it
 AGENT = "memory.agent.service"  # it has a process of its own, which is to be small
@@ -88,7 +97,10 @@ PUBLIC = [
 
 SOURCE = Path(shardwise.__file__).parent
 RANKS = {component: rank for rank, row in enumerate(LAYERS) for component in row}
-RANKS_OF_MEMORY = {part: rank for rank, row in enumerate(LAYERS_OF_MEMORY) for part in row}
+WITHIN = {
+    folder: {part: rank for rank, row in enumerate(layers) for part in row}
+    for folder, layers in (("memory", LAYERS_OF_MEMORY), ("formats", LAYERS_OF_FORMATS))
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,17 +169,18 @@ def wrong_imports(module: Module) -> list[str]:
     ]
 
 
-def wrong_imports_in_memory(module: Module) -> list[str]:
-    own = module.name.split(".")[1]
+def wrong_imports_within(module: Module) -> list[str]:
+    folder, own, *_ = [*module.name.split("."), ""]
+    ranks = WITHIN[folder]
     parts = [
         (node, name.split(".")[2])
         for node, name in module.imports()
-        if name.startswith("shardwise.memory.")
+        if name.startswith(f"shardwise.{folder}.")
     ]
     return [
         f"{module.at(node)}: {own} imports {part}"
         for node, part in parts
-        if part != own and RANKS_OF_MEMORY.get(part, -1) <= RANKS_OF_MEMORY[own]
+        if own and part != own and ranks.get(part, -1) <= ranks[own]
     ]
 
 
@@ -179,24 +192,27 @@ def test_imports_go_one_way() -> None:
     assert not [wrong for module in MODULES for wrong in wrong_imports(module)]
 
 
-def test_imports_within_memory_go_one_way() -> None:
-    modules = [module for module in MODULES if module.name.startswith("memory.")]
-    assert len(modules) > len(RANKS_OF_MEMORY)
-    assert not [wrong for module in modules for wrong in wrong_imports_in_memory(module)]
+@pytest.mark.parametrize("folder", WITHIN)
+def test_imports_within_a_folder_go_one_way(folder: str) -> None:
+    modules = [module for module in MODULES if module.name.startswith(f"{folder}.")]
+    assert {module.name.split(".")[1] for module in modules} == WITHIN[folder].keys()
+    assert not [wrong for module in modules for wrong in wrong_imports_within(module)]
 
 
 @pytest.mark.parametrize(
-    ("text", "wrong"),
+    ("path", "text", "wrong"),
     [
-        ("from shardwise.memory.node.home import Home", 0),
-        ("from shardwise.memory.network import nodes", 0),
-        ("from shardwise.memory.snapshots.slots import Slots", 1),
-        ("def late():\n    from ..snapshots import slots", 1),
-        ("import shardwise.memory.surprise", 1),
+        ("memory/agent/keeper.py", "from shardwise.memory.node.home import Home", 0),
+        ("memory/agent/keeper.py", "from shardwise.memory.network import nodes", 0),
+        ("memory/agent/keeper.py", "from shardwise.memory.snapshots.slots import Slots", 1),
+        ("memory/agent/keeper.py", "def late():\n    from ..snapshots import slots", 1),
+        ("memory/agent/keeper.py", "import shardwise.memory.surprise", 1),
+        ("formats/stored/pickles.py", "from shardwise.formats.tree import Tree", 0),
+        ("formats/stored/pickles.py", "from shardwise.formats.readers import dcp", 1),
     ],
 )
-def test_a_wrong_import_within_memory_is_seen(text: str, wrong: int) -> None:
-    assert len(wrong_imports_in_memory(Module(Path("memory/agent/keeper.py"), text))) == wrong
+def test_a_wrong_import_within_a_folder_is_seen(path: str, text: str, wrong: int) -> None:
+    assert len(wrong_imports_within(Module(Path(path), text))) == wrong
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from shardwise.formats.catalogue import Catalogue, StoredArray
 from shardwise.formats.foreign import Foreign, ForeignFile, Laid
 from shardwise.formats.language import lay
 from shardwise.formats.language.rules import Spec
-from shardwise.formats.lay import joined
-from shardwise.formats.lay import lay as lay_arrays
+from shardwise.formats.laying.lay import joined
+from shardwise.formats.laying.lay import lay as lay_arrays
 from shardwise.layout import find_overlaps, row_major
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import ObjectEntry, TensorEntry

@@ -12,8 +12,8 @@ import torch
 from shardwise.convert.archive import Archive, Growing
 from shardwise.convert.output import Late, Output, Part, size_of
 from shardwise.convert.torchsave import add_torch_file
-from shardwise.formats.archive import read_directory
-from shardwise.formats.ranges import Part as Range
+from shardwise.formats.stored.archive import read_directory
+from shardwise.formats.stored.ranges import Part as Range
 from shardwise.layout import Box
 from shardwise.manifest.checksums import crc32
 from shardwise.store import LocalStore

@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardwise as sw
-from shardwise.formats.dcp import reader
 from shardwise.formats.foreign import Foreign
+from shardwise.formats.readers.dcp import reader
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 from shardwise.state.objects import decode

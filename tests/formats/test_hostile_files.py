@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import FormatError
-from shardwise.formats.archive import read_directory
 from shardwise.formats.catalogue import StoredArray
 from shardwise.formats.foreign import Foreign, ForeignFile
-from shardwise.formats.lay import lay
-from shardwise.formats.ranges import Part
-from shardwise.formats.safetensors import read_header
-from shardwise.formats.torchfile import read_torch_file
+from shardwise.formats.laying.lay import lay
+from shardwise.formats.stored.archive import read_directory
+from shardwise.formats.stored.ranges import Part
+from shardwise.formats.stored.safetensors import read_header
+from shardwise.formats.stored.torchfile import read_torch_file
 from shardwise.formats.validate import checked
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry

@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import FormatError
-from shardwise.formats.allowed import ALLOWED
-from shardwise.formats.opcodes import OPERATIONS
-from shardwise.formats.pickled import Name, Opaque, Record
-from shardwise.formats.pickles import unpickle
-from shardwise.formats.torchtypes import TORCH
+from shardwise.formats.stored.allowed import ALLOWED
+from shardwise.formats.stored.opcodes import OPERATIONS
+from shardwise.formats.stored.pickled import Name, Opaque, Record
+from shardwise.formats.stored.pickles import unpickle
+from shardwise.formats.stored.torchtypes import TORCH
 
 MOST_MEMORY = 16 << 20
 GADGETS = """

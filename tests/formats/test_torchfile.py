@@ -16,9 +16,9 @@ import torch
 
 from shardwise.errors import FormatError
 from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.pickled import Opaque
-from shardwise.formats.ranges import Part
-from shardwise.formats.torchfile import Alike, Contents, is_torch_file, read_torch_file
+from shardwise.formats.stored.pickled import Opaque
+from shardwise.formats.stored.ranges import Part
+from shardwise.formats.stored.torchfile import Alike, Contents, is_torch_file, read_torch_file
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.store import LocalStore
 from tests.formats.comparing import assert_same

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import FormatError
-from shardwise.formats import torchsave
+from shardwise.formats.readers import torchsave
 from shardwise.formats.tree import Tree
 from tests.formats.comparing import assert_same
 from tests.formats.reference import read_tensors

@@ -14,7 +14,7 @@ from shardwise.convert.nested import Nested, nested
 from shardwise.convert.output import Part, Sums, Target
 from shardwise.convert.torchsave import add_torch_file
 from shardwise.errors import StateError
-from shardwise.formats.dcp.metadata import METADATA, Item
+from shardwise.formats.readers.dcp.metadata import METADATA, Item
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata

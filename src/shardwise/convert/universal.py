@@ -18,9 +18,9 @@ from shardwise.convert.nested import Nested, Optimizer, nested
 from shardwise.convert.output import Output, Part, Target
 from shardwise.convert.torchsave import add_torch_file, refusal
 from shardwise.errors import StateError
-from shardwise.formats.deepspeed.files import LATEST_UNIVERSAL
-from shardwise.formats.deepspeed.universal import WEIGHTS
-from shardwise.formats.optimizers import GROUPS, PARAM_NAMES, PARAMS
+from shardwise.formats.laying.optimizers import GROUPS, PARAM_NAMES, PARAMS
+from shardwise.formats.readers.deepspeed.files import LATEST_UNIVERSAL
+from shardwise.formats.readers.deepspeed.universal import WEIGHTS
 
 VERSION = "0.19.8"
 """Of DeepSpeed, whose layout this is."""

@@ -13,10 +13,10 @@ import numpy as np
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
 from shardwise.formats.catalogue import Catalogue, StoredArray, catalogued
-from shardwise.formats.pickled import Record
-from shardwise.formats.ranges import Part
-from shardwise.formats.safetensors import is_safetensors, read_header
-from shardwise.formats.torchfile import read_torch_file
+from shardwise.formats.stored.pickled import Record
+from shardwise.formats.stored.ranges import Part
+from shardwise.formats.stored.safetensors import is_safetensors, read_header
+from shardwise.formats.stored.torchfile import read_torch_file
 from shardwise.formats.tree import Tree
 from shardwise.manifest.table import Int
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.errors import CheckpointNotFoundError
-from shardwise.formats import bytecheckpoint, huggingface, torchsave, torchsnapshot
-from shardwise.formats.dcp import reader as dcp
-from shardwise.formats.deepspeed import native as deepspeed
-from shardwise.formats.deepspeed import universal as deepspeed_universal
 from shardwise.formats.foreign import Foreign
-from shardwise.formats.megatron import reader as megatron
-from shardwise.formats.megatron_legacy import reader as megatron_legacy
+from shardwise.formats.readers import bytecheckpoint, huggingface, torchsave, torchsnapshot
+from shardwise.formats.readers.dcp import reader as dcp
+from shardwise.formats.readers.deepspeed import native as deepspeed
+from shardwise.formats.readers.deepspeed import universal as deepspeed_universal
+from shardwise.formats.readers.megatron import reader as megatron
+from shardwise.formats.readers.megatron_legacy import reader as megatron_legacy
 from shardwise.formats.tree import Tree
 
 MOST_HINTS = 8

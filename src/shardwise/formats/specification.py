@@ -10,7 +10,7 @@ from pathlib import Path
 from shardwise.errors import StateError
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.language import Spec, lay, parse
-from shardwise.formats.leaves import Builder
+from shardwise.formats.laying.leaves import Builder
 from shardwise.formats.rankfiles import read_rank_files
 from shardwise.formats.specs import names, shipped
 from shardwise.formats.tree import Tree

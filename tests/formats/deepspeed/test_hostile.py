@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwise.errors import FormatError
-from shardwise.formats.deepspeed import native
+from shardwise.formats.readers.deepspeed import native
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 

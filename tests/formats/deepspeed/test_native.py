@@ -11,8 +11,8 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import FormatError
-from shardwise.formats.deepspeed import native
 from shardwise.formats.foreign import Foreign
+from shardwise.formats.readers.deepspeed import native
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 from shardwise.state.objects import decode

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.formats.deepspeed import native
+from shardwise.formats.readers.deepspeed import native
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 from tests.formats.conftest import PARALLEL

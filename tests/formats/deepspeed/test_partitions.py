@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import FormatError
-from shardwise.formats.deepspeed.partitions import (
+from shardwise.formats.readers.deepspeed.partitions import (
     Ranges,
     as_fragments,
     concatenated,
     least_lengths,
     sliced,
 )
-from shardwise.formats.deepspeed.without_zero import only_way
+from shardwise.formats.readers.deepspeed.without_zero import only_way
 from shardwise.manifest.validate import padded_shapes
 
 Shapes = list[tuple[int, ...]]

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from shardwise.errors import FormatError
-from shardwise.formats.deepspeed import native
-from shardwise.formats.deepspeed.placements import Placement, placing_of
 from shardwise.formats.foreign import Foreign
+from shardwise.formats.readers.deepspeed import native
+from shardwise.formats.readers.deepspeed.placements import Placement, placing_of
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 from tests.formats.deepspeed.test_native import same

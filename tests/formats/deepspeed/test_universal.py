@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.errors import FormatError
-from shardwise.formats.deepspeed import native, universal
+from shardwise.formats.readers.deepspeed import native, universal
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 from shardwise.state.objects import decode

@@ -16,12 +16,12 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwise as sw
-from shardwise.formats import bytecheckpoint, huggingface, torchsave, torchsnapshot
-from shardwise.formats.dcp import reader as dcp
-from shardwise.formats.deepspeed import native as deepspeed
-from shardwise.formats.deepspeed import universal
-from shardwise.formats.megatron import reader as megatron
-from shardwise.formats.megatron_legacy import reader as megatron_legacy
+from shardwise.formats.readers import bytecheckpoint, huggingface, torchsave, torchsnapshot
+from shardwise.formats.readers.dcp import reader as dcp
+from shardwise.formats.readers.deepspeed import native as deepspeed
+from shardwise.formats.readers.deepspeed import universal
+from shardwise.formats.readers.megatron import reader as megatron
+from shardwise.formats.readers.megatron_legacy import reader as megatron_legacy
 from tests.formats.conftest import Checkpoints
 from tests.formats.dcp_checkpoints import named, settings_of, torch_loads
 from tests.formats.deepspeed.test_parallel import expected as ranks_had

@@ -1,0 +1,1 @@
+"""Formats: each recognises a place, and reads it as a `Foreign`."""

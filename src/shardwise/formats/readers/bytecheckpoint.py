@@ -1,0 +1,119 @@
+"""ByteCheckpoint 0.0.x: a module's and an optimizer's metadata as DCP has it, over raw bytes."""
+
+from __future__ import annotations
+
+import re
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from shardwise.errors import FormatError
+from shardwise.formats.catalogue import StoredArray
+from shardwise.formats.foreign import Foreign, ForeignFile, Laid
+from shardwise.formats.laying.lay import joined
+from shardwise.formats.laying.leaves import Leaves, foreign_of
+from shardwise.formats.laying.optimizers import Path
+from shardwise.formats.readers.dcp.folded import fold
+from shardwise.formats.readers.dcp.items import Arrays, first_storage
+from shardwise.formats.readers.dcp.metadata import METADATA, Metadata, index_of, read_metadata
+from shardwise.formats.readers.dcp.stored import Chunks, read_stored, world_size
+from shardwise.formats.stored.pickles import unpickle
+from shardwise.formats.stored.ranges import Part
+from shardwise.formats.stored.torchfile import read_torch_file
+from shardwise.formats.stored.torchtypes import TORCH
+from shardwise.formats.tree import Tree
+from shardwise.manifest.table import Pieces
+
+FORMAT = "ByteCheckpoint"
+PARTS = ("model", "optimizer")
+_EXTRA = re.compile(r"extra_state/extra_state_rank_(\d{1,7})\.pt")
+_STEP = re.compile(r"global_step_(\d{1,15})")
+
+
+def recognise(tree: Tree) -> bool:
+    """Whether a place has the folder of a module, with the metadata of DCP in it."""
+    return f"model/{METADATA}" in tree.sizes and METADATA not in tree.sizes
+
+
+def read(tree: Tree) -> Foreign:
+    """Read a step that ByteCheckpoint saved: `model`, `optimizer` and `extra_state`.
+
+    Raises:
+        FormatError: it is malformed.
+    """
+    files: tuple[ForeignFile, ...] = ()
+    tensors: list[tuple[Path, str, tuple[int, ...]]] = []
+    laid = Laid.nothing()
+    values: dict[Path, Any] = {}
+    left_out: list[str] = []
+    for part in PARTS:
+        if f"{part}/{METADATA}" not in tree.sizes:
+            continue
+        metadata = read_metadata(tree, f"{part}/{METADATA}")
+        find = partial(_find, _geometries(metadata))
+        stored = read_stored(tree, metadata, folder=f"{part}/", find=find)
+        laid = joined(laid, _behind(stored.laid, len(tensors), len(files)))
+        paths = [(part, *metadata.paths.get(name, (name,))) for name in stored.names]
+        tensors += zip(paths, stored.dtypes, stored.shapes, strict=True)
+        for name, value in stored.values.items():
+            values[(part, *metadata.paths.get(name, (name,)))] = value
+        files += stored.files
+        left_out += stored.left_out
+    ranks = sorted(int(match[1]) for name in tree.sizes if (match := _EXTRA.fullmatch(name)))
+    if ranks:
+        name = f"extra_state/extra_state_rank_{ranks[0]}.pt"
+        with closing(tree.open(name)) as file:
+            part_of = Part.whole(file, len(files), f"{tree}/{name}")
+            values["extra_state",] = read_torch_file(part_of).value
+        files += (tree.file(name),)
+    if len(ranks) > 1:
+        left_out.append(f"extra_state of {len(ranks) - 1} ranks: that of rank {ranks[0]} is taken")
+    folded = fold(values, [path for path, _, _ in tensors])
+    foreign = foreign_of(Leaves(files, tensors, laid, folded, left_out), FORMAT)
+    step = _STEP.fullmatch(tree.path.resolve().name)
+    world = max(world_size(files), len(ranks))
+    return replace(foreign, step=int(step[1]) if step else None, world_size=world)
+
+
+def _geometries(metadata: Metadata) -> dict[tuple[str, tuple[int, ...] | None], StoredArray]:
+    """The array of each chunk, counted from where its storage begins: a pickle in a pickle."""
+    known: dict[bytes, StoredArray] = {}
+    found: dict[tuple[str, tuple[int, ...] | None], StoredArray] = {}
+    pickles = metadata.more.get("all_tensor_metadata")
+    for record, data in (pickles if isinstance(pickles, dict) else {}).items():
+        key = index_of(record)
+        if not isinstance(data, bytes):
+            continue
+        if data not in known:
+            array = unpickle(data, key[0], stubs=TORCH, persistent=first_storage).value
+            if not isinstance(array, StoredArray):
+                raise FormatError(f"{key[0]}: it is no plain tensor, but {type(array).__name__}")
+            known[data] = array
+        found[key] = known[data]
+    return found
+
+
+def _find(
+    geometries: dict[tuple[str, tuple[int, ...] | None], StoredArray], tree: Tree, chunks: Chunks
+) -> Arrays:
+    kinds: dict[StoredArray, int] = {}
+    kind, start = [], []
+    for name, item, offset in zip(chunks.names, chunks.items, chunks.offsets, strict=True):
+        array = geometries.get((name, offset))
+        if array is None:
+            raise FormatError(f"{name} at {list(offset)}: the metadata has no dtype and strides")
+        kind.append(kinds.setdefault(array, len(kinds)))
+        start.append(item.offset + array.start)
+    return Arrays(list(kinds), np.array(kind, np.int64), np.array(start, np.int64))
+
+
+def _behind(laid: Laid, tensors: int, files: int) -> Laid:
+    """The same, counted behind so many tensors and files."""
+    pieces = laid.pieces
+    moved = Pieces(
+        pieces.tensor + tensors, pieces.file + files, pieces.start, pieces.offset, pieces.shape
+    )
+    return Laid(moved, laid.stride)

@@ -1,0 +1,57 @@
+"""PyTorch DCP, as FSDP, DTensor, torchtitan, Lightning and others save with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.errors import CheckpointNotFoundError
+from shardwise.formats.foreign import Foreign
+from shardwise.formats.laying.leaves import Leaves, foreign_of
+from shardwise.formats.readers.dcp.folded import fold
+from shardwise.formats.readers.dcp.metadata import METADATA, Metadata, read_metadata
+from shardwise.formats.readers.dcp.stored import Stored, read_stored, world_size
+from shardwise.formats.tree import Tree
+
+FORMAT = "PyTorch DCP"
+
+
+def recognise(tree: Tree) -> bool:
+    """Whether a place has what `torch.distributed.checkpoint` writes, or is a file of it."""
+    return any(name == METADATA or _is_data(name) for name in tree.sizes)
+
+
+def _is_data(name: str) -> bool:
+    return name.endswith(".distcp") and "/" not in name
+
+
+def read(tree: Tree) -> Foreign:
+    """Read a checkpoint of `torch.distributed.checkpoint`.
+
+    Raises:
+        CheckpointNotFoundError: it was never finished, or this is a file of it.
+        FormatError: it is malformed, or is stored in a way that cannot be read in place.
+    """
+    if tree.only is not None:
+        parent = tree.path.parent
+        raise CheckpointNotFoundError(f"{tree} is a part of what {FORMAT} wrote: open {parent}")
+    if METADATA not in tree.sizes:
+        raise CheckpointNotFoundError(
+            f"{tree} has no {METADATA}, which {FORMAT} writes last: its save was never finished"
+        )
+    metadata = read_metadata(tree)
+    stored = read_stored(tree, metadata)
+    foreign = foreign_of(leaves(stored, metadata), FORMAT)
+    return replace(foreign, world_size=world_size(stored.files))
+
+
+def leaves(stored: Stored, metadata: Metadata) -> Leaves:
+    """What is stored, by its paths in the state; a name whose path is not known is one part."""
+    paths = [metadata.paths.get(name, (name,)) for name in stored.names]
+    values = {metadata.paths.get(name, (name,)): value for name, value in stored.values.items()}
+    return Leaves(
+        stored.files,
+        list(zip(paths, stored.dtypes, stored.shapes, strict=True)),
+        stored.laid,
+        fold(values, paths),
+        stored.left_out,
+    )

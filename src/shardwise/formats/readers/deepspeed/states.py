@@ -1,0 +1,321 @@
+"""What DeepSpeed's files hold, checked: model states, and the optimizer states of ZeRO."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from shardwise.errors import FormatError
+from shardwise.formats.catalogue import StoredArray
+from shardwise.formats.stored.pickled import Record, Stubs, records
+from shardwise.manifest.manifest import LARGEST
+
+Shape: TypeAlias = tuple[int, ...]
+Shapes: TypeAlias = Mapping[str, Shape]
+Number: TypeAlias = "int | float"
+
+STUBS: Stubs = records(
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+)
+"""DeepSpeed's own classes that it pickles."""
+
+OF_THE_MODEL = (
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
+    *("frozen_param_fragments", "shared_params", "sparse_tensor_module_names"),
+)
+OF_DEEPSPEED = (
+    *("data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples"),
+    *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config"),
+    *("ds_version", "num_experts", "ds_autoep_layers", "autoep_layers"),
+    *("universal_checkpoint_info",),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """A file of model states.
+
+    Attributes:
+        module: parameters and buffers as the module has them; None in a pipeline.
+        shapes: of trained parameters, by group, in the order in which they were flattened.
+        shared: names of tied parameters, and of those that they are.
+        optimizer: state of an optimizer without ZeRO.
+        rest: all else.
+    """
+
+    where: str
+    module: Mapping[str, StoredArray] | None
+    buffers: frozenset[str]
+    shapes: tuple[Shapes, ...]
+    frozen_shapes: Shapes
+    frozen: Mapping[str, StoredArray]
+    shared: Mapping[str, str]
+    optimizer: Mapping[Any, Any] | None
+    rest: Mapping[str, Any]
+
+    def in_file(self, number: int, where: str) -> ModelState:
+        """What another rank has whose file is alike: its frozen slices are those of that file.
+
+        Of all else that lies in files, only the first rank's is ever taken.
+        """
+        frozen = {
+            name: StoredArray(number, a.start, a.dtype, a.shape, a.stride)
+            for name, a in self.frozen.items()
+        }
+        return replace(self, where=where, module=None, optimizer=None, frozen=frozen)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """A file of optimizer states: of each group (a sub-group, in ZeRO 3), what one rank has.
+
+    Attributes:
+        sliced: ZeRO 3; else groups are cut into partitions.
+        masters: flat weights.
+        states: by key, flat arrays and plain numbers.
+        settings: hyperparameters; None where they are not stored.
+        groups: which settings are a group's.
+        counts: among how many ranks a group is divided; 0 if it is not said.
+        gaps: elements of padding after each parameter.
+        slices: by parameter, start and length of what the rank has of it; None if not said.
+        rest: all else.
+    """
+
+    where: str
+    sliced: bool
+    masters: tuple[StoredArray, ...]
+    states: tuple[Mapping[str, StoredArray | Number], ...]
+    settings: tuple[Mapping[str, Any], ...] | None
+    groups: tuple[int, ...]
+    counts: tuple[int, ...]
+    gaps: tuple[tuple[int, ...], ...] | None
+    slices: tuple[Mapping[str, tuple[int, int]], ...] | None
+    rest: Mapping[str, Any]
+
+
+def model_state(value: object, where: str) -> ModelState:
+    """The content of a file of model states.
+
+    Raises:
+        FormatError: it is malformed.
+    """
+    held = _dict(value, where)
+    if "module" not in held or "buffer_names" not in held:
+        raise FormatError(f"{where}: these are no model states of DeepSpeed")
+    module = held["module"]
+    optimizer = held.get("optimizer")
+    buffers = held["buffer_names"] or ()
+    if not isinstance(buffers, (list, tuple)) or not all(isinstance(n, str) for n in buffers):
+        raise FormatError(f"{where}: buffer_names are no names")
+    rest = {key: item for key, item in held.items() if key not in OF_THE_MODEL}
+    return ModelState(
+        where,
+        None if module is None else arrays_of(module, f"{where}: module"),
+        frozenset(buffers),
+        tuple(_shapes(group, where) for group in _list(held.get("param_shapes") or (), where)),
+        _shapes(held.get("frozen_param_shapes") or {}, where),
+        arrays_of(held.get("frozen_param_fragments") or {}, f"{where}: frozen_param_fragments"),
+        _texts(held.get("shared_params") or {}, where),
+        None if optimizer is None else _dict(optimizer, where),
+        rest,
+    )
+
+
+def optimizer_state(value: object, where: str) -> OptimizerState:
+    """The content of a file of optimizer states.
+
+    Raises:
+        FormatError: it is malformed.
+    """
+    outer = _dict(value, where)
+    if not isinstance(outer.get("optimizer_state_dict"), Mapping):
+        raise FormatError(f"{where}: these are no optimizer states of ZeRO")
+    held = outer["optimizer_state_dict"]
+    if "fp32_flat_groups" in held:
+        return _of_zero_3(held, where)
+    return _of_zero_1_and_2(held, where)
+
+
+def arrays_of(value: object, where: str) -> dict[str, StoredArray]:
+    """A state dict of arrays. What a module stores beside (extra state) is refused by name.
+
+    Raises:
+        FormatError: it holds anything else.
+    """
+    arrays = {}
+    for name, array in _dict(value, where).items():
+        if not isinstance(array, StoredArray):
+            raise FormatError(f"{where}: {str(name)[:200]} is no tensor")
+        arrays[name] = array
+    return arrays
+
+
+def _of_zero_1_and_2(held: Mapping[Any, Any], where: str) -> OptimizerState:
+    masters = _masters(held.get("single_partition_of_fp32_groups"), where)
+    base = held.get("base_optimizer_state")
+    settings: tuple[Mapping[str, Any], ...] | None = None
+    if isinstance(base, Mapping):
+        states, settings, _ = of_torch(base, where)
+    else:
+        states = tuple(_state(each, where) for each in _list(base, where))
+        step = held.get("base_optimizer_state_step")
+        if step is not None:
+            states = tuple({"step": _number(step, where), **state} for state in states)
+    gaps = held.get("param_alignment_paddings")
+    slices = held.get("param_slice_mappings")
+    return OptimizerState(
+        where,
+        False,
+        masters,
+        _as_many(states, masters, where),
+        None if settings is None else _as_many(settings, masters, where),
+        tuple(range(len(masters))),
+        _as_many(_counts(held.get("partition_count") or [0] * len(masters), where), masters, where),
+        None if gaps is None else tuple(_counts(each, where) for each in _list(gaps, where)),
+        None if slices is None else tuple(_slices(each, where) for each in _list(slices, where)),
+        of_the_optimizer(held),
+    )
+
+
+def _of_zero_3(held: Mapping[Any, Any], where: str) -> OptimizerState:
+    if held.get("ds_zero_partition_groups"):
+        raise FormatError(
+            f"{where}: experts divided by AutoEP under ZeRO 3 are not read: convert the checkpoint "
+            "by DeepSpeed's ds_to_universal, and read that"
+        )
+    masters = _masters(held.get("fp32_flat_groups"), where)
+    states, settings, groups = of_torch(_dict(held.get("optimizer_state_dict"), where), where)
+    count = held.get("partition_count")
+    return OptimizerState(
+        where,
+        True,
+        masters,
+        _as_many(states, masters, where),
+        settings,
+        _as_many(groups, masters, where),
+        (count if type(count) is int and count > 0 else 0,) * len(masters),
+        None,
+        None,
+        of_the_optimizer(held),
+    )
+
+
+def of_torch(
+    held: Mapping[Any, Any], where: str
+) -> tuple[
+    tuple[Mapping[str, StoredArray | Number], ...], tuple[Mapping[str, Any], ...], tuple[int, ...]
+]:
+    """The state_dict of an optimizer: state and group of each parameter, settings of each group.
+
+    Raises:
+        FormatError: it is none.
+    """
+    states, settings, groups = [], [], []
+    by_number = _dict(held.get("state"), where, of=int)
+    for index, group in enumerate(_list(held.get("param_groups"), where)):
+        group = _dict(group, where)
+        for number in _list(group.get("params"), where):
+            if type(number) is not int:
+                raise FormatError(f"{where}: parameters of an optimizer have no numbers")
+            states.append(_state(by_number.get(number, {}), where))
+            groups.append(index)
+        settings.append({k: v for k, v in group.items() if k not in ("params", "param_names")})
+    return tuple(states), tuple(settings), tuple(groups)
+
+
+def of_the_optimizer(held: Mapping[Any, Any]) -> dict[str, Any]:
+    """The plain values of an optimizer state."""
+    kept = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+    return {key: held[key] for key in kept if key in held}
+
+
+def _masters(value: object, where: str) -> tuple[StoredArray, ...]:
+    arrays = _list(value, where)
+    for array in arrays:
+        if not isinstance(array, StoredArray) or len(array.shape) != 1 or array.stride != (1,):
+            raise FormatError(
+                f"{where}: its weights are no flat tensors (a checkpoint of parameters offloaded "
+                "to NVMe keeps them in files of its own, which are not read)"
+            )
+    return tuple(arrays)
+
+
+def _state(value: object, where: str) -> dict[str, StoredArray | Number]:
+    """The state of one parameter, nested dicts by dotted keys."""
+    found: dict[str, StoredArray | Number] = {}
+    stack = list(_dict(value, where).items())
+    while stack:
+        key, item = stack.pop(0)
+        if isinstance(item, Mapping):
+            stack[:0] = [(f"{key}.{k}", v) for k, v in item.items()]
+        elif item is not None:
+            found[str(key)] = item if isinstance(item, StoredArray) else _number(item, where)
+    return found
+
+
+def _shapes(value: object, where: str) -> dict[str, Shape]:
+    shapes = {}
+    for name, shape in _dict(value, where).items():
+        if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+            raise FormatError(f"{where}: the shape of {str(name)[:200]} is none")
+        if math.prod(n for n in shape if n) > LARGEST // 8 or len(shape) > 64:
+            raise FormatError(f"{where}: {str(name)[:200]} has an absurd shape")
+        shapes[name] = tuple(shape)
+    return shapes
+
+
+def _texts(value: object, where: str) -> dict[str, str]:
+    if isinstance(value, (list, tuple)):  # as older versions have it
+        value = {pair[0]: pair[1] for pair in value if len(_list(pair, where)) == 2}
+    texts = _dict(value, where)
+    if not all(isinstance(text, str) for text in texts.values()):
+        raise FormatError(f"{where}: shared_params are no names")
+    return texts
+
+
+def _slices(value: object, where: str) -> dict[str, tuple[int, int]]:
+    slices = {}
+    for name, address in _dict(value, where).items():
+        fields = address.fields if isinstance(address, Record) else {}
+        start, numel = fields.get("start"), fields.get("numel")
+        if type(start) is not int or type(numel) is not int or start < 0 or numel < 0:
+            raise FormatError(f"{where}: param_slice_mappings are malformed")
+        slices[name] = (start, numel)
+    return slices
+
+
+def _counts(value: object, where: str) -> tuple[int, ...]:
+    counts = _list(value, where)
+    if not all(type(n) is int and 0 <= n < 2**40 for n in counts):
+        raise FormatError(f"{where}: counts of partitions or paddings are none")
+    return tuple(counts)
+
+
+def _number(value: object, where: str) -> Number:
+    if not isinstance(value, (int, float)):
+        raise FormatError(f"{where}: an optimizer's state is neither tensor nor number")
+    return value
+
+
+def _as_many(items: Sequence[Any], masters: Sequence[Any], where: str) -> tuple[Any, ...]:
+    if len(items) != len(masters):
+        raise FormatError(f"{where}: {len(items)} groups, and weights of {len(masters)}")
+    return tuple(items)
+
+
+def _dict(value: object, where: str, of: type = str) -> dict[Any, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, of) for key in value):
+        raise FormatError(f"{where}: there should be a dict here, and is none")
+    return dict(value)
+
+
+def _list(value: object, where: str) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise FormatError(f"{where}: there should be a list here, and is none")
+    return list(value)

@@ -1,0 +1,173 @@
+"""Megatron-Core's `torch_dist`: DCP, and what is common to all ranks beside it.
+
+Layers are stacked in one tensor there; here each has its own name again, with its number. The
+optimizer's state is found by the parameter; older versions flattened it, which is undone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from shardwise.errors import FormatError
+from shardwise.formats.catalogue import StoredArray
+from shardwise.formats.foreign import Foreign
+from shardwise.formats.laying.leaves import Builder
+from shardwise.formats.laying.optimizers import GROUPS, Group
+from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
+from shardwise.formats.readers.dcp.stored import Stored, read_stored, world_size
+from shardwise.formats.readers.megatron.geometry import STACKED, unflattened, unstacked
+from shardwise.formats.stored.ranges import Part
+from shardwise.formats.stored.torchfile import read_torch_file
+from shardwise.formats.tree import Tree
+
+FORMAT = "Megatron-Core torch_dist"
+CONFIG, COMMON = "metadata.json", "common.pt"
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
+_DISTRIBUTED = re.compile(r"(?:chained_\d+\.)?optimizer\.")
+_OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
+
+
+def recognise(tree: Tree) -> bool:
+    """Whether a place has the files that Megatron-Core writes beside those of DCP."""
+    return {METADATA, CONFIG, COMMON} <= tree.sizes.keys()
+
+
+def read(tree: Tree) -> Foreign:
+    """Read a checkpoint of `megatron.core.dist_checkpointing`, of the backend `torch_dist`.
+
+    `model.<name>` are the tensors of the model; `optimizer.<name>.<key>` the optimizer's, found by
+    these names. A distributed optimizer that was saved as `dp_reshardable` has buckets, of which
+    the files do not tell the parameters: they keep the names that they have.
+
+    Raises:
+        FormatError: it is malformed, or of another backend.
+    """
+    _check_backend(tree)
+    metadata = read_metadata(tree)
+    stored = unstacked(unflattened(read_stored(tree, metadata), metadata))
+    number = len(stored.files)
+    with closing(tree.open(COMMON)) as file:
+        common = read_torch_file(Part.whole(file, number, f"{tree}/{COMMON}")).value
+    if not isinstance(common, dict):
+        raise FormatError(f"{tree}/{COMMON}: it holds no dict")
+    builder = Builder((*stored.files, tree.file(COMMON)), stored.laid, list(stored.left_out))
+    parameters = _add_tensors(builder, stored)
+    _add_objects(builder, stored.values)
+    for key, value in common.items():
+        builder.add_value(f"common.{key}", value)
+    _add_groups(builder, common, parameters)
+    step = common.get("iteration")
+    return replace(
+        builder.build(FORMAT),
+        step=step if type(step) is int else None,
+        world_size=world_size(stored.files),
+    )
+
+
+def _check_backend(tree: Tree) -> None:
+    try:
+        config = msgspec.json.decode(tree.read(CONFIG, limit=2**20), type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"{tree}/{CONFIG} is malformed: {error}") from error
+    backend = config.get("sharded_backend")
+    if backend != "torch_dist":
+        raise FormatError(
+            f"{tree}: its backend is {str(backend)[:40]!r}, and only 'torch_dist' is read: load it "
+            "with Megatron-Core, and save it as torch_dist"
+        )
+
+
+def _add_tensors(builder: Builder, stored: Stored) -> dict[str, tuple[int, ...]]:
+    """Add all tensors; returns the shapes of the parameters of which there is optimizer state."""
+    parameters: dict[str, tuple[int, ...]] = {}
+    for name, dtype, shape in zip(stored.names, stored.dtypes, stored.shapes, strict=True):
+        match = _OPTIMIZER.fullmatch(name)
+        if match is not None:
+            parameters[match[2]] = shape
+            builder.add_tensor(f"optimizer.{match[2]}.{match[1]}", dtype, shape)
+        else:
+            builder.add_tensor(name if _DISTRIBUTED.match(name) else f"model.{name}", dtype, shape)
+    return parameters
+
+
+def _add_objects(builder: Builder, values: Mapping[str, Any]) -> None:
+    """Add sharded objects, each of which Megatron saves as a list of one."""
+    empty = []
+    for key, value in values.items():
+        match = _OBJECT.fullmatch(key)
+        name, shard = (match[1], match[2].split(".")) if match else (key, [])
+        value = value[0] if isinstance(value, list) and len(value) == 1 else value
+        layers = STACKED.fullmatch(name)
+        if layers is not None and shard:
+            name = f"{layers[1]}.{shard.pop(0)}.{layers[2]}"
+        # What is one of one has no number.
+        several = match is not None and {*match[3].split(".")[-len(shard) :]} != {"1"} and shard
+        name = ".".join([name, *shard]) if several else name
+        if value is None:
+            empty.append(name)
+        else:
+            extra = name.endswith("_extra_state")
+            builder.add_value(f"model.{name}" if extra else name, value)
+    if empty:
+        builder.left_out.append(f"{empty[0]}, and {len(empty) - 1} more such: they are None")
+
+
+def _add_groups(
+    builder: Builder, common: Mapping[Any, Any], parameters: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Add param groups and step counts, which are common to all ranks."""
+    if not parameters:
+        return
+    optimizer = next((common[key] for key in ("optimizer", "optim") if key in common), None)
+    inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
+    listed = inner.get(GROUPS) if isinstance(inner, dict) else None
+    groups = _members(listed, parameters) if isinstance(listed, list) else None
+    if groups is None:
+        builder.left_out.append(
+            f"optimizer.{GROUPS}: the files do not tell which parameters are in which of the groups"
+            f" that are below common; give hyperparameters to the optimizer yourself, and load with"
+            f" skip=['optimizer.{GROUPS}']"
+        )
+        return
+    state = inner.get("state") if isinstance(inner, dict) else None
+    counted = state.get("common_step") if isinstance(state, dict) else None
+    for group in groups:
+        step = group.settings.get("step", counted)
+        for name in group.members:
+            if isinstance(step, StoredArray):
+                builder.add_array(f"optimizer.{name}.step", step)
+            elif isinstance(step, (int, float)):
+                builder.add_number(f"optimizer.{name}.step", step)
+    builder.add_groups(groups, f"optimizer.{GROUPS}")
+
+
+def _members(
+    listed: Sequence[Any], parameters: Mapping[str, tuple[int, ...]]
+) -> list[Group] | None:
+    """Which parameter is in which group: by Megatron-Core's own rule, if that says it all.
+
+    Biases and what has one dimension have no weight decay; experts have groups of their own.
+    """
+    by_kind: dict[tuple[bool, bool], dict[str, Any]] = {}
+    for settings in listed:
+        if not isinstance(settings, dict) or settings.get("is_decoupled_lr"):
+            return None
+        kind = settings.get("wd_mult") == 0, bool(settings.get("is_expert_parallel"))
+        if kind in by_kind:
+            return None
+        by_kind[kind] = settings
+    experts = any(expert for _, expert in by_kind)
+    members: dict[tuple[bool, bool], list[str]] = {kind: [] for kind in by_kind}
+    for name, shape in parameters.items():
+        small = len(shape) == 1 or name.endswith(".bias")
+        kind = small and len(by_kind) > 1, experts and ".experts." in name
+        if kind not in members:
+            return None
+        members[kind].append(name)
+    return [Group(tuple(names), by_kind[kind]) for kind, names in members.items()]

@@ -1,0 +1,1 @@
+"""What lies in files of other programs: values, and where arrays are; nothing is executed."""

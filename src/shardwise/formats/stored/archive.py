@@ -1,0 +1,163 @@
+"""Zip archives whose entries are stored as they are: where each entry's bytes lie."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwise.errors import FormatError
+from shardwise.formats.stored.ranges import Part
+
+START, ENTRY_MARK = b"PK\x03\x04", b"PK\x01\x02"
+END_MARK, LOCATOR_MARK, END64_MARK = b"PK\x05\x06", b"PK\x06\x07", b"PK\x06\x06"
+END = struct.Struct("<4sHHHHIIH")
+LOCATOR = struct.Struct("<4sIQI")
+END64 = struct.Struct("<4sQHHIIQQQQ")
+ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
+LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_MOST_COMMENT = 2**16
+ENCRYPTED = 1
+FULL16, FULL32 = 0xFFFF, 0xFFFFFFFF
+_WINDOW = 2**20
+_GAP = 2**14
+"""Headers nearer to each other than this are read at once, with what lies between."""
+
+
+class Entry(NamedTuple):
+    """An entry's bytes: where they begin in the archive, and how many they are."""
+
+    start: int
+    size: int
+
+
+def read_directory(archive: Part) -> dict[str, Entry]:
+    """Entries by name, each header of its own compared with the directory.
+
+    Raises:
+        FormatError: it is no zip archive or one that is cut off, has compressed, encrypted or
+            overlapping entries or one name twice, or its headers contradict each other.
+    """
+    try:
+        directory, count = _directory(archive)
+        listed = sorted(_listed(archive, directory, count), key=lambda each: each.header)
+        return dict(_located(archive, listed))
+    except struct.error as error:
+        raise FormatError(f"{archive.where}: this zip archive is cut off") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """What the directory says of an entry."""
+
+    name: bytes
+    header: int
+    size: int
+
+
+def _directory(archive: Part) -> tuple[bytes, int]:
+    """The directory's bytes, and how many entries it has."""
+    tail_at = max(0, archive.size - END.size - LOCATOR.size - _MOST_COMMENT)
+    tail = archive.read(tail_at, archive.size - tail_at)
+    at = tail.rfind(END_MARK)
+    if at < 0:
+        raise FormatError(f"{archive.where}: this is no zip archive, or one that is cut off")
+    _, disk, first_disk, _, count, size, start, _ = END.unpack_from(tail, at)
+    end = tail_at + at
+    locator = tail[max(0, at - LOCATOR.size) : at]
+    if locator.startswith(LOCATOR_MARK):
+        end = LOCATOR.unpack(locator)[2]
+        fields = END64.unpack(archive.read(end, END64.size))
+        narrow = count, size, start
+        signature, disk, first_disk, count, size, start = fields[0], *fields[4:6], *fields[7:]
+        agree = all(
+            n in (wide, FULL16, FULL32)
+            for n, wide in zip(narrow, (count, size, start), strict=True)
+        )
+        if signature != END64_MARK or not agree:
+            raise FormatError(f"{archive.where}: this zip archive's two ends contradict each other")
+    if disk or first_disk or start + size != end or count * ENTRY.size > size:
+        raise FormatError(f"{archive.where}: the directory of this zip archive lies elsewhere")
+    return archive.read(start, size), count
+
+
+def _listed(archive: Part, directory: bytes, count: int) -> Iterator[_Listed]:
+    at = 0
+    for _ in range(count):
+        fields = ENTRY.unpack_from(directory, at)
+        signature, flags, method = fields[0], fields[3], fields[4]
+        packed, size, name_size, extra_size, comment_size = fields[8:13]
+        header = fields[16]
+        at += ENTRY.size
+        name = directory[at : at + name_size]
+        at += name_size
+        if signature != ENTRY_MARK or len(name) != name_size:
+            raise FormatError(f"{archive.where}: the directory of this zip archive is damaged")
+        if FULL32 in (packed, size, header):
+            extra = directory[at : at + extra_size]
+            size, packed, header = _wide(archive, extra, size, packed, header)
+        at += extra_size + comment_size
+        if method or flags & ENCRYPTED or packed != size:
+            raise FormatError(
+                f"{archive.where}: entry {name[:80]!r} is compressed or encrypted, and nothing is "
+                "unpacked here: of a TorchScript program, save the state_dict of its module; any "
+                "other archive, unpack and pack again with `zip -0`"
+            )
+        yield _Listed(name, header, size)
+
+
+def _wide(archive: Part, extra: bytes, *narrow: int) -> Iterator[int]:
+    """Numbers of an entry, those that are too large for its fields out of the extra field."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            wide = iter(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
+            break
+        at += 4 + length
+    else:
+        wide = iter(())
+    for number in narrow:
+        found = next(wide, None) if number == FULL32 else number
+        if found is None:
+            raise FormatError(f"{archive.where}: an entry of this zip archive has no size")
+        yield found
+
+
+def _located(archive: Part, listed: Sequence[_Listed]) -> Iterator[tuple[str, Entry]]:
+    """Where the bytes of entries lie, by the headers before them."""
+    seen: set[bytes] = set()
+    before = 0
+    for entry, header in zip(listed, _headers(archive, listed), strict=True):
+        signature, _, flags, method, _, _, _, packed, size, name_size, extra = LOCAL.unpack_from(
+            header
+        )
+        name = header[LOCAL.size :]
+        known = packed == size and (size in (entry.size, FULL32) or (flags & 8 and not size))
+        if signature != START or method or name != entry.name or name_size != len(name):
+            raise FormatError(f"{archive.where}: {entry.name[:80]!r} has another's header")
+        start = entry.header + LOCAL.size + name_size + extra
+        if not known or flags & ENCRYPTED:
+            raise FormatError(f"{archive.where}: {entry.name[:80]!r} has a header that lies")
+        if entry.name in seen or entry.header < before or start + entry.size > archive.size:
+            raise FormatError(f"{archive.where}: {entry.name[:80]!r} is twice there, or overlaps")
+        seen.add(entry.name)
+        before = start + entry.size
+        yield entry.name.decode("utf-8", "replace"), Entry(start, entry.size)
+
+
+def _headers(archive: Part, listed: Sequence[_Listed]) -> Iterator[bytes]:
+    """The headers before entries with their names, those near to each other read at once."""
+    window, at = b"", 0
+    for index, entry in enumerate(listed):
+        end = entry.header + LOCAL.size + len(entry.name)
+        if end > at + len(window):
+            at, last = entry.header, end
+            for other in listed[index + 1 :]:
+                stop = other.header + LOCAL.size + len(other.name)
+                if other.header - last > _GAP or stop - at > _WINDOW:
+                    break
+                last = max(last, stop)
+            window = archive.read(at, last - at)
+        yield window[entry.header - at : end - at]
