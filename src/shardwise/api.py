@@ -103,6 +103,7 @@ def load(
     verify: bool = True,
     allow_pickle: bool = False,
     spec: Specification | None = None,
+    skip_unknown: bool = False,
     index: Index | None = None,
     max_buffer: int = DEFAULT_MAX_BUFFER,
     group: dist.ProcessGroup | Group | None = None,
@@ -124,9 +125,8 @@ def load(
         rename: from the target's names to the checkpoint's: a function, or a mapping of names,
             each of which renames all names below it too.
         cast: convert where dtypes differ; without it, that is an error.
-        verify: check the checksum of every byte that is read; foreign formats have none.
+        verify, spec, skip_unknown, index: see `open`.
         allow_pickle: unpickle values that were saved as pickle. Only for files that you trust.
-        spec, index: see `open`.
         max_buffer: bound on the host memory used beside the state, in bytes.
         group: the ranks; the default process group if there is one, else this process alone.
         on_event: told of every stage as it ends.
@@ -147,7 +147,7 @@ def load(
         partial(renaming, rename),
         max_buffer,
         allow_pickle,
-        Reading(spec, index),
+        Reading(spec, index, skip_unknown),
     )
     with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
         return job.run(place, ranks, cleanup)
@@ -158,6 +158,7 @@ def open(  # noqa: A001 - shardwise.open
     *,
     verify: bool = True,
     spec: Specification | None = None,
+    skip_unknown: bool = False,
     index: Index | None = None,
 ) -> Checkpoint:
     """Open a checkpoint for reading by name, without a process group or a model.
@@ -166,6 +167,8 @@ def open(  # noqa: A001 - shardwise.open
         place: a directory or store that holds a checkpoint; or one of a foreign format.
         verify: check the checksum of every byte that is read; foreign formats have none.
         spec: what its tensors mean, in the language of docs/language.md; see `shardwise.spec`.
+        skip_unknown: leave out values in pickles whose classes are not known, and say so in
+            `left_out`; without it they are an error.
         index: a file to keep what was found of a foreign checkpoint in, so that it is opened at
             once the next time.
 
@@ -175,7 +178,7 @@ def open(  # noqa: A001 - shardwise.open
     """
     enter = partial(open_store, place)
     with without_collection():
-        opened = open_any(enter, SoloGroup(), reading=Reading(spec, index))
+        opened = open_any(enter, SoloGroup(), reading=Reading(spec, index, skip_unknown))
         return Checkpoint(opened, verify=verify)
 
 

@@ -45,6 +45,7 @@ def export(
     config: str | os.PathLike[str] | None = None,
     verify: bool = True,
     spec: Specification | None = None,
+    skip_unknown: bool = False,
     index: Index | None = None,
     max_memory: int = MAX_MEMORY,
     max_file: int = MAX_FILE,
@@ -65,7 +66,7 @@ def export(
         root: formats that hold a model alone have what is below this name, without it.
         dtype: convert the model's floating-point tensors to it.
         config: the model's configuration, a file that `"hf"` has a copy of as `config.json`.
-        verify, spec, index: as for `open`.
+        verify, spec, skip_unknown, index: as for `open`.
         max_memory, max_file: bounds on each rank's host memory, on tensors in a file; in bytes.
 
     Raises:
@@ -74,8 +75,7 @@ def export(
         CorruptionError: the source is damaged; or what was written is not read back as it was.
         RankError: another rank failed.
     """
-    recorder = Recorder(on_event)
-    folder = Path(target)
+    recorder, folder = Recorder(on_event), Path(target)
     with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
 
         def enter() -> Store:
@@ -86,7 +86,7 @@ def export(
 
         with recorder.stage("open"):
             terms = f"{folder}, {to}, {only}, {skip}, {root}, {dtype}, {max_file}"
-            opened = open_any(enter, ranks, terms, Reading(spec, index))
+            opened = open_any(enter, ranks, terms, Reading(spec, index, skip_unknown))
         identity = f"{opened.store}: {_digest(opened)}: {terms}"
         source, tensors = _choose(opened, Selection.by(only, skip), root, dtype)
         chosen = Chosen(source, tensors, _id_of(identity), root, max_file, _content(config))

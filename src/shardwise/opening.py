@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -33,12 +34,14 @@ class Reading:
     Attributes:
         spec: what its tensors mean, if that is not what they are called.
         index: the file that keeps what was found of a foreign one.
+        skip_unknown: leave out values in pickles that are of unknown classes, instead of refusing.
     """
 
     spec: Specification | None = None
     index: str | os.PathLike[str] | None = None
+    skip_unknown: bool = False
 
-    def described(self, tree: Tree) -> bytes:
+    def described(self, path: Path) -> bytes:
         """What is at a place that is no checkpoint of ours, encoded as an index.
 
         Raises:
@@ -46,11 +49,13 @@ class Reading:
             FormatError: it is malformed.
             MismatchError: the specification does not fit.
         """
+        tree = Tree(path, opaque=self.skip_unknown)
         by_ranks = self.spec is not None and self.spec.files is not None
         read = self.spec.read if self.spec is not None and by_ranks else read_foreign
         if self.index is None:
             return encode_index(read(tree))
-        return read_indexed(tree, self.index, read, str(self.spec) if by_ranks else "")
+        terms = f"{self.spec if by_ranks else None}, {self.skip_unknown}"
+        return read_indexed(tree, self.index, read, terms)
 
     def specified(self, opened: Opened) -> Opened:
         """A checkpoint of global tensors, as the specification has it."""
@@ -89,9 +94,8 @@ def open_foreign(store: Store, reading: Reading = PLAIN) -> Opened | None:
     """
     if not isinstance(store, LocalStore) or not store.path.exists() or _is_ours(store):
         return None
-    tree = Tree(store.path)
     try:
-        return opened_foreign(tree, decode_index(reading.described(tree)))
+        return opened_foreign(Tree(store.path), decode_index(reading.described(store.path)))
     except CheckpointNotFoundError:
         return None
 
@@ -102,7 +106,7 @@ def _read(store: Store, reading: Reading) -> bytes:
     except CheckpointNotFoundError:
         if not isinstance(store, LocalStore) or not store.path.exists() or _is_ours(store):
             raise
-        return reading.described(Tree(store.path))
+        return reading.described(store.path)
 
 
 def _is_ours(store: LocalStore) -> bool:

@@ -111,3 +111,23 @@ def test_files_that_one_rank_does_not_see_fail_on_all(gang: Gang, tmp_path: Path
     assert type(caught.value.exceptions[0]) is sw.RankError
     assert "rank 1: it could not read" in said[0]
     assert "distcp in /proc/self/cwd/large is missing" in said[1]
+
+
+class Mine:
+    """A class that no reader knows."""
+
+
+def test_values_of_unknown_classes_are_left_out_on_request(tmp_path: Path) -> None:
+    weights = torch.arange(4.0)
+    torch.save({"model": {"w": weights}, "mine": Mine(), "epoch": 3}, tmp_path / "one.pt")
+    with pytest.raises(sw.FormatError, match=r"Mine.*skip_unknown"):
+        sw.open(tmp_path / "one.pt")
+    found = sw.open(tmp_path / "one.pt", skip_unknown=True)
+    assert torch.equal(found.tensors()["model.w"][...], weights)
+    assert found["epoch"] == 3
+    assert [line for line in found.left_out if line.startswith("mine")]
+    out = torch.zeros(4)
+    sw.load(tmp_path / "one.pt", {"model": {"w": out}}, skip_unknown=True)
+    assert torch.equal(out, weights)
+    sw.export(tmp_path / "one.pt", tmp_path / "ours", to="native", skip_unknown=True)
+    assert set(sw.open(tmp_path / "ours")) == {"model.w", "epoch"}

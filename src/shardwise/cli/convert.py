@@ -47,6 +47,9 @@ Files = Annotated[
 Let = Annotated[
     list[str] | None, typer.Option(metavar="NAME=N", help="A number that the spec declares.")
 ]
+SkipUnknown = Annotated[
+    bool, typer.Option("--skip-unknown", help="Leave out values in pickles of unknown classes.")
+]
 Index = Annotated[
     str | None, typer.Option(metavar="FILE", help="Where to keep what was found of SRC.")
 ]
@@ -74,6 +77,7 @@ def convert(
     spec: Spec = None,
     files: Files = None,
     let: Let = None,
+    skip_unknown: SkipUnknown = False,
     index: Index = None,
     max_memory: Memory = "1G",
     max_file: File = "5G",
@@ -105,6 +109,7 @@ def convert(
             dtype=dtype,
             config=config,
             spec=_specification(spec, files, let or []),
+            skip_unknown=skip_unknown,
             index=index,
             max_memory=_bytes(max_memory),
             max_file=_bytes(max_file),

@@ -76,9 +76,9 @@ def _foreign_at(store: Store) -> Opened | None:
     if not isinstance(store, LocalStore) or (store.path / MANIFEST).exists():
         return None
     # Torch takes a second: only those wait who need it.
-    from shardwise.opening import open_foreign
+    from shardwise.opening import Reading, open_foreign
 
-    return open_foreign(store)
+    return open_foreign(store, Reading(skip_unknown=True))
 
 
 def read_manifest(store: Store) -> Saved:

@@ -20,10 +20,14 @@ class Tree:
     Links are followed, as caches of published models are made of them; a name never leads out of
     the directory by itself. Nothing is looked at before something is asked for: a rank that does
     not see the place fails where it reads, and where the others hear of it.
+
+    Args:
+        opaque: leave out what is not read from pickles in them, instead of refusing.
     """
 
-    def __init__(self, place: str | os.PathLike[str]) -> None:
+    def __init__(self, place: str | os.PathLike[str], *, opaque: bool = False) -> None:
         self.path = Path(place)
+        self.opaque = opaque
 
     def __str__(self) -> str:
         return str(self.path)

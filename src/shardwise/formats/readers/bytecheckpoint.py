@@ -67,7 +67,7 @@ def read(tree: Tree) -> Foreign:
         name = f"extra_state/extra_state_rank_{ranks[0]}.pt"
         with closing(tree.open(name)) as file:
             part_of = Part.whole(file, len(files), f"{tree}/{name}")
-            values["extra_state",] = read_torch_file(part_of).value
+            values["extra_state",] = read_torch_file(part_of, opaque=tree.opaque).value
         files += (tree.file(name),)
     if len(ranks) > 1:
         left_out.append(f"extra_state of {len(ranks) - 1} ranks: that of rank {ranks[0]} is taken")

@@ -109,7 +109,7 @@ def _read_shard(tree: Tree, name: str, number: int) -> _Shard:
         part = Part.whole(file, number, f"{tree}/{name}" if tree.only is None else str(tree))
         if not name.endswith(PICKLED):
             return _shard_of(read_header(part))
-        value: Any = read_torch_file(part).value
+        value: Any = read_torch_file(part, opaque=tree.opaque).value
     if not isinstance(value, dict) or not all(type(key) is str for key in value):
         raise FormatError(f"{part.where}: it is no state_dict of a module")
     arrays = {key: each for key, each in value.items() if isinstance(each, StoredArray)}

@@ -42,7 +42,7 @@ def read(tree: Tree) -> Foreign:
     """
     name = tree.only or ""
     with closing(tree.open(name)) as file:
-        contents = read_torch_file(Part.whole(file, 0, str(tree)))
+        contents = read_torch_file(Part.whole(file, 0, str(tree)), opaque=tree.opaque)
     value = contents.value
     state = _named(value) if isinstance(value, dict) else {"value": value}
     arrays: list[tuple[Path, StoredArray]] = []

@@ -200,7 +200,7 @@ class _Snapshot:
             part = Part.whole(file, number, f"{self._tree}/{location}")
             if within is not None:
                 part = part.within(within[0], within[1] - within[0], name)
-            return read_torch_file(part).value
+            return read_torch_file(part, opaque=self._tree.opaque).value
 
     def _file(self, location: str) -> int:
         self._tree.file(location)

@@ -64,7 +64,7 @@ def unpickle(
         more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
         raise FormatError(
             f"{where}: it names what is not read from pickles: {', '.join(names[:_NAMES_SHOWN])}"
-            f"{more}; nothing of it was run. Save without it, or ask to leave it out"
+            f"{more}; nothing of it was run. Save without it, or leave it out by skip_unknown=True"
         )
     return Pickled(value, names, end)
 

@@ -104,7 +104,7 @@ def read_values(
             return
         window: ReadableFile = _Window(data, item.offset) if len(data) == item.length else file
         part = Part(window, numbers[index], item.offset, item.length, names[index])
-        values[index] = read_torch_file(part, stubs=stubs).value
+        values[index] = read_torch_file(part, stubs=stubs, opaque=tree.opaque).value
         if b"/data/" not in data and len(data) == item.length:
             seen[data] = values[index]
 

@@ -32,7 +32,6 @@ def read(
     *,
     placing: Placing | None = None,
     members: Sequence[Sequence[str]] | None = None,
-    opaque: bool = False,
 ) -> Foreign:
     """Read a native checkpoint; no tensor is read.
 
@@ -42,14 +41,13 @@ def read(
         placing: how tensor-parallel shards make up parameters, where the checkpoint does not say.
         members: without ZeRO, the names of the parameters in each group of the optimizer: these are
             not stored, and told by their shapes only where one way alone is possible.
-        opaque: leave out what is not read from pickles, instead of refusing.
 
     Raises:
         FormatError: it is malformed or incomplete, or does not say how it is divided.
     """
     files = find_files(tree, tag)
     laying = Laying(tree.file(name) for name in tree.sizes)
-    ranks = Ranks.read(tree, files, laying, opaque=opaque)
+    ranks = Ranks.read(tree, files, laying)
     place = placing or (ranks.placing() if ranks.tensor_parallel > 1 else whole)
     if ranks.optimizers:
         _lay_zero(laying, ranks, place)

@@ -28,18 +28,18 @@ from shardwise.formats.tree import Tree
 THREADS = 8
 
 
-def load_all(tree: Tree, names: Iterable[str], laying: Laying, *, opaque: bool) -> dict[str, Any]:
+def load_all(tree: Tree, names: Iterable[str], laying: Laying) -> dict[str, Any]:
     """The values of files of torch.save, by name, read in parallel.
 
     Raises:
         FormatError: one is malformed, or not there.
     """
-    found = _read_all(tree, names, laying, opaque=opaque, alike=None)
+    found = _read_all(tree, names, laying, alike=None)
     return {name: contents.value for name, contents in found.items()}
 
 
 def _read_all(
-    tree: Tree, names: Iterable[str], laying: Laying, *, opaque: bool, alike: Alike | None
+    tree: Tree, names: Iterable[str], laying: Laying, *, alike: Alike | None
 ) -> dict[str, Contents]:
     numbers = {name: number for number, name in enumerate(tree.sizes)}
 
@@ -47,7 +47,7 @@ def _read_all(
         file = tree.open(name)
         try:
             part = Part.whole(file, numbers[name], f"{tree}/{name}")
-            return read_torch_file(part, stubs=STUBS, opaque=opaque, alike=alike)
+            return read_torch_file(part, stubs=STUBS, opaque=tree.opaque, alike=alike)
         finally:
             file.close()
 
@@ -60,11 +60,11 @@ def _read_all(
 
 
 def _model_states(
-    tree: Tree, files: Mapping[tuple[int, int], str], laying: Laying, *, opaque: bool
+    tree: Tree, files: Mapping[tuple[int, int], str], laying: Laying
 ) -> dict[tuple[int, int], ModelState]:
     """What each rank has; files that are alike are parsed once."""
     numbers = {name: number for number, name in enumerate(tree.sizes)}
-    found = _read_all(tree, files.values(), laying, opaque=opaque, alike=Alike())
+    found = _read_all(tree, files.values(), laying, alike=Alike())
     parsed: dict[int, ModelState] = {}
     states = {}
     for rank, name in files.items():
@@ -98,18 +98,18 @@ class Ranks:
     sliced: bool
 
     @classmethod
-    def read(cls, tree: Tree, files: Files, laying: Laying, *, opaque: bool) -> Ranks:
+    def read(cls, tree: Tree, files: Files, laying: Laying) -> Ranks:
         """Read all files, in parallel."""
 
         def load(names: Iterable[str]) -> dict[str, Any]:
-            return load_all(tree, names, laying, opaque=opaque)
+            return load_all(tree, names, laying)
 
         first = {rank: name for rank, name in files.model.items() if rank[0] == 0}
         values = load(first.values())
         models = {rank: model_state(values[n], f"{tree}/{n}") for rank, n in first.items()}
         others = {rank: name for rank, name in files.model.items() if rank[0]}
         if any(state.frozen_shapes for state in models.values()):
-            models |= _model_states(tree, others, laying, opaque=opaque)
+            models |= _model_states(tree, others, laying)
         if others:
             laying.left_out.append(
                 f"buffers of {len(others)} more ranks: each has its own under ZeRO 3; those of the "

@@ -32,9 +32,7 @@ def recognise(tree: Tree) -> bool:
     return has_universal_files(tree)
 
 
-def read(
-    tree: Tree, tag: str | None = None, *, placing: Placing | None = None, opaque: bool = False
-) -> Foreign:
+def read(tree: Tree, tag: str | None = None, *, placing: Placing | None = None) -> Foreign:
     """Read a universal checkpoint; no tensor is read.
 
     Weights and the optimizer's state are the atoms; frozen parameters and buffers, which DeepSpeed
@@ -43,20 +41,20 @@ def read(
     Args:
         tree: the universal directory, or the one above it.
         tag: which one; by default what `latest_universal` names.
-        placing, opaque: as in `native.read`.
+        placing: as in `native.read`.
 
     Raises:
         FormatError: it is malformed or incomplete.
     """
     files = find_files(tree, tag, universal=True)
     laying = Laying(tree.file(name) for name in tree.sizes)
-    ranks = Ranks.read(tree, files, laying, opaque=opaque)
+    ranks = Ranks.read(tree, files, laying)
     below = [
         name.removeprefix(files.folder) for name in tree.sizes if name.startswith(files.folder)
     ]
     atoms = {(m[1], m[2]): f"{files.folder}{m[0]}" for m in map(_ATOM.fullmatch, below) if m}
     wanted = [*atoms.values(), f"{files.folder}{_SETTINGS}"]
-    contents = load_all(tree, wanted, laying, opaque=opaque)
+    contents = load_all(tree, wanted, laying)
     trained = _trained(ranks)
     _lay_atoms(laying, atoms, contents, trained)
     _lay_settings(laying, ranks, contents[wanted[-1]], f"{tree}/{wanted[-1]}")

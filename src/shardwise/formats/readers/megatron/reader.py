@@ -53,7 +53,8 @@ def read(tree: Tree) -> Foreign:
     stored = unstacked(unflattened(read_stored(tree, metadata), metadata))
     number = len(stored.files)
     with closing(tree.open(COMMON)) as file:
-        common = read_torch_file(Part.whole(file, number, f"{tree}/{COMMON}")).value
+        part = Part.whole(file, number, f"{tree}/{COMMON}")
+        common = read_torch_file(part, opaque=tree.opaque).value
     if not isinstance(common, dict):
         raise FormatError(f"{tree}/{COMMON}: it holds no dict")
     builder = Builder((*stored.files, tree.file(COMMON)), stored.laid, list(stored.left_out))
