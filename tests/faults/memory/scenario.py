@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.memory.node.acquaintances import NODES
 from shardwise.memory.node.home import read_note
 from shardwise.memory.node.notes import Card
 from shardwise.memory.node.place import ABANDONED
@@ -228,7 +229,7 @@ def strays(shm: Path) -> list[str]:
         found += [path for path in home.iterdir() if not _HOME.fullmatch(path.name)]
         for run in (home / "runs").iterdir():
             for folder in run.iterdir():
-                if folder.name == ROOT:
+                if folder.name in (ROOT, NODES):
                     continue
                 known = {"free": _SLOT, "ended": _OUTCOME, "trainers": _TRAINER}
                 pattern = known.get(folder.name, _SNAPSHOT)

@@ -82,3 +82,17 @@ def test_ranks_that_moved_are_not_missed_where_they_were(gang: Gang, root: Path,
     gang.run(go_on, replace(cluster, node_of=(1, 0)), 2 * STEPS, world=2)
     time.sleep(1.2)  # the agents look around once more
     assert steps_in(root) == [STEPS - 1]
+
+
+def test_ranks_that_come_back_find_what_others_saved_meanwhile(
+    gang: Gang, root: Path, shm: Path
+) -> None:
+    """On nodes whose snapshots name none of those that hold the newest."""
+    everyone = Cluster(root=root, shm=shm, node_of=(0, 1, 2, 3), options={"copies": 1})
+    here, there = replace(everyone, node_of=(1, 3)), replace(everyone, node_of=(0, 2))
+    gang.run(go_on, everyone, STEPS, world=4)
+    last = STEPS
+    for cluster in (here, there, here):
+        went = gang.run(go_on, cluster, last + 2 * STEPS, world=2)
+        assert {(each.step, each.source) for each in went} == {(last, "memory")}
+        last += 2 * STEPS

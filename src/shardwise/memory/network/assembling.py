@@ -14,6 +14,7 @@ from shardwise.manifest.names import MANIFEST
 from shardwise.memory.network.assembled import Assembly
 from shardwise.memory.network.client import AgentClient
 from shardwise.memory.node import notes
+from shardwise.memory.node.acquaintances import acquaintances
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.lineage import Lineage
 from shardwise.memory.node.notes import Card, Protect
@@ -24,7 +25,7 @@ from shardwise.memory.tls import Tls
 
 ABSENT = 2.0
 SILENT = 10.0
-ASKED_AT_A_TIME = 16
+ASKED_AT_A_TIME = 64
 
 Read = Callable[[str, int, str], bytes]
 """`read(node, step, name)`: all of a small file; raises `OSError` where it cannot be had."""
@@ -48,7 +49,7 @@ class Held(msgspec.Struct, array_like=True):
 def what_is_held(run: Run, node: str) -> Held:
     """What this node holds of a run."""
     steps: dict[int, dict[str, int]] = {}
-    knows: dict[str, Card] = {}
+    knows = {card.node: card for card in acquaintances(run)}
     for step in run.steps():
         place = Place(run, step)
         with suppress(FileNotFoundError):

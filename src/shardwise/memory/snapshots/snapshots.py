@@ -23,6 +23,7 @@ from shardwise.manifest.names import data_file, new_save_id
 from shardwise.memory.agent.guard import gaps
 from shardwise.memory.agent.keeper import Keeper
 from shardwise.memory.network.vigil import Agents
+from shardwise.memory.node.acquaintances import remember
 from shardwise.memory.node.branches import leave_behind
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.lineage import Lineage, go_on_from
@@ -121,6 +122,7 @@ class Snapshots:
             if self.is_first_of_node:
                 forget_lost(self.run)
                 remove_predecessors(self.home, self.run, str(self._root))
+                remember(self.run, self.meeting.nodes)
                 node_of = self.meeting.node_of
                 evict(self.run, lambda rank: node_of[rank : rank + 1] == [self.node])
             return b""
