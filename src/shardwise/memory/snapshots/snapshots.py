@@ -106,13 +106,8 @@ class Snapshots:
 
     def _warn_of_gaps(self) -> None:
         options = self._options
-        found = gaps(
-            self.meeting.nodes,
-            copies=options.copies,
-            parity=options.parity,
-            group=options.group,
-        )
-        for gap in found:
+        kept = {"copies": options.copies, "parity": options.parity, "group": options.group}
+        for gap in gaps(self.meeting.nodes, **kept):
             warnings.warn(f"snapshots in memory: {gap}", RuntimeWarning, stacklevel=4)
 
     def _evict_movers(self) -> None:
