@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -31,7 +32,7 @@ def expecting(served: Served, tmp_path: Path, *, asked: str) -> Done:
     bound = threading.Timer(5.0, place.abandon)
     bound.start()
     try:
-        with Nodes(place, cards, "here", WAIT) as nodes:
+        with closing(Nodes(place, cards, "here", WAIT)) as nodes:
             return nodes.expect("there", DONE, Done, asked=asked)
     finally:
         bound.cancel()
