@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -87,6 +88,14 @@ class Place:
     def staged(self) -> list[Staged]:
         """The files in it that trainers have staged."""
         return self._whole(self.named(".staged.json"), Staged)
+
+    def age(self) -> float:
+        """Seconds since something was staged in it for the last time; 0 if nothing was."""
+        times = []
+        for name in self.named(".staged.json"):
+            with suppress(FileNotFoundError):
+                times.append((self.path / name).stat().st_mtime)
+        return max(0.0, time.time() - max(times)) if times else 0.0
 
     def saves(self) -> set[str]:
         """The ids of the saves of which trainers have staged something in it."""

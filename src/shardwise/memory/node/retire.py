@@ -140,6 +140,22 @@ def discard(places: Sequence[Place]) -> None:
             )
 
 
+def give_up_failed(run: Run, patience: float) -> None:
+    """Retire snapshots that will never be committed: all but the newest step, whose commit has
+    failed, or, of those for memory alone, of which nothing was heard for so many seconds."""
+    for step in run.steps()[:-1]:
+        place = Place(run, step)
+        staged = place.staged()
+        if place.is_committed() or not staged:
+            continue
+        ended = [place.ended("commit", save_id) for save_id in place.saves()]
+        failed = all(done is not None and done.failure for done in ended)
+        durable = any("persist" in each.stages for each in staged)
+        if failed or (not durable and place.age() > patience):
+            place.abandon()
+            retire(place, PATIENCE)
+
+
 def _is_busy(place: Place) -> bool:
     """Whether something is still to become of it that has not become of a newer one already."""
     names = set(place.named(".json"))

@@ -17,6 +17,7 @@ from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, Run, write_note
 from shardwise.memory.node.notes import Draft, Staged
 from shardwise.memory.node.place import Place
+from shardwise.memory.node.retire import give_up_failed
 from shardwise.memory.node.room import needed_for_others, taken_for_others
 from shardwise.memory.options import Memory
 from shardwise.memory.redundancy.placement import parity_file_size
@@ -150,7 +151,14 @@ class Staging:
 
     def has_free(self) -> bool:
         """Whether there is memory for another part."""
+        if not self._own.has_free():
+            give_up_failed(self._run, self._patience)
         return self._own.has_free()
+
+    @property
+    def _patience(self) -> float:
+        """After how many seconds a commit has failed, though this node was not told."""
+        return 2 * self._options.wait + 1
 
     def begin(self, part: Part) -> Copying:
         """Copy a part, as it is when the current streams of devices come to here.
@@ -283,6 +291,7 @@ class Staging:
                     f"no slot was free for {self._options.wait:.0f} s: the agent of {self._home} "
                     f"is behind, or stuck (its log: {self._home.log})"
                 )
+            give_up_failed(self._run, self._patience)
             self._wake()
             time.sleep(pause)
             pause = min(2 * pause, POLL[1])
