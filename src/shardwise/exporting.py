@@ -63,7 +63,7 @@ def export(
         to: `"hf"` (safetensors), `"dcp"` (torch.distributed.checkpoint), `"torch"` (one file of
             torch.save), `"deepspeed-universal"` (for ZeRO 1, 2 and 3), or `"native"`.
         only, skip, group, on_event: as for `load`. The first two say which names are written.
-        root: formats that hold a model alone have what is below this name, without it.
+        root: formats that hold a model alone have what is below this name, without it; "": all.
         dtype: convert the model's floating-point tensors to it.
         config: the model's configuration, a file that `"hf"` has a copy of as `config.json`.
         verify, spec, skip_unknown, index: as for `open`.
@@ -117,7 +117,7 @@ def _choose(
     if not tensors:
         raise StateError(f"{opened.store}: nothing to write: only= and skip= leave no tensor")
     names = {each.name for each in tensors}
-    start = f"{root}." if any(name.startswith(f"{root}.") for name in names) else ""
+    start = f"{root}." if root else ""
     converted = {name for name in names if dtype is not None and name.startswith(start)}
     written = []
     for each in tensors:

@@ -208,6 +208,7 @@ def test_a_kill_leaves_nothing_that_looks_whole(source: Path, tmp_path: Path, wr
         ({"to": "gguf"}, "native, hf"),
         ({"dtype": "float31"}, "bfloat16"),
         ({"only": ["nothing"]}, "leave no tensor"),
+        ({"root": "net"}, "of model, optimizer"),
         ({"max_memory": 1}, "at least"),
         ({"config": "nowhere.json"}, "a file is needed"),
         ({"config": __file__, "to": "dcp"}, "to='hf'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from shardwise.memory.node.lineage import Lineage, go_on_from, lineage_of
 from shardwise.memory.node.notes import Done, Draft, Staged
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.predecessors import ROOT
+from shardwise.memory.node.retire import give_up_failed
 from shardwise.memory.node.trainers import Presence
 from shardwise.memory.snapshots.slots import Slots
 from shardwise.store import LocalStore
@@ -250,3 +252,28 @@ def test_a_root_that_says_nothing_of_a_run_costs_it_nothing(
         note.write_text(text if damage == "another's" else "{")
     assert not Idle(0.0).discard(Place(idle_run, 7))
     assert idle_run.steps() == [7, 8]
+
+
+def failed(run: Run, step: int) -> None:
+    """Its commit has failed."""
+    save = f"{step:016x}"
+    note = Done(save_id=save, stage="commit", failure="a node is lost")
+    write_note(run.step(step) / notes.outcome("commit", save), note)
+
+
+def aged(run: Run, step: int, seconds: float) -> None:
+    (note,) = run.step(step).glob("*.staged.json")
+    os.utime(note, (time.time() - seconds,) * 2)
+
+
+def test_what_will_never_be_committed_gives_its_slot_back(run: Run) -> None:
+    for step in range(1, 8):
+        leave(run, step, committed=step == 1, durable=step in (4, 5))
+    for step in (3, 4, 7):
+        failed(run, step)
+    for step in (2, 5, 7):
+        aged(run, step, 60)
+    give_up_failed(run, patience=30)
+    # 1 is committed, 5 is to be persisted, 6 may still be committed, and 7 is the newest.
+    assert run.steps() == [1, 5, 6, 7]
+    assert {path.name for path in run.free.iterdir()} == {f"r00000-{s}.slot" for s in (2, 3, 4)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.convert.output import Part
+from shardwise.errors import StateError
 from shardwise.layout import Box
 from shardwise.manifest.manifest import Manifest, TensorEntry
 
@@ -44,11 +45,23 @@ class Chosen:
     config: bytes | None
 
     def model(self) -> list[Written]:
-        """The tensors below the root, without its name; all, if there are none."""
+        """The tensors below the root, without its name; all, if it is empty.
+
+        Raises:
+            StateError: there are none.
+        """
+        if not self.root:
+            return list(self.tensors)
         start = f"{self.root}."
         found = [
             Written(each.name.removeprefix(start), each.entry, each.dtype)
             for each in self.tensors
             if each.name.startswith(start)
         ]
-        return found or list(self.tensors)
+        if not found:
+            tops = ", ".join(dict.fromkeys(each.name.split(".")[0] for each in self.tensors))
+            raise StateError(
+                f"nothing lies below {self.root!r}: root= is to name the model, of {tops[:200]}; "
+                'or root="" for all'
+            )
+        return found

@@ -55,15 +55,17 @@ def lay_boxes(arrays: Sequence[tuple[int, tuple[int, ...], StoredArray]]) -> Lai
     )
 
 
-def joined(first: Laid, second: Laid) -> Laid:
-    """The pieces of both."""
-    dims = max(first.stride.shape[1], second.stride.shape[1])
-    a, b = widened(first, dims), widened(second, dims)
+def joined(*tables: Laid) -> Laid:
+    """The pieces of all."""
+    if not tables:
+        return Laid.nothing()
+    dims = max(table.stride.shape[1] for table in tables)
+    wide = [widened(table, dims) for table in tables]
     columns = [
-        np.concatenate([getattr(a.pieces, name), getattr(b.pieces, name)])
+        np.concatenate([getattr(table.pieces, name) for table in wide])
         for name in ("tensor", "file", "start", "offset", "shape")
     ]
-    return Laid(Pieces(*columns), np.concatenate([a.stride, b.stride]))
+    return Laid(Pieces(*columns), np.concatenate([table.stride for table in wide]))
 
 
 def widened(laid: Laid, dims: int) -> Laid:

@@ -11,6 +11,7 @@ import torch
 from shardwise.errors import FormatError, StateError
 from shardwise.formats.catalogue import StoredArray
 from shardwise.formats.foreign import Foreign, ForeignFile, Laid
+from shardwise.formats.laying.lay import joined
 from shardwise.formats.laying.optimizers import Group, encoded_groups
 from shardwise.formats.laying.plain import bytes_of, encode_plain, number_tensor
 from shardwise.formats.readers.deepspeed.placements import Placement, whole
@@ -178,44 +179,15 @@ class Laying:
 
     def finish(self, kind: str, *, step: int | None, world_size: int) -> Foreign:
         """All that was laid."""
-        dims = max((len(entry.shape) for entry in self._entries), default=0)
         return Foreign(
             format=kind,
             files=tuple(self._files),
             tensors=tuple(self._entries),
-            laid=_joined(self._laid[False], dims),
-            replicas=_joined(self._laid[True], dims),
+            laid=joined(*self._laid[False]),
+            replicas=joined(*self._laid[True]),
             averages=dict(self.averages),
             objects=tuple(self._objects),
             step=step,
             world_size=world_size,
             left_out=tuple(self.left_out),
         )
-
-
-def row_major(shapes: Int) -> Int:
-    """Strides of row-major arrays, in elements; shapes are rows."""
-    after = np.ones_like(shapes)
-    after[:, :-1] = np.cumprod(shapes[:, :0:-1], axis=1)[:, ::-1]
-    return after
-
-
-def _joined(tables: Sequence[Laid], dims: int) -> Laid:
-    if not tables:
-        return Laid.nothing()
-    pieces = [table.pieces for table in tables]
-    return Laid(
-        Pieces(
-            np.concatenate([each.tensor for each in pieces]),
-            np.concatenate([each.file for each in pieces]),
-            np.concatenate([each.start for each in pieces]),
-            np.concatenate([_widened(each.offset, dims, 0) for each in pieces]),
-            np.concatenate([_widened(each.shape, dims, 1) for each in pieces]),
-        ),
-        np.concatenate([_widened(table.stride, dims, 0) for table in tables]),
-    )
-
-
-def _widened(table: Int, dims: int, fill: int) -> Int:
-    wide = ((0, 0), (0, dims - table.shape[1]))
-    return np.pad(table, wide, constant_values=fill)

@@ -11,10 +11,11 @@ import numpy as np
 from shardwise.errors import FormatError
 from shardwise.formats.catalogue import StoredArray
 from shardwise.formats.foreign import Laid
-from shardwise.formats.readers.deepspeed.laying import Laying, row_major
+from shardwise.formats.readers.deepspeed.laying import Laying
 from shardwise.formats.readers.deepspeed.partitions import as_fragments, sliced
 from shardwise.formats.readers.deepspeed.placements import Placing, whole
 from shardwise.formats.readers.deepspeed.states import ModelState
+from shardwise.layout import row_major
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.table import Pieces
 from shardwise.manifest.validate import padded_shapes

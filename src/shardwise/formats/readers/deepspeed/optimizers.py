@@ -11,11 +11,11 @@ from shardwise.errors import FormatError
 from shardwise.formats.foreign import Laid
 from shardwise.formats.laying import optimizers as param_groups
 from shardwise.formats.readers.deepspeed.groups import MASTER, Flat, Group
-from shardwise.formats.readers.deepspeed.laying import Laying, row_major
+from shardwise.formats.readers.deepspeed.laying import Laying
 from shardwise.formats.readers.deepspeed.partitions import Fragments, as_fragments
 from shardwise.formats.readers.deepspeed.placements import Placement, Placing
 from shardwise.formats.readers.deepspeed.states import Number
-from shardwise.layout import find_overlaps
+from shardwise.layout import find_overlaps, row_major
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.table import Int, Pieces
 from shardwise.manifest.validate import padded_shapes
