@@ -50,9 +50,11 @@ class Served:
         return self.home / "runs" / RUN / STEP
 
     def fill(self, name: str, data: bytes) -> None:
-        """Have a file in it."""
+        """Have a file in it, whole from the first moment, as all that writes notes does."""
         self.step.mkdir(parents=True, exist_ok=True)
-        (self.step / name).write_bytes(data)
+        half = self.step / f".{name}"
+        half.write_bytes(data)
+        half.replace(self.step / name)
 
     def ask(
         self,
