@@ -61,9 +61,10 @@ class Field:
     def copy_notes(self, to: Path) -> None:
         """What there is to see after a failure: logs, notes, and the names of all files."""
         for node in self.nodes:
-            for path in sorted(node.rglob("*")):
-                with suppress(OSError):  # what still lives goes on meanwhile
-                    self._copy_note(path, node, to)
+            for directory, _, names in os.walk(node):  # what still lives goes on meanwhile
+                for name in sorted(names):
+                    with suppress(OSError):
+                        self._copy_note(Path(directory, name), node, to)
 
     def _copy_note(self, path: Path, node: Path, to: Path) -> None:
         size = path.stat().st_size

@@ -24,7 +24,7 @@ from shardwise.manifest.manifest import FileEntry, complete_manifest, decode_man
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory.agent.guard import guard, protection_of
 from shardwise.memory.agent.persist import Throttle, copy_to_store
-from shardwise.memory.agent.publication import publication
+from shardwise.memory.agent.publication import publication, retain
 from shardwise.memory.agent.rescue import copy_lost
 from shardwise.memory.network.nodes import Nodes
 from shardwise.memory.node import notes
@@ -145,6 +145,16 @@ class Leading:
                 bytes_total=draft.bytes_total,
                 files=len(draft.files),
             )
+            nodes.tell_all(notes.outcome(stage, draft.save_id), done)
+            if stage == "persist" and not failure:
+                self._retain(place, draft, nodes)
+
+    def _retain(self, place: Place, draft: Draft, nodes: Nodes) -> None:
+        """Remove what is no longer kept in storage; of this, only a failure is told."""
+        _, failure = attempt(place, lambda: retain(draft))
+        if failure:
+            stage = notes.RETAIN
+            done = Done(save_id=draft.save_id, stage=stage, failure=failure, node=self.node)
             nodes.tell_all(notes.outcome(stage, draft.save_id), done)
 
     def _commit(self, place: Place, draft: Draft, nodes: Nodes) -> int:

@@ -23,13 +23,12 @@ class Publication:
         is_published: whether an agent before has published this save, and could not tell of it.
     """
 
-    root: Store
     store: Store
     draft: Draft
     is_published: bool
 
     def finish(self, manifest: bytes) -> None:
-        """Publish, if that is not done, and remove what is no longer kept below the root.
+        """Publish, if that is not done.
 
         Raises:
             CheckpointExistsError: another save has published there meanwhile.
@@ -41,8 +40,6 @@ class Publication:
             self._publish(manifest)
         if self.draft.overwrite:
             collect_leftovers(self.store, own_lock=lock_file(self.draft.save_id))
-        keep = Keep(**self.draft.keep)  # type: ignore[arg-type]
-        apply_retention(self.root, keep, newest=self.draft.step, damaged=frozenset())
 
     def _publish(self, manifest: bytes) -> None:
         try:
@@ -59,8 +56,7 @@ def publication(draft: Draft) -> Iterator[Publication]:
         CheckpointExistsError: there is another checkpoint, and it is not to be overwritten.
         StoreError: the place cannot be locked.
     """
-    root = open_store(draft.root)
-    store = root.at(step_directory(draft.step))
+    store = open_store(draft.root).at(step_directory(draft.step))
     names = store.list()
     published = MANIFEST in names and _save_at(store) == draft.save_id
     if not draft.overwrite and MANIFEST in names and not published:
@@ -71,11 +67,22 @@ def publication(draft: Draft) -> Iterator[Publication]:
         try:
             if not held:
                 raise StoreError(f"{store}: another agent is persisting this save")
-            yield Publication(root, store, draft, published)
+            yield Publication(store, draft, published)
         finally:
             if held:
                 with suppress(OSError):
                     store.delete(lock_file(draft.save_id))
+
+
+def retain(draft: Draft) -> int:
+    """Remove what is no longer kept below the root of what is published; how many checkpoints.
+
+    Freeing the blocks of a large file can take as long as a third of writing it, so this is no
+    part of publishing. An agent that is killed before it leaves this to the next save.
+    """
+    keep = Keep(**draft.keep)  # type: ignore[arg-type]
+    root = open_store(draft.root)
+    return len(apply_retention(root, keep, newest=draft.step, damaged=frozenset()))
 
 
 def _save_at(store: Store) -> str | None:

@@ -19,6 +19,8 @@ from shardwise.memory.redundancy.placement import Group, Protection
 PlainName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")]
 DATA = (".safetensors", ".bin")
 """How the names of files end that are no notes."""
+RETAIN = "retain"
+"""What comes after the last stage: old checkpoints go. There is a note of it only if it failed."""
 _STAGED = ".staged.json"
 _NOTE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.json")
 

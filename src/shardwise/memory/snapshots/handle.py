@@ -49,7 +49,7 @@ class Stages:
         Raises:
             StoreError: one has, of a save that is to be persisted; says which, and why.
         """
-        return self._bear(lambda: [self.ended(stage) for stage in self.stages])
+        return self._bear(lambda: [self.ended(stage) for stage in (*self.stages, notes.RETAIN)])
 
     def settle(self) -> bool:
         """Wait until all stages have ended; whether none has failed.
