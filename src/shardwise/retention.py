@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,6 +92,8 @@ def remove_checkpoint(store: Store) -> bool:
             return False
         store.delete(MANIFEST)
     collect_leftovers(store)
+    with suppress(OSError):  # files that no save has made stay
+        store.remove()
     return True
 
 

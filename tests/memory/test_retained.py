@@ -1,0 +1,68 @@
+"""Old checkpoints go once the newer one is published, which does not wait for it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+import shardwise as sw
+from shardwise.errors import StoreError
+from shardwise.manifest.names import MANIFEST, step_directory
+from shardwise.store.local import LocalStore
+from tests.memory.test_snapshots import shm
+
+__all__ = ["shm"]
+
+
+def checkpointer(root: Path, shm: Path) -> sw.Checkpointer:
+    """One that keeps the newest only."""
+    memory = sw.Memory(dir=str(shm), wait=10.0)
+    return sw.Checkpointer(root, keep=sw.Keep(last=1), memory=memory)
+
+
+def test_old_checkpoints_are_gone_when_the_run_is_closed(tmp_path: Path, shm: Path) -> None:
+    root = tmp_path / "root"
+    with checkpointer(root, shm) as cp:
+        for step in (1, 2, 3):
+            handle = cp.save(step, {"t": step})
+            assert handle is not None
+            handle.result(20.0)
+            assert cp.latest() == step
+    assert [each.name for each in root.glob("step-*")] == [step_directory(3)]
+
+
+def test_old_checkpoints_that_cannot_go_fail_the_next_save_and_not_the_one_that_is_published(
+    tmp_path: Path, shm: Path
+) -> None:
+    root = tmp_path / "root"
+    cp = checkpointer(root, shm)
+    (root / step_directory(0) / MANIFEST).mkdir(parents=True)  # is no file that can be deleted
+    handle = cp.save(1, {"t": 1})
+    assert handle is not None
+    handle.result(20.0)
+    deadline = time.monotonic() + 20
+    while not list(shm.glob("**/retain-all-*.json")):
+        assert time.monotonic() < deadline, "nobody told"
+        time.sleep(0.01)
+    with pytest.raises(StoreError, match="step 1: retain: IsADirectoryError"):
+        cp.save(2, {"t": 2})
+    cp.close(wait=False)
+    target = {"t": 0}
+    sw.load(root / step_directory(1), target)
+    assert target == {"t": 1}
+
+
+def test_publishing_does_not_wait_for_old_checkpoints(tmp_path: Path, shm: Path) -> None:
+    root = tmp_path / "root"
+    cp = checkpointer(root, shm)
+    first = cp.save(1, {"t": 1})
+    assert first is not None
+    first.result(20.0)
+    with LocalStore(root / step_directory(1)).hold(MANIFEST, shared=True):
+        second = cp.save(2, {"t": 2})
+        assert second is not None
+        second.result(20.0)
+    cp.close()
+    assert cp.steps() == [1, 2]  # one that is read stays until the next time
