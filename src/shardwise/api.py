@@ -29,7 +29,7 @@ from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.formats.specification import Specification
 from shardwise.manifest.names import MANIFEST, checked_name
-from shardwise.opening import Reading, open_any
+from shardwise.opening import Reading, open_any, refuse_foreign
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.saved import Rename, SavedState, renaming
 from shardwise.state.leaves import Holdings
@@ -85,7 +85,10 @@ def save(
     def prepare() -> Save:
         options = SaveOptions.checked(step, overwrite, check_replicas, metrics)
         held = held_by(state, allow_pickle=allow_pickle)
-        return Save(held=held, store=open_store(place), max_buffer=max_buffer, options=options)
+        store = open_store(place)
+        if ranks.rank == 0:
+            refuse_foreign(store)
+        return Save(held=held, store=store, max_buffer=max_buffer, options=options)
 
     with without_collection(), resolved_group(group) as ranks:
         return save_all(prepare, ranks, PlanCache() if plans is None else plans, recorder)
@@ -104,6 +107,7 @@ def load(
     allow_pickle: bool = False,
     spec: Specification | None = None,
     skip_unknown: bool = False,
+    format: str | None = None,  # noqa: A002 - as it is called everywhere
     index: Index | None = None,
     max_buffer: int = DEFAULT_MAX_BUFFER,
     group: dist.ProcessGroup | Group | None = None,
@@ -125,11 +129,9 @@ def load(
         rename: from the target's names to the checkpoint's: a function, or a mapping of names,
             each of which renames all names below it too.
         cast: convert where dtypes differ; without it, that is an error.
-        verify, spec, skip_unknown, index: see `open`.
+        verify, spec, skip_unknown, format, index: see `open`.
         allow_pickle: unpickle values that were saved as pickle. Only for files that you trust.
-        max_buffer: bound on the host memory used beside the state, in bytes.
-        group: the ranks; the default process group if there is one, else this process alone.
-        on_event: told of every stage as it ends.
+        max_buffer, group, on_event: see `save`.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
@@ -147,7 +149,7 @@ def load(
         partial(renaming, rename),
         max_buffer,
         allow_pickle,
-        Reading(spec, index, skip_unknown),
+        Reading(spec, index, skip_unknown, format),
     )
     with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
         return job.run(place, ranks, cleanup)
@@ -159,6 +161,7 @@ def open(  # noqa: A001 - shardwise.open
     verify: bool = True,
     spec: Specification | None = None,
     skip_unknown: bool = False,
+    format: str | None = None,  # noqa: A002 - as it is called everywhere
     index: Index | None = None,
 ) -> Checkpoint:
     """Open a checkpoint for reading by name, without a process group or a model.
@@ -169,6 +172,8 @@ def open(  # noqa: A001 - shardwise.open
         spec: what its tensors mean, in the language of docs/language.md; see `shardwise.spec`.
         skip_unknown: leave out values in pickles whose classes are not known, and say so in
             `left_out`; without it they are an error.
+        format: `"dcp"`, `"hf"` …: which of several, where foreign checkpoints of these lie at
+            one place.
         index: a file to keep what was found of a foreign checkpoint in, so that it is opened at
             once the next time.
 
@@ -178,7 +183,8 @@ def open(  # noqa: A001 - shardwise.open
     """
     enter = partial(open_store, place)
     with without_collection():
-        opened = open_any(enter, SoloGroup(), reading=Reading(spec, index, skip_unknown))
+        reading = Reading(spec, index, skip_unknown, format)
+        opened = open_any(enter, SoloGroup(), reading=reading)
         return Checkpoint(opened, verify=verify)
 
 

@@ -36,6 +36,7 @@ from shardwise.manifest.names import step_directory, step_of_directory
 from shardwise.memory.options import Memory
 from shardwise.memory.snapshots.handle import SaveHandle
 from shardwise.memory.snapshots.snapshots import Snapshots, Storing
+from shardwise.opening import refuse_as_root
 from shardwise.plan.cache import PlanCache
 from shardwise.preemption import Preemption
 from shardwise.restoring import RestoreReport, Restoring, origins_of
@@ -71,6 +72,7 @@ class Checkpointer:
     Raises:
         ValueError: `every` is not positive, `on_sigterm` is unknown, or cannot be had outside of
             the main thread.
+        CheckpointExistsError: the root is a checkpoint itself, and no `start_from` was given.
     """
 
     def __init__(
@@ -364,6 +366,8 @@ class Checkpointer:
             raise ShardwiseError(f"the Checkpointer of {self._root} is closed")
 
     def _collect(self, _: list[bytes]) -> bytes:
+        if self._start_from is None:
+            refuse_as_root(self._root)
         for name in self._root.list():
             if step_of_directory(name) is not None:
                 store = self._root.at(name)

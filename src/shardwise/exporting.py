@@ -46,6 +46,7 @@ def export(
     verify: bool = True,
     spec: Specification | None = None,
     skip_unknown: bool = False,
+    format: str | None = None,  # noqa: A002 - as it is called everywhere
     index: Index | None = None,
     max_memory: int = MAX_MEMORY,
     max_file: int = MAX_FILE,
@@ -62,18 +63,17 @@ def export(
         target: a new directory.
         to: `"hf"` (safetensors), `"dcp"` (torch.distributed.checkpoint), `"torch"` (one file of
             torch.save), `"deepspeed-universal"` (for ZeRO 1, 2 and 3), or `"native"`.
-        only, skip, group, on_event: as for `load`. The first two say which names are written.
+        only, skip, group, on_event: as for `load`; the first two choose what is written.
         root: formats that hold a model alone have what is below this name, without it; "": all.
         dtype: convert the model's floating-point tensors to it.
         config: the model's configuration, a file that `"hf"` has a copy of as `config.json`.
-        verify, spec, skip_unknown, index: as for `open`.
+        verify, spec, skip_unknown, format, index: as for `open`.
         max_memory, max_file: bounds on each rank's host memory, on tensors in a file; in bytes.
 
     Raises:
         CheckpointExistsError: the target holds something else.
         StateError: an option is none, or the format cannot hold something.
         CorruptionError: the source is damaged; or what was written is not read back as it was.
-        RankError: another rank failed.
     """
     recorder, folder = Recorder(on_event), Path(target)
     with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
@@ -86,7 +86,7 @@ def export(
 
         with recorder.stage("open"):
             terms = f"{folder}, {to}, {only}, {skip}, {root}, {dtype}, {max_file}"
-            opened = open_any(enter, ranks, terms, Reading(spec, index, skip_unknown))
+            opened = open_any(enter, ranks, terms, Reading(spec, index, skip_unknown, format))
         identity = f"{opened.store}: {_digest(opened)}: {terms}"
         source, tensors = _choose(opened, Selection.by(only, skip), root, dtype)
         chosen = Chosen(source, tensors, _id_of(identity), root, max_file, _content(config))

@@ -12,17 +12,17 @@ import numpy as np
 
 from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened, open_checkpoint, opened_manifest, read_manifest
-from shardwise.errors import CheckpointNotFoundError
+from shardwise.errors import CheckpointExistsError, CheckpointNotFoundError, FormatError
 from shardwise.formats.files import ForeignFiles
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.index import MAGIC, decode_index, encode_index
 from shardwise.formats.indexed import read_indexed
-from shardwise.formats.recognise import read_foreign
+from shardwise.formats.recognise import read_foreign, recognised
 from shardwise.formats.specification import Specification
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 from shardwise.manifest.manifest import FileEntry, Manifest
-from shardwise.manifest.names import made_by_save, step_of_directory
+from shardwise.manifest.names import MANIFEST, made_by_save, step_of_directory
 from shardwise.respecified import respecified
 from shardwise.store import LocalStore, Store
 
@@ -35,11 +35,13 @@ class Reading:
         spec: what its tensors mean, if that is not what they are called.
         index: the file that keeps what was found of a foreign one.
         skip_unknown: leave out values in pickles that are of unknown classes, instead of refusing.
+        format: the key of the foreign format, where a place is of several.
     """
 
     spec: Specification | None = None
     index: str | os.PathLike[str] | None = None
     skip_unknown: bool = False
+    format: str | None = None
 
     def described(self, path: Path) -> bytes:
         """What is at a place that is no checkpoint of ours, encoded as an index.
@@ -51,10 +53,11 @@ class Reading:
         """
         tree = Tree(path, opaque=self.skip_unknown)
         by_ranks = self.spec is not None and self.spec.files is not None
-        read = self.spec.read if self.spec is not None and by_ranks else read_foreign
+        known = partial(read_foreign, format=self.format)
+        read = self.spec.read if self.spec is not None and by_ranks else known
         if self.index is None:
             return encode_index(read(tree))
-        terms = f"{self.spec if by_ranks else None}, {self.skip_unknown}"
+        terms = f"{self.spec if by_ranks else None}, {self.skip_unknown}, {self.format}"
         return read_indexed(tree, self.index, read, terms)
 
     def specified(self, opened: Opened) -> Opened:
@@ -98,6 +101,44 @@ def open_foreign(store: Store, reading: Reading = PLAIN) -> Opened | None:
         return opened_foreign(Tree(store.path), decode_index(reading.described(store.path)))
     except CheckpointNotFoundError:
         return None
+
+
+def foreign_formats(store: Store) -> str:
+    """What foreign formats a place is of, in words; "" if it is of none, or ours all the same."""
+    if not isinstance(store, LocalStore) or not store.path.exists() or _is_ours(store):
+        return ""
+    try:
+        return " and ".join(reader.name for reader in recognised(Tree(store.path)))
+    except (FormatError, OSError):  # who reads it is told; here it is in nobody's way
+        return ""
+
+
+def refuse_foreign(store: Store) -> None:
+    """Refuse to save where a foreign checkpoint is.
+
+    Raises:
+        CheckpointExistsError: there is one.
+    """
+    if formats := foreign_formats(store):
+        raise CheckpointExistsError(
+            f"{store} holds a checkpoint of {formats}, which a save does not replace: save into a "
+            "directory of its own"
+        )
+
+
+def refuse_as_root(store: Store) -> None:
+    """Refuse a place that is a checkpoint as the root of a run's checkpoints.
+
+    Raises:
+        CheckpointExistsError: it is one, ours or a foreign one.
+    """
+    ours = MANIFEST in store.list()
+    formats = "shardwise" if ours else foreign_formats(store)
+    if formats:
+        raise CheckpointExistsError(
+            f"{store} is a checkpoint itself, of {formats}, and not the root of a run: give the "
+            f"run a directory of its own, and start_from={str(store)!r} to begin from this"
+        )
 
 
 def _read(store: Store, reading: Reading) -> bytes:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
+import shardwise as sw
 from tests.cli.conftest import Run
 
 
@@ -46,6 +48,16 @@ def test_it_is_compared_with_what_it_became(run: Run, foreign: Path, tmp_path: P
 def test_it_cannot_be_verified_and_that_is_said(run: Run, foreign: Path) -> None:
     ran = run("verify", foreign)
     assert (ran.status, "no checksums" in ran.err) == (2, True)
+
+
+def test_of_several_one_is_chosen(run: Run, foreign: Path, tmp_path: Path) -> None:
+    safetensors.torch.save_file({"v": torch.ones(2)}, foreign / "model.safetensors")
+    ran = run("convert", foreign, tmp_path / "ours")
+    assert (ran.status, "format='dcp'" in ran.err) == (1, True), ran.err
+    ran = run("inspect", foreign, "--format", "hf", "--json")
+    assert [each["name"] for each in ran.document["tensors"]] == ["model.v"]
+    assert run("convert", foreign, tmp_path / "ours", "--format", "dcp").status == 0
+    assert list(sw.open(tmp_path / "ours").tensors()) == ["model.w"]
 
 
 def test_an_unknown_directory_is_no_checkpoint(run: Run, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -131,3 +132,51 @@ def test_values_of_unknown_classes_are_left_out_on_request(tmp_path: Path) -> No
     assert torch.equal(out, weights)
     sw.export(tmp_path / "one.pt", tmp_path / "ours", to="native", skip_unknown=True)
     assert set(sw.open(tmp_path / "ours")) == {"model.w", "epoch"}
+
+
+def test_a_foreign_checkpoint_is_no_root_of_a_run(foreign: Path) -> None:
+    """Nothing would be restored, and files of two checkpoints mixed."""
+    before = sorted(path.name for path in foreign.iterdir())
+    with pytest.raises(sw.CheckpointExistsError, match=rf"PyTorch DCP.*start_from='{foreign}'"):
+        sw.Checkpointer(foreign, memory=None)
+    with pytest.raises(sw.CheckpointExistsError, match=r"PyTorch DCP.*directory of its own"):
+        sw.save(foreign, {"w": torch.ones(2)}, overwrite=True)
+    assert sorted(path.name for path in foreign.iterdir()) == before
+    target = {"model": {"w": torch.zeros(2, 3)}}
+    for _ in range(2):
+        with sw.Checkpointer(foreign, memory=None, start_from=foreign) as checkpointer:
+            step = checkpointer.restore(target)
+            checkpointer.save((step or 0) + 1, target)
+    assert checkpointer.steps() == [1, 2]
+
+
+def test_a_checkpoint_of_ours_is_no_root_of_a_run(tmp_path: Path) -> None:
+    sw.save(tmp_path / "one", {"w": torch.ones(2)})
+    with pytest.raises(sw.CheckpointExistsError, match=r"of shardwise.*start_from='.*one'"):
+        sw.Checkpointer(tmp_path / "one", memory=None)
+
+
+def test_of_several_formats_one_is_to_be_chosen(foreign: Path, tmp_path: Path) -> None:
+    safetensors.torch.save_file({"v": torch.ones(2)}, foreign / "model.safetensors")
+    with pytest.raises(sw.FormatError, match=r"DCP and Hugging Face: choose by format='dcp' or fo"):
+        sw.open(foreign)
+    for _ in range(2):  # the index too is of one format
+        assert list(sw.open(foreign, format="hf", index=tmp_path / "index")) == ["model.v"]
+        assert list(sw.open(foreign, format="dcp", index=tmp_path / "index")) == ["model.w"]
+    out = {"model": {"w": torch.zeros(2, 3)}}
+    sw.load(foreign, out, format="dcp")
+    assert out["model"]["w"].sum() == 15
+    with pytest.raises(
+        sw.CheckpointNotFoundError, match=r"of PyTorch DCP \(format='dcp'\) and Hug"
+    ):
+        sw.open(foreign, format="torch")
+    with pytest.raises(sw.StateError, match="megatron, bytecheckpoint"):
+        sw.open(foreign, format="gguf")
+
+
+def test_a_file_is_no_place_to_convert_into(foreign: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("mine")
+    for target in ("taken", "taken/below", "taken/below/it"):
+        with pytest.raises(sw.CheckpointExistsError, match=r"taken is a file: .* new directory"):
+            sw.export(foreign, tmp_path / target, to="native")
+    assert (tmp_path / "taken").read_text() == "mine"

@@ -50,6 +50,12 @@ Let = Annotated[
 SkipUnknown = Annotated[
     bool, typer.Option("--skip-unknown", help="Leave out values in pickles of unknown classes.")
 ]
+Format = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT", help="Which of SRC, if checkpoints of several formats are there."
+    ),
+]
 Index = Annotated[
     str | None, typer.Option(metavar="FILE", help="Where to keep what was found of SRC.")
 ]
@@ -78,6 +84,7 @@ def convert(
     files: Files = None,
     let: Let = None,
     skip_unknown: SkipUnknown = False,
+    format: Format = None,  # noqa: A002 - the option's name
     index: Index = None,
     max_memory: Memory = "1G",
     max_file: File = "5G",
@@ -110,6 +117,7 @@ def convert(
             config=config,
             spec=_specification(spec, files, let or []),
             skip_unknown=skip_unknown,
+            format=format,
             index=index,
             max_memory=_bytes(max_memory),
             max_file=_bytes(max_file),

@@ -18,6 +18,10 @@ def inspect(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="A name in it, or the start of names.")
     ] = None,
+    format: Annotated[  # noqa: A002 - the option's name
+        str | None,
+        typer.Option(metavar="FORMAT", help="Which, if foreign checkpoints of several are there."),
+    ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Leave nothing out: collapse no layers, list all boxes.")
     ] = False,
@@ -35,7 +39,7 @@ def inspect(
     "shape", "bytes", "same_as", "boxes": [{"offset", "shape", "rank", "file", "bytes"}]}; of one
     value: {"path", "name", "value"}; of a value of each rank: {"path", "name", "values"}.
     """
-    saved = checkpoint_at(path)
+    saved = checkpoint_at(path, format)
     pieces = trusted_pieces(saved)
     if name is not None:
         found = find(saved, pieces, name)

@@ -56,15 +56,15 @@ class Below:
         return (-1 if self.step is None else self.step, self.name)
 
 
-def checkpoint_at(path: str) -> Saved:
-    """The checkpoint at a path.
+def checkpoint_at(path: str, format: str | None = None) -> Saved:  # noqa: A002 - as in `open`
+    """The checkpoint at a path; `format` says which, where foreign ones of several lie there.
 
     Raises:
         CheckpointNotFoundError: there is none; says what there is, and what may have been meant.
         FormatError: its manifest cannot be trusted.
     """
     store = open_store(path)
-    foreign = _foreign_at(store)
+    foreign = _foreign_at(store, format)
     if foreign is not None:
         return Saved(store, foreign.manifest, foreign)
     if MANIFEST not in _names(store):
@@ -72,13 +72,13 @@ def checkpoint_at(path: str) -> Saved:
     return read_manifest(store)
 
 
-def _foreign_at(store: Store) -> Opened | None:
+def _foreign_at(store: Store, format: str | None = None) -> Opened | None:  # noqa: A002
     if not isinstance(store, LocalStore) or (store.path / MANIFEST).exists():
         return None
     # Torch takes a second: only those wait who need it.
     from shardwise.opening import Reading, open_foreign
 
-    return open_foreign(store, Reading(skip_unknown=True))
+    return open_foreign(store, Reading(skip_unknown=True, format=format))
 
 
 def read_manifest(store: Store) -> Saved:

@@ -39,8 +39,11 @@ class Journal:
         """Make the target, or see that what is there was begun by the same conversion.
 
         Raises:
-            CheckpointExistsError: it holds something else.
+            CheckpointExistsError: it holds something else, or is a file or below one.
         """
+        above = next(path for path in (self._folder, *self._folder.parents) if path.exists())
+        if not above.is_dir():
+            raise CheckpointExistsError(f"{above} is a file: convert into a new directory")
         kept = self._notes / "identity"
         found = sorted(path.name for path in self._folder.glob("*"))
         if found and not kept.is_file():

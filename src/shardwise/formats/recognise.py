@@ -1,11 +1,11 @@
-"""Which format a place is of: the readers, in the order in which they are asked."""
+"""Which format a place is of: all readers are asked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwise.errors import CheckpointNotFoundError
+from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.readers import bytecheckpoint, huggingface, torchsave, torchsnapshot
 from shardwise.formats.readers.dcp import reader as dcp
@@ -20,40 +20,95 @@ MOST_HINTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A format: what it is called, whether a place looks like it, and how it is read."""
+    """A format: what it is called, whether a place looks like it, and how it is read.
 
+    Attributes:
+        key: its name as an option, as in `format="dcp"`.
+        name: in words.
+        covers: keys of formats whose files it has too, which do not count beside it.
+    """
+
+    key: str
     name: str
     recognise: Callable[[Tree], bool]
     read: Callable[[Tree], Foreign]
+    covers: tuple[str, ...] = ()
 
 
 READERS: tuple[Reader, ...] = (
-    Reader(megatron.FORMAT, megatron.recognise, megatron.read),
-    Reader(bytecheckpoint.FORMAT, bytecheckpoint.recognise, bytecheckpoint.read),
-    Reader(torchsnapshot.FORMAT, torchsnapshot.recognise, torchsnapshot.read),
-    Reader(dcp.FORMAT, dcp.recognise, dcp.read),
-    Reader(deepspeed.FORMAT, deepspeed.recognise, deepspeed.read),
-    Reader(deepspeed_universal.FORMAT, deepspeed_universal.recognise, deepspeed_universal.read),
-    Reader(megatron_legacy.FORMAT, megatron_legacy.recognise, megatron_legacy.read),
-    Reader(huggingface.FORMAT, huggingface.recognise, huggingface.read),
-    Reader(torchsave.FORMAT, torchsave.recognise, torchsave.read),
+    Reader("megatron", megatron.FORMAT, megatron.recognise, megatron.read, ("dcp",)),
+    Reader("bytecheckpoint", bytecheckpoint.FORMAT, bytecheckpoint.recognise, bytecheckpoint.read),
+    Reader("torchsnapshot", torchsnapshot.FORMAT, torchsnapshot.recognise, torchsnapshot.read),
+    Reader("dcp", dcp.FORMAT, dcp.recognise, dcp.read, ("torch",)),
+    Reader(
+        "deepspeed",
+        deepspeed.FORMAT,
+        deepspeed.recognise,
+        deepspeed.read,
+        ("deepspeed-universal", "torch"),  # its own converter writes beside it
+    ),
+    Reader(
+        "deepspeed-universal",
+        deepspeed_universal.FORMAT,
+        deepspeed_universal.recognise,
+        deepspeed_universal.read,
+    ),
+    Reader(
+        "megatron-legacy", megatron_legacy.FORMAT, megatron_legacy.recognise, megatron_legacy.read
+    ),
+    Reader("hf", huggingface.FORMAT, huggingface.recognise, huggingface.read),
+    Reader("torch", torchsave.FORMAT, torchsave.recognise, torchsave.read),
 )
 
 
-def read_foreign(tree: Tree) -> Foreign:
-    """Read what is at a place, by the first format that recognises it. No tensor is read.
+def recognised(tree: Tree) -> list[Reader]:
+    """The formats that a place is of: one, unless the checkpoints of several lie there.
 
     Raises:
-        CheckpointNotFoundError: no format does.
-        FormatError: the one that does finds it malformed.
+        CheckpointNotFoundError: nothing is there.
     """
-    for reader in READERS:
-        if reader.recognise(tree):
-            return reader.read(tree)
+    found = [reader for reader in READERS if reader.recognise(tree)]
+    covered = {key for reader in found for key in reader.covers}
+    return [reader for reader in found if reader.key not in covered]
+
+
+def read_foreign(tree: Tree, format: str | None = None) -> Foreign:  # noqa: A002 - as in `open`
+    """Read what is at a place. No tensor is read.
+
+    Args:
+        format: the key of a reader; None for the one that recognises the place.
+
+    Raises:
+        CheckpointNotFoundError: no format does, or not this one.
+        FormatError: the one that does finds it malformed; or there are several.
+        StateError: `format` is none.
+    """
+    if format is not None and format not in {reader.key for reader in READERS}:
+        known = ", ".join(reader.key for reader in READERS)
+        raise StateError(f"format={format!r}: formats that are read are {known}")
+    found = recognised(tree)
+    wanted = [
+        reader
+        for reader in READERS
+        if (reader in found if format is None else reader.key == format and reader.recognise(tree))
+    ]
+    if not wanted:
+        raise CheckpointNotFoundError(_unknown(tree, found))
+    if len(wanted) > 1:
+        names = " and ".join(reader.name for reader in wanted)
+        choice = " or ".join(f"format={reader.key!r}" for reader in wanted)
+        raise FormatError(f"{tree} has checkpoints of several formats, {names}: choose by {choice}")
+    return wanted[0].read(tree)
+
+
+def _unknown(tree: Tree, found: list[Reader]) -> str:
+    if found:
+        names = " and ".join(f"{reader.name} (format={reader.key!r})" for reader in found)
+        return f"{tree} is not of this format, but of {names}"
     known = ", ".join(reader.name for reader in READERS)
-    found = ", ".join(list(tree.sizes)[:5]) or "no file"
-    raise CheckpointNotFoundError(
-        f"{tree} is of no format that is known here ({known}): it has {found}"
+    files = ", ".join(list(tree.sizes)[:5]) or "no file"
+    return (
+        f"{tree} is of no format that is known here ({known}): it has {files}"
         f"{', …' if len(tree.sizes) > 5 else ''}{_below(tree)}"
     )
 
@@ -62,7 +117,7 @@ def _below(tree: Tree) -> str:
     """What may have been meant: what is of a known format one step below."""
     names = [] if tree.only is not None else sorted({name.partition("/")[0] for name in tree.sizes})
     trees = [Tree(tree.path / name) for name in names[-MOST_HINTS:]]
-    meant = [each for each in trees if any(reader.recognise(each) for reader in READERS)]
+    meant = [each for each in trees if recognised(each)]
     if not meant:
         return ""
     return f". Open what is below: {', '.join(each.path.name for each in meant)}"

@@ -10,6 +10,7 @@ import torch
 
 from shardwise.errors import FormatError
 from shardwise.formats.readers.deepspeed import native, universal
+from shardwise.formats.recognise import read_foreign
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 from shardwise.state.objects import decode
@@ -45,7 +46,8 @@ def test_all_is_as_the_engine_had_it(checkpoints: Checkpoints, case: str) -> Non
 
 def test_a_root_with_both_is_read_as_native(checkpoints: Checkpoints) -> None:
     place = checkpoints.place(CONVERTED[0])
-    assert native.recognise(Tree(place))
+    assert read_foreign(Tree(place)).format == native.FORMAT
+    assert read_foreign(Tree(place), "deepspeed-universal").format == universal.FORMAT
     assert not native.recognise(Tree(place / "universal"))
     assert universal.recognise(Tree(place / "universal"))
 
