@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,10 @@ from shardwise.engine.opened import Opened
 from shardwise.errors import CorruptionError
 from shardwise.events import Recorder
 from shardwise.store import LocalStore
+from shardwise.store.store import Buffer
 
 SMALLEST_MEMORY = 16 << 20
-LARGEST_READ = 64 << 20
+LARGEST_READ = 32 << 20
 ALIGNMENT = 4096
 
 
@@ -35,7 +37,8 @@ class ConversionReport:
         bytes_written: of this rank's files.
         resumed: how many of its files were there from a conversion that was broken off.
         left_out: what of the source is not in it, and why.
-        seconds: by stage (open, write, verify, publish), and their total.
+        seconds: by stage (open, write, publish; verify, beyond what goes on beside writing), and
+            their total.
     """
 
     path: str
@@ -107,23 +110,33 @@ class Conversion:
 
     def _write(self, outputs: list[Output], journal: Journal, resumed: list[str]) -> bytes:
         """Write those that are not complete yet; the sums of all, encoded."""
-        largest = min(LARGEST_READ, self.max_memory // 4) // ALIGNMENT * ALIGNMENT
+        largest = min(LARGEST_READ, self.max_memory // 8) // ALIGNMENT * ALIGNMENT
         source = Source(self.opened, Arena(largest), verify=self.verify)
         done: dict[str, list[int]] = {}
         with self.recorder.stage("plan", 2 * sum(output.size for output in outputs)):
             pass  # who shows how far it is wants to know how much there is to do
-        for output in outputs:
-            sums = journal.sums_of(output)
-            if sums is None:
-                with self.recorder.stage("write", output.size):
-                    sums = _write(output, source, self.folder, largest)
-                    journal.complete(output, sums)
-            else:
-                resumed.append(output.name)
-            with self.recorder.stage("verify", output.size):
-                _read_again(output, sums, self.folder, largest)
-            done[output.name] = list(sums)
+        with ThreadPoolExecutor(1, "shardwise-convert-verify") as behind:
+            reading: tuple[Output, Future[None]] | None = None
+            for output in outputs:
+                sums = journal.sums_of(output)
+                if sums is None:
+                    with self.recorder.stage("write", output.size):
+                        sums = _write(output, source, self.folder, largest)
+                        journal.complete(output, sums)
+                else:
+                    resumed.append(output.name)
+                self._wait(reading)
+                reading = output, behind.submit(_read_again, output, sums, self.folder, largest)
+                done[output.name] = list(sums)
+            self._wait(reading)
         return msgspec.msgpack.encode(done)
+
+    def _wait(self, reading: tuple[Output, Future[None]] | None) -> None:
+        """Wait until a file is read again, for what the next one's writing has left of that."""
+        if reading is not None:
+            output, job = reading
+            with self.recorder.stage("verify", output.size):
+                job.result()
 
 
 def _share(outputs: tuple[Output, ...], ranks: int) -> list[list[Output]]:
@@ -151,13 +164,27 @@ def _write(output: Output, source: Source, folder: Path, largest: int) -> Sums:
 
 
 def _read_again(output: Output, sums: Sums, folder: Path, largest: int) -> None:
+    """Read a file in two buffers: one is summed while the other is read.
+
+    Raises:
+        CorruptionError: it is not what was written.
+    """
     found = MarkedSums(output)
-    buffer = aligned_buffer(largest)
-    with closing(_below(LocalStore(folder), output.name).open(Path(output.name).name)) as file:
-        for low in range(0, output.size, largest):
-            part = buffer[: min(largest, output.size - low)]
-            if file.read_at(low, part) < len(part):
-                break
+    buffers = [aligned_buffer(largest) for _ in range(2)]
+    store = _below(LocalStore(folder), output.name)
+    with (
+        closing(store.open(Path(output.name).name)) as file,
+        ThreadPoolExecutor(1, "shardwise-convert-reread") as ahead,
+    ):
+
+        def read(low: int) -> Buffer:
+            part = buffers[low // largest % 2][: max(0, min(largest, output.size - low))]
+            return part[: file.read_at(low, part)]
+
+        coming = ahead.submit(read, 0)
+        for low in range(largest, output.size + largest, largest):
+            part = coming.result()
+            coming = ahead.submit(read, low)
             found.add(part)
     if found.all() != list(sums):
         raise CorruptionError(
