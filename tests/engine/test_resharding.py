@@ -174,3 +174,23 @@ def test_no_block_is_read_twice_and_contiguous_targets_cost_little(
             assert max(store.blocks.values()) <= 2  # a block of data, and the checksums beside it
             if split_saved == split_wanted == 0:
                 assert report.bytes_read <= 1.05 * report.bytes_needed + 2 * BLOCK * source
+
+
+def test_a_rank_may_hold_tensors_of_fewer_dimensions_than_others_or_none(tmp_path: Path) -> None:
+    shapes = {0: (3, 4), 1: (), 2: None, 3: (5,)}
+
+    def state(rank: int, fill: int) -> dict[str, object]:
+        shape = shapes[rank]
+        return {} if shape is None else {f"of{rank}": torch.full(shape, fill + rank)}
+
+    def save(group: ThreadGroup) -> None:
+        sw.save(tmp_path / "saved", {"model": state(group.rank, 7)}, group=group)
+
+    def load(group: ThreadGroup) -> None:
+        target = state(group.rank, 0)
+        sw.load(tmp_path / "saved", {"model": target}, group=group)
+        expected = state(group.rank, 7)
+        assert all(torch.equal(target[name], expected[name]) for name in expected)
+
+    run_ranks(4, save)
+    run_ranks(4, load)

@@ -48,11 +48,12 @@ def section_of(share: Share, description: Description) -> Section:
     itemsize = np.array([DTYPES[dtype].itemsize for dtype in description.dtypes], np.int64)
     nbytes = share.shape.prod(axis=1) * itemsize[tensor]
     dims = [len(description.shapes[i]) for i in tensor.tolist()]
-    whole: npt.NDArray[np.bool_] = (share.shape == description.shape[rows]).all(axis=1)
+    known = description.shape.shape[1]  # others may hold tensors of more dimensions
+    whole: npt.NDArray[np.bool_] = (share.shape[:, :known] == description.shape[rows]).all(axis=1)
     return Section(
         np.concatenate([[0], np.cumsum(nbytes)]),
         rows.tolist(),
-        _cut(share.offset - description.offset[rows], dims),
+        _cut(share.offset[:, :known] - description.offset[rows], dims),
         _cut(share.shape, dims),
         whole.tolist(),
     )
