@@ -38,6 +38,7 @@ RUNS = [
         for question in ("many_tensors", "memory", "planning", "checksums", "snapshots")
     ),
     *(Run("overhead", processes) for processes in (1, 2)),
+    Run("rebuild", 3),
     *(Run("foreign_resume", processes) for processes in (1, 4)),
     *(Run(f"foreign_{question}") for question in ("load", "export")),
     *(Run(f"foreign_{question}", 1) for question in ("open", "check")),

@@ -1,0 +1,222 @@
+"""How fast the share of a rank comes back that is not here: from a peer's agent, and by XOR.
+
+Each rank has a node, which is a directory with an agent of its own. Rank 0 restores what another
+rank has saved: first while the node of that one is there, then when it is lost with its memory.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from http.client import HTTPConnection
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from harness import Bench, Size, arguments
+from limits import copier
+from peers import nothing
+
+import shardwise as sw
+from shardwise.memory.node.mappings import mapped
+from shardwise.memory.node.notes import Protect
+from shardwise.memory.redundancy.rebuild import rebuild_file
+from shardwise.store.store import Buffer
+
+SHARES = Size(tensors=48)  # memory holds them five times: two slots of each, and parity
+MEMORY = Path("/dev/shm/shardwise-rebuild")
+OWNER = 1
+"""The rank whose share rank 0 restores."""
+THREADS = 2
+NEVER = 1 << 30
+CHECK = "check"
+DOWNLOAD, FROM_PEER = "plain HTTP range download", "sw: restore from a peer"
+BY_XOR = "sw: restore by XOR of what two peers have"
+COPY, XOR = "copy", "sw: XOR of what two peers have, all of it in memory"
+SERVER = """
+import sys
+from aiohttp import web
+app = web.Application()
+app.router.add_static("/", sys.argv[1])
+web.run_app(app, host="127.0.0.1", port=0, print=lambda said: print(said, flush=True))
+"""
+Tensors = dict[str, torch.Tensor]
+
+
+def main() -> None:
+    bench = Bench("rebuild", SHARES, arguments())
+    mine = share_of(bench, bench.rank, torch.randn)
+    wanted = share_of(bench, OWNER, torch.zeros) if bench.rank == 0 else {}
+    with ExitStack() as cleanup:
+        cleanup.callback(clean, bench)
+        if bench.rank == 0:
+            shutil.rmtree(MEMORY, ignore_errors=True)
+            MEMORY.mkdir()
+        dist.barrier()
+        for step in bench.rounds:
+            ask(bench, mine, wanted, step)
+    bench.compare(DOWNLOAD, FROM_PEER, BY_XOR)
+    bench.compare(COPY, XOR)
+    peer, xor = bench.ratio(DOWNLOAD, FROM_PEER), bench.ratio(COPY, XOR)
+    bench.goal("restore from a peer, of a plain HTTP range download", peer, least=0.7)
+    bench.goal("rebuild by XOR, the part in memory, of copy bandwidth", xor, least=0.5)
+    bench.finish()
+
+
+def ask(bench: Bench, mine: Tensors, wanted: Tensors, step: int) -> None:
+    """One round: save, and bring the share back in all ways."""
+    with checkpointer_of(bench) as checkpointer:
+        handle = checkpointer.save(step, {"model": mine})
+        if handle is None:
+            raise RuntimeError("a save that waits for a slot was left out")
+        handle.protected()
+        dist.barrier()
+        with ExitStack() as cleanup:
+            ways = ways_of(step, bench.world, cleanup) if bench.rank == 0 else {}
+            for name in (COPY, XOR, DOWNLOAD):
+                bench.measure(name, ways.get(name, nothing))
+                ways.get(CHECK, nothing)()
+        restore(bench, FROM_PEER, checkpointer, wanted, "other nodes")
+        compare(bench, mine, wanted)
+    dist.barrier()
+    if bench.rank == OWNER:
+        lose(node(OWNER))
+    with checkpointer_of(bench) as checkpointer:
+        restore(bench, BY_XOR, checkpointer, wanted, "decoded")
+        compare(bench, mine, wanted)
+
+
+def ways_of(step: int, world: int, cleanup: ExitStack) -> dict[str, Callable[[], object]]:
+    """What rank 0 does with the owner's file: copies, rebuilds and downloads it."""
+    held: dict[tuple[str, str], Buffer] = {}
+    for rank in range(world):
+        (home,) = node(rank).iterdir()
+        name = (home / "node").read_text()
+        (snapshot,) = home.glob(f"runs/*/step-{step:08d}")
+        held |= {(name, path.name): touched(path) for path in snapshot.iterdir()}
+        if rank == OWNER:
+            owner, directory = name, snapshot
+    (file,) = (name for of, name in held if of == owner and name.endswith(".safetensors"))
+    (asked,) = directory.glob("protect-????????????????.json")
+    protection = msgspec.json.decode(asked.read_bytes(), type=Protect).protection
+    lost = held[owner, file]
+    copy = copier([torch.from_numpy(lost)], THREADS)
+    out = copy()
+
+    def read(of: str, name: str, offset: int, into: Buffer) -> None:
+        into[:] = held[of, name][offset : offset + len(into)]
+
+    def check() -> None:
+        if not np.array_equal(out, lost):
+            raise RuntimeError("it is not what was lost")
+        out[:] = 0
+
+    return {
+        COPY: copy,
+        XOR: partial(rebuild_file, protection, owner, file, read, out, threads=THREADS),
+        DOWNLOAD: partial(fetch, cleanup.enter_context(plain_server(directory)), file, out),
+        CHECK: check,
+    }
+
+
+def touched(path: Path) -> Buffer:
+    """A file, mapped, all of whose pages are there."""
+    found = mapped(path, path.stat().st_size)
+    found.max(initial=0)
+    return found
+
+
+@contextmanager
+def plain_server(directory: Path) -> Iterator[int]:
+    """Files of a directory, served by aiohttp as it comes; the port."""
+    command = [sys.executable, "-c", SERVER, str(directory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            said = process.stdout.readline() if process.stdout else ""
+            yield int(said.split()[3].rsplit(":", 1)[1])
+        finally:
+            process.terminate()
+
+
+def fetch(port: int, name: str, out: Buffer) -> None:
+    """Fill `out` with the first bytes of a file."""
+    connection = HTTPConnection("127.0.0.1", port)
+    connection.request("GET", f"/{name}", headers={"Range": f"bytes=0-{len(out) - 1}"})
+    response = connection.getresponse()
+    view = out.data
+    while view:
+        view = view[response.readinto(view) or sys.exit("the plain download was cut off") :]
+    connection.close()
+
+
+def restore(
+    bench: Bench, name: str, checkpointer: sw.Checkpointer, wanted: Tensors, origin: str
+) -> None:
+    """Restore on all ranks, of which only the first wants anything."""
+    for tensor in wanted.values():
+        tensor.zero_()
+    bench.measure(name, lambda: checkpointer.restore({"model": wanted}, strict=False))
+    report = checkpointer.last_restore
+    if report is None or (wanted and not report.origins[origin]):
+        raise RuntimeError(f"it came from elsewhere: {report}")
+
+
+def compare(bench: Bench, mine: Tensors, wanted: Tensors) -> None:
+    """Whether what came back is what was saved, by the sum of each tensor's words."""
+    tensors = mine if bench.rank == OWNER else wanted
+    sums = {name: int(t.view(torch.int32).sum(dtype=torch.int64)) for name, t in tensors.items()}
+    everyone = bench.gathered(sums)
+    if everyone[0] != everyone[OWNER]:
+        raise RuntimeError("what was restored is not what was saved")
+
+
+def share_of(bench: Bench, rank: int, make: Callable[..., torch.Tensor]) -> Tensors:
+    """What a rank saves, which no other has."""
+    shape = bench.size.nbytes // 4 // bench.size.columns, bench.size.columns
+    return {f"rank{rank}.w{i}": make(shape) for i in range(bench.size.tensors // bench.world)}
+
+
+@contextmanager
+def checkpointer_of(bench: Bench) -> Iterator[sw.Checkpointer]:
+    """This rank's, on a node of its own."""
+    directory = node(bench.rank)
+    directory.mkdir(exist_ok=True)
+    memory = sw.Memory(dir=str(directory), parity=1, slots=1, when_full="wait", rescue=False)
+    checkpointer = sw.Checkpointer(bench.dir / "root", every=NEVER, memory=memory)
+    try:
+        yield checkpointer
+    finally:
+        checkpointer.close(wait=False)
+
+
+def node(rank: int) -> Path:
+    """The memory of a rank's node."""
+    return MEMORY / f"node{rank}"
+
+
+def lose(directory: Path) -> None:
+    """A node is lost, with its agent and all of its memory."""
+    for card in directory.glob("*/agent.json"):
+        os.kill(msgspec.json.decode(card.read_bytes())["process"], signal.SIGKILL)
+    shutil.rmtree(directory)
+
+
+def clean(bench: Bench) -> None:
+    """End the agents, and leave nothing in memory."""
+    dist.barrier()
+    if bench.rank == 0:
+        for rank in range(bench.world):
+            lose(node(rank))
+        shutil.rmtree(MEMORY)
+
+
+if __name__ == "__main__":
+    main()
