@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import msgspec
@@ -10,6 +10,7 @@ import numpy as np
 
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
+from shardwise.engine.renames import fitting_renames
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.saved import SavedState
@@ -101,7 +102,7 @@ def agree_on_match(
     look: Callable[[], Matched],
     saved: SavedState,
     selection: Selection,
-    targets: Iterable[str],
+    targets: Collection[str],
     group: Group,
     *,
     strict: bool,
@@ -133,16 +134,19 @@ def agree_on_match(
         return msgspec.msgpack.encode((*bits, found.missing, found.problems, found.unused))
 
     def answer(said: list[bytes]) -> bytes:
-        return msgspec.msgpack.encode(_unite(names, said, strict=strict))
+        return msgspec.msgpack.encode(_unite(names, said, targets, strict=strict))
 
     reply = exchange(group, "matching names", speak, answer)
     return matched[0], msgspec.msgpack.decode(reply, type=tuple[str, ...])
 
 
-def _unite(names: list[str], said: list[bytes], *, strict: bool) -> list[str]:
+def _unite(
+    names: list[str], said: list[bytes], targets: Collection[str], *, strict: bool
+) -> list[str]:
     claimed = np.zeros(len(names), bool)
     scope = np.zeros(len(names), bool)
     problems: dict[str, None] = {}
+    lost: dict[str, None] = {}
     unused: list[set[str]] = []
     for data in said:
         mine, inside, missing, wrong, idle = msgspec.msgpack.decode(
@@ -152,6 +156,7 @@ def _unite(names: list[str], said: list[bytes], *, strict: bool) -> list[str]:
         claimed |= np.unpackbits(np.frombuffer(mine, np.uint8), count=len(names)).astype(bool)
         scope |= np.unpackbits(np.frombuffer(inside, np.uint8), count=len(names)).astype(bool)
         problems |= dict.fromkeys(wrong)
+        lost |= dict.fromkeys(missing)
         if strict:
             problems |= dict.fromkeys(f"{name}: not in the checkpoint" for name in missing)
     unexpected = [names[i] for i in np.flatnonzero(scope & ~claimed).tolist()]
@@ -160,9 +165,11 @@ def _unite(names: list[str], said: list[bytes], *, strict: bool) -> list[str]:
     for pattern in sorted(set.intersection(*unused)):
         problems[f"{pattern!r} in only= or skip=: no name matches it"] = None
     if problems:
+        fitting = fitting_renames(lost, unexpected, names, targets)
+        hint = f"{fitting} would find all that is missing; " if fitting else ""
         raise MismatchError(
-            "checkpoint and target do not fit; nothing was written. strict=False accepts missing "
-            "and unexpected names; rename=, only= and skip= choose and map names:",
+            f"checkpoint and target do not fit; nothing was written. {hint}strict=False accepts "
+            "missing and unexpected names; rename=, only= and skip= choose and map names:",
             list(problems),
         )
     return unexpected
