@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import shardwise as sw
-from shardwise.memory.network.nodes import Nodes
+from shardwise.memory.network.nodes import Nodes, of_each
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.notes import Card, Done
@@ -59,3 +59,28 @@ def test_who_has_discarded_a_snapshot_is_not_waited_for(served: Served, tmp_path
     with pytest.raises(sw.StoreError, match="node there has discarded the snapshot"):
         expecting(served, tmp_path, asked=REQUEST)
     assert 3 * WAIT < time.monotonic() - started < 5.0
+
+
+def test_many_nodes_are_talked_to_at_a_time() -> None:
+    together = threading.Barrier(8, timeout=20)
+    names = [f"n{i}" for i in range(8)]
+
+    def work(node: str) -> str:
+        together.wait()
+        return node.upper()
+
+    assert list(of_each(names, work).items()) == [(name, name.upper()) for name in names]
+
+
+def test_what_fails_of_one_node_is_raised_when_the_others_have_ended() -> None:
+    ended = threading.Event()
+
+    def work(node: str) -> None:
+        if node == "bad":
+            raise sw.StoreError("bad is lost")
+        time.sleep(0.1)
+        ended.set()
+
+    with pytest.raises(sw.StoreError, match="bad is lost"):
+        of_each(["bad", "good"], work)
+    assert ended.is_set()

@@ -26,7 +26,7 @@ from shardwise.memory.agent.guard import guard, protection_of
 from shardwise.memory.agent.persist import Throttle, copy_to_store
 from shardwise.memory.agent.publication import publication, retain
 from shardwise.memory.agent.rescue import copy_lost
-from shardwise.memory.network.nodes import Nodes
+from shardwise.memory.network.nodes import Nodes, of_each
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Run, read_note, write_note
 from shardwise.memory.node.mappings import Mappings
@@ -158,7 +158,15 @@ class Leading:
             nodes.tell_all(notes.outcome(stage, draft.save_id), done)
 
     def _commit(self, place: Place, draft: Draft, nodes: Nodes) -> int:
-        entries = [nodes.expect(node, notes.entry(name), FileEntry) for name, node in draft.files]
+        by_node = _files_by_node(draft)
+
+        def entries_of(node: str) -> dict[str, FileEntry]:
+            return {
+                name: nodes.expect(node, notes.entry(name), FileEntry) for name in by_node[node]
+            }
+
+        found = of_each(by_node, entries_of)
+        entries = [found[node][name] for name, node in draft.files]
         manifest = complete_manifest(draft.manifest.encode(), entries)
         nodes.tell_others(notes.terms(draft.save_id), draft)
         nodes.tell_all(MANIFEST, manifest)
@@ -177,11 +185,12 @@ class Leading:
         )
         nodes.tell_all(notes.request("protect", draft.save_id), wish)
         done, request = (each("protect", draft.save_id) for each in (notes.done, notes.request))
-        ended = [nodes.expect(card.node, done, Done, asked=request) for card in draft.nodes]
-        for each in ended:
+        named = [card.node for card in draft.nodes]
+        ended = of_each(named, lambda node: nodes.expect(node, done, Done, asked=request))
+        for node, each in ended.items():
             if each.failure:
-                raise StoreError(f"node {each.node}: {each.failure}")
-        return sum(each.bytes for each in ended)
+                raise StoreError(f"node {node}: {each.failure}")
+        return sum(each.bytes for each in ended.values())
 
     def _persist(self, place: Place, draft: Draft, nodes: Nodes) -> int:
         with publication(draft) as publish:
@@ -191,23 +200,19 @@ class Leading:
 
     def _copy(self, place: Place, draft: Draft, nodes: Nodes, to: Store) -> int:
         """Each node copies its own files; this one those of nodes that are lost."""
-        by_node: dict[str, list[str]] = {}
-        for name, node in draft.files:
-            by_node.setdefault(node, []).append(name)
-        lost = [
-            node
-            for node, files in by_node.items()
-            if not self._ask_to_persist(place, draft, nodes, node, files, str(to))
-        ]
-        nbytes = 0
-        for node in by_node.keys() - set(lost):
-            done = self._persisted(place, draft, nodes, node)
-            if done is None:
-                lost.append(node)
-            elif done.failure:
+        by_node = _files_by_node(draft)
+
+        def ask(node: str) -> bool:
+            return self._ask_to_persist(place, draft, nodes, node, by_node[node], str(to))
+
+        heard = of_each(by_node, ask)  # all, before any is waited for
+        hearing = [node for node in by_node if heard[node]]
+        ended = of_each(hearing, lambda node: self._persisted(place, draft, nodes, node))
+        for node, done in ended.items():
+            if done is not None and done.failure:
                 raise StoreError(f"node {node}: {done.failure}")
-            else:
-                nbytes += done.bytes
+        nbytes = sum(done.bytes for done in ended.values() if done is not None)
+        lost = [node for node in by_node if ended.get(node) is None]
         commit = nodes.expect(self.node, notes.outcome("commit", draft.save_id), Done)
         if commit.failure:
             raise StoreError(f"it was never committed: {commit.failure}")
@@ -243,6 +248,14 @@ class Leading:
             place.refuse_abandoned()
             log.warning("node %s is lost: %s", node, error)
             return None
+
+
+def _files_by_node(draft: Draft) -> dict[str, list[str]]:
+    """The names of the files of each node that has any."""
+    found: dict[str, list[str]] = {}
+    for name, node in draft.files:
+        found.setdefault(node, []).append(name)
+    return found
 
 
 def cards_of(draft: Draft, run: Run) -> list[Card]:

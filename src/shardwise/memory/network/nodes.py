@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
@@ -20,8 +21,27 @@ from shardwise.store.store import Buffer
 POLL = 0.005
 AT_ONCE = 5.0
 AGAIN = 0.2
+AT_A_TIME = 32
 CALLING, SILENT = 5.0, 30.0
 T = TypeVar("T")
+
+
+def of_each(nodes: Iterable[str], work: Callable[[str], T]) -> dict[str, T]:
+    """What some work gives for each of these nodes; it talks to many of them at a time.
+
+    Raises:
+        StoreError: it has failed for one; what is under way for others is waited for.
+    """
+    named = list(nodes)
+    if len(named) < 2:
+        return {node: work(node) for node in named}
+    with ThreadPoolExecutor(min(len(named), AT_A_TIME), "shardwise-nodes") as pool:
+        jobs = {node: pool.submit(work, node) for node in named}
+        try:
+            return {node: job.result() for node, job in jobs.items()}
+        finally:
+            for job in jobs.values():
+                job.cancel()
 
 
 class _GoneError(StoreError):
@@ -119,11 +139,11 @@ class Nodes:
         left = list(self._clients)
 
         def tell() -> None:
-            failures = {node: self._try_to_tell(node, name, note) for node in left}
-            left[:] = [node for node in left if failures[node]]
+            said = of_each(left, lambda node: self._try_to_tell(node, name, note))
+            left[:] = [node for node in left if said[node]]
             self._refuse_gone(left)
             if left:
-                raise StoreError("; ".join(failures[node] for node in left))
+                raise StoreError("; ".join(said[node] for node in left))
 
         self.insist(tell)
 
