@@ -73,11 +73,13 @@ def test_many_nodes_are_talked_to_at_a_time() -> None:
 
 
 def test_what_fails_of_one_node_is_raised_when_the_others_have_ended() -> None:
-    ended = threading.Event()
+    begun, ended = threading.Event(), threading.Event()
 
     def work(node: str) -> None:
         if node == "bad":
+            begun.wait(20)
             raise sw.StoreError("bad is lost")
+        begun.set()
         time.sleep(0.1)
         ended.set()
 
