@@ -151,6 +151,25 @@ def test_extra_state_comes_back(tmp_path: Path) -> None:
     assert loaded[0].got == {"calls": [1, (2, None)]}
 
 
+class WithoutExtra(WithExtra):
+    def get_extra_state(self) -> Any:
+        return None
+
+
+def test_extra_state_that_is_none_need_not_be_there(tmp_path: Path) -> None:
+    """As of Megatron's modules, whose checkpoints leave it out; where there is one it is set."""
+    weight = torch.arange(4.0).reshape(2, 2)
+    sw.save(tmp_path / "without", {"model": {"weight": weight, "bias": torch.ones(2)}})
+    loaded = WithoutExtra(2, 2)
+    sw.load(tmp_path / "without", {"model": loaded})
+    assert torch.equal(loaded.weight, weight)
+    with pytest.raises(sw.MismatchError, match=r"model\._extra_state: not in"):
+        sw.load(tmp_path / "without", {"model": WithExtra(2, 2)})
+    sw.save(tmp_path / "with", {"model": WithExtra(2, 2)})
+    sw.load(tmp_path / "with", {"model": loaded})
+    assert loaded.got == {"calls": [1, (2, None)]}
+
+
 def views() -> dict[str, torch.Tensor]:
     base = torch.arange(24.0).reshape(4, 6)
     return {

@@ -18,6 +18,8 @@ from shardwise.state.leaves import Holdings, TensorLeaf
 from shardwise.state.objects import JsonValue, decode, encode
 from shardwise.state.selection import Selection
 
+EXTRA_STATE = "_extra_state"
+
 
 class ModuleBinding:
     """A module, or the parts of one that this rank has (pipeline stages), below one name."""
@@ -68,7 +70,13 @@ class ModuleBinding:
             _materialize(module, clean, self.name, filled)
             reshard(module)
         self._copies = {}
-        return selection.of(self.holdings())
+        held = self.holdings()
+        # Extra state that is None, as of Megatron's modules, is none; some formats leave it out.
+        none = [n for n, value in held.objects.items() if value is None and n.endswith(EXTRA_STATE)]
+        for name in none:
+            if saved.kind(name) is None:
+                del held.objects[name]
+        return selection.of(held)
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
         """Set the extra state, once the tensors are filled, and what the module only lent."""
@@ -77,7 +85,7 @@ class ModuleBinding:
                 module.load_state_dict(self._copies[index], strict=False)
             for path, part in module.named_modules():
                 raw = f"{path}." if path else ""
-                name = f"{self.name}.{self._clean[index](raw + '_extra_state')}"
+                name = f"{self.name}.{self._clean[index](raw + EXTRA_STATE)}"
                 if name in values:
                     state = decode(values[name], name, allow_pickle=self._allow_pickle)
                     try:
