@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.memory.node.pages import LARGE, enlarge_pages, map_pages
+from shardwise.memory.node.pages import LARGE, allocate_pages, map_pages
 
 SIZE = 3 * LARGE + 12_345
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
@@ -72,24 +72,39 @@ def test_what_cannot_be_mapped_is_an_error(fd: int) -> None:
         map_pages(fd, 1, SIZE)
 
 
-def test_enlarging_pages_leaves_bytes_as_they_are(fd: int) -> None:
+def test_giving_a_file_pages_leaves_its_bytes_as_they_are(fd: int) -> None:
     expected = np.random.default_rng(0).bytes(SIZE)
     os.pwrite(fd, expected, 0)
-    enlarge_pages(fd, 0, SIZE)
-    enlarge_pages(fd, LARGE, LARGE + 1)
+    for size in (SIZE, LARGE + 1, 0):
+        allocate_pages(fd, max(size, 1))
     assert os.pread(fd, SIZE, 0) == expected
     assert os.fstat(fd).st_blocks * 512 == -(-SIZE // 4096) * 4096
     os.ftruncate(fd, LARGE + 1)
     os.ftruncate(fd, SIZE)
+    allocate_pages(fd, SIZE)
     assert os.pread(fd, SIZE, 0) == expected[: LARGE + 1].ljust(SIZE, b"\0")
 
 
+@pytest.mark.parametrize("size", [1, LARGE - 1, LARGE, SIZE])
+def test_all_bytes_of_a_file_have_pages(tmp_path: Path, size: int) -> None:
+    on_disk = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    for fd in (on_disk, os.memfd_create("pages", os.MFD_CLOEXEC)):
+        os.ftruncate(fd, size)
+        allocate_pages(fd, size)
+        assert os.fstat(fd).st_blocks * 512 >= size
+        assert os.fstat(fd).st_size == size
+        os.close(fd)
+
+
 @pytest.mark.skipif(not has_large_pages(), reason="the system has no large pages")
-def test_a_file_in_memory_gets_large_pages() -> None:
+@pytest.mark.parametrize("before", [0, 1, LARGE, SIZE])
+def test_a_file_in_memory_gets_large_pages(before: int) -> None:
     fd = os.memfd_create("pages", os.MFD_CLOEXEC)
     try:
-        os.posix_fallocate(fd, 0, SIZE)
-        enlarge_pages(fd, 0, SIZE)
+        if before:
+            os.posix_fallocate(fd, 0, before)  # in small ones
+        os.ftruncate(fd, SIZE)
+        allocate_pages(fd, SIZE)
         found = map_pages(fd, 0, SIZE, now=True)
         (large,) = (line for line in mapping(found.ctypes.data) if "ShmemPmdMapped" in line)
         assert int(large.split()[1]) == 3 * LARGE // 1024

@@ -14,10 +14,11 @@ from shardwise.memory.agent.persist import Throttle
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, Run, new_run, write_note
 from shardwise.memory.node.notes import Done, Staged
+from shardwise.memory.node.pages import LARGE
 from shardwise.memory.node.place import Held, Place
 from shardwise.memory.node.retire import discard_newer, replaced, retire_replaced
 from shardwise.memory.node.room import needed_for_others, taken_for_others
-from shardwise.memory.snapshots.slots import AT_A_TIME, PAGE, Slots
+from shardwise.memory.snapshots.slots import PAGE, Slots
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_too_little_memory_is_an_error_that_says_how_much_is_needed(run: Run) ->
 
 def full(fd: int, offset: int, length: int) -> None:
     """There are pages for the first bytes only."""
-    if offset:
+    if offset + length > PAGE:
         raise OSError(errno.ENOSPC, "No space left on device")
     os.pwrite(fd, bytes(PAGE), 0)
 
@@ -102,7 +103,7 @@ def test_a_slot_that_cannot_be_allocated_is_as_it_was(
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
         with pytest.raises(sw.StoreError, match="make it larger"):
-            slots.prepare(3 * AT_A_TIME)
+            slots.prepare(3 * LARGE)
         assert not list(run.free.iterdir())
     slots.prepare(1000)
     (slot,) = run.free.iterdir()
@@ -111,7 +112,7 @@ def test_a_slot_that_cannot_be_allocated_is_as_it_was(
         patched.setattr(os, "posix_fallocate", full)
         for grow in (slots.prepare, slots.take):
             with pytest.raises(sw.StoreError, match="make it larger"):
-                grow(3 * AT_A_TIME)
+                grow(3 * LARGE)
             assert slot.stat().st_size == size
     taken = slots.take(1000)
     assert taken is not None

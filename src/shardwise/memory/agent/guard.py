@@ -17,6 +17,7 @@ from shardwise.memory.network.nodes import Nodes
 from shardwise.memory.node import notes
 from shardwise.memory.node.mappings import Mappings
 from shardwise.memory.node.notes import Card, Draft, Kept, Protect
+from shardwise.memory.node.pages import allocate_pages
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.spares import take_spare
 from shardwise.memory.node.trainers import is_present
@@ -196,7 +197,7 @@ class _Guarding:
         fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.ftruncate(fd, size)
-            os.posix_fallocate(fd, 0, size)
+            allocate_pages(fd, size)
         except BaseException:
             os.close(fd)
             raise

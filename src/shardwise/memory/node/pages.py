@@ -52,12 +52,27 @@ def map_pages(fd: int, low: int, high: int, *, writable: bool = False, now: bool
     return found
 
 
-def enlarge_pages(fd: int, low: int, high: int) -> None:
-    """Put bytes `low:high` of a file, which has pages for them, into large ones, if that can be.
+def allocate_pages(fd: int, size: int) -> None:
+    """Give a file of `size` bytes pages, so that writing to it can neither fail nor wait for them.
 
-    Where it cannot (an older kernel, another file system, memory in pieces), nothing changes.
+    They are large where that can be. A large page is made at once of what has one small page, for
+    a fraction of what it takes to make it of 512.
+
+    Raises:
+        OSError: there is no room; what the file had before it still has.
     """
-    whole = (high - low) // LARGE * LARGE
-    found = map_pages(fd, low, low + whole)
-    if whole:
-        _libc.madvise(found.ctypes.data, whole, _COLLAPSE)
+    whole = size // LARGE * LARGE
+    if whole and _enlarge(fd, 0, LARGE):
+        _enlarge(fd, LARGE, whole)
+    os.posix_fallocate(fd, 0, size)
+
+
+def _enlarge(fd: int, low: int, high: int) -> bool:
+    """Have large pages, if that can be; whether all are.
+
+    It cannot where the kernel is older, the file is on a disk, or memory is in pieces.
+    """
+    for at in range(low, high, LARGE):
+        os.posix_fallocate(fd, at, 1)
+    found = map_pages(fd, low, high)
+    return low == high or _libc.madvise(found.ctypes.data, high - low, _COLLAPSE) == 0

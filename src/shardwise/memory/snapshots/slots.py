@@ -8,7 +8,6 @@ import os
 import secrets
 import time
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,10 @@ from typing import Protocol
 
 from shardwise.errors import StoreError
 from shardwise.memory.node.home import Run
-from shardwise.memory.node.pages import enlarge_pages, map_pages
+from shardwise.memory.node.pages import allocate_pages, map_pages
 from shardwise.store.store import Buffer
 
 ROOM = 1 << 20  # headers and the values of a rank differ a little from save to save
-AT_A_TIME = 64 << 20
 PAGE = mmap.PAGESIZE
 BLOCK = 512  # of st_blocks
 SOON, POLL = 1.5, 0.02
@@ -217,20 +215,9 @@ class Slots:
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         before = os.fstat(fd).st_size
-        parts = range(0, size, AT_A_TIME)
-
-        def touch(at: int) -> None:
-            end = min(at + AT_A_TIME, size)
-            os.posix_fallocate(fd, at, end - at)
-            enlarge_pages(fd, at, end)
-
         try:
             os.ftruncate(fd, size)
-            try:
-                with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-                    list(pool.map(touch, parts))
-            except RuntimeError:  # the process is ending, and gives threads no more work
-                list(map(touch, parts))
+            allocate_pages(fd, size)
         except OSError as error:
             os.ftruncate(fd, before)
             if not before:
