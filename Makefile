@@ -11,7 +11,7 @@ export PIP_NO_INPUT := 1
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint format demo demo-failures bench peers soak clean
+.PHONY: help test lint format demo demo-reshape demo-failures bench peers soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ format: $(READY) ## put the code into its one style
 
 demo: $(READY) ## show what shardwise does, in a minute and a half
 	$(RUN) examples/demo.py $(ARGS)
+
+demo-reshape: $(READY) ## lose workers, and go on with fewer, as another framework divides them
+	$(RUN) examples/reshape.py $(ARGS)
 
 demo-failures: $(READY) ## lose processes and hosts, and go on from memory; needs root
 	$(RUN) examples/failures.py $(ARGS)

@@ -8,7 +8,6 @@ held against a run that was never interrupted.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import journal
 from demo_plot import draw
 from rich.console import Console
 from rich.table import Table
@@ -119,9 +119,8 @@ def launch(console: Console, phase: Phase, out: Path, run: str, *, every: int) -
 
 
 def read(phase: Phase, log: Path) -> Outcome:
-    """The whole lines of a log; the last may be in the making."""
-    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-    entries = [json.loads(line) for line in lines if line.endswith("\n")]
+    """What a phase has logged so far."""
+    entries = journal.entries(log)
     losses = {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}
     return Outcome(phase, losses, [entry for entry in entries if "event" in entry])
 
@@ -136,8 +135,8 @@ def costs(story: list[Outcome]) -> Table:
         table.add_column(column, justify="right")
     saved_by = ""
     for outcome in story:
+        ranks = f"{outcome.phase.world} {outcome.phase.parallel}"
         for cost in outcome.costs:
-            ranks = f"{cost['world']} {cost['parallel']}"
             table.add_row(
                 cost["event"],
                 str(cost["at"]),

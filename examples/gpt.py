@@ -53,18 +53,37 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
 
-class GPT(nn.Module):
+class Embeddings(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.positions = nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.blocks))
-        self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token: `(batch, context)` to `(batch, context, vocabulary)`."""
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        return self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+
+
+class Head(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(shape.width)
+        self.logits = nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(self.norm(x))
+
+
+class GPT(nn.Sequential):
+    """Logits of the next token: `(batch, context)` to `(batch, context, vocabulary)`.
+
+    Layers in a row, which a pipeline can cut anywhere.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        blocks = (Block(shape) for _ in range(shape.blocks))
+        super().__init__(Embeddings(shape), *blocks, Head(shape))
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """All but the first and the last."""
+        return list(self)[1:-1]

@@ -1,0 +1,142 @@
+"""Lose a worker, and go on with those that are left, again and again: `make demo-reshape`.
+
+A small GPT is trained by DeepSpeed, and one by Megatron-Core. Whenever a worker is killed, the run
+goes on with fewer, and so in another shape: other stages of ZeRO, no pipeline any more, less tensor
+parallelism. Its losses are held against those of a run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shutil
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from reshape_plot import draw
+from reshape_report import differing, faults, table
+from reshape_run import Outcome, Phase, Run, launch
+from rich.console import Console
+
+
+@dataclass(frozen=True)
+class Act:
+    """A framework, and the shapes that a run takes under it."""
+
+    name: str
+    package: str
+    phases: tuple[Phase, ...]
+
+
+ACTS = (
+    Act(
+        "DeepSpeed",
+        "deepspeed",
+        (
+            Phase(4, "2 stages × ZeRO 1", "reshape_deepspeed.py", "--stages 2 --zero 1"),
+            Phase(3, "ZeRO 3", "reshape_deepspeed.py", "--zero 3"),
+            Phase(2, "ZeRO 2", "reshape_deepspeed.py", "--zero 2"),
+            Phase(1, "plain PyTorch", "train.py", "--wait"),
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Story:
+    """A run under a framework.
+
+    Attributes:
+        reference: the same, never interrupted.
+        outcomes: of each phase.
+        differing: names of what a phase restored that was not as it had been saved.
+    """
+
+    act: Act
+    run: Run
+    reference: Outcome
+    outcomes: list[Outcome] = field(default_factory=list)
+    differing: dict[str, list[str]] = field(default_factory=dict)
+
+
+def main() -> int:
+    options = arguments()
+    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+    began = time.monotonic()
+    stories = []
+    for act in ACTS:
+        if options.only not in (None, act.package):
+            continue
+        if importlib.util.find_spec(act.package) is None:
+            missing = f"{act.name} is not installed: pip install '.\\[frameworks]'"
+            console.print(f"[yellow]skipped[/]: {missing}", soft_wrap=True)
+            continue
+        phases = act.phases[-options.last :]
+        out = options.out / f"reshape-{act.package}"
+        shutil.rmtree(out, ignore_errors=True)
+        every = options.steps // (2 * len(phases))
+        run = Run(out, options.blocks, options.steps, every)
+        stories.append(played(console, Act(act.name, act.package, phases), run))
+    if not stories:
+        return 0
+    picture = options.out / "reshape.png"
+    draw(stories, picture)
+    wrong = [line for story in stories for line in faults(story)]
+    console.print(f"{picture} shows it. {time.monotonic() - began:.0f} s in all.")
+    for line in wrong:
+        console.print(f"[red]✗[/] {line}", soft_wrap=True)
+    return 1 if wrong else 0
+
+
+def played(console: Console, act: Act, run: Run) -> Story:
+    """Train to the end, though all phases but the last are killed; tell how."""
+
+    def say(line: str) -> None:
+        console.print(line, soft_wrap=True)
+
+    say(f"\n[bold]{act.name}[/]")
+    whole = Run(run.out / "uninterrupted", run.blocks, run.steps, run.steps)
+    reference = launch(whole, act.phases[0])
+    say(f"[green]✓[/] {act.phases[0].name}, never interrupted: {reference.seconds:.0f} s")
+    story = Story(act, run, reference)
+    for number, phase in enumerate(act.phases, start=1):
+        last = number == len(act.phases)
+        say(f"[dim]$ {phase.command}[/]")
+        outcome = launch(run, phase, None if last else killed_at(number, len(act.phases), run))
+        story.outcomes.append(outcome)
+        if outcome.restored:
+            names = differing(Path(outcome.restored["place"]), outcome.again)
+            story.differing[phase.name] = names
+            same = f"[red]but for {len(names)} names[/]" if names else "the same to the byte"
+            say(f"[green]✓[/] {phase.name} goes on from step {outcome.begun}, {same}")
+        if outcome.killed:
+            say(f"[red]✗[/] after step {outcome.killed} a worker is killed")
+    say(f"[green]✓[/] trained to step {run.steps}\n")
+    console.print(table(story), "")
+    return story
+
+
+def killed_at(number: int, phases: int, run: Run) -> int:
+    """When a phase is killed: all train about as long, and then some steps have not been saved."""
+    saved = run.steps * number // phases // run.every * run.every
+    return saved + run.every // 2 + 1
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="where everything goes")
+    parser.add_argument("--steps", type=int, default=32, help="how long to train, at least 8")
+    parser.add_argument("--blocks", type=int, default=2, help="how deep the models are")
+    packages = [act.package for act in ACTS]
+    parser.add_argument("--only", choices=packages, help="one of the frameworks")
+    parser.add_argument("--last", type=int, default=4, help="only the last so many phases")
+    options = parser.parse_args()
+    if options.steps < 8 or options.last < 1:
+        parser.error("at least 8 steps and 1 phase are needed")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Train the GPT with DeepSpeed, under any stage of ZeRO or as a pipeline, and go on from any other.
+
+DS_ACCELERATOR=cpu torchrun --standalone --nproc-per-node 4 \\
+    examples/reshape_deepspeed.py --stages 2 --zero 1 --root runs/a
+DS_ACCELERATOR=cpu torchrun --standalone --nproc-per-node 3 \\
+    examples/reshape_deepspeed.py --zero 3 --root runs/a
+python examples/train.py --root runs/a
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
+from gpt import GPT, Shape
+from journal import Journal
+from text import read_corpus
+from torch import Tensor
+from training import BATCH, cross_entropy, die_if_asked, parser_of, part_of_batch
+
+import shardwise as sw
+
+MICRO_BATCHES = 2  # of each pipeline, so that both stages have something to do
+
+
+def main() -> None:
+    options = arguments()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    # An operator for CPUs, which takes a minute to compile.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo")
+    journal = Journal(options.journal)
+
+    engine = engine_of(GPT(Shape(blocks=options.blocks)), options.zero, options.stages)
+    step_of = step_of_pipeline if options.stages > 1 else step_of_engine
+    corpus = read_corpus()
+
+    state = {"model": engine, "optimizer": engine.optimizer, "rng": sw.RngState()}
+    keep = sw.Keep(last=3)
+    with sw.Checkpointer(options.root, keep=keep, every=options.every, memory=None) as checkpointer:
+        step = checkpointer.restore(state) or 0
+        journal.restored(checkpointer.last_restore)
+        if options.again:
+            sw.save(options.again, state)
+        while step < options.steps:
+            loss = step_of(engine, corpus, step)
+            journal.loss(step, loss)
+            step += 1
+            die_if_asked(options, step)
+            journal.saved(checkpointer.save(step, state))
+
+    dist.destroy_process_group()
+
+
+def engine_of(model: GPT, zero: int, stages: int) -> Any:
+    """The model in an engine: cut into stages, if more than one, each divided as ZeRO says."""
+    micro_batches = 1
+    if stages > 1:
+        micro_batches = MICRO_BATCHES
+        model = PipelineModule(
+            list(model),
+            num_stages=stages,
+            loss_fn=cross_entropy,
+            activation_checkpoint_interval=0,
+        )
+    replicas = dist.get_world_size() // stages
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH // replicas // micro_batches,
+        "gradient_accumulation_steps": micro_batches,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": zero},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+def step_of_engine(engine: Any, corpus: Tensor, step: int) -> float:
+    """A step on this rank's part of the batch; the mean loss of the whole batch."""
+    parts = dist.get_world_size()
+    inputs, targets = part_of_batch(corpus, step, dist.get_rank(), parts)
+    loss = cross_entropy(engine(inputs), targets)
+    engine.backward(loss)
+    engine.step()
+    mean = loss.detach() / parts
+    dist.all_reduce(mean)
+    return mean.item()
+
+
+def step_of_pipeline(engine: Any, corpus: Tensor, step: int) -> float:
+    """The same, in micro-batches."""
+    grid = engine.grid
+    part = part_of_batch(corpus, step, grid.get_data_parallel_id(), grid.data_parallel_size)
+    inputs, targets = (tokens.chunk(MICRO_BATCHES) for tokens in part)
+    return engine.train_batch(zip(inputs, targets, strict=True)).item()
+
+
+def arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="ZeRO's stage")
+    parser.add_argument("--stages", type=int, default=1, help="of a pipeline")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
