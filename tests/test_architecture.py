@@ -44,7 +44,7 @@ LAYERS_OF_MEMORY = (
     ("tls", "redundancy", "intervals"),
 )
 LAYERS_OF_FORMATS = (
-    ("recognise", "specification"),
+    ("recognise", "specification", "sums"),
     ("readers",),
     ("specs", "validate", "rankfiles"),
     ("language", "laying"),

@@ -13,8 +13,8 @@ from shardwise.engine.alike import unlike_replicas
 from shardwise.engine.arena import Arena
 from shardwise.engine.load import fill, plan_filling
 from shardwise.engine.opened import Opened
-from shardwise.engine.verify import verify_files
-from shardwise.errors import MismatchError, StateError
+from shardwise.engine.verify import verify_files, verify_sums
+from shardwise.errors import CorruptionError, MismatchError, StateError
 from shardwise.events import Recorder, Sink
 from shardwise.layout import Box
 from shardwise.manifest.manifest import Manifest, TensorEntry
@@ -158,14 +158,14 @@ class Checkpoint(Mapping[str, object]):
     def verify(self, on_event: Sink | None = None) -> int:
         """Check every byte of every file against its checksum.
 
-        A foreign checkpoint has none: where it has several replicas of something, they are
-        compared.
+        Of a foreign checkpoint only zip archives have any, as `torch.save` and DCP write them;
+        and where it has several replicas of something, they are compared.
 
         Args:
             on_event: told of each file as it is done.
 
         Returns:
-            The bytes that were checked.
+            The bytes that were checked; 0 if there is nothing to check them by.
 
         Raises:
             CorruptionError: a file is missing or cut off, or bytes are not those that were saved.
@@ -173,10 +173,16 @@ class Checkpoint(Mapping[str, object]):
         """
         if not self._opened.beyond:
             return verify_files(self._opened, self._arena, Recorder(on_event))
-        compared, unlike = unlike_replicas(self._opened, self._arena, Recorder(on_event))
+        recorder = Recorder(on_event)
+        total = 0
+        for checked, altered in verify_sums(self._opened, self._arena, recorder):
+            if altered:
+                raise CorruptionError(f"{self.path}: {altered[0]}")
+            total += checked
+        compared, unlike = unlike_replicas(self._opened, self._arena, recorder)
         if unlike:
             raise MismatchError(f"{self.path}: replicas differ, of:", unlike)
-        return compared
+        return total + compared
 
     def _whole(self, name: str) -> torch.Tensor:
         value = self[name]

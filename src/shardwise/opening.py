@@ -19,6 +19,7 @@ from shardwise.formats.index import MAGIC, decode_index, encode_index
 from shardwise.formats.indexed import read_indexed
 from shardwise.formats.recognise import read_foreign, recognised
 from shardwise.formats.specification import Specification
+from shardwise.formats.sums import sums_of
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 from shardwise.manifest.manifest import FileEntry, Manifest
@@ -200,4 +201,5 @@ def opened_foreign(tree: Tree, foreign: Foreign) -> Opened:
         tensors=tuple(shown),
     )
     held, stride = ForeignFiles(tree, foreign.files), foreign.laid.stride
-    return Opened(held, manifest, moved, stride, parts, foreign.left_out, replicas)
+    sums = partial(sums_of, tree, [file.name for file in foreign.files if file.content is None])
+    return Opened(held, manifest, moved, stride, parts, foreign.left_out, replicas, sums)

@@ -45,8 +45,26 @@ def test_it_is_compared_with_what_it_became(run: Run, foreign: Path, tmp_path: P
     assert "model.w" in ran.out
 
 
-def test_it_cannot_be_verified_and_that_is_said(run: Run, foreign: Path) -> None:
+def test_archives_in_it_are_verified(run: Run, foreign: Path) -> None:
     ran = run("verify", foreign)
+    assert (ran.status, ran.err) == (0, "")
+    assert ran.out.startswith(f"✓ {foreign}")
+    assert "1 file" in ran.out
+    (data,) = foreign.glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    at = content.index(torch.tensor([5.0]).numpy().tobytes())
+    content[at] ^= 1
+    data.write_bytes(content)
+    ran = run("verify", foreign, "--json")
+    assert (ran.status, ran.document["intact"]) == (1, False)
+    (damage,) = ran.document["checkpoints"][0]["damage"]
+    assert (damage["file"], damage["tensors"]) == (data.name, ["model.w"])
+    assert damage["start"] <= at < damage["stop"] == damage["start"] + 48
+
+
+def test_what_has_no_checksums_is_told(run: Run, tmp_path: Path) -> None:
+    safetensors.torch.save_file({"v": torch.ones(2)}, tmp_path / "model.safetensors")
+    ran = run("verify", tmp_path)
     assert (ran.status, "no checksums" in ran.err) == (2, True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,11 +13,15 @@ from shardwise.cli.places import Saved
 from shardwise.engine.arena import Arena
 from shardwise.engine.datareader import DataReader
 from shardwise.errors import CorruptionError
+from shardwise.events import Event, Recorder
 from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.table import Pieces
 from shardwise.store.store import Buffer
+
+if TYPE_CHECKING:
+    from shardwise.engine.opened import Opened
 
 Range = tuple[int, int]
 
@@ -96,6 +101,42 @@ class Search:
         hit = (pieces.file == number) & (start < where[1]) & (stop > where[0])
         names = {manifest.tensors[i].name for i in set(pieces.tensor[hit].tolist())}
         return [t.name for t in manifest.tensors if t.name in names or t.same_as in names]
+
+
+@dataclass(slots=True)
+class ForeignSearch:
+    """A search for damage in what has checksums of a foreign checkpoint.
+
+    Attributes:
+        advance: told the file, and how many more of its bytes were read.
+        bytes, files: what was checked.
+    """
+
+    opened: Opened
+    arena: Arena
+    advance: Callable[[str, int], None]
+    bytes: int = 0
+    files: int = 0
+
+    def run(self) -> Iterator[Damage]:
+        """Read all ranges that have a checksum."""
+        # Torch takes a second: only those wait who need it.
+        from shardwise.engine.verify import verify_sums
+
+        for summed, altered in verify_sums(self.opened, self.arena, Recorder(self._note)):
+            self.bytes += summed
+            self.files += 1
+            for each in altered:
+                yield Damage(
+                    file=each.file,
+                    start=each.start,
+                    stop=each.stop,
+                    problem="not the bytes that were saved",
+                    tensors=each.tensors,
+                )
+
+    def _note(self, event: Event) -> None:
+        self.advance(event.stage, event.bytes)
 
 
 def _damaged_ranges(reader: DataReader, low: int, high: int, buffer: Buffer) -> Iterator[Range]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
+from shardwise.errors import CheckpointNotFoundError, FormatError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, made_by_save, step_of_directory
 from shardwise.manifest.table import Pieces
@@ -34,16 +34,17 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Below:
-    """A directory below a root that holds a checkpoint, or what is left of one."""
+    """A directory that holds a checkpoint, or what is left of one; `foreign`, if it is not ours."""
 
     name: str
     store: Store
     files: frozenset[str]
+    foreign: Opened | None = None
 
     @property
     def committed(self) -> bool:
-        """Whether there is a manifest."""
-        return MANIFEST in self.files
+        """Whether there is a manifest, or a foreign checkpoint."""
+        return MANIFEST in self.files or self.foreign is not None
 
     @property
     def step(self) -> int | None:
@@ -130,7 +131,6 @@ def checkpoints_at(path: str) -> list[Below]:
 
     Raises:
         CheckpointNotFoundError: it is neither.
-        StateError: it is a foreign checkpoint.
     """
     store = open_store(path)
     try:
@@ -139,9 +139,10 @@ def checkpoints_at(path: str) -> list[Below]:
             return [Below(Path(str(store)).name, store, frozenset(names))]
         return checkpoints_below(path)
     except CheckpointNotFoundError:
-        if _foreign_at(store) is None:
+        foreign = _foreign_at(store)
+        if foreign is None:
             raise
-    raise StateError(f"{store} is no checkpoint of ours: it has no checksums to verify")
+        return [Below(Path(str(store)).name, store, frozenset(), foreign)]
 
 
 def _names(store: Store) -> list[str]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from shardwise.cli import wording
-from shardwise.cli.damage import Damage, Search
+from shardwise.cli.damage import Damage, ForeignSearch, Search
 from shardwise.cli.places import Below, checkpoints_at, read_manifest, trusted_pieces
 from shardwise.cli.terminal import complain, output, print_json, progress
 from shardwise.engine.arena import Arena
-from shardwise.errors import FormatError
+from shardwise.errors import FormatError, StateError
 from shardwise.manifest.names import MANIFEST
+
+if TYPE_CHECKING:
+    from shardwise.engine.opened import Opened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,8 @@ def verify(
     """Check every byte of the checkpoint at PATH, or of all below it.
 
     Exits with 1 if anything is damaged, and says which bytes of which file those are, and which
-    tensors they belong to. Saves that were never finished are no damage.
+    tensors they belong to. Saves that were never finished are no damage. Of a foreign checkpoint
+    that is checked which has checksums: zip archives, as torch.save and DCP write them.
 
     With --json: {"path", "intact", "unfinished": [directories], "checkpoints": [{"path", "step",
     "intact", "bytes", "files", "damage": [{"file", "start", "stop", "problem", "tensors"}]}]};
@@ -70,6 +74,8 @@ def verify(
 
 
 def _verdict(below: Below, arena: Arena) -> Verdict:
+    if below.foreign is not None:
+        return _foreign_verdict(below.foreign, arena)
     path = str(below.store)
     with below.store.hold(MANIFEST, shared=True):
         try:
@@ -88,6 +94,27 @@ def _verdict(below: Below, arena: Arena) -> Verdict:
         intact=not damage,
         bytes=saved.bytes,
         files=len(saved.manifest.files),
+        damage=damage,
+    )
+
+
+def _foreign_verdict(opened: Opened, arena: Arena) -> Verdict:
+    """That of what a foreign checkpoint has checksums of.
+
+    Raises:
+        StateError: it has none.
+    """
+    with progress(sum(file.size for file in opened.manifest.files)) as advance:
+        found = ForeignSearch(opened, arena, advance)
+        damage = list(found.run())
+    if not found.files:
+        raise StateError(f"{opened.store} is no checkpoint of ours: it has no checksums to verify")
+    return Verdict(
+        path=str(opened.store),
+        step=opened.manifest.step,
+        intact=not damage,
+        bytes=found.bytes,
+        files=found.files,
         damage=damage,
     )
 

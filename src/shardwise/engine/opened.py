@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -20,7 +20,7 @@ from shardwise.errors import (
     StoreError,
 )
 from shardwise.layout import row_major
-from shardwise.manifest.checksums import BLOCK
+from shardwise.manifest.checksums import BLOCK, Summed
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
@@ -39,6 +39,7 @@ class Opened:
         stride: of the pieces, in elements, `(n, D)`.
         replicas: further places that must hold the same, and their strides.
         left_out: what a foreign checkpoint has that was not taken, and why; one line each.
+        sums: gives the checksums that the files of a foreign checkpoint have, by file.
         parts: tensors of which several versions are stored, whose mean they are: by their number,
             the numbers that the pieces of these have, which are beyond those of the manifest.
     """
@@ -50,6 +51,7 @@ class Opened:
     parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     replicas: tuple[Pieces, Int] | None = None
+    sums: Callable[[], Iterator[Summed]] | None = None
 
     @property
     def beyond(self) -> int:
@@ -59,6 +61,19 @@ class Opened:
     def largest_read(self, arena: Arena) -> int:
         """The longest read that an arena has room for, in bytes."""
         return arena.read_size - (BLOCK if self.beyond else 0)
+
+    def tensors_in(self, file: int, start: int, stop: int) -> list[str]:
+        """Names of the tensors that may have bytes in a range of a file, by its number."""
+        pieces = self.pieces
+        source = self.source()
+        extent = ((pieces.shape - 1) * self.stride).sum(axis=1) + 1
+        low = pieces.start + source.data_at[pieces.file]
+        high = low + extent * source.itemsize[pieces.tensor]
+        hit = (pieces.file == file) & (low < stop) & (high > start)
+        owners = {part: number for number, parts in self.parts.items() for part in parts}
+        tensors = self.manifest.tensors
+        names = {tensors[owners.get(i, i)].name for i in set(pieces.tensor[hit].tolist())}
+        return [t.name for t in tensors if t.name in names or t.same_as in names]
 
     def source(self) -> Source:
         """What a plan needs to know of the pieces."""

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from shardwise.engine.arena import Arena
 from shardwise.engine.datareader import DataReader
 from shardwise.engine.opened import Opened
 from shardwise.events import Recorder
+from shardwise.manifest.checksums import BLOCK, Summed, crc32
+
+
+@dataclass(frozen=True, slots=True)
+class Altered:
+    """Bytes `start:stop` of a file that are not those that were saved, and whose they are."""
+
+    file: str
+    start: int
+    stop: int
+    tensors: list[str]
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.tensors[:5]) + (", …" if len(self.tensors) > 5 else "")
+        return (
+            f"{self.file}: bytes {self.start}:{self.stop} are not those that were saved"
+            f"{f' ({shown})' if shown else ''}"
+        )
 
 
 def verify_files(opened: Opened, arena: Arena, recorder: Recorder) -> int:
@@ -38,3 +58,50 @@ def verify_files(opened: Opened, arena: Arena, recorder: Recorder) -> int:
                     reader.close()
             total += entry.size
     return total
+
+
+def verify_sums(
+    opened: Opened, arena: Arena, recorder: Recorder
+) -> Iterator[tuple[int, list[Altered]]]:
+    """Read what a foreign checkpoint has checksums of; an event for each file that has some.
+
+    Returns:
+        For each file the bytes that were checked, and those that are not what was saved.
+
+    Raises:
+        CorruptionError: a file is missing or cut off.
+    """
+    numbers = {entry.name: number for number, entry in enumerate(opened.manifest.files)}
+    with ThreadPoolExecutor(arena.threads, "shardwise-verify") as pool:
+        for summed in opened.sums() if opened.sums is not None else ():
+            number = numbers[summed.file]
+            total = int(summed.ranges[:, 1].sum())
+            with recorder.stage(summed.file, total):
+                altered = list(_altered(opened, number, summed, arena, pool))
+            yield total, altered
+
+
+def _altered(
+    opened: Opened, number: int, summed: Summed, arena: Arena, pool: ThreadPoolExecutor
+) -> Iterator[Altered]:
+    reader = DataReader(opened.store, opened.manifest.files[number])
+
+    def sum_of(start: int, size: int) -> int:
+        found = 0
+        step = arena.chunk - BLOCK  # a read may go on a little
+        with arena.buffer() as buffer:
+            for low in range(start, start + size, step):
+                high = min(low + step, start + size)
+                found = crc32(reader.read(low, high, buffer)[: high - low], found)
+        return found
+
+    try:
+        starts, sizes, expected = summed.ranges.T.tolist()
+        for start, size, wanted, found in zip(
+            starts, sizes, expected, pool.map(sum_of, starts, sizes), strict=True
+        ):
+            if found != wanted:
+                tensors = opened.tensors_in(number, start, start + size)
+                yield Altered(summed.file, start, start + size, tensors)
+    finally:
+        reader.close()

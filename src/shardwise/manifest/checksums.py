@@ -6,6 +6,7 @@ it at twenty times zlib's speed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -19,6 +20,14 @@ POLYNOMIAL = 0xEDB88320
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """Ranges of a file, and what their CRC-32 is: `(n, 3)`, the first byte, bytes, checksum."""
+
+    file: str
+    ranges: npt.NDArray[np.int64]
 
 
 def crc32(data: bytes | memoryview | Bytes, before: int = 0) -> int:

@@ -47,6 +47,21 @@ def read_directory(archive: Part) -> dict[str, Entry]:
         raise FormatError(f"{archive.where}: this zip archive is cut off") from error
 
 
+def read_sums(archive: Part) -> list[tuple[Entry, int]]:
+    """Entries, and the CRC-32 that the directory has of each; 0 is what some writers put there.
+
+    Raises:
+        FormatError: as `read_directory` says.
+    """
+    try:
+        directory, count = _directory(archive)
+        listed = sorted(_listed(archive, directory, count), key=lambda each: each.header)
+        located = _located(archive, listed)
+        return [(entry, each.crc32) for each, (_, entry) in zip(listed, located, strict=True)]
+    except struct.error as error:
+        raise FormatError(f"{archive.where}: this zip archive is cut off") from error
+
+
 @dataclass(frozen=True, slots=True)
 class _Listed:
     """What the directory says of an entry."""
@@ -54,6 +69,7 @@ class _Listed:
     name: bytes
     header: int
     size: int
+    crc32: int
 
 
 def _directory(archive: Part) -> tuple[bytes, int]:
@@ -87,7 +103,7 @@ def _listed(archive: Part, directory: bytes, count: int) -> Iterator[_Listed]:
     for _ in range(count):
         fields = ENTRY.unpack_from(directory, at)
         signature, flags, method = fields[0], fields[3], fields[4]
-        packed, size, name_size, extra_size, comment_size = fields[8:13]
+        crc32, packed, size, name_size, extra_size, comment_size = fields[7:13]
         header = fields[16]
         at += ENTRY.size
         name = directory[at : at + name_size]
@@ -104,7 +120,7 @@ def _listed(archive: Part, directory: bytes, count: int) -> Iterator[_Listed]:
                 "unpacked here: of a TorchScript program, save the state_dict of its module; any "
                 "other archive, unpack and pack again with `zip -0`"
             )
-        yield _Listed(name, header, size)
+        yield _Listed(name, header, size, crc32)
 
 
 def _wide(archive: Part, extra: bytes, *narrow: int) -> Iterator[int]:

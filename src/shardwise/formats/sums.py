@@ -1,0 +1,58 @@
+"""Checksums that files of other frameworks have: those of the entries of zip archives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+
+import numpy as np
+
+from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
+from shardwise.formats.stored.archive import START, read_sums
+from shardwise.formats.stored.ranges import Part
+from shardwise.formats.tree import Tree
+from shardwise.manifest.checksums import Summed
+
+OF_ITEMS = ".distcp"
+"""How files end that have an archive for each item, of which the metadata beside them knows."""
+
+_Ranges = dict[str, list[tuple[int, int]]]
+
+
+def sums_of(tree: Tree, names: Iterable[str]) -> Iterator[Summed]:
+    """The checksums in files; those that have none are left out.
+
+    Raises:
+        FormatError: an archive is malformed, or cut off.
+    """
+    folders: dict[str, _Ranges] = {}
+    for name in names:
+        folder, _, base = name.rpartition("/")
+        with closing(tree.open(name)) as file:
+            whole = Part.whole(file, 0, f"{tree}/{name}")
+            parts = [whole]
+            if name.endswith(OF_ITEMS):
+                items = folders.setdefault(folder, _items(tree, folder))
+                places = items.get(base, [])
+                parts = [whole.within(at, size, f"an item at {at}") for at, size in places]
+            rows = [row for part in parts for row in _rows(part)]
+        if rows:
+            yield Summed(name, np.array(rows, np.int64))
+
+
+def _rows(part: Part) -> Iterator[tuple[int, int, int]]:
+    """Ranges of the file, and their checksums; none of what is no archive."""
+    if part.read(0, min(len(START), part.size)) != START:
+        return
+    for entry, crc32 in read_sums(part):
+        if entry.size and crc32:
+            yield part.offset + entry.start, entry.size, crc32
+
+
+def _items(tree: Tree, folder: str) -> _Ranges:
+    """Where the items of each file lie, each once."""
+    found: dict[str, dict[tuple[int, int], None]] = {}
+    metadata = read_metadata(tree, f"{folder}/{METADATA}" if folder else METADATA)
+    for item in metadata.items.values():
+        found.setdefault(item.file, {})[item.offset, item.length] = None
+    return {name: sorted(places) for name, places in found.items()}
