@@ -14,6 +14,9 @@ import torch.distributed as dist
 from shardwise.errors import LostRankError
 
 CONNECTING = timedelta(minutes=1)
+HEAD, LENGTH = 1024, 8
+"""Bytes of a message that a collective carries, and of its length therein: most fit into one."""
+FIRST = HEAD - LENGTH
 
 
 class Group(Protocol):
@@ -92,43 +95,44 @@ class TorchGroup:
                 dist.destroy_process_group(group)
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Lengths by a collective, then each rank's bytes by themselves: no padding."""
-        sizes = self._gather_sizes(len(data))
-        if self.rank != 0:
-            self._send(data, 0)
+        """Heads by a collective, then what is left of each rank's bytes by themselves."""
+        mine = _head(data)
+        heads = list(torch.empty((self.size, HEAD), dtype=torch.uint8)) if self.rank == 0 else None
+        self._run(lambda group: dist.gather(mine, heads, group=group, group_dst=0))
+        if heads is None:
+            self._send(data[FIRST:], 0)
+            self.bytes_sent += min(len(data), FIRST)
             return []
-        return [data, *(self._receive(sizes[rank], rank) for rank in range(1, self.size))]
+        return [data, *(self._rest(heads[rank], rank) for rank in range(1, self.size))]
 
     def scatter(self, parts: Sequence[bytes]) -> bytes:
-        """Lengths by a collective, then each rank's bytes by themselves."""
+        """Heads by a collective, then what is left of each rank's bytes by themselves."""
+        mine = torch.empty(HEAD, dtype=torch.uint8)
+        heads = [_head(part) for part in parts] if self.rank == 0 else None
+        self._run(lambda group: dist.scatter(mine, heads, group=group, group_src=0))
         if self.rank != 0:
-            return self._receive(self._scatter_size([]), 0)
-        self._scatter_size([len(part) for part in parts])
+            return self._rest(mine, 0)
         for rank in range(1, self.size):
-            self._send(parts[rank], rank)
+            self._send(parts[rank][FIRST:], rank)
+            self.bytes_sent += min(len(parts[rank]), FIRST)
         return parts[0]
 
     def broadcast(self, data: bytes) -> bytes:
-        """The length first, then the bytes."""
-        length = torch.tensor([len(data)], dtype=torch.int64)
-        self._run(lambda group: dist.broadcast(length, group=group, group_src=0))
-        content = _tensor(data) if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
-        if len(content):
-            self._run(lambda group: dist.broadcast(content, group=group, group_src=0))
-        self.bytes_sent += len(data) if self.rank == 0 else 0
-        return data if self.rank == 0 else _bytes(content)
+        """The head first, then what is left."""
+        head = _head(data) if self.rank == 0 else torch.empty(HEAD, dtype=torch.uint8)
+        self._run(lambda group: dist.broadcast(head, group=group, group_src=0))
+        size, first = _opened(head)
+        if size > FIRST:
+            rest = _tensor(data[FIRST:] if self.rank == 0 else bytes(size - FIRST))
+            self._run(lambda group: dist.broadcast(rest, group=group, group_src=0))
+            first += _bytes(rest)
+        self.bytes_sent += size if self.rank == 0 else 0
+        return first
 
-    def _gather_sizes(self, size: int) -> list[int]:
-        mine = torch.tensor([size], dtype=torch.int64)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)] if self.rank == 0 else None
-        self._run(lambda group: dist.gather(mine, everyone, group=group, group_dst=0))
-        return [int(size) for size in everyone or []]
-
-    def _scatter_size(self, sizes: Sequence[int]) -> int:
-        mine = torch.empty(1, dtype=torch.int64)
-        parts = [torch.tensor([size], dtype=torch.int64) for size in sizes] or None
-        self._run(lambda group: dist.scatter(mine, parts, group=group, group_src=0))
-        return int(mine)
+    def _rest(self, head: torch.Tensor, rank: int) -> bytes:
+        """All of what a rank sends that begins so."""
+        size, first = _opened(head)
+        return first + self._receive(size - len(first), rank)
 
     def _send(self, data: bytes, rank: int) -> None:
         if data:
@@ -163,9 +167,19 @@ def _lost(doing: str, error: Exception, rank: int) -> LostRankError:
     )
 
 
+def _head(data: bytes) -> torch.Tensor:
+    """The length of a message, and its first bytes."""
+    return _tensor((len(data).to_bytes(LENGTH, "little") + data[:FIRST]).ljust(HEAD, b"\0"))
+
+
+def _opened(head: torch.Tensor) -> tuple[int, bytes]:
+    """The inverse: the length of a message, and its first bytes, which may be all."""
+    data = _bytes(head)
+    size = int.from_bytes(data[:LENGTH], "little")
+    return size, data[LENGTH : LENGTH + size]
+
+
 def _tensor(data: bytes) -> torch.Tensor:
-    if not data:  # which torch.frombuffer refuses
-        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
