@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shardwise.adapters import Binding, bind_state
 from shardwise.adapters.deepspeed import EngineBinding
+from shardwise.adapters.megatron import MegatronBinding
 from shardwise.adapters.overlapping import fillable_leaves
 from shardwise.adapters.values import PerRankBinding
 from shardwise.checkpoint import Checkpoint
@@ -291,7 +292,7 @@ class _Load:
 
         exchange(group, "loading", move, lambda _: b"")
         for binding in bindings:
-            if isinstance(binding, EngineBinding):
+            if isinstance(binding, (EngineBinding, MegatronBinding)):
                 binding.settle()
         plan = filling.filling.plan
         return LoadReport(

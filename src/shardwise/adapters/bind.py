@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, cast
 
 import numpy as np
@@ -20,9 +22,18 @@ from shardwise.adapters.deepspeed import (
     stepped_by,
     wrapped_by,
 )
+from shardwise.adapters.megatron import (
+    MegatronBinding,
+    MegatronOptimizerBinding,
+    is_megatron_model,
+    is_megatron_scheduler,
+    load_scheduler,
+    refuse_parts_of_model,
+)
 from shardwise.adapters.modules import ModuleBinding
 from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.adapters.parameters import Parameter
+from shardwise.adapters.stepped import inner_optimizers, is_megatron_optimizer
 from shardwise.adapters.values import (
     ObjectBinding,
     PerRankBinding,
@@ -62,7 +73,15 @@ class Binding(Protocol):
 
 
 State = MutableMapping[str, object]
-Modules = list[ModuleBinding | EngineBinding]
+Modules = list[ModuleBinding | EngineBinding | MegatronBinding]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What was found in a state so far: modules, and optimizers of Megatron-Core's."""
+
+    modules: Modules = field(default_factory=list)
+    optimizers: list[object] = field(default_factory=list)
 
 
 def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
@@ -78,18 +97,19 @@ def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
             f"the state is a {type(state).__name__}: it must be a dict, such as "
             '{"model": model, "optimizer": optimizer}'
         )
-    modules: Modules = []
     try:
-        bindings = list(_bind(state, "", modules, allow_pickle))
+        bindings = list(_bind(state, "", _Seen(), allow_pickle))
     except RecursionError as error:
         raise StateError(
             "a dict in the state is nested deeper than Python's stack allows, or holds itself"
         ) from error
-    order = {ModuleBinding: 0, EngineBinding: 0, OptimizerBinding: 1, EngineOptimizerBinding: 1}
+    modules = ModuleBinding, EngineBinding, MegatronBinding
+    optimizers = OptimizerBinding, EngineOptimizerBinding, MegatronOptimizerBinding
+    order = {**dict.fromkeys(modules, 0), **dict.fromkeys(optimizers, 1)}
     return sorted(bindings, key=lambda binding: order.get(type(binding), 2))
 
 
-def _bind(container: State, prefix: str, modules: Modules, allow_pickle: bool) -> Iterator[Binding]:
+def _bind(container: State, prefix: str, seen: _Seen, allow_pickle: bool) -> Iterator[Binding]:
     for key, value in container.items():
         if not isinstance(key, str) or not key:
             raise StateError(f"{prefix or 'the state'}: its key {key!r} is not a name (str)")
@@ -97,28 +117,38 @@ def _bind(container: State, prefix: str, modules: Modules, allow_pickle: bool) -
         parts = _parts(value)
         if is_engine(value):
             engine = EngineBinding(name, prefix, value, allow_pickle=allow_pickle)
-            modules.append(engine)
+            seen.modules.append(engine)
             yield engine
         elif is_optimizer_of_engine(value):
-            find = _lookup([wrapped_by(name, value)], modules)
+            find = _lookup([wrapped_by(name, value)], seen.modules)
             yield EngineOptimizerBinding(name, value, find, allow_pickle=allow_pickle)
+        elif is_megatron_optimizer(value):
+            seen.optimizers.append(value)
+            find = _lookup(inner_optimizers(value), seen.modules)
+            yield MegatronOptimizerBinding(name, prefix, value, find, allow_pickle=allow_pickle)
+        elif parts and all(map(is_megatron_model, parts)):
+            chunks = cast(list[nn.Module], parts)
+            model = MegatronBinding(name, chunks, seen.optimizers, allow_pickle=allow_pickle)
+            seen.modules.append(model)
+            yield model
         elif parts and all(isinstance(part, nn.Module) for part in parts):
             for part in cast(list[nn.Module], parts):
                 refuse_inside_engine(name, part)
+                refuse_parts_of_model(name, part)
             module = ModuleBinding(name, cast(list[nn.Module], parts), allow_pickle=allow_pickle)
-            modules.append(module)
+            seen.modules.append(module)
             yield module
         elif parts and all(isinstance(part, Optimizer) for part in parts):
             optimizers = cast(list[Optimizer], parts)
             yield OptimizerBinding(
-                name, optimizers, _lookup(optimizers, modules), allow_pickle=allow_pickle
+                name, optimizers, _lookup(optimizers, seen.modules), allow_pickle=allow_pickle
             )
         else:
-            yield from _bind_value(container, key, name, modules, allow_pickle)
+            yield from _bind_value(container, key, name, seen, allow_pickle)
 
 
 def _bind_value(
-    container: State, key: str, name: str, modules: Modules, allow_pickle: bool
+    container: State, key: str, name: str, seen: _Seen, allow_pickle: bool
 ) -> Iterator[Binding]:
     value = container[key]
     if isinstance(value, (torch.Tensor, np.ndarray, Shards)):
@@ -126,12 +156,12 @@ def _bind_value(
     elif isinstance(value, PerRankValue):
         yield PerRankBinding(name, value, allow_pickle=allow_pickle)
     elif isinstance(value, Stateful) and not isinstance(value, type):
-        stateful = value
-        yield ObjectBinding(
-            name, stateful.state_dict, stateful.load_state_dict, allow_pickle=allow_pickle
-        )
+        put: Callable[[object], object] = value.load_state_dict
+        if is_megatron_scheduler(value):
+            put = partial(load_scheduler, value)
+        yield ObjectBinding(name, value.state_dict, put, allow_pickle=allow_pickle)
     elif _is_branch(value):
-        yield from _bind(cast(State, value), f"{name}.", modules, allow_pickle)
+        yield from _bind(cast(State, value), f"{name}.", seen, allow_pickle)
     else:
         yield object_in(container, key, name, allow_pickle=allow_pickle)
 
@@ -193,10 +223,12 @@ def _refuse_emptied(optimizers: list[Optimizer], modules: Modules) -> None:
 
 
 def optimizers_in(value: object) -> Iterator[Optimizer]:
-    """The optimizers that step what hangs in a state, those that DeepSpeed wraps included."""
+    """The optimizers that step what hangs in a state, those that others wrap included."""
     inner = stepped_by(value)
     if inner is not None:
         yield inner
+    elif is_megatron_optimizer(value):
+        yield from inner_optimizers(value)
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from optimizers_in(each)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch.optim import Optimizer
 
-from shardwise.adapters.parameters import Parameter
+from shardwise.adapters.parameters import Parameter, joined
 from shardwise.adapters.steps import STEP, counts_plainly, set_state, state_of
 from shardwise.errors import StateError
 from shardwise.manifest.manifest import TensorEntry
@@ -19,6 +19,8 @@ from shardwise.state.selection import Selection
 ParameterMap = Mapping[int, Parameter]
 GROUPS = "param_groups"
 OF_SCHEDULES = ("_lr", "_momentum")
+# In a group, and no hyperparameters of it; whether Megatron-Core divides its experts among ranks.
+BESIDES = ("params", "param_names", "is_expert_parallel")
 # In groups of DeepSpeed's Adam; torch's always corrects its bias, and counts elsewhere.
 OF_DEEPSPEED = ("bias_correction", STEP)
 
@@ -51,8 +53,11 @@ class OptimizerBinding:
         known = self._parameters()
         for optimizer in self._optimizers:
             for parameter in self._each_parameter(optimizer, known):
+                if parameter.copy:
+                    continue
                 for key, value in state_of(optimizer, parameter.tensor).items():
                     self._hold(held, parameter, key, value)
+        held.tensors = joined(held.tensors, to_fill=False)
         held.grouped[f"{self.name}.{GROUPS}"] = self._groups(known)
         return held
 
@@ -74,6 +79,7 @@ class OptimizerBinding:
                         self._fitted[id(tensor)] = fitted
                     for key, value in fitted.items():
                         self._hold(held, parameter, key, value)
+        held.tensors = joined(held.tensors, to_fill=True)
         groups = f"{self.name}.{GROUPS}"
         held.grouped[groups] = self._groups(known)
         if selection.chooses(groups) and saved.has_object(groups):
@@ -107,7 +113,7 @@ class OptimizerBinding:
         grouped = []
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+                settings = {k: v for k, v in group.items() if k not in BESIDES}
                 name = f"{self.name}.{GROUPS}"
                 value = encode(settings, name, allow_pickle=self._allow_pickle)
                 grouped.append(GroupedValue(tuple(self._names_in(group, known)), value))
@@ -190,7 +196,8 @@ class OptimizerBinding:
         tensors = group["params"]
         if not isinstance(tensors, list):
             raise StateError(f"{self.name}: a param group has no list of params")
-        return [name for tensor in tensors for name in _known(known, tensor, self.name).names]
+        names = (name for tensor in tensors for name in _known(known, tensor, self.name).names)
+        return list(dict.fromkeys(names))
 
 
 def _new(
@@ -225,8 +232,11 @@ def _by_member(encoded: object) -> dict[str, JsonValue]:
                 "which is not sure. Save with names (torch's get_optimizer_state_dict, or an "
                 "optimizer of model.named_parameters()), or load without the optimizer"
             )
+        value = group.get("value")
+        if isinstance(value, dict):
+            value = {key: each for key, each in value.items() if key not in BESIDES}
         for member in group["members"]:
-            settings[str(member)] = group.get("value")
+            settings[str(member)] = value
     return settings
 
 

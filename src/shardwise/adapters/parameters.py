@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,11 +44,15 @@ class FlatPart:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter as an optimizer holds it: under its name, or flattened from several (`flat`)."""
+    """A parameter as an optimizer holds it: under its name, or flattened from several (`flat`).
+
+    `copy`: other ranks have it too, divided otherwise, and save it; here it is filled only.
+    """
 
     tensor: torch.Tensor
     name: str
     flat: tuple[FlatPart, ...] = ()
+    copy: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,7 +62,7 @@ class Parameter:
     def below(self, prefix: str) -> Parameter:
         """The same parameter, named from one level further up."""
         flat = tuple(replace(part, name=f"{prefix}.{part.name}") for part in self.flat)
-        return Parameter(self.tensor, f"{prefix}.{self.name}", flat)
+        return replace(self, name=f"{prefix}.{self.name}", flat=flat)
 
     @property
     def empty(self) -> bool:
@@ -87,8 +92,9 @@ class Parameter:
         leaves = []
         for part in self.flat:
             name = f"{prefix}.{part.name}.{key}"
-            if value.dim() == 1 and value.numel() == local.numel():
-                fragments = part.fragments(value.detach())
+            alike = value.shape == local.shape and value.is_contiguous()
+            if alike or (value.dim() == 1 and value.numel() == local.numel()):
+                fragments = part.fragments(value.detach().view(-1))
                 leaves.append(TensorLeaf(name, value.dtype, part.shape, fragments))
             else:
                 _refuse_unless_scalar(name, value)
@@ -116,6 +122,25 @@ class Parameter:
             device_mesh=tensor.device_mesh,
             placements=[Replicate()] * tensor.device_mesh.ndim,
         )
+
+
+def joined(leaves: Iterable[TensorLeaf], *, to_fill: bool) -> list[TensorLeaf]:
+    """Leaves of different names: those of one are parts of one tensor, as stacked experts are.
+
+    Args:
+        to_fill: keep all fragments of a box. Of what is saved, one is enough.
+    """
+    named: dict[str, list[TensorLeaf]] = {}
+    for leaf in leaves:
+        named.setdefault(leaf.name, []).append(leaf)
+    return [same[0] if len(same) == 1 else _joined(same, to_fill) for same in named.values()]
+
+
+def _joined(leaves: Sequence[TensorLeaf], to_fill: bool) -> TensorLeaf:
+    fragments = [fragment for leaf in leaves for fragment in leaf.fragments]
+    if not to_fill and leaves[0].shape == ():
+        fragments = fragments[:1]
+    return TensorLeaf(leaves[0].name, leaves[0].dtype, leaves[0].shape, tuple(fragments))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

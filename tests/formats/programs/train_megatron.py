@@ -64,7 +64,7 @@ def config_of(case: dict[str, Any]) -> TransformerConfig:
         more |= {"layernorm_epsilon": 1e-6, "ffn_hidden_size": 40}
     if "experts" in case:
         more |= {"num_moe_experts": case["experts"], "moe_router_topk": 2}
-        more |= {"expert_model_parallel_size": case["ep"], "add_bias_linear": False}
+        more |= {"expert_model_parallel_size": case.get("ep", 1), "add_bias_linear": False}
         more |= {"moe_token_dispatcher_type": "allgather", "moe_router_load_balancing_type": "none"}
     return TransformerConfig(
         num_layers=4,
@@ -98,6 +98,7 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any, Any]:
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce="bucket" in case,
+        overlap_param_gather=bool(case.get("gather")),
         use_distributed_optimizer=bool(case.get("distributed")),
         bucket_size=case.get("bucket"),
     )
@@ -128,7 +129,7 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any, Any]:
         bf16=bool(case.get("bf16")),
         params_dtype=config.params_dtype,
         use_distributed_optimizer=bool(case.get("distributed")),
-        clip_grad=1.0,
+        clip_grad=case.get("clip", 1.0),
     )
     optimizer = get_megatron_optimizer(settings, chunks)
     scheduler = OptimizerParamScheduler(
@@ -202,9 +203,7 @@ def resume(place: Path) -> dict[str, torch.Tensor]:
     ps.initialize_model_parallel()
     megatron_on_cpu.seed_model_parallel(123)
     chunks, optimizer, scheduler = build(case)
-    inner = optimizer.chained_optimizers[0].optimizer
-    state = {"model": chunks[0].module, "optimizer": inner}
-    sw.load(place, state, only=["model.*", "optimizer.*"])
+    sw.load(place, {"model": chunks, "optimizer": optimizer})
     found = {"resumed": logits(chunks)}
     train(chunks, optimizer, scheduler, steps=1)
     found["resumed, later"] = logits(chunks)

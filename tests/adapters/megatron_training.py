@@ -1,0 +1,107 @@
+"""Trains small models by Megatron-Core on the ranks of a gang: what its tests run there.
+
+Imported by workers only, for it changes torch for the whole process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "formats" / "programs"))
+
+import megatron_on_cpu
+import train_megatron as training
+from megatron.core import parallel_state as ps
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+import shardwise as sw
+
+
+@contextmanager
+def built(case: dict[str, Any]) -> Iterator[tuple[list[Any], Any, Any]]:
+    """Chunks, optimizer and scheduler of a case, on this rank of the world."""
+    ps.initialize_model_parallel(
+        case.get("tp", 1),
+        case.get("pp", 1),
+        case.get("vp"),
+        expert_model_parallel_size=case.get("ep", 1),
+    )
+    try:
+        megatron_on_cpu.seed_model_parallel(123)
+        yield training.build(case)
+    finally:
+        ps.destroy_model_parallel()
+
+
+def tokens_of(step: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    while True:
+        yield torch.randint(0, training.VOCAB, (2, training.LENGTH), generator=generator)
+
+
+def train(chunks: list[Any], optimizer: Any, scheduler: Any, steps: range) -> list[float]:
+    """Losses, on the last stage; each step's batch is the same on all ranks."""
+    losses = []
+    for step in steps:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+
+        def forward(tokens: Iterator[torch.Tensor], model: Any) -> Any:
+            out, _ = training.step_of_stage(tokens, model)
+            return out, lambda loss: (loss.float().mean(), {"loss": loss.float().mean().item()})
+
+        found = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[tokens_of(step) for _ in chunks] if len(chunks) > 1 else tokens_of(step),
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=2,
+            seq_length=training.LENGTH,
+            micro_batch_size=2,
+            forward_only=False,
+        )
+        optimizer.step()
+        scheduler.step(increment=1)
+        if found:
+            losses.append(sum(each["loss"] for each in found) / len(found))
+    return losses
+
+
+def state_of(chunks: list[Any], optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    return {"model": chunks, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def expected_of(chunks: list[Any], optimizer: Any) -> dict[str, torch.Tensor]:
+    """Whole tensors by `parameter|key`, put together by what Megatron-Core says of parameters."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, training.held(chunks, optimizer))
+    return training.gathered(ranks) if dist.get_rank() == 0 else {}
+
+
+def save(case: dict[str, Any], place: str) -> dict[str, Any]:
+    """Train for two steps, save, and go on."""
+    with built(case) as parts:
+        found: dict[str, Any] = {"before": train(*parts, range(2))}
+        sw.save(place, state_of(*parts))
+        found["expected"] = expected_of(*parts[:2])
+        found["after"] = train(*parts, range(2, 4))
+    return found
+
+
+def go_on(case: dict[str, Any], place: str, again: str) -> dict[str, Any]:
+    """Load, save again, and go on."""
+    torch.manual_seed(8)
+    with built(case) as parts:
+        train(*parts, range(7, 7 + case.get("stepped", 0)))
+        sw.load(place, state_of(*parts))
+        sw.save(again, state_of(*parts))
+        found: dict[str, Any] = {"expected": expected_of(*parts[:2])}
+        found["after"] = train(*parts, range(2, 4))
+    return found

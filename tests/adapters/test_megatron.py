@@ -1,0 +1,160 @@
+"""Models and optimizers of Megatron-Core, saved and loaded as they are, whatever divides them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.testing import Gang
+from tests.multirank.test_matrix import contents
+
+pytestmark = [
+    pytest.mark.timeout(300),  # the first test waits for all trainings
+    pytest.mark.ranks,
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None,
+        reason="Megatron-Core is not installed: pip install '.[frameworks]'",
+    ),
+]
+
+LLAMA = {"llama": True, "tied": False, "clip": 0.0}
+MOE = {**LLAMA, "experts": 4}
+# Trained on four ranks. Where TP × PP is 2, there are two data-parallel ranks.
+TRAINED: dict[str, dict[str, Any]] = {
+    "float32": {"tp": 2, "pp": 2, "clip": 0.0},
+    "bfloat16": {"tp": 2, "pp": 2, "bf16": True, **LLAMA},
+    "distributed": {"tp": 2, "distributed": True, "bucket": 3000, "clip": 0.0},
+    "distributed-bfloat16": {"tp": 2, "distributed": True, "bf16": True, **LLAMA},
+    "interleaved": {"pp": 2, "vp": 2, "distributed": True, "clip": 0.0},
+    "experts": {"pp": 2, "ep": 2, "distributed": True, "bf16": True, **MOE},
+}
+# What goes on from them: source, ranks, and how they are divided then.
+RESUMED: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "pipeline": ("float32", 2, {"pp": 2}),
+    "pipeline-distributed": ("float32", 4, {"pp": 2, "distributed": True, "bucket": 2000}),
+    "three": ("float32", 3, {"distributed": True, "stepped": 1}),
+    "one": ("distributed", 1, {}),
+    "other-buckets": ("distributed", 4, {"tp": 2, "distributed": True, "stepped": 1}),
+    "overlapping": ("distributed", 2, {"distributed": True, "bucket": 9000, "gather": True}),
+    "interleaved-again": ("interleaved", 2, {"pp": 2, "vp": 2}),
+    "flat": ("interleaved", 3, {"distributed": True}),
+    "bfloat16-distributed": ("bfloat16", 3, {"distributed": True, "stepped": 1}),
+    "bfloat16-wide": ("bfloat16", 4, {"tp": 4, "distributed": True}),
+    "bfloat16-plain": ("distributed-bfloat16", 2, {"tp": 2}),
+    "experts-alone": ("experts", 1, {}),
+    "experts-divided": ("experts", 3, {"distributed": True}),
+    "experts-elsewhere": ("experts", 4, {"ep": 4, "distributed": True, "stepped": 1}),
+}
+RENAMED = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+def call(name: str, *args: Any) -> Any:
+    """A function of what is imported by workers only, for it changes torch."""
+    return getattr(importlib.import_module("tests.adapters.megatron_training"), name)(*args)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Gang]:
+    """A gang of its own: nobody else's torch is to be changed."""
+    with Gang(4) as gang:
+        yield gang
+
+
+class Runs:
+    """A folder with checkpoints of all runs, and what they had."""
+
+    def __init__(self, root: Path, workers: Gang) -> None:
+        self.root = root
+        self._workers = workers
+        self._found: dict[str, list[dict[str, Any]]] = {}
+
+    def of(self, name: str) -> dict[str, Any]:
+        """What the ranks told of a run, made first if it is the first time."""
+        if name not in self._found:
+            self._found[name] = self._trained(name) if name in TRAINED else self._resumed(name)
+        found = self._found[name]
+        return {**found[0], "after": next(each["after"] for each in found if each["after"])}
+
+    def _trained(self, name: str) -> list[dict[str, Any]]:
+        place = str(self.root / name)
+        return self._workers.run(call, "save", TRAINED[name], place, world=4)
+
+    def _resumed(self, name: str) -> list[dict[str, Any]]:
+        source, world, division = RESUMED[name]
+        self.of(source)
+        alike = {k: v for k, v in TRAINED[source].items() if k in {*MOE, "bf16"}}
+        places = str(self.root / source), str(self.root / name)
+        return self._workers.run(call, "go_on", {**alike, **division}, *places, world=world)
+
+
+@pytest.fixture(scope="module")
+def runs(workers: Gang, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("megatron"), workers)
+
+
+def expected(run: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What Megatron-Core has, by the names that are wanted; experts are stacked."""
+    found: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    for key, tensor in run["expected"].items():
+        name, kind = key.split("|")
+        if kind == "weight":
+            continue
+        for module, saved in RENAMED.items():
+            name = name.replace(module, saved)
+        full = f"model.{name}" if kind == "param" else f"optimizer.{name}.{kind}"
+        before, _, after = full.partition(".local_experts.")
+        number, _, rest = after.partition(".")
+        if after:
+            experts.setdefault(f"{before}.experts.{rest}", {})[int(number)] = tensor
+        else:
+            found[full] = tensor
+    for full, each in experts.items():
+        stacked = torch.stack([each[number] for number in sorted(each)])
+        found[full] = stacked[0] if full.endswith(".step") else stacked
+    # Of tied embeddings, the other stage's are copies.
+    if not any(".output_layer." in name for name in found if name in run["saved"]):
+        found = {name: each for name, each in found.items() if ".output_layer." not in name}
+    return found
+
+
+@pytest.mark.parametrize("name", [*TRAINED, *RESUMED])
+def test_all_is_as_megatron_has_it(runs: Runs, name: str) -> None:
+    run = runs.of(name)
+    checkpoint = sw.open(runs.root / name)
+    tensors = {key for key in checkpoint if isinstance(checkpoint[key], sw.SavedTensor)}
+    wanted = expected({**run, "saved": tensors})
+    assert {*wanted} == tensors
+    for key, tensor in wanted.items():
+        saved = checkpoint[key][...]
+        assert (saved.dtype, saved.shape) == (tensor.dtype, tensor.shape), key
+        assert torch.equal(saved, tensor), key
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_it_goes_on_as_if_nothing_had_happened(runs: Runs, name: str) -> None:
+    source, _, division = RESUMED[name]
+    before, after = runs.of(source), runs.of(name)
+    assert contents(runs.root / name) == contents(runs.root / source)
+    same = all(division.get(key, 1) == TRAINED[source].get(key, 1) for key in ("tp", "pp", "ep"))
+    close = pytest.approx(before["after"], abs=1e-3 if TRAINED[source].get("bf16") else 1e-5)
+    assert after["after"] == (before["after"] if same else close)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_the_model_computes_with_the_weights_that_were_loaded(runs: Runs, name: str) -> None:
+    held = runs.of(name)["expected"]
+    masters = {key.split("|")[0]: each for key, each in held.items() if key.endswith("|param")}
+    for parameter, master in masters.items():
+        weight = held[f"{parameter}|weight"]
+        assert torch.equal(weight, master.to(weight.dtype)), parameter
