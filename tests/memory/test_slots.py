@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
+from shardwise.engine.pages import LARGE
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory.agent.persist import Throttle
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, Run, new_run, write_note
 from shardwise.memory.node.notes import Done, Staged
-from shardwise.memory.node.pages import LARGE
 from shardwise.memory.node.place import Held, Place
 from shardwise.memory.node.retire import discard_newer, replaced, retire_replaced
 from shardwise.memory.node.room import needed_for_others, taken_for_others

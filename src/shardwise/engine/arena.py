@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import queue
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
@@ -57,5 +57,8 @@ class Arena:
 
 
 def aligned_buffer(size: int) -> Buffer:
-    """Page-aligned memory of this many bytes."""
-    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)[:size]
+    """Page-aligned memory of this many bytes, in large pages where they are to be had."""
+    memory = mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)[:size]

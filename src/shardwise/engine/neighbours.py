@@ -9,7 +9,6 @@ Whoever has nothing to do sleeps until another rings its bell.
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from collections import deque
@@ -26,11 +25,13 @@ import numpy.typing as npt
 from shardwise.engine.doorbell import Doorbell, find_bell, ring
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
+from shardwise.engine.pages import allocate_pages, map_pages
 from shardwise.errors import LostRankError, RankError
 from shardwise.plan.share import SharedReads
 from shardwise.store.store import Buffer
 
 READY, FAILED = 1, 2
+BLOCK = 512  # of st_blocks
 LAST = -1
 
 
@@ -111,15 +112,16 @@ class Neighbours:
         counts = np.bincount(reads.reader, minlength=len(self)).tolist()
         layout = RingLayout(counts, slots, slot_bytes)
         sizes = [layout.size(rank) for rank in range(len(self))]
-        os.posix_fallocate(self._ring.fd, 0, sizes[self.index])
+        os.ftruncate(self._ring.fd, sizes[self.index])
+        allocate_pages(self._ring.fd, sizes[self.index])
         bells = [find_bell(card.process, card.bell, self._cleanup) for card in self._cards]
         for bell in bells:
             ring(bell)
         maps = []
         for card, size in zip(self._cards, sizes, strict=True):
             memory = _Memory.of(card.process, card.ring, self._cleanup)
-            self._bell.wait(partial(_has_size, memory.fd, size), self._alive)
-            maps.append(np.frombuffer(mmap.mmap(memory.fd, size), np.uint8))
+            self._bell.wait(partial(_has_pages, memory.fd, size), self._alive)
+            maps.append(map_pages(memory.fd, 0, size, writable=True, now=True))
         wait = partial(self._bell.wait, alive=self._alive)
         return Rings(reads, self.index, maps, layout, bells, wait)
 
@@ -272,8 +274,9 @@ def _number_by_reader(reader: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return number
 
 
-def _has_size(fd: int, size: int) -> bool | None:
-    return os.fstat(fd).st_size >= size or None
+def _has_pages(fd: int, size: int) -> bool | None:
+    found = os.fstat(fd)
+    return (found.st_size >= size and found.st_blocks * BLOCK >= size) or None
 
 
 def _node() -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from shardwise.engine.pages import allocate_pages
 from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
 from shardwise.manifest.manifest import FileEntry, decode_manifest
@@ -17,7 +18,6 @@ from shardwise.memory.network.nodes import Nodes
 from shardwise.memory.node import notes
 from shardwise.memory.node.mappings import Mappings
 from shardwise.memory.node.notes import Card, Draft, Kept, Protect
-from shardwise.memory.node.pages import allocate_pages
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.spares import take_spare
 from shardwise.memory.node.trainers import is_present

@@ -10,8 +10,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.engine.pages import map_pages
 from shardwise.errors import CorruptionError
-from shardwise.memory.node.pages import map_pages
 from shardwise.store.store import Buffer
 
 

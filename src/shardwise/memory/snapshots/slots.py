@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from shardwise.engine.pages import allocate_pages, map_pages
 from shardwise.errors import StoreError
 from shardwise.memory.node.home import Run
-from shardwise.memory.node.pages import allocate_pages, map_pages
 from shardwise.store.store import Buffer
 
 ROOM = 1 << 20  # headers and the values of a rank differ a little from save to save
