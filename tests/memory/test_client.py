@@ -225,12 +225,12 @@ def test_a_node_that_is_lost_in_mid_read_is_an_error_in_time(
         start = time.monotonic()
         with pytest.raises(StoreError, match="node-b"):
             one.read_range_into(RUN, 10, DATA, 0, out)
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 10
         striker.join()
         start = time.monotonic()
         with pytest.raises(StoreError, match="node-b"):
             one.health()
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 10
 
 
 def test_no_torch_and_no_aiohttp_to_talk_to_an_agent() -> None:

@@ -44,7 +44,7 @@ def kept(home: Home, options: Memory) -> Iterator[Keeper]:
         keeper.stop()
 
 
-def until(seen: Callable[[], object], seconds: float = 15.0) -> None:
+def until(seen: Callable[[], object], seconds: float = 30.0) -> None:
     """Wait until something is so."""
     deadline = time.monotonic() + seconds
     while not seen():

@@ -432,15 +432,15 @@ def test_waiting_ends_when_the_note_comes(served: Served) -> None:
         start = time.monotonic()
         served.ask("PUT", path, b"note")
         served.fill("persist-0123456789abcdef.json", b"own")
-        assert put.result(5)[:2] == (200, b"note")
-        assert own.result(5)[:2] == (200, b"own")
-        assert time.monotonic() - start < 1
+        assert put.result(20)[:2] == (200, b"note")
+        assert own.result(20)[:2] == (200, b"own")
+        assert time.monotonic() - start < 4  # of the 5 that they would wait
 
 
 def test_waiting_ends_in_time(served: Served) -> None:
     start = time.monotonic()
     assert served.ask("GET", f"{FILE}?wait=0.2")[0] == 404
-    assert 0.2 <= time.monotonic() - start < 2
+    assert 0.2 <= time.monotonic() - start < 10
     assert served.ask("GET", FILE)[0] == 404
     for wait in ("-1", "nan", "soon", "1,5"):
         assert served.ask("GET", f"{FILE}?wait={wait}")[0] == 400
@@ -450,7 +450,7 @@ def test_many_wait_without_work(served: Served) -> None:
     with ThreadPoolExecutor(32) as pool:
         waits = [pool.submit(served.ask, "GET", f"{FILE}?wait=0.5") for _ in range(32)]
         busy = time.process_time()
-        assert {each.result(5)[0] for each in waits} == {404}
+        assert {each.result(20)[0] for each in waits} == {404}
         assert time.process_time() - busy < 0.5
 
 
@@ -474,8 +474,8 @@ def test_those_who_do_not_read_keep_nobody_waiting(served: Served) -> None:
         start = time.monotonic()
         assert served.ask("GET", "/health")[0] == 200
         assert len(served.ask("GET", FILE, Range="bytes=5-1000")[1]) == 996
-        assert time.monotonic() - start < 2
-    deadline = time.monotonic() + 5
+        assert time.monotonic() - start < 10
+    deadline = time.monotonic() + 20
     while descriptors(served.home) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert descriptors(served.home) == 0

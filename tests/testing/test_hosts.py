@@ -105,7 +105,7 @@ def ask(host: Host, address: str) -> list[str]:
     return python(host, ASK, address).communicate(timeout=5)[0].split()
 
 
-def until(true: Callable[[], bool], seconds: float = 5.0) -> None:
+def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline

@@ -205,7 +205,7 @@ def lose(directory: Path) -> None:
         path.rmdir() if path.is_dir() else path.unlink()
 
 
-def until(true: Callable[[], object], seconds: float = 10.0) -> None:
+def until(true: Callable[[], object], seconds: float = 30.0) -> None:
     """Wait until something is so."""
     deadline = time.monotonic() + seconds
     while not true():

@@ -223,14 +223,14 @@ def test_a_step_that_is_saved_again_is_not_tidied_away_before_it_is_committed(
 
 def save_steps(root: Path, shm: Path, first: int, last: int) -> None:
     """A rank alone restores and saves steps."""
-    memory = sw.Memory(dir=str(shm), when_full="wait", wait=5.0)
+    memory = sw.Memory(dir=str(shm), when_full="wait", wait=20.0)
     state = {"t": sw.PerRank(first - 1)}
     with sw.Checkpointer(root, every=1000, memory=memory) as cp:
         assert cp.restore(state) == (first - 1 or None)
         for step in range(first, last + 1):
             handle = cp.save(step, {"t": sw.PerRank(step)})
             assert handle is not None
-            handle.result(5.0)
+            handle.result(20.0)
 
 
 def test_what_others_left_behind_is_in_nobodys_way_and_goes(root: Path, shm: Path) -> None:
