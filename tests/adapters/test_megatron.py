@@ -13,6 +13,7 @@ import torch
 
 import shardwise as sw
 from shardwise.testing import Gang
+from tests.formats.foreign_goldens import unpacked
 from tests.multirank.test_matrix import contents
 
 pytestmark = [
@@ -52,6 +53,16 @@ RESUMED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "experts-divided": ("experts", 3, {"distributed": True}),
     "experts-elsewhere": ("experts", 4, {"ep": 4, "distributed": True, "stepped": 1}),
 }
+# What Megatron-Core wrote itself, and what goes on from it.
+SMALL = {"layers": 2, "hidden": 8, "heads": 2, "vocab": 16, "length": 4, "tied": False}
+FOREIGN: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "plain": ("plain", 4, {"tp": 2, "distributed": True}),
+    "bfloat16": ("bfloat16", 3, {"bf16": True, "distributed": True}),
+    "bfloat16-stages": ("bfloat16", 2, {"bf16": True, "pp": 2}),
+    "distributed": ("fully_reshardable", 2, {"pp": 2}),
+    "flattened": ("fully_sharded_model_space", 1, {"distributed": True}),
+}
+STATE = {"model", "optimizer"}
 RENAMED = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -158,3 +169,18 @@ def test_the_model_computes_with_the_weights_that_were_loaded(runs: Runs, name: 
     for parameter, master in masters.items():
         weight = held[f"{parameter}|weight"]
         assert torch.equal(weight, master.to(weight.dtype)), parameter
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_checkpoints_of_megatron_load_as_they_are(workers: Gang, tmp_path: Path, name: str) -> None:
+    kind, world, division = FOREIGN[name]
+    place = unpacked(f"megatron_{kind}", tmp_path / kind)
+    again = tmp_path / "again"
+    workers.run(call, "load", {**SMALL, **division}, str(place), str(again), world=world)
+    before, after = contents(place), contents(again)
+    groups = before.pop("optimizer.param_groups"), after.pop("optimizer.param_groups")
+    wanted = {key: each for key, each in before.items() if key.split(".")[0] in STATE}
+    assert after == wanted
+    for member, settings in groups[0].items():
+        for key, value in settings.items():
+            assert key == "is_expert_parallel" or groups[1][member][key] == value, (member, key)

@@ -17,7 +17,7 @@ from tests.formats.comparing import assert_same
 from tests.formats.foreign_goldens import opened, unpacked
 from tests.formats.reference import read_tensors
 
-WORLDS = {"plain": 4, "fully_reshardable": 2, "fully_sharded_model_space": 4}
+WORLDS = {"plain": 4, "bfloat16": 4, "fully_reshardable": 2, "fully_sharded_model_space": 4}
 # What the modules of Megatron's plain layers are called, and what in every checkpoint.
 RENAMED = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -31,8 +31,10 @@ def restored_by_megatron(place: Path, kind: str) -> dict[str, torch.Tensor]:
     for name, value in torch.load(place / "expected.pt").items():
         for module, key in RENAMED.items():
             name = name.replace(module, key)
-        if kind == "fully_sharded_model_space" and name.endswith(".param"):
-            name = name.removesuffix("param") + "fp32_param"
+        if name.endswith(".param"):
+            name = name.replace("optimizer.", "model.").removesuffix(".param")
+        elif kind != "plain":
+            name = name.replace("model.", "module.")
         found[name] = value
     return found
 
@@ -43,7 +45,8 @@ def test_it_reads_what_megatron_restores(kind: str, tmp_path: Path) -> None:
     place = unpacked(f"megatron_{kind}", tmp_path)
     foreign = opened(place)
     read, expected = read_tensors(place, foreign), restored_by_megatron(place, kind)
-    read.pop("common.optimizer.state.common_step", None)
+    for common in ("optimizer", "optimizer.optimizer"):
+        read.pop(f"common.{common}.state.common_step", None)
     steps = {name: value for name, value in read.items() if name.endswith(".step")}
     assert {value.item() for value in steps.values()} == {2.0}
     assert len(steps) == 29

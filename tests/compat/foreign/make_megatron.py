@@ -3,8 +3,8 @@
     torchrun --nproc-per-node N make_megatron.py TP PP KIND save FOLDER
     torchrun --nproc-per-node 1 make_megatron.py 1 1 KIND load FOLDER
 
-KIND is `plain`, or how the distributed optimizer is sharded: `fully_reshardable` (0.16.1), or
-`fully_sharded_model_space` (0.12.1, the last that could save it). The second run adds
+KIND is `plain`, `bfloat16`, or how the distributed optimizer is sharded: `fully_reshardable`
+(0.16.1), or `fully_sharded_model_space` (0.12.1, the last that could save it). The second run adds
 `expected.pt`. FusedAdam, which the distributed optimizer needs, is a stand-in (FUSED_ADAM=folder).
 """
 
@@ -55,12 +55,16 @@ def run(tp: int, pp: int, kind: str, action: str, folder: Path) -> None:
     parallel_state.initialize_model_parallel(tp, pp)
     tensor_parallel.model_parallel_cuda_manual_seed(123)
     torch.manual_seed(7)
+    half = kind == "bfloat16"
+    dtype = torch.bfloat16 if half else torch.float32
     config = TransformerConfig(
         num_layers=2,
         hidden_size=8,
         num_attention_heads=2,
         use_cpu_initialization=True,
-        pipeline_dtype=torch.float32,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=half,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         bias_activation_fusion=False,
@@ -77,9 +81,12 @@ def run(tp: int, pp: int, kind: str, action: str, folder: Path) -> None:
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
     )
-    sharded = kind != "plain"
+    model = model.bfloat16() if half else model
+    sharded = kind not in ("plain", "bfloat16")
     ddp = Ddp(config, DistributedDataParallelConfig(use_distributed_optimizer=sharded), model)
-    settings = OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=sharded)
+    settings = OptimizerConfig(
+        optimizer="adam", lr=0.01, use_distributed_optimizer=sharded, bf16=half, params_dtype=dtype
+    )
     optimizer = get_megatron_optimizer(settings, [ddp])
     for _ in range(2 if action == "save" else 1):
         for parameter in model.parameters():
@@ -121,7 +128,10 @@ def restored(model: Any, optimizer: Any, sharded: bool) -> dict[str, torch.Tenso
             values = dict(inner._get_main_param_and_optimizer_states(parameter))
             values.pop("step", None)
         else:
-            values = inner.optimizer.state[parameter]
+            main = getattr(parameter, "main_param", parameter)
+            values = dict(inner.optimizer.state[main])
+            if main is not parameter:
+                values["param"] = main.detach()
         for key, value in values.items():
             same = key != "step"
             found[f"optimizer.{name}.{key}"] = value.reshape(parameter.shape) if same else value

@@ -123,7 +123,9 @@ def of_megatron(kind: str, request: Request, folder: Path) -> Made:
     place = unpacked(f"megatron_{kind}", folder)
     settings = stored_settings(place)
     steps = {f"optimizer.{name}.step": torch.tensor(2.0) for name in settings}
-    return place, of_names(restored_by_megatron(place, kind) | steps, settings, ())
+    restored = restored_by_megatron(place, kind)
+    tensors = {name: each for name, each in restored.items() if name[:7] != "module."}
+    return place, of_names(tensors | steps, settings, ())
 
 
 def of_legacy_megatron(case: str, request: Request, folder: Path) -> Made:

@@ -67,9 +67,9 @@ def config_of(case: dict[str, Any]) -> TransformerConfig:
         more |= {"expert_model_parallel_size": case.get("ep", 1), "add_bias_linear": False}
         more |= {"moe_token_dispatcher_type": "allgather", "moe_router_load_balancing_type": "none"}
     return TransformerConfig(
-        num_layers=4,
-        hidden_size=24,
-        num_attention_heads=4,
+        num_layers=case.get("layers", 4),
+        hidden_size=case.get("hidden", 24),
+        num_attention_heads=case.get("heads", 4),
         use_cpu_initialization=True,
         pipeline_dtype=dtype,
         params_dtype=dtype,
@@ -110,8 +110,8 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any, Any]:
         model = GPTModel(
             config=config,
             transformer_layer_spec=layers,
-            vocab_size=64,
-            max_sequence_length=LENGTH,
+            vocab_size=case.get("vocab", 64),
+            max_sequence_length=case.get("length", LENGTH),
             pre_process=first,
             post_process=last,
             share_embeddings_and_output_weights=case.get("tied", True),

@@ -29,6 +29,7 @@ from shardwise.formats.tree import Tree
 FORMAT = "Megatron-Core torch_dist"
 CONFIG, COMMON = "metadata.json", "common.pt"
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
+_MASTERS = ("fp32_param", "param")  # of the optimizer for half precision, and the distributed one
 _DISTRIBUTED = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 
@@ -41,9 +42,10 @@ def recognise(tree: Tree) -> bool:
 def read(tree: Tree) -> Foreign:
     """Read a checkpoint of `megatron.core.dist_checkpointing`, of the backend `torch_dist`.
 
-    `model.<name>` are the tensors of the model; `optimizer.<name>.<key>` the optimizer's, found by
-    these names. A distributed optimizer that was saved as `dp_reshardable` has buckets, of which
-    the files do not tell the parameters: they keep the names that they have.
+    `model.<name>` are the tensors of the model, masters where there are any, beside which are
+    `module.<name>`; `optimizer.<name>.<key>` are the optimizer's, found by these names. One that
+    was saved as `dp_reshardable` has buckets, of which the files do not tell the parameters: they
+    keep the names that they have.
 
     Raises:
         FormatError: it is malformed, or of another backend.
@@ -87,13 +89,20 @@ def _check_backend(tree: Tree) -> None:
 def _add_tensors(builder: Builder, stored: Stored) -> dict[str, tuple[int, ...]]:
     """Add all tensors; returns the shapes of the parameters of which there is optimizer state."""
     parameters: dict[str, tuple[int, ...]] = {}
-    for name, dtype, shape in zip(stored.names, stored.dtypes, stored.shapes, strict=True):
-        match = _OPTIMIZER.fullmatch(name)
-        if match is not None:
-            parameters[match[2]] = shape
-            builder.add_tensor(f"optimizer.{match[2]}.{match[1]}", dtype, shape)
-        else:
-            builder.add_tensor(name if _DISTRIBUTED.match(name) else f"model.{name}", dtype, shape)
+    states = [_OPTIMIZER.fullmatch(name) for name in stored.names]
+    mastered = {state[2] for state in states if state is not None and state[1] in _MASTERS}
+    columns = zip(stored.names, states, stored.dtypes, stored.shapes, strict=True)
+    for name, state, dtype, shape in columns:
+        if state is None:
+            module = "module" if name in mastered else "model"
+            builder.add_tensor(
+                name if _DISTRIBUTED.match(name) else f"{module}.{name}", dtype, shape
+            )
+            continue
+        key, parameter = state.groups()
+        parameters[parameter] = shape
+        full = f"model.{parameter}" if key in _MASTERS else f"optimizer.{parameter}.{key}"
+        builder.add_tensor(full, dtype, shape)
     return parameters
 
 
