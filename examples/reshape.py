@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reshape_plot import draw
-from reshape_report import differing, faults, table
+from reshape_report import differing, faults, summary, table
 from reshape_run import Outcome, Phase, Run, launch
 from rich.console import Console
 
@@ -39,6 +39,16 @@ ACTS = (
             Phase(3, "ZeRO 3", "reshape_deepspeed.py", "--zero 3"),
             Phase(2, "ZeRO 2", "reshape_deepspeed.py", "--zero 2"),
             Phase(1, "plain PyTorch", "train.py", "--wait"),
+        ),
+    ),
+    Act(
+        "Megatron-Core",
+        "megatron",
+        (
+            Phase(8, "TP 2 × PP 2 × DP 2", "reshape_megatron.py", "--tensor 2 --pipeline 2"),
+            Phase(4, "TP 2 × DP 2", "reshape_megatron.py", "--tensor 2"),
+            Phase(3, "DP 3", "reshape_megatron.py"),
+            Phase(1, "nothing parallel", "reshape_megatron.py"),
         ),
     ),
 )
@@ -84,7 +94,7 @@ def main() -> int:
     picture = options.out / "reshape.png"
     draw(stories, picture)
     wrong = [line for story in stories for line in faults(story)]
-    console.print(f"{picture} shows it. {time.monotonic() - began:.0f} s in all.")
+    console.print(f"\n{picture} shows it. {time.monotonic() - began:.0f} s in all.")
     for line in wrong:
         console.print(f"[red]✗[/] {line}", soft_wrap=True)
     return 1 if wrong else 0
@@ -114,7 +124,8 @@ def played(console: Console, act: Act, run: Run) -> Story:
         if outcome.killed:
             say(f"[red]✗[/] after step {outcome.killed} a worker is killed")
     say(f"[green]✓[/] trained to step {run.steps}\n")
-    console.print(table(story), "")
+    console.print(table(story))
+    say(summary(story))
     return story
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.table import Table
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 BOUND = 1e-5
 """How far the first loss of a phase may be off, and how much more with each further step.
 
-What was restored is the same to the byte, and so are the batches. But sums over a batch, and over
-what is divided among workers, are taken in another order. As long as a run goes on as it was begun,
-its losses are the same to the bit.
+What was restored is the same to the byte, and so are the batches; but in another shape sums over a
+batch, and over what is divided among workers, are taken in another order.
 """
 
 
@@ -41,16 +40,23 @@ def _is_same(one: sw.Checkpoint, other: sw.Checkpoint, name: str) -> bool:
     if name not in one or name not in other:
         return False
     a, b = one[name], other[name]
+    if name.endswith(".param_groups"):
+        return _by_parameter(a) == _by_parameter(b)
     if not isinstance(a, sw.SavedTensor) or not isinstance(b, sw.SavedTensor):
         return a == b
     return a.dtype == b.dtype and torch.equal(a[...], b[...])
+
+
+def _by_parameter(groups: Any) -> dict[str, Any]:
+    """Settings of each parameter: in what order stages name theirs makes no difference."""
+    return {name: group["value"] for group in groups for name in group["members"]}
 
 
 def table(story: Story) -> Table:
     """Each phase: what it went on from, and its losses against the reference."""
     table = Table(title="losses against the run that was never interrupted", title_justify="left")
     table.add_column("phase")
-    for column in ("steps", "read, MB", "restore, s", "first loss", "difference", "largest later"):
+    for column in ("steps", "restored, MB", "seconds", "first difference", "largest later"):
         table.add_column(column, justify="right")
     for outcome in story.outcomes:
         first, *later = outcome.gaps(story.reference.losses).values()
@@ -60,11 +66,22 @@ def table(story: Story) -> Table:
             f"{min(outcome.losses)} – {max(outcome.losses)}",
             f"{found['bytes'] / 1e6:.1f}" if found else "",
             f"{found['seconds']:.2f}" if found else "",
-            f"{outcome.losses[min(outcome.losses)]:.6f}",
             f"{first:.1e}" if first else "none",
             f"{max(later):.1e}" if any(later) else "none",
         )
     return table
+
+
+def summary(story: Story) -> str:
+    """How far the losses are off, and why."""
+    first, *others = (
+        max(outcome.gaps(story.reference.losses).values()) for outcome in story.outcomes
+    )
+    alike = f"up to {first:.1e} off" if first else "the same to the bit"
+    return (
+        f"The losses of the first shape are {alike}; those of the others are up to "
+        f"{max(others, default=0):.1e} off, as they add up in another order."
+    )
 
 
 def faults(story: Story) -> list[str]:

@@ -39,14 +39,13 @@ class Phase:
     @property
     def command(self) -> str:
         """What a user would type, but for what all phases share."""
-        launcher = f"torchrun --nproc-per-node {self.workers}" if self.workers > 1 else "python"
-        return f"{launcher} {self.script} {self.options}".rstrip()
+        return f"torchrun --nproc-per-node {self.workers} {self.script} {self.options}".rstrip()
 
     def arguments(self) -> list[str]:
         """The same, for this Python."""
-        torchrun = ("-m", "torch.distributed.run", "--standalone")
-        launcher = (*torchrun, "--nproc-per-node", str(self.workers)) if self.workers > 1 else ()
-        return [sys.executable, *launcher, str(EXAMPLES / self.script), *self.options.split()]
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+        script = (str(EXAMPLES / self.script), *self.options.split())
+        return [*torchrun, "--nproc-per-node", str(self.workers), *script]
 
 
 @dataclass(frozen=True)

@@ -26,15 +26,18 @@ def demo(out: Path, *options: str, **environ: str) -> subprocess.CompletedProces
         env={**os.environ, **environ},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
     )
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("package", "first", "last"),
-    [("deepspeed", "ZeRO 2 on 2", "plain PyTorch on 1")],
+    [
+        ("deepspeed", "ZeRO 2 on 2", "plain PyTorch on 1"),
+        ("megatron", "DP 3 on 3", "nothing parallel on 1"),
+    ],
 )
 def test_a_run_that_loses_a_worker_goes_on_with_fewer(
     package: str, first: str, last: str, tmp_path: Path
@@ -126,3 +129,19 @@ def test_states_are_compared_by_name_and_to_the_byte(report: Any, tmp_path: Path
     sw.save(tmp_path / "c", {**state, "optimizer": {"lr": 0.2}})
     found = report.differing(tmp_path / "a", tmp_path / "c")
     assert found == ["model.more", "model.w", "optimizer.lr"]
+
+
+def test_settings_are_compared_by_parameter(report: Any, tmp_path: Path) -> None:
+    def save(place: Path, names: list[str], lr: float) -> None:
+        weights = {name: torch.nn.Parameter(torch.ones(1)) for name in sorted(names)}
+        optimizer = torch.optim.SGD([weights[name] for name in names], lr=lr)
+        sw.save(place, {"model": torch.nn.ParameterDict(weights), "optimizer": optimizer})
+
+    for place, names, lr in (
+        ("a", ["v", "w"], 0.1),
+        ("b", ["w", "v"], 0.1),
+        ("c", ["w", "v"], 0.2),
+    ):
+        save(tmp_path / place, names, lr)
+    assert report.differing(tmp_path / "a", tmp_path / "b") == []
+    assert report.differing(tmp_path / "a", tmp_path / "c") == ["optimizer.param_groups"]
