@@ -27,7 +27,7 @@ def draw(stories: Sequence[Story], path: Path) -> None:
     figure, grid = plt.subplots(
         3,
         len(stories),
-        figsize=(1.5 + 7.5 * len(stories), 8.8),
+        figsize=(1 + 7 * len(stories), 8.8),
         sharex="col",
         height_ratios=(5, 3, 2),
         squeeze=False,
@@ -43,7 +43,8 @@ def draw(stories: Sequence[Story], path: Path) -> None:
             axes.grid(alpha=0.25)
             axes.set_axisbelow(True)
             axes.margins(x=0.02)
-    figure.suptitle("A worker is lost, the others go on in another shape, and the loss is the same")
+    title = "A worker is lost, the others go on in another shape, and the loss is the same"
+    figure.suptitle(title, fontsize=14)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
