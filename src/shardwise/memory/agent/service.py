@@ -32,6 +32,7 @@ from shardwise.memory.node.interface import LOOPBACK, address_of
 from shardwise.memory.node.mappings import Mappings
 from shardwise.memory.node.notes import Card
 from shardwise.memory.node.retire import retire_replaced
+from shardwise.memory.node.vacancies import Vacancies
 from shardwise.memory.tls import Tls
 
 PATIENCE = 2.0
@@ -139,7 +140,9 @@ async def _serve(home: Home, agent: Agent, card: Card, terms: Terms, address: st
 
 async def _until_ended(home: Home, ended: asyncio.Event, *, until_idle: bool) -> None:
     busy_at = time.monotonic()
+    vacancies = Vacancies(home, IDLE)
     while not ended.is_set():
+        await asyncio.to_thread(vacancies.sweep)
         if not until_idle or home.runs() or is_attended(home):
             busy_at = time.monotonic()
         elif time.monotonic() - busy_at > IDLE:

@@ -28,7 +28,6 @@ class Presence:
 
     def __init__(self, run: Run, rank: int) -> None:
         self._path = _path(run, rank)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + PATIENCE
         while (fd := self._lock()) is None and not self._is_held_here():
             if time.monotonic() > deadline:
@@ -54,7 +53,11 @@ class Presence:
 
     def _lock(self) -> int | None:
         """A lock of the file that lies there now; None if another has it."""
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except FileNotFoundError:  # the agent took the run for vacant
+            return None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(fd).st_ino == self._path.stat().st_ino:

@@ -1,0 +1,56 @@
+"""Runs whose trainers ended before their first snapshot: their memory is given back."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+from shardwise.errors import StoreError
+from shardwise.memory.node.home import Home, Run
+from shardwise.memory.node.trainers import has_trainers
+
+
+class Vacancies:
+    """The runs of a node that have neither trainers nor snapshots, and since when.
+
+    Args:
+        home: of the node.
+        pause: seconds until one is removed; trainers that start again find its memory until then.
+    """
+
+    def __init__(self, home: Home, pause: float) -> None:
+        self._home = home
+        self._pause = pause
+        self._since: dict[str, float] = {}
+
+    def sweep(self) -> None:
+        """Remove those that have been vacant for long enough."""
+        now = time.monotonic()
+        vacant = [run for run in self._runs() if _is_vacant(run)]
+        self._since = {run.name: self._since.get(run.name, now) for run in vacant}
+        for run in vacant:
+            if now - self._since[run.name] >= self._pause:
+                _remove(self._home, run)
+
+    def _runs(self) -> Iterator[Run]:
+        for name in self._home.runs():
+            with suppress(StoreError):  # it is none of ours
+                yield self._home.run(name)
+
+
+def _is_vacant(run: Run) -> bool:
+    return not run.steps() and not has_trainers(run)
+
+
+def _remove(home: Home, run: Run) -> None:
+    """A trainer that comes just now takes its place in a run of this name that is made anew; or in
+    this one, if it was faster, which then goes back to where it was."""
+    aside = Run(home.path / f"vacant-{secrets.token_hex(4)}")
+    with suppress(OSError):  # others have removed it, or made it anew
+        run.path.rename(aside.path)
+        if not _is_vacant(aside):
+            aside.path.rename(run.path)
+    shutil.rmtree(aside.path, ignore_errors=True)

@@ -1,0 +1,106 @@
+"""What trainers leave who ended before their first snapshot."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardwise.memory.agent import service
+from shardwise.memory.node import vacancies
+from shardwise.memory.node.home import Home, Run, new_run
+from shardwise.memory.node.trainers import Presence, is_present
+from shardwise.memory.node.vacancies import Vacancies
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    """Of a node."""
+    return Home(tmp_path)
+
+
+def begun(home: Home) -> Run:
+    """A run that has allocated memory, and whose trainer is gone."""
+    run = home.run(new_run())
+    Presence(run, 0).leave()
+    run.free.mkdir()
+    (run.free / "r00000-0.slot").write_bytes(b"memory")
+    return run
+
+
+def test_a_run_without_trainers_and_snapshots_is_removed(home: Home) -> None:
+    run, kept = begun(home), begun(home)
+    kept.step(7).mkdir()
+    Vacancies(home, 0.0).sweep()
+    assert home.runs() == [kept.name]
+    assert (kept.free / "r00000-0.slot").exists()
+    assert not run.path.exists()
+    assert not list(home.path.glob("vacant-*"))
+
+
+def test_a_trainer_that_starts_again_soon_finds_its_memory(home: Home) -> None:
+    run = begun(home)
+    swept = Vacancies(home, 0.3)
+    swept.sweep()
+    presence = Presence(run, 0)
+    time.sleep(0.4)
+    swept.sweep()
+    assert (run.free / "r00000-0.slot").exists()
+    presence.leave()
+    swept.sweep()  # it is vacant again from now on
+    assert run.path.exists()
+    time.sleep(0.4)
+    swept.sweep()
+    assert not run.path.exists()
+
+
+@pytest.mark.parametrize("when", ["before it is moved", "after it is moved"])
+def test_a_trainer_that_comes_just_then_is_seen(
+    home: Home, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    run = begun(home)
+    came: list[Presence] = []
+    calls = 0
+
+    def looking(look: Callable[[Run], bool]) -> Callable[[Run], bool]:
+        def is_vacant(seen: Run) -> bool:
+            nonlocal calls
+            calls += 1
+            if calls == 2 and when == "after it is moved":
+                came.append(Presence(run, 0))
+            found = look(seen)
+            if calls == 1 and when == "before it is moved":
+                came.append(Presence(run, 0))
+            return found
+
+        return is_vacant
+
+    monkeypatch.setattr(vacancies, "_is_vacant", looking(vacancies._is_vacant))
+    Vacancies(home, 0.0).sweep()
+    assert len(came) == 1
+    assert is_present(run, 0)
+    assert (run.free / "r00000-0.slot").exists() == (when == "before it is moved")
+    assert not list(home.path.glob("vacant-*"))
+
+
+def test_what_is_no_run_stays(home: Home) -> None:
+    (home.path / "runs" / "something else").mkdir()
+    Vacancies(home, 0.0).sweep()
+    assert home.runs() == ["something else"]
+
+
+def test_an_agent_whose_trainer_never_saved_ends(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "IDLE", 0.1)
+    begun(home)
+
+    async def live() -> None:
+        ending = service._until_ended(home, asyncio.Event(), until_idle=True)
+        await asyncio.wait_for(ending, 30.0)
+
+    asyncio.run(live())
+    assert home.runs() == []
