@@ -214,3 +214,14 @@ def test_neighbouring_pieces_are_one_read() -> None:
     plan = plan_load(source, wanted, largest_read=1 << 20)
     assert len(plan.spans) == 1
     assert plan.bytes_read == math.prod((count, nbytes))
+
+
+def test_files_may_have_longest_reads_of_their_own() -> None:
+    halves = [Box((at, 0, 0), (4, 64, 1)) for at in (0, 4)]
+    whole = Box.whole((8, 64, 1))
+    case = Case([whole.shape], [4], [(0, each) for each in halves], [0, 1], [0, 0], [(0, whole)], 0)
+    source, _ = source_of(case)
+    longest = np.array([2 * BLOCK, 5 * BLOCK, BLOCK])
+    spans = plan_load(source, wanted_of(case), largest_read=longest, block=BLOCK).spans
+    for file in (0, 1):
+        assert (spans.high - spans.low)[spans.file == file].max() == longest[file]

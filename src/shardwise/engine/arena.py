@@ -27,8 +27,7 @@ class Arena:
     Attributes:
         threads: how many move bytes at a time.
         chunk: bytes of a buffer.
-        read_size: the longest single read, in bytes.
-        reads: how many reads may be held at a time.
+        read_size: the longest single read, in bytes, of what is near.
 
     Raises:
         ValueError: `max_buffer` is smaller than that.
@@ -41,10 +40,13 @@ class Arena:
         share = min(LARGEST_CHUNK, max_buffer // self.threads)
         self.chunk = share // SMALLEST_CHUNK * SMALLEST_CHUNK
         self.read_size = min(self.chunk, LARGEST_READ)
-        self.reads = min(2 * self.threads, self.threads * self.chunk // self.read_size)
         self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         for _ in range(self.threads):
             self._free.put(aligned_buffer(self.chunk))
+
+    def reads(self, nbytes: int) -> int:
+        """How many reads of so many bytes may be held at a time."""
+        return max(1, min(2 * self.threads, self.threads * self.chunk // nbytes))
 
     @contextmanager
     def buffer(self) -> Iterator[Buffer]:

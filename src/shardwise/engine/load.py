@@ -95,7 +95,7 @@ def plan_filling(
         columns_of([box.shape for box in boxes], dims, 1),
         opened.pieces.offset.shape[1],
     )
-    plan = plan_load(opened.source(), columns, largest_read=opened.largest_read(arena))
+    plan = plan_load(opened.source(), columns, largest_read=opened.largest_reads(arena))
     return Filling(leaves, wanted, plan)
 
 
@@ -244,13 +244,13 @@ class GroupFilling:
             for message in neighbours.messages
         ]
         everyone = [_decode_spans(spans) for _, spans in heard]
-        shared = share_reads(everyone, largest_read=opened.largest_read(self._arena))
+        shared = share_reads(everyone, largest_read=opened.largest_reads(self._arena))
         alone = len(neighbours) == 1 or all(are_mapped for are_mapped, _ in heard)
         if alone or bytes_saved(everyone, shared) < WORTH_SHARING:
             count = len(neighbours)
             return fill(self.filling, opened, self._arena, verify=verify, neighbours=count)
-        slots = min(self._arena.reads, int(np.bincount(shared.reader).max()))
         largest = BLOCK * block_count(int((shared.high - shared.low).max()) + opened.beyond)
+        slots = min(self._arena.reads(largest), int(np.bincount(shared.reader).max()))
         rings = neighbours.rings(shared, slots, largest)
         own = shared.reader == neighbours.index
         try:

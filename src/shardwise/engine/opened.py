@@ -28,7 +28,7 @@ from shardwise.manifest.table import Int, Pieces
 from shardwise.manifest.validate import validated_pieces
 from shardwise.plan.load import Source
 from shardwise.state.objects import JsonValue
-from shardwise.store import Files, Store
+from shardwise.store import Files, MappedStore, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,17 @@ class Opened:
         """How many bytes are read beyond what is asked for."""
         return BEYOND if any(map(is_foreign, self.manifest.files)) else 0
 
-    def largest_read(self, arena: Arena) -> int:
-        """The longest read that an arena has room for, in bytes."""
-        return arena.read_size - (BLOCK if self.beyond else 0)
+    def largest_reads(self, arena: Arena) -> Int:
+        """The longest read of each file that an arena has room for, in bytes.
+
+        Of files that come from afar they are as long as that allows, since each is a request.
+        """
+        store = self.store if isinstance(self.store, MappedStore) else None
+        sizes = [
+            arena.read_size if store is None or store.is_mapped(file.name) else arena.chunk
+            for file in self.manifest.files
+        ]
+        return np.array(sizes, np.int64) - (BLOCK if self.beyond else 0)
 
     def tensors_in(self, file: int, start: int, stop: int) -> list[str]:
         """Names of the tensors that may have bytes in a range of a file, by its number."""

@@ -95,7 +95,7 @@ class Source:
 
 
 def plan_load(
-    source: Source, wanted: tuple[Int, Int, Int], *, largest_read: int, block: int = BLOCK
+    source: Source, wanted: tuple[Int, Int, Int], *, largest_read: int | Int, block: int = BLOCK
 ) -> LoadPlan:
     """Intersect wanted boxes with pieces, and choose what to read.
 
@@ -103,7 +103,7 @@ def plan_load(
         source: where the pieces lie.
         wanted: columns `(tensor, offset, shape)` of the wanted fragments; `tensor` counts as the
             manifest does.
-        largest_read: no span is longer, in bytes.
+        largest_read: no span is longer, in bytes: one number, or one for each file.
         block: what one checksum covers, in bytes.
     """
     pieces = source.pieces
@@ -163,7 +163,7 @@ def _single_rows(transfers: Transfers, dim: int, stride: Int, extent: Int) -> Tr
     return replace(single, offset=offset, shape=shape, low=low, high=low + extent[rows])
 
 
-def _choose_spans(transfers: Transfers, covered: Int, largest_read: int, block: int) -> Spans:
+def _choose_spans(transfers: Transfers, covered: Int, largest_read: int | Int, block: int) -> Spans:
     """Unite the blocks that transfers (ordered by file and start) touch, and cut the union."""
     file, low, high = transfers.file, transfers.low // block, -(-transfers.high // block)
     if not len(file):
@@ -176,11 +176,11 @@ def _choose_spans(transfers: Transfers, covered: Int, largest_read: int, block: 
     begins = np.concatenate([[True], a[1:] > reach[:-1]])
     heads = np.flatnonzero(begins)
     first, last = a[heads], reach[np.concatenate([heads[1:], [len(a)]]) - 1]
-    step = max(1, largest_read // block)
-    cuts = -(-(last - first) // step)
+    steps = np.maximum(longest_reads(largest_read, first // width) // block, 1)
+    cuts = -(-(last - first) // steps)
     rows = np.repeat(np.arange(len(heads)), cuts)
-    span_low = first[rows] + _count_up(cuts) * step
-    span_high = np.minimum(span_low + step, last[rows])
+    span_low = first[rows] + _count_up(cuts) * steps[rows]
+    span_high = np.minimum(span_low + steps[rows], last[rows])
     file = span_low // width
     spans = (
         file,
@@ -188,6 +188,12 @@ def _choose_spans(transfers: Transfers, covered: Int, largest_read: int, block: 
         np.minimum((span_high - file * width) * block, covered[file]),
     )
     return assign_transfers(transfers, *spans)
+
+
+def longest_reads(largest_read: int | Int, file: Int) -> Int:
+    """The longest read of each of these files: one number, or one for each file there is."""
+    given = np.asarray(largest_read, np.int64)
+    return given[file] if given.ndim else np.full(len(file), given)
 
 
 def assign_transfers(transfers: Transfers, file: Int, low: Int, high: Int) -> Spans:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.plan.load import Spans
+from shardwise.plan.load import Spans, longest_reads
 
 Int = npt.NDArray[np.int64]
 
@@ -31,12 +31,13 @@ class SharedReads:
         return len(self.file)
 
 
-def share_reads(spans: Sequence[Spans], *, largest_read: int) -> SharedReads:
+def share_reads(spans: Sequence[Spans], *, largest_read: int | Int) -> SharedReads:
     """Unite what each of some ranks would read, and divide it among them by bytes.
 
     Args:
         spans: of each rank, as `plan_load` made them.
-        largest_read: no read is longer, in bytes; a multiple of the block size.
+        largest_read: no read is longer, in bytes, a multiple of the block size: one number, or one
+            for each file.
     """
     marks = [
         np.stack([np.concatenate([s.file, s.file]), np.concatenate([s.low, s.high])]) for s in spans
@@ -49,11 +50,12 @@ def share_reads(spans: Sequence[Spans], *, largest_read: int) -> SharedReads:
     used = wanted.any(axis=1)
     file, low, high, wanted = file[used], low[used], high[used], wanted[used]
     file, low, high, wanted = _joined(file, low, high, wanted)
-    parts = -(-(high - low) // largest_read)
+    longest = longest_reads(largest_read, file)
+    parts = -(-(high - low) // longest)
     rows = np.repeat(np.arange(len(file)), parts)
     k = np.arange(len(rows)) - np.repeat(np.cumsum(parts) - parts, parts)
-    start = low[rows] + k * largest_read
-    stop = np.minimum(start + largest_read, high[rows])
+    start = low[rows] + k * longest[rows]
+    stop = np.minimum(start + longest[rows], high[rows])
     return SharedReads(file[rows], start, stop, _readers(stop - start, wanted[rows]), wanted[rows])
 
 
