@@ -13,34 +13,57 @@ from torch import nn, optim
 import shardwise as sw
 
 
-class PlainCount(optim.Optimizer):
-    """Adam as DeepSpeed has it: the count is a number, and bias correction a setting."""
+class Counting(optim.Optimizer):
+    """Adam as others than torch have it: bias correction is a setting."""
 
     def __init__(self, parameters: Any, lr: float = 0.1) -> None:
         settings = {"lr": lr, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8}
         super().__init__(parameters, settings | {"weight_decay": 0.01})
 
+    def counted(self, group: dict[str, Any], state: dict[str, Any]) -> int:
+        """Of what step this is; called once for each parameter."""
+        raise NotImplementedError
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             first, second = group["betas"]
-            group.setdefault("step", 0)
+            group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
                 state = self.state[parameter]
                 if not state:
                     zeros = torch.zeros_like(parameter)
-                    state.update(step=0, exp_avg=zeros, exp_avg_sq=zeros.clone())
-                assert type(state["step"]) is int
-                state["step"] += 1
+                    state.update(exp_avg=zeros, exp_avg_sq=zeros.clone())
+                count = self.counted(group, state)
                 state["exp_avg"].lerp_(parameter.grad, 1 - first)
                 state["exp_avg_sq"].lerp_(parameter.grad**2, 1 - second)
-                mean = state["exp_avg"] / (1 - first ** state["step"])
-                spread = (state["exp_avg_sq"] / (1 - second ** state["step"])).sqrt()
+                mean = state["exp_avg"] / (1 - first**count)
+                spread = (state["exp_avg_sq"] / (1 - second**count)).sqrt()
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.sub_(group["lr"] * mean / (spread + group["eps"]))
 
 
+class PlainCount(Counting):
+    """As DeepSpeed has it: the count is a number of each parameter."""
+
+    def counted(self, group: dict[str, Any], state: dict[str, Any]) -> int:
+        group["step"] = 0
+        state["step"] = state.get("step", 0) + 1
+        assert type(state["step"]) is int
+        return int(state["step"])
+
+
+class GroupCount(Counting):
+    """As Transformer Engine and Apex have it: the count is one of the group."""
+
+    def counted(self, group: dict[str, Any], state: dict[str, Any]) -> int:
+        assert "step" not in state
+        assert type(group["step"]) is int
+        return int(group["step"])
+
+
 PlainCount.__module__ = "deepspeed.ops.adam.fused_adam"
+GroupCount.__module__ = "apex.optimizers.fused_adam"
 
 
 def adamw(parameters: Any) -> optim.Optimizer:
@@ -64,8 +87,8 @@ def go_on(state: dict[str, Any], steps: range) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("target", [adamw, PlainCount])
-@pytest.mark.parametrize("source", [adamw, PlainCount])
+@pytest.mark.parametrize("target", [adamw, PlainCount, GroupCount])
+@pytest.mark.parametrize("source", [adamw, PlainCount, GroupCount])
 def test_counts_are_kept_as_each_optimizer_keeps_them(
     tmp_path: Path, source: Any, target: Any, steps: int
 ) -> None:
@@ -74,10 +97,19 @@ def test_counts_are_kept_as_each_optimizer_keeps_them(
     assert sw.open(tmp_path / "c")["optimizer.weight.step"][...].dtype == torch.float32
     state = trained(target, seed=1, steps=steps)
     sw.load(tmp_path / "c", state)
-    assert [each["step"] for each in state["optimizer"].state.values()] == [3, 3]
+    kept = state["optimizer"].param_groups if target is GroupCount else state["optimizer"].state
+    counts = kept if target is GroupCount else kept.values()
+    assert {int(each["step"]) for each in counts} == {3}
     go_on(saved, range(3, 6))
     go_on(state, range(3, 6))
     torch.testing.assert_close(state["model"].weight, saved["model"].weight)
+
+
+def test_a_count_of_a_group_goes_back_to_none(tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", trained(GroupCount, seed=0, steps=0))
+    state = trained(GroupCount, seed=1, steps=2)
+    sw.load(tmp_path / "c", state)
+    assert [group.get("step") for group in state["optimizer"].param_groups] == [None]
 
 
 class DeepSpeedOptimizer:

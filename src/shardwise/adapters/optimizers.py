@@ -8,7 +8,15 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise.adapters.parameters import Parameter, joined
-from shardwise.adapters.steps import STEP, counts_plainly, set_state, state_of
+from shardwise.adapters.steps import (
+    STEP,
+    Group,
+    counts_as_torch,
+    forget_count,
+    set_state,
+    settings_of,
+    state_of,
+)
 from shardwise.errors import StateError
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.saved import SavedState
@@ -52,10 +60,10 @@ class OptimizerBinding:
         held = Holdings()
         known = self._parameters()
         for optimizer in self._optimizers:
-            for parameter in self._each_parameter(optimizer, known):
+            for group, parameter in self._each_parameter(optimizer, known):
                 if parameter.copy:
                     continue
-                for key, value in state_of(optimizer, parameter.tensor).items():
+                for key, value in state_of(optimizer, group, parameter.tensor).items():
                     self._hold(held, parameter, key, value)
         held.tensors = joined(held.tensors, to_fill=False)
         held.grouped[f"{self.name}.{GROUPS}"] = self._groups(known)
@@ -70,15 +78,13 @@ class OptimizerBinding:
         known = self._parameters()
         self._fitted = {}
         for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                for tensor in group["params"]:
-                    parameter = _known(known, tensor, self.name)
-                    state = state_of(optimizer, tensor)
-                    fitted = self._fit(group, parameter, state, saved, selection)
-                    if fitted is not state or counts_plainly(optimizer):
-                        self._fitted[id(tensor)] = fitted
-                    for key, value in fitted.items():
-                        self._hold(held, parameter, key, value)
+            for group, parameter in self._each_parameter(optimizer, known):
+                state = state_of(optimizer, group, parameter.tensor)
+                fitted = self._fit(group, parameter, state, saved, selection)
+                if fitted is not state or not counts_as_torch(optimizer):
+                    self._fitted[id(parameter.tensor)] = fitted
+                for key, value in fitted.items():
+                    self._hold(held, parameter, key, value)
         held.tensors = joined(held.tensors, to_fill=True)
         groups = f"{self.name}.{GROUPS}"
         held.grouped[groups] = self._groups(known)
@@ -94,12 +100,13 @@ class OptimizerBinding:
         groups = f"{self.name}.{GROUPS}"
         settings = _by_member(values[groups]) if groups in values else {}
         for optimizer in self._optimizers:
-            for parameter in self._each_parameter(optimizer, known):
-                self._restore_state(optimizer, parameter, values)
-            for group in optimizer.param_groups if settings else ():
-                names = self._names_in(group, known)
+            for group, parameter in self._each_parameter(optimizer, known):
+                self._restore_state(optimizer, group, parameter, values)
+            for group in optimizer.param_groups:
+                forget_count(optimizer, group)
+                names = self._names_in(group, known) if settings else []
                 if names:
-                    self._set_group(group, settings[names[0]], f"{groups}.{names[0]}")
+                    self._set_group(optimizer, group, settings[names[0]], f"{groups}.{names[0]}")
 
     def _hold(self, held: Holdings, parameter: Parameter, key: str, value: object) -> None:
         if isinstance(value, torch.Tensor):
@@ -113,7 +120,8 @@ class OptimizerBinding:
         grouped = []
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                settings = {k: v for k, v in group.items() if k not in BESIDES}
+                own = settings_of(optimizer, group)
+                settings = {key: value for key, value in own.items() if key not in BESIDES}
                 name = f"{self.name}.{GROUPS}"
                 value = encode(settings, name, allow_pickle=self._allow_pickle)
                 grouped.append(GroupedValue(tuple(self._names_in(group, known)), value))
@@ -121,7 +129,7 @@ class OptimizerBinding:
 
     def _fit(
         self,
-        group: dict[str, object],
+        group: Group,
         parameter: Parameter,
         state: dict[str, object],
         saved: SavedState,
@@ -161,9 +169,13 @@ class OptimizerBinding:
             )
 
     def _restore_state(
-        self, optimizer: Optimizer, parameter: Parameter, values: Mapping[str, JsonValue]
+        self,
+        optimizer: Optimizer,
+        group: Group,
+        parameter: Parameter,
+        values: Mapping[str, JsonValue],
     ) -> None:
-        state = state_of(optimizer, parameter.tensor)
+        state = state_of(optimizer, group, parameter.tensor)
         fitted = self._fitted.get(id(parameter.tensor), state)
         plain: dict[str, object] = {}
         for key, value in fitted.items():
@@ -171,15 +183,17 @@ class OptimizerBinding:
             if not isinstance(value, torch.Tensor) and name in values:
                 plain[key] = decode(values[name], name, allow_pickle=self._allow_pickle)
         if plain or fitted is not state:
-            set_state(optimizer, parameter.tensor, fitted | plain)
+            set_state(optimizer, group, parameter.tensor, fitted | plain)
         if not optimizer.state.get(parameter.tensor):
             optimizer.state.pop(parameter.tensor, None)
 
-    def _set_group(self, group: dict[str, object], encoded: JsonValue, name: str) -> None:
+    def _set_group(
+        self, optimizer: Optimizer, group: dict[str, object], encoded: JsonValue, name: str
+    ) -> None:
         settings = decode(encoded, name, allow_pickle=self._allow_pickle)
         if not isinstance(settings, dict):
             raise StateError(f"{name}: hyperparameters are not a dict")
-        for key, value in settings.items():
+        for key, value in settings_of(optimizer, settings).items():
             current = group.get(key)
             if isinstance(current, torch.Tensor) and isinstance(value, (int, float, torch.Tensor)):
                 with torch.no_grad():
@@ -187,10 +201,12 @@ class OptimizerBinding:
             else:
                 group[key] = value
 
-    def _each_parameter(self, optimizer: Optimizer, known: ParameterMap) -> Iterator[Parameter]:
+    def _each_parameter(
+        self, optimizer: Optimizer, known: ParameterMap
+    ) -> Iterator[tuple[Group, Parameter]]:
         for group in optimizer.param_groups:
             for tensor in group["params"]:
-                yield _known(known, tensor, self.name)
+                yield group, _known(known, tensor, self.name)
 
     def _names_in(self, group: dict[str, object], known: ParameterMap) -> list[str]:
         tensors = group["params"]

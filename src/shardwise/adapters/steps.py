@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 import torch
 from torch.optim import Optimizer
@@ -10,25 +10,58 @@ from torch.optim import Optimizer
 from shardwise.adapters.state_tree import leaves_of, rebuilt
 
 STEP = "step"
+Group = MutableMapping[str, object]
 
 
-def counts_plainly(optimizer: Optimizer) -> bool:
-    """Whether an optimizer counts with a plain number, as those that come with DeepSpeed do."""
+def counts_as_torch(optimizer: Optimizer) -> bool:
+    """Whether an optimizer keeps a tensor for each parameter."""
+    return not (_counts_plainly(optimizer) or _counts_in_groups(optimizer))
+
+
+def _counts_plainly(optimizer: Optimizer) -> bool:
+    """With a number for each parameter, as those that come with DeepSpeed do."""
     return type(optimizer).__module__.startswith("deepspeed.ops.")
 
 
-def state_of(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, object]:
+def _counts_in_groups(optimizer: Optimizer) -> bool:
+    """Once for each group, as the fused ones of Transformer Engine and Apex do."""
+    return type(optimizer).__module__.startswith(("transformer_engine.", "apex."))
+
+
+def settings_of(optimizer: Optimizer, group: Mapping[str, object]) -> dict[str, object]:
+    """What is set for a group, without counts: those are of its parameters."""
+    counted = _counts_in_groups(optimizer)
+    return {key: value for key, value in group.items() if not (counted and key == STEP)}
+
+
+def state_of(optimizer: Optimizer, group: Group, parameter: torch.Tensor) -> dict[str, object]:
     """What an optimizer keeps of a parameter by dotted keys, its count as a tensor."""
     state = dict(leaves_of(optimizer.state.get(parameter, {})))
     count = state.get(STEP)
-    if counts_plainly(optimizer) and isinstance(count, int):
+    if _counts_in_groups(optimizer) and state:
+        count = group.get(STEP)
+    if not counts_as_torch(optimizer) and isinstance(count, (int, torch.Tensor)):
         state[STEP] = torch.tensor(float(count))
     return state
 
 
-def set_state(optimizer: Optimizer, parameter: torch.Tensor, state: Mapping[str, object]) -> None:
+def set_state(
+    optimizer: Optimizer, group: Group, parameter: torch.Tensor, state: Mapping[str, object]
+) -> None:
     """Give an optimizer what it is to keep of a parameter, its count as it counts."""
     count = state.get(STEP)
-    if counts_plainly(optimizer) and isinstance(count, torch.Tensor):
+    if _counts_plainly(optimizer) and isinstance(count, torch.Tensor):
         state = {**state, STEP: int(count)}
+    elif _counts_in_groups(optimizer) and isinstance(count, torch.Tensor):
+        state = {key: value for key, value in state.items() if key != STEP}
+        here = group.get(STEP)
+        group[STEP] = here.copy_(count) if isinstance(here, torch.Tensor) else int(count)
     optimizer.state[parameter] = rebuilt(state)
+
+
+def forget_count(optimizer: Optimizer, group: Group) -> None:
+    """Let a group begin to count again if nothing is left of what it has counted."""
+    parameters = group["params"]
+    kept = isinstance(parameters, list) and any(map(optimizer.state.get, parameters))
+    if _counts_in_groups(optimizer) and not kept:
+        group.pop(STEP, None)

@@ -151,6 +151,8 @@ def of_torchsnapshot(root: str, request: Request, folder: Path) -> Made:
 def stored_settings(place: Path) -> dict[str, Settings]:
     """Hyperparameters as we read them, where a framework does not say whose they are."""
     groups: Any = sw.open(place)["optimizer.param_groups"]
+    for group in groups:  # how experts are divided is no hyperparameter
+        group["value"].pop("is_expert_parallel", None)
     return {member: group["value"] for group in groups for member in group["members"]}
 
 
