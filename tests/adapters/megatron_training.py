@@ -107,6 +107,35 @@ def go_on(case: dict[str, Any], place: str, again: str) -> dict[str, Any]:
     return found
 
 
+def plain(case: dict[str, Any], place: str, again: str) -> dict[str, Any]:
+    """Go on with a module and torch's own optimizer, in one process."""
+    ps.initialize_model_parallel()
+    try:
+        megatron_on_cpu.seed_model_parallel(123)
+        (model,) = training.models_of(case, training.config_of(case))
+        parameters = list(model.parameters())
+        groups = [[each for each in parameters if (each.ndim > 1) == big] for big in (True, False)]
+        optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1.0)
+        state = {"model": model, "optimizer": optimizer}
+        sw.load(place, state)
+        sw.save(again, state)
+        losses = []
+        for step in range(2, 4):
+            optimizer.zero_grad()
+            tokens, found = tokens_of(step), []
+            for _ in range(2):
+                out, mean = training.step_of_stage(tokens, model)
+                loss, _ = mean(out)
+                (loss / 2).backward()
+                found.append(loss.item())
+            optimizer.step()
+            losses.append(sum(found) / 2)
+        sw.save(f"{again}-later", state)
+    finally:
+        ps.destroy_model_parallel()
+    return {"after": losses}
+
+
 def load(case: dict[str, Any], place: str, again: str) -> None:
     """Load what Megatron-Core wrote, with all but the scheduler, and save it as ours."""
     with built(case) as (chunks, optimizer, _):

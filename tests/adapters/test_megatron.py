@@ -33,6 +33,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "bfloat16": {"tp": 2, "pp": 2, "bf16": True, **LLAMA},
     "distributed": {"tp": 2, "distributed": True, "bucket": 3000, "clip": 0.0},
     "distributed-bfloat16": {"tp": 2, "distributed": True, "bf16": True, **LLAMA},
+    "float16": {"tp": 2, "fp16": True, "wrapped": True, "distributed": True, **LLAMA},
     "interleaved": {"pp": 2, "vp": 2, "distributed": True, "clip": 0.0},
     "experts": {"pp": 2, "ep": 2, "distributed": True, "bf16": True, **MOE},
 }
@@ -49,6 +50,7 @@ RESUMED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "bfloat16-distributed": ("bfloat16", 3, {"distributed": True, "stepped": 1}),
     "bfloat16-wide": ("bfloat16", 4, {"tp": 4, "distributed": True}),
     "bfloat16-plain": ("distributed-bfloat16", 2, {"tp": 2}),
+    "float16-stages": ("float16", 2, {"pp": 2, "wrapped": True}),
     "experts-alone": ("experts", 1, {}),
     "experts-divided": ("experts", 3, {"distributed": True}),
     "experts-elsewhere": ("experts", 4, {"ep": 4, "distributed": True, "stepped": 1}),
@@ -103,7 +105,7 @@ class Runs:
     def _resumed(self, name: str) -> list[dict[str, Any]]:
         source, world, division = RESUMED[name]
         self.of(source)
-        alike = {k: v for k, v in TRAINED[source].items() if k in {*MOE, "bf16"}}
+        alike = {k: v for k, v in TRAINED[source].items() if k in {*MOE, "bf16", "fp16"}}
         places = str(self.root / source), str(self.root / name)
         return self._workers.run(call, "go_on", {**alike, **division}, *places, world=world)
 
@@ -158,7 +160,8 @@ def test_it_goes_on_as_if_nothing_had_happened(runs: Runs, name: str) -> None:
     before, after = runs.of(source), runs.of(name)
     assert contents(runs.root / name) == contents(runs.root / source)
     same = all(division.get(key, 1) == TRAINED[source].get(key, 1) for key in ("tp", "pp", "ep"))
-    close = pytest.approx(before["after"], abs=1e-3 if TRAINED[source].get("bf16") else 1e-5)
+    half = {"bf16", "fp16"} & {*TRAINED[source]}
+    close = pytest.approx(before["after"], abs=1e-3 if half else 1e-5)
     assert after["after"] == (before["after"] if same else close)
 
 
@@ -184,3 +187,35 @@ def test_checkpoints_of_megatron_load_as_they_are(workers: Gang, tmp_path: Path,
     for member, settings in groups[0].items():
         for key, value in settings.items():
             assert key == "is_expert_parallel" or groups[1][member][key] == value, (member, key)
+
+
+def test_one_process_goes_on_with_an_optimizer_of_torch(
+    runs: Runs, workers: Gang, tmp_path: Path
+) -> None:
+    """And what it saves, Megatron-Core's optimizers go on from."""
+    wanted = runs.of("bfloat16")
+    places = str(runs.root / "bfloat16"), str(tmp_path / "plain")
+    (found,) = workers.run(call, "plain", LLAMA, *places, world=1)
+    assert found["after"] == pytest.approx(wanted["after"], abs=1e-3)
+    own = {"scheduler", "megatron.grad_scaler"}
+    before = {k: v for k, v in contents(places[0]).items() if k not in own}
+    after = contents(places[1])
+    groups = after.pop("optimizer.param_groups"), before.pop("optimizer.param_groups")
+    assert after == before
+    assert {member: each["lr"] for member, each in groups[0].items()} == {
+        member: each["lr"] for member, each in groups[1].items()
+    }
+    case = {"tp": 2, "bf16": True, "distributed": True, **LLAMA}
+    later = f"{places[1]}-later"
+    workers.run(call, "load", case, later, str(tmp_path / "back"), world=4)
+    wanted, back = contents(later), contents(tmp_path / "back")
+    assert {k: v for k, v in back.items() if "groups" not in k} == {
+        k: v for k, v in wanted.items() if "groups" not in k
+    }
+
+
+def test_the_scale_of_losses_is_restored(runs: Runs) -> None:
+    runs.of("float16-stages")
+    for name in ("float16", "float16-stages"):
+        scale = sw.open(runs.root / name)["megatron.grad_scaler"]
+        assert scale == {"scale": 256.0, "growth_tracker": 2, "hysteresis_tracker": 2}

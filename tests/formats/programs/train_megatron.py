@@ -35,6 +35,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -56,7 +57,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def config_of(case: dict[str, Any]) -> TransformerConfig:
-    dtype = torch.bfloat16 if case.get("bf16") else torch.float32
+    halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    half = next((each for each in halves if case.get(each)), None)
+    dtype = halves[half] if half else torch.float32
     more: dict[str, Any] = {}
     if case.get("llama"):
         more |= {"normalization": "RMSNorm", "add_bias_linear": False, "gated_linear_unit": True}
@@ -73,7 +76,7 @@ def config_of(case: dict[str, Any]) -> TransformerConfig:
         use_cpu_initialization=True,
         pipeline_dtype=dtype,
         params_dtype=dtype,
-        bf16=bool(case.get("bf16")),
+        **({half: True} if half else {}),
         tensor_model_parallel_size=case.get("tp", 1),
         pipeline_model_parallel_size=case.get("pp", 1),
         virtual_pipeline_model_parallel_size=case.get("vp"),
@@ -88,13 +91,31 @@ def config_of(case: dict[str, Any]) -> TransformerConfig:
     )
 
 
-def build(case: dict[str, Any]) -> tuple[list[Any], Any, Any]:
-    """Chunks of the model, its optimizer and its scheduler, on this rank."""
-    config = config_of(case)
+def models_of(case: dict[str, Any], config: TransformerConfig) -> Iterator[Any]:
+    """Chunks of the model, on this rank."""
     torch.manual_seed(7)
     layers = get_gpt_layer_local_spec(
         num_experts=case.get("experts"), normalization=config.normalization
     )
+    for chunk in range(case.get("vp") or 1):
+        vp = {"vp_stage": chunk} if case.get("vp") else {}
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=layers,
+            vocab_size=case.get("vocab", 64),
+            max_sequence_length=case.get("length", LENGTH),
+            pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, **vp),
+            post_process=ps.is_pipeline_last_stage(ignore_virtual=False, **vp),
+            share_embeddings_and_output_weights=case.get("tied", True),
+            position_embedding_type="rope" if case.get("llama") else "learned_absolute",
+            **vp,
+        )
+        yield model.to(config.params_dtype)
+
+
+def build(case: dict[str, Any]) -> tuple[list[Any], Any, Any]:
+    """Chunks of the model, its optimizer and its scheduler, on this rank."""
+    config = config_of(case)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce="bucket" in case,
@@ -102,36 +123,28 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any, Any]:
         use_distributed_optimizer=bool(case.get("distributed")),
         bucket_size=case.get("bucket"),
     )
-    chunks = []
-    for chunk in range(case.get("vp") or 1):
-        vp = {"vp_stage": chunk} if case.get("vp") else {}
-        first = ps.is_pipeline_first_stage(ignore_virtual=False, **vp)
-        last = ps.is_pipeline_last_stage(ignore_virtual=False, **vp)
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=layers,
-            vocab_size=case.get("vocab", 64),
-            max_sequence_length=case.get("length", LENGTH),
-            pre_process=first,
-            post_process=last,
-            share_embeddings_and_output_weights=case.get("tied", True),
-            position_embedding_type="rope" if case.get("llama") else "learned_absolute",
-            **vp,
-        )
-        model = model.bfloat16() if case.get("bf16") else model
-        chunks.append(DistributedDataParallel(config, ddp, model, disable_bucketing=chunk > 0))
+    models = models_of(case, config)
+    if case.get("wrapped"):
+        models = (Float16Module(config, model) for model in models)
+    chunks = [
+        DistributedDataParallel(config, ddp, model, disable_bucketing=chunk > 0)
+        for chunk, model in enumerate(models)
+    ]
     config.no_sync_func = None
     settings = OptimizerConfig(
         optimizer="adam",
         lr=1e-2,
         min_lr=1e-3,
         weight_decay=0.01,
-        bf16=bool(case.get("bf16")),
+        bf16=config.bf16,
+        fp16=config.fp16,
+        initial_loss_scale=2.0**8,
         params_dtype=config.params_dtype,
         use_distributed_optimizer=bool(case.get("distributed")),
         clip_grad=case.get("clip", 1.0),
     )
     optimizer = get_megatron_optimizer(settings, chunks)
+    config.grad_scale_func = optimizer.scale_loss if config.fp16 else None
     scheduler = OptimizerParamScheduler(
         optimizer, 0.0, 1e-2, 1e-3, 1, 10, "cosine", 0.01, 0.01, 10, "constant"
     )
@@ -280,7 +293,7 @@ def held(chunks: list[Any], optimizer: Any) -> dict[str, dict[str, Any]]:
     """Of each parameter of this rank, by its name in the whole model: its arrays, and ranges."""
     found: dict[str, dict[str, Any]] = {}
     for chunk in chunks:
-        module = chunk.module
+        module = getattr(chunk.module, "module", chunk.module)
         for own, parameter in module.named_parameters():
             entry: dict[str, Any] = {"weight": parameter.detach().clone()}
             entry["dim"] = (
