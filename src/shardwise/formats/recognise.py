@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
 from shardwise.formats.foreign import Foreign
-from shardwise.formats.readers import bytecheckpoint, huggingface, torchsave, torchsnapshot
+from shardwise.formats.readers import (
+    accelerate,
+    bytecheckpoint,
+    huggingface,
+    lightning,
+    torchsave,
+    torchsnapshot,
+)
 from shardwise.formats.readers.dcp import reader as dcp
 from shardwise.formats.readers.deepspeed import native as deepspeed
 from shardwise.formats.readers.deepspeed import universal as deepspeed_universal
@@ -39,6 +46,7 @@ READERS: tuple[Reader, ...] = (
     Reader("megatron", megatron.FORMAT, megatron.recognise, megatron.read, ("dcp",)),
     Reader("bytecheckpoint", bytecheckpoint.FORMAT, bytecheckpoint.recognise, bytecheckpoint.read),
     Reader("torchsnapshot", torchsnapshot.FORMAT, torchsnapshot.recognise, torchsnapshot.read),
+    Reader("lightning", lightning.FORMAT, lightning.recognise, lightning.read, ("dcp", "torch")),
     Reader("dcp", dcp.FORMAT, dcp.recognise, dcp.read, ("torch",)),
     Reader(
         "deepspeed",
@@ -56,6 +64,7 @@ READERS: tuple[Reader, ...] = (
     Reader(
         "megatron-legacy", megatron_legacy.FORMAT, megatron_legacy.recognise, megatron_legacy.read
     ),
+    Reader("accelerate", accelerate.FORMAT, accelerate.recognise, accelerate.read, ("hf",)),
     Reader("hf", huggingface.FORMAT, huggingface.recognise, huggingface.read),
     Reader("torch", torchsave.FORMAT, torchsave.recognise, torchsave.read),
 )

@@ -13,10 +13,18 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from torch.distributed.checkpoint import save as dcp_save
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwise as sw
-from shardwise.formats.readers import bytecheckpoint, huggingface, torchsave, torchsnapshot
+from shardwise.formats.readers import (
+    accelerate,
+    bytecheckpoint,
+    huggingface,
+    lightning,
+    torchsave,
+    torchsnapshot,
+)
 from shardwise.formats.readers.dcp import reader as dcp
 from shardwise.formats.readers.deepspeed import native as deepspeed
 from shardwise.formats.readers.deepspeed import universal
@@ -55,7 +63,7 @@ def of_dcp(kind: str, request: Request, folder: Path) -> Made:
 
 
 def of_torch_save(zipped: bool, request: Request, folder: Path) -> Made:
-    """As accelerate and Lightning save FSDP: whole, with names in place of numbers."""
+    """Whole, with names in place of numbers."""
     state = build("plain", 3)
     train(state)
     with warnings.catch_warnings(action="ignore"):
@@ -64,6 +72,42 @@ def of_torch_save(zipped: bool, request: Request, folder: Path) -> Made:
     torch.save(saved, folder / "last.ckpt", _use_new_zipfile_serialization=zipped)
     loaded = torch.load(folder / "last.ckpt")
     return folder / "last.ckpt", of_names(named(loaded), settings_of(loaded), BUFFERS)
+
+
+def trained() -> tuple[dict[str, Any], dict[str, Any], Wanted]:
+    """State dicts of a model and its optimizer with names, and what is in them."""
+    state = build("plain", 5)
+    train(state)
+    with warnings.catch_warnings(action="ignore"):
+        model, optimizer = get_state_dict(state["model"], state["optimizer"])
+    saved = {"model": model, "optimizer": optimizer}
+    return model, optimizer, of_names(named(saved), settings_of(saved), BUFFERS)
+
+
+def of_accelerate(sharded: bool, request: Request, folder: Path) -> Made:
+    """As its `save_fsdp_model` and `save_fsdp_optimizer` write."""
+    model, optimizer, wanted = trained()
+    if sharded:
+        dcp_save({"model": model}, checkpoint_id=folder / "pytorch_model_fsdp_0", no_dist=True)
+        dcp_save({"optimizer": optimizer}, checkpoint_id=folder / "optimizer_0", no_dist=True)
+    else:
+        torch.save(model, folder / "pytorch_model_fsdp.bin")
+        torch.save(optimizer, folder / "optimizer.bin")
+    return folder, wanted
+
+
+def of_lightning(sharded: bool, request: Request, folder: Path) -> Made:
+    """As its ModelParallelStrategy writes, with `save_distributed_checkpoint` or without."""
+    model, optimizer, wanted = trained()
+    rest = {"epoch": 1, "global_step": 2, "pytorch-lightning_version": "2.6.6", "loops": {}}
+    if sharded:
+        saved = {"state_dict": model, "optimizer_0": optimizer}
+        dcp_save(saved, checkpoint_id=folder / "step.ckpt", no_dist=True)
+        torch.save(rest, folder / "step.ckpt" / "meta.pt")
+    else:
+        saved = {**rest, "state_dict": model, "optimizer_states": [optimizer]}
+        torch.save(saved, folder / "step.ckpt")
+    return folder / "step.ckpt", wanted
 
 
 def of_hugging_face(suffix: str, count: int, request: Request, folder: Path) -> Made:
@@ -161,6 +205,10 @@ def _sources() -> Iterable[Source]:
         yield Source(f"dcp-{kind}", dcp.FORMAT, partial(of_dcp, kind))
     yield Source("torch.save", torchsave.FORMAT, partial(of_torch_save, True))
     yield Source("torch.save-legacy", torchsave.FORMAT, partial(of_torch_save, False))
+    for sharded, kind in ((True, "sharded"), (False, "whole")):
+        make = partial(of_accelerate, sharded)
+        yield Source(f"accelerate-{kind}", accelerate.FORMAT, make)
+        yield Source(f"lightning-{kind}", lightning.FORMAT, partial(of_lightning, sharded))
     for suffix in (".safetensors", ".bin"):
         for count in (1, 3):
             make = partial(of_hugging_face, suffix, count)

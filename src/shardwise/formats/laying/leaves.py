@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,23 @@ class Leaves:
     left_out: Sequence[str] = ()
 
 
+def united(*parts: Leaves) -> Leaves:
+    """All of several; their arrays count the files of all of them."""
+    files: list[ForeignFile] = []
+    tensors: list[tuple[Path, str, tuple[int, ...]]] = []
+    tables: list[Laid] = []
+    values: dict[Path, Any] = {}
+    left_out: list[str] = []
+    for part in parts:
+        pieces = replace(part.laid.pieces, tensor=part.laid.pieces.tensor + len(tensors))
+        tables.append(replace(part.laid, pieces=pieces))
+        tensors += part.tensors
+        files += part.files
+        values |= part.values
+        left_out += part.left_out
+    return Leaves(tuple(files), tensors, joined(*tables), values, left_out)
+
+
 def foreign_of(leaves: Leaves, format: str) -> Foreign:  # noqa: A002 - as it is called in Foreign
     """A state as shardwise would have named it.
 
@@ -71,6 +88,22 @@ def foreign_of(leaves: Leaves, format: str) -> Foreign:  # noqa: A002 - as it is
                 "stages of a pipeline overwrote each other's when this was saved"
             )
     return builder.build(format)
+
+
+def beside(one: Foreign, other: Foreign) -> Foreign:
+    """Both, of which the first has all its bytes in files."""
+    pieces = other.laid.pieces
+    moved = replace(
+        pieces, tensor=pieces.tensor + len(one.tensors), file=pieces.file + len(one.files)
+    )
+    return replace(
+        one,
+        files=(*one.files, *other.files),
+        tensors=(*one.tensors, *other.tensors),
+        laid=joined(one.laid, replace(other.laid, pieces=moved)),
+        objects=(*one.objects, *other.objects),
+        left_out=(*one.left_out, *other.left_out),
+    )
 
 
 def _is_number(value: object) -> bool:

@@ -25,7 +25,6 @@ from shardwise.formats.stored.ranges import Part
 from shardwise.formats.stored.torchfile import read_torch_file
 from shardwise.formats.stored.torchtypes import TORCH
 from shardwise.formats.tree import Tree
-from shardwise.manifest.table import Pieces
 
 FORMAT = "ByteCheckpoint"
 PARTS = ("model", "optimizer")
@@ -54,8 +53,8 @@ def read(tree: Tree) -> Foreign:
             continue
         metadata = read_metadata(tree, f"{part}/{METADATA}")
         find = partial(_find, _geometries(metadata))
-        stored = read_stored(tree, metadata, folder=f"{part}/", find=find)
-        laid = joined(laid, _behind(stored.laid, len(tensors), len(files)))
+        stored = read_stored(tree, metadata, folder=f"{part}/", first=len(files), find=find)
+        laid = joined(laid, _behind(stored.laid, len(tensors)))
         paths = [(part, *metadata.paths.get(name, (name,))) for name in stored.names]
         tensors += zip(paths, stored.dtypes, stored.shapes, strict=True)
         for name, value in stored.values.items():
@@ -110,10 +109,6 @@ def _find(
     return Arrays(list(kinds), np.array(kind, np.int64), np.array(start, np.int64))
 
 
-def _behind(laid: Laid, tensors: int, files: int) -> Laid:
-    """The same, counted behind so many tensors and files."""
-    pieces = laid.pieces
-    moved = Pieces(
-        pieces.tensor + tensors, pieces.file + files, pieces.start, pieces.offset, pieces.shape
-    )
-    return Laid(moved, laid.stride)
+def _behind(laid: Laid, tensors: int) -> Laid:
+    """The same, counted behind so many tensors."""
+    return replace(laid, pieces=replace(laid.pieces, tensor=laid.pieces.tensor + tensors))

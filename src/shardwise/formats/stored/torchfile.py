@@ -82,20 +82,32 @@ def read_torch_file(
     raise FormatError(f"{part.where}: this is no file of torch.save")
 
 
-def _read_zip(part: Part, stubs: Stubs, opaque: bool, alike: Alike | None) -> Contents:
-    entries = read_directory(part)
+def pickle_text(part: Part) -> bytes:
+    """The pickle of a file of torch.save that is a zip archive, as it lies there.
+
+    Raises:
+        FormatError: it is none, or malformed.
+    """
+    return _pickle_of(part, read_directory(part))[1]
+
+
+def _pickle_of(part: Part, entries: Mapping[str, Entry]) -> tuple[str, bytes]:
+    """The folder of all entries, and the pickle."""
     names = [name for name in entries if name.endswith(_PICKLE) and name.count("/") == 1]
     if len(names) != 1:
         raise FormatError(f"{part.where}: a zip archive, and not of torch.save: it has no data.pkl")
-    folder = names[0].removesuffix(_PICKLE)
-    order = entries.get(f"{folder}/byteorder")
-    if order is not None and part.read(order.start, min(order.size, 16)) != b"little":
-        raise FormatError(f"{part.where}: it was written by a big-endian machine: not read here")
-
     data = entries[names[0]]
     if data.size > LARGEST_PICKLE:
         raise FormatError(f"{part.where}: its pickle has {data.size} bytes; at most 2^31 are read")
-    text = part.read(data.start, data.size)
+    return names[0].removesuffix(_PICKLE), part.read(data.start, data.size)
+
+
+def _read_zip(part: Part, stubs: Stubs, opaque: bool, alike: Alike | None) -> Contents:
+    entries = read_directory(part)
+    folder, text = _pickle_of(part, entries)
+    order = entries.get(f"{folder}/byteorder")
+    if order is not None and part.read(order.start, min(order.size, 16)) != b"little":
+        raise FormatError(f"{part.where}: it was written by a big-endian machine: not read here")
     prefix = f"{folder}/data/"
     places = {n.removeprefix(prefix): e for n, e in entries.items() if n.startswith(prefix)}
     parse = partial(_parse, part, text, places, stubs, opaque)

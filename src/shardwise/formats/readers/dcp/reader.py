@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from shardwise.errors import CheckpointNotFoundError
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.laying.leaves import Leaves, foreign_of
+from shardwise.formats.laying.optimizers import Path
 from shardwise.formats.readers.dcp.folded import fold
 from shardwise.formats.readers.dcp.metadata import METADATA, Metadata, read_metadata
 from shardwise.formats.readers.dcp.stored import Stored, read_stored, world_size
@@ -44,10 +46,18 @@ def read(tree: Tree) -> Foreign:
     return replace(foreign, world_size=world_size(stored.files))
 
 
-def leaves(stored: Stored, metadata: Metadata) -> Leaves:
-    """What is stored, by its paths in the state; a name whose path is not known is one part."""
-    paths = [metadata.paths.get(name, (name,)) for name in stored.names]
-    values = {metadata.paths.get(name, (name,)): value for name, value in stored.values.items()}
+def leaves(
+    stored: Stored, metadata: Metadata, moved: Callable[[Path], Path] = lambda path: path
+) -> Leaves:
+    """What is stored, by its paths in the state; a name whose path is not known is one part.
+
+    Args:
+        moved: what a path is instead.
+    """
+    paths = [moved(metadata.paths.get(name, (name,))) for name in stored.names]
+    values = {
+        moved(metadata.paths.get(name, (name,))): value for name, value in stored.values.items()
+    }
     return Leaves(
         stored.files,
         list(zip(paths, stored.dtypes, stored.shapes, strict=True)),

@@ -45,6 +45,7 @@ def read_stored(
     metadata: Metadata,
     *,
     folder: str = "",
+    first: int = 0,
     stubs: Stubs | None = None,
     find: Callable[[Tree, Chunks], Arrays] | None = None,
 ) -> Stored:
@@ -52,6 +53,7 @@ def read_stored(
 
     Args:
         folder: where below the tree the files are that the metadata names; empty, or ends in `/`.
+        first: the number that its first file has.
         stubs: what may be in pickled values beside what torch has.
         find: where the arrays of chunks begin, if they are no items of torch.save.
 
@@ -62,7 +64,7 @@ def read_stored(
     values = {name: _item(metadata, folder, name, None) for name in metadata.values}
     used = sorted({item.file for item in (*chunks.items, *values.values())})
     files = tuple(tree.file(name) for name in used)
-    number = {name: i for i, name in enumerate(used)}
+    number = {name: i for i, name in enumerate(used, first)}
     arrays = find_arrays(tree, chunks.names, chunks.items) if find is None else find(tree, chunks)
     chunks.check(metadata, arrays.kinds, arrays.kind)
     kinds = _stack([kind.stride for kind in arrays.kinds], chunks.offset.shape[1], 0)

@@ -1,0 +1,140 @@
+"""Directories that accelerate's `save_state` and the Trainer of transformers write.
+
+The weights are those of a published model, or of FSDP: whole in a file, or in a folder of DCP. So
+is the optimizer; each scheduler, and what else was registered, has a file of torch.save.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from shardwise.errors import FormatError
+from shardwise.formats.foreign import Foreign
+from shardwise.formats.laying.lay import with_ties
+from shardwise.formats.laying.leaves import Leaves, beside, foreign_of, united
+from shardwise.formats.laying.nested import nested_leaves
+from shardwise.formats.laying.optimizers import Path
+from shardwise.formats.readers import huggingface
+from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
+from shardwise.formats.readers.dcp.reader import leaves
+from shardwise.formats.readers.dcp.stored import read_stored, world_size
+from shardwise.formats.stored.ranges import Part
+from shardwise.formats.stored.torchfile import read_torch_file
+from shardwise.formats.tree import Tree
+
+FORMAT = "accelerate"
+FSDP_MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer"
+TRAINER = "trainer_state.json"
+_FOLDER = re.compile(rf"({FSDP_MODEL}|{OPTIMIZER})_(\d{{1,4}})/{re.escape(METADATA)}")
+_FILE = re.compile(
+    rf"({FSDP_MODEL}|{OPTIMIZER}|scheduler|scaler|custom_checkpoint)(?:_(\d{{1,4}}))?\.(?:bin|pt|pkl)"
+)
+_SHOWS = re.compile(
+    rf"{FSDP_MODEL}\.bin|{FSDP_MODEL}_0/{re.escape(METADATA)}|{OPTIMIZER}\.(?:bin|pt)"
+)
+_RANDOM = re.compile(r"(?:random_states|rng_state)(?:_(\d{1,7}))?\.(?:pkl|pth)")
+_OF_RANK = re.compile(rf"{FSDP_MODEL}(?:_\d+)?_rank\d+\.bin")
+_FURTHER = re.compile(r"(?:pytorch_)?model_\d+\.(?:bin|safetensors)")
+_LARGEST_STATE = 2**28
+
+
+def recognise(tree: Tree) -> bool:
+    """Whether a place has an optimizer, or weights of FSDP, as accelerate names them."""
+    return tree.only is None and any(map(_SHOWS.fullmatch, tree.sizes))
+
+
+def read(tree: Tree) -> Foreign:
+    """Read a directory of `Accelerator.save_state`, or a `checkpoint-…` of the Trainer.
+
+    They are `model`, `optimizer`, `scheduler` and `scaler`, further ones `optimizer_1` and so on;
+    what was registered is `custom_checkpoint_0` and so on.
+
+    Raises:
+        FormatError: a file is malformed, or holds what is not read from pickles; or ranks wrote
+            flattened weights of their own.
+    """
+    if any(map(_OF_RANK.fullmatch, tree.sizes)):
+        raise FormatError(
+            f"{tree}: ranks wrote their own weights of FSDP (LOCAL_STATE_DICT), which nothing says "
+            "how to put together: save as SHARDED_STATE_DICT"
+        )
+    parts: list[Leaves] = []
+    for part in _parts(tree):
+        parts.append(part(sum(len(each.files) for each in parts)))
+    found = united(*parts)
+    trainer = _trainer(tree)
+    noted: dict[Path, Any] = {("trainer_state",): trainer} if trainer else {}
+    values = {**found.values, **noted}
+    left_out = [*found.left_out, *_left_out(tree)]
+    foreign = foreign_of(replace(found, values=values, left_out=left_out), FORMAT)
+    if huggingface.recognise(tree) and not any(FSDP_MODEL in file.name for file in found.files):
+        foreign = beside(huggingface.read(tree), foreign)
+    ranks = sum(1 for name in tree.sizes if _RANDOM.fullmatch(name))
+    step = trainer.get("global_step")
+    return replace(
+        with_ties(foreign),
+        format=FORMAT,
+        step=step if type(step) is int and step >= 0 else None,
+        world_size=max(world_size(found.files), ranks),
+    )
+
+
+def _parts(tree: Tree) -> Iterator[partial[Leaves]]:
+    """What reads each folder and file, given the number of its first file."""
+    for name in tree.sizes:
+        if found := _FOLDER.fullmatch(name):
+            yield partial(_folder, tree, name.removesuffix(METADATA), _name(found[1], found[2]))
+        elif found := _FILE.fullmatch(name):
+            yield partial(_file, tree, name, _name(found[1], found[2]))
+
+
+def _name(kind: str, number: str | None) -> str:
+    """What a part is called in a state: the first of its kind has no number, unless all have."""
+    if kind == "custom_checkpoint":
+        return f"{kind}_{number or 0}"
+    plain = "model" if kind == FSDP_MODEL else kind
+    return f"{plain}_{int(number)}" if number and int(number) else plain
+
+
+def _folder(tree: Tree, folder: str, key: str, first: int) -> Leaves:
+    metadata = read_metadata(tree, f"{folder}{METADATA}")
+    stored = read_stored(tree, metadata, folder=folder, first=first)
+
+    def moved(path: Path) -> Path:
+        return (key, *path[1:])
+
+    return leaves(stored, metadata, moved)
+
+
+def _file(tree: Tree, name: str, key: str, first: int) -> Leaves:
+    with closing(tree.open(name)) as file:
+        part = Part.whole(file, first, f"{tree}/{name}")
+        value = read_torch_file(part, opaque=tree.opaque).value
+    return nested_leaves({key: value}, (tree.file(name),))
+
+
+def _trainer(tree: Tree) -> Mapping[str, Any]:
+    """What the Trainer notes of a run: its step, what it has logged."""
+    if TRAINER not in tree.sizes:
+        return {}
+    try:
+        return msgspec.json.decode(tree.read(TRAINER, limit=_LARGEST_STATE), type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"{tree}/{TRAINER} is malformed: {error}") from error
+
+
+def _left_out(tree: Tree) -> Iterator[str]:
+    for name in tree.sizes:
+        if _RANDOM.fullmatch(name):
+            yield f"{name}: random states of a rank, which are its program's own"
+        elif name in ("sampler.bin", "dl_state_dict.bin", "training_args.bin"):
+            yield f"{name}: of a data loader, or arguments: open the file itself"
+        elif _FURTHER.fullmatch(name):
+            yield f"{name}: the weights of a further model: open the file itself"

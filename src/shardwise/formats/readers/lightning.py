@@ -1,0 +1,104 @@
+"""Lightning's checkpoints: one file, or a directory of DCP with what is not sharded beside it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+from shardwise.errors import FormatError
+from shardwise.formats.foreign import Foreign
+from shardwise.formats.laying.lay import with_ties
+from shardwise.formats.laying.leaves import Leaves, foreign_of, united
+from shardwise.formats.laying.nested import nested_leaves
+from shardwise.formats.laying.optimizers import Path
+from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
+from shardwise.formats.readers.dcp.reader import leaves
+from shardwise.formats.readers.dcp.stored import read_stored, world_size
+from shardwise.formats.stored.archive import START
+from shardwise.formats.stored.ranges import Part
+from shardwise.formats.stored.torchfile import pickle_text, read_torch_file
+from shardwise.formats.tree import Tree
+
+FORMAT = "Lightning"
+BESIDE = "meta.pt"
+_VERSION = "pytorch-lightning_version"
+_LISTED = {"optimizer_states": "optimizer", "lr_schedulers": "scheduler"}
+_WHOLE = ("callbacks", "loops")
+"""Of the trainer, and taken on as they are."""
+_NUMBERED = re.compile(r"optimizer_(\d{1,4})")
+
+
+def recognise(tree: Tree) -> bool:
+    """Whether a place is a file that says of which version it is, or a directory with both."""
+    if tree.only is None:
+        return METADATA in tree.sizes and BESIDE in tree.sizes
+    with closing(tree.open(tree.only)) as file:
+        part = Part.whole(file, 0, str(tree))
+        try:
+            return part.read(0, len(START)) == START and _VERSION.encode() in pickle_text(part)
+        except FormatError:
+            return False
+
+
+def read(tree: Tree) -> Foreign:
+    """Read a checkpoint of a Trainer, or a directory that Fabric wrote.
+
+    The module is `model`; optimizers and schedulers are `optimizer` and `scheduler`, further ones
+    `optimizer_1` and so on. All else has the name that it has there.
+
+    Raises:
+        FormatError: it is malformed, or holds what is not read from pickles.
+    """
+    if tree.only is not None:
+        value = _value(tree, tree.only, 0)
+        found = _leaves(tree, tree.only, value)
+        return replace(with_ties(foreign_of(found, FORMAT)), step=_step(value))
+    metadata = read_metadata(tree)
+    stored = read_stored(tree, metadata)
+    value = _value(tree, BESIDE, len(stored.files))
+    moved = _moved if _VERSION in value else lambda path: path
+    found = united(leaves(stored, metadata, moved), _leaves(tree, BESIDE, value))
+    foreign = foreign_of(found, FORMAT)
+    return replace(foreign, step=_step(value), world_size=world_size(stored.files))
+
+
+def _value(tree: Tree, name: str, number: int) -> dict[Any, Any]:
+    with closing(tree.open(name)) as file:
+        part = Part.whole(file, number, f"{tree}/{name}" if tree.only is None else str(tree))
+        value = read_torch_file(part, opaque=tree.opaque).value
+    if not isinstance(value, dict):
+        raise FormatError(f"{part.where}: it holds no dict")
+    return value
+
+
+def _leaves(tree: Tree, name: str, value: Mapping[Any, Any]) -> Leaves:
+    """What a file has, taken apart where a module or an optimizer would be."""
+    whole: dict[Path, Any] = {(key,): value[key] for key in _WHOLE if key in value}
+    state: dict[Any, Any] = {}
+    for key, each in value.items():
+        if _VERSION in value and key == "state_dict":
+            state["model"] = each
+        elif _VERSION in value and key in _LISTED and isinstance(each, Sequence):
+            state |= {_numbered(_LISTED[key], i): part for i, part in enumerate(each)}
+        elif key not in _WHOLE:
+            state[key] = each
+    return nested_leaves(state, (tree.file(name),), whole)
+
+
+def _moved(path: Path) -> Path:
+    found = _NUMBERED.fullmatch(str(path[0]))
+    if found is not None:
+        return (_numbered("optimizer", int(found[1])), *path[1:])
+    return ("model", *path[1:]) if path[0] == "state_dict" else path
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}_{number}" if number else name
+
+
+def _step(value: Mapping[Any, Any]) -> int | None:
+    step = value.get("global_step")
+    return step if type(step) is int and step >= 0 else None
