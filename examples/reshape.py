@@ -12,7 +12,7 @@ import importlib.util
 import shutil
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from reshape_plot import draw
@@ -59,13 +59,13 @@ class Story:
     """A run under a framework.
 
     Attributes:
-        reference: the same, never interrupted.
+        title: the framework.
+        reference: the same run, never interrupted.
         outcomes: of each phase.
-        differing: names of what a phase restored that was not as it had been saved.
+        differing: by phase, names of what it restored that was not as it had been saved.
     """
 
-    act: Act
-    run: Run
+    title: str
     reference: Outcome
     outcomes: list[Outcome] = field(default_factory=list)
     differing: dict[str, list[str]] = field(default_factory=dict)
@@ -83,12 +83,8 @@ def main() -> int:
             missing = f"{act.name} is not installed: pip install '.\\[frameworks]'"
             console.print(f"[yellow]skipped[/]: {missing}", soft_wrap=True)
             continue
-        phases = act.phases[-options.last :]
-        out = options.out / f"reshape-{act.package}"
-        shutil.rmtree(out, ignore_errors=True)
-        every = options.steps // (2 * len(phases))
-        run = Run(out, options.blocks, options.steps, every)
-        stories.append(played(console, Act(act.name, act.package, phases), run))
+        shortened = replace(act, phases=act.phases[-options.last :])
+        stories.append(played(console, shortened, run_of(shortened, options)))
     if not stories:
         return 0
     picture = options.out / "reshape.png"
@@ -100,6 +96,14 @@ def main() -> int:
     return 1 if wrong else 0
 
 
+def run_of(act: Act, options: argparse.Namespace) -> Run:
+    """A run whose phases save twice each; nothing is left of an earlier one."""
+    out = options.out / f"reshape-{act.package}"
+    shutil.rmtree(out, ignore_errors=True)
+    every = options.steps // (2 * len(act.phases))
+    return Run(out, options.blocks, options.steps, every)
+
+
 def played(console: Console, act: Act, run: Run) -> Story:
     """Train to the end, though all phases but the last are killed; tell how."""
 
@@ -107,14 +111,15 @@ def played(console: Console, act: Act, run: Run) -> Story:
         console.print(line, soft_wrap=True)
 
     say(f"\n[bold]{act.name}[/]")
-    whole = Run(run.out / "uninterrupted", run.blocks, run.steps, run.steps)
-    reference = launch(whole, act.phases[0])
-    say(f"[green]✓[/] {act.phases[0].name}, never interrupted: {reference.seconds:.0f} s")
-    story = Story(act, run, reference)
+    whole = replace(run, out=run.out / "uninterrupted", every=run.steps)
+    with console.status(f"{act.phases[0].name}, never interrupted"):
+        story = Story(act.name, launch(whole, act.phases[0]))
+    say(f"[green]✓[/] {act.phases[0].name}, never interrupted: {story.reference.seconds:.0f} s")
     for number, phase in enumerate(act.phases, start=1):
-        last = number == len(act.phases)
+        killed = killed_at(number, len(act.phases), run) if phase != act.phases[-1] else None
         say(f"[dim]$ {phase.command}[/]")
-        outcome = launch(run, phase, None if last else killed_at(number, len(act.phases), run))
+        with console.status(phase.name):
+            outcome = launch(run, phase, killed)
         story.outcomes.append(outcome)
         if outcome.restored:
             names = differing(Path(outcome.restored["place"]), outcome.again)

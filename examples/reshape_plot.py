@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from reshape import Story
 
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc3366")
-CROSS = {"marker": "X", "markersize": 11, "mec": "white", "zorder": 10}
-SMALL = {"fontsize": 9, "va": "center"}
+CROSS: dict[str, Any] = {"marker": "X", "markersize": 11, "mec": "white", "zorder": 10}
+SMALL: dict[str, Any] = {"fontsize": 9, "va": "center"}
 GAP = 1.5  # between the workers of one phase and those of the next, in workers
 
 
@@ -34,7 +34,7 @@ def draw(stories: Sequence[Story], path: Path) -> None:
         layout="constrained",
     )
     for (losses, workers, gaps), story in zip(grid.T, stories, strict=True):
-        losses.set_title(story.act.name, fontsize=12, fontweight="bold")
+        losses.set_title(story.title, fontsize=12, fontweight="bold")
         _losses(losses, story)
         _workers(workers, story)
         _gaps(gaps, story)
@@ -52,7 +52,7 @@ def draw(stories: Sequence[Story], path: Path) -> None:
 def _losses(axes: Axes, story: Story) -> None:
     """Each phase over the reference, and where it was killed."""
     steps, losses = zip(*story.reference.losses.items(), strict=True)
-    thick = {"color": "0.84", "linewidth": 9, "solid_capstyle": "round"}
+    thick: dict[str, Any] = {"color": "0.84", "linewidth": 9, "solid_capstyle": "round"}
     axes.plot(steps, losses, label=f"{story.reference.phase.name}, never interrupted", **thick)
     for row, (outcome, color) in enumerate(zip(story.outcomes, COLORS, strict=False)):
         steps, losses = zip(*outcome.losses.items(), strict=True)

@@ -14,7 +14,7 @@ import journal
 
 EXAMPLES = Path(__file__).parent
 PATIENCE = 180.0
-POLL = 0.1
+"""Seconds for a phase. Nothing should come near it, but on a machine that does much else."""
 
 
 @dataclass(frozen=True)

@@ -145,3 +145,30 @@ def test_settings_are_compared_by_parameter(report: Any, tmp_path: Path) -> None
         save(tmp_path / place, names, lr)
     assert report.differing(tmp_path / "a", tmp_path / "b") == []
     assert report.differing(tmp_path / "a", tmp_path / "c") == ["optimizer.param_groups"]
+
+
+@pytest.mark.parametrize("killed", [None, 3])
+def test_a_phase_that_does_not_end_as_it_should_is_told(
+    report: Any, killed: int | None, tmp_path: Path
+) -> None:
+    import reshape_run
+
+    def phase(program: str) -> Any:
+        return SimpleNamespace(name="it", arguments=lambda: [sys.executable, "-c", program])
+
+    run = reshape_run.Run(tmp_path, blocks=1, steps=8, every=2)
+    status = 0 if killed else 3
+    with pytest.raises(SystemExit, match=rf"it: exit status {status};.*ends with\nsaid so"):
+        reshape_run.launch(run, phase(f"print('said so'); exit({status})"), killed)
+
+
+def test_frameworks_that_are_not_there_are_told(
+    report: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import reshape
+
+    monkeypatch.setattr(sys, "argv", ["reshape.py", "--out", str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert reshape.main() == 0
+    skipped = re.findall(r"skipped: (.+) is not installed: pip install", capsys.readouterr().out)
+    assert skipped == ["DeepSpeed", "Megatron-Core"]
