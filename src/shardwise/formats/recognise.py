@@ -11,6 +11,7 @@ from shardwise.formats.readers import (
     accelerate,
     bytecheckpoint,
     huggingface,
+    huggingface_shards,
     lightning,
     torchsave,
     torchsnapshot,
@@ -65,6 +66,13 @@ READERS: tuple[Reader, ...] = (
         "megatron-legacy", megatron_legacy.FORMAT, megatron_legacy.recognise, megatron_legacy.read
     ),
     Reader("accelerate", accelerate.FORMAT, accelerate.recognise, accelerate.read, ("hf",)),
+    Reader(
+        "hf-shards",
+        huggingface_shards.FORMAT,
+        huggingface_shards.recognise,
+        huggingface_shards.read,
+        ("hf",),
+    ),
     Reader("hf", huggingface.FORMAT, huggingface.recognise, huggingface.read),
     Reader("torch", torchsave.FORMAT, torchsave.recognise, torchsave.read),
 )

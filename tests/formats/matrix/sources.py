@@ -13,14 +13,19 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardwise as sw
 from shardwise.formats.readers import (
     accelerate,
     bytecheckpoint,
     huggingface,
+    huggingface_shards,
     lightning,
     torchsave,
     torchsnapshot,
@@ -134,6 +139,23 @@ def of_hugging_face(suffix: str, count: int, request: Request, folder: Path) -> 
     return folder, of_names({f"model.{k}": v for k, v in loaded.items()}, {}, BUFFERS)
 
 
+def save_shards(folder: str) -> None:
+    """As torch's own writer, without the consolidation that may follow; on two ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+    weights = build("plain", 4)["model"].state_dict()
+    saved = {name: distribute_tensor(each, mesh, [Shard(0)]) for name, each in weights.items()}
+    warnings.simplefilter("ignore")
+    dcp_save(saved, storage_writer=HuggingFaceStorageWriter(folder, save_distributed=True))
+
+
+def of_shards(request: Request, folder: Path) -> Made:
+    request.getfixturevalue("gang").run(save_shards, str(folder), world=2)
+    loaded = build("plain", 0)["model"].state_dict()
+    with warnings.catch_warnings(action="ignore"):
+        dcp_load(loaded, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    return folder, of_names({f"model.{k}": v for k, v in loaded.items()}, {}, BUFFERS)
+
+
 def of_deepspeed(case: str, ranks: int, converted: bool, request: Request, folder: Path) -> Made:
     checkpoints: Checkpoints = request.getfixturevalue("checkpoints")
     place, expected = checkpoints.place(case, ranks), checkpoints.expected(case, ranks)
@@ -209,6 +231,7 @@ def _sources() -> Iterable[Source]:
         make = partial(of_accelerate, sharded)
         yield Source(f"accelerate-{kind}", accelerate.FORMAT, make)
         yield Source(f"lightning-{kind}", lightning.FORMAT, partial(of_lightning, sharded))
+    yield Source("hf-shards", huggingface_shards.FORMAT, of_shards)
     for suffix in (".safetensors", ".bin"):
         for count in (1, 3):
             make = partial(of_hugging_face, suffix, count)
