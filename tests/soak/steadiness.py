@@ -15,8 +15,9 @@ from pathlib import Path
 
 from tests.soak.trainer import SLOTS
 
-MOST_SLOTS = 2 * (SLOTS + 1)
-"""Files of the rank that lives on a node, and of the one before it, until newer replace them."""
+MOST_SLOTS = 3 * (SLOTS + 1)
+"""Files of the rank that lives on a node, and of those before it, until newer replace them: two,
+if the last was killed before it had saved anything."""
 MOST_STEPS = SLOTS + 5
 """Snapshots that are kept, one that is written, and some that were never committed."""
 MOST_HIDDEN = 8
