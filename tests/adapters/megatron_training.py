@@ -136,9 +136,9 @@ def plain(case: dict[str, Any], place: str, again: str) -> dict[str, Any]:
     return {"after": losses}
 
 
-def load(case: dict[str, Any], place: str, again: str) -> None:
-    """Load what Megatron-Core wrote, with all but the scheduler, and save it as ours."""
+def load(case: dict[str, Any], place: str, again: str, spec: str = "") -> None:
+    """Load all but the scheduler, of a checkpoint of whoever wrote it, and save it as ours."""
     with built(case) as (chunks, optimizer, _):
         state = {"model": chunks, "optimizer": optimizer}
-        sw.load(place, state)
+        sw.load(place, state, spec=sw.spec(spec) if spec else None)
         sw.save(again, state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 import shardwise as sw
 from shardwise.testing import Gang
+from shardwise.testing.gang import GangError
 from tests.formats.foreign_goldens import unpacked
 from tests.multirank.test_matrix import contents
 
@@ -73,6 +75,7 @@ RENAMED = {
 
 def call(name: str, *args: Any) -> Any:
     """A function of what is imported by workers only, for it changes torch."""
+    warnings.simplefilter("ignore")  # there are dozens, on every rank
     return getattr(importlib.import_module("tests.adapters.megatron_training"), name)(*args)
 
 
@@ -219,3 +222,28 @@ def test_the_scale_of_losses_is_restored(runs: Runs) -> None:
     for name in ("float16", "float16-stages"):
         scale = sw.open(runs.root / name)["megatron.grad_scaler"]
         assert scale == {"scale": 256.0, "growth_tracker": 2, "hysteresis_tracker": 2}
+
+
+def test_a_vocabulary_with_more_padding_is_filled(
+    runs: Runs, workers: Gang, tmp_path: Path
+) -> None:
+    runs.of("distributed")
+    before = sw.open(runs.root / "distributed")
+    wider, narrow = tmp_path / "wider", tmp_path / "narrow"
+    case: dict[str, Any] = {"tp": 4, "vocab": 72, "distributed": True}
+    workers.run(call, "load", case, str(runs.root / "distributed"), str(wider), world=4)
+    after = sw.open(wider)
+    name = "embedding.word_embeddings.weight"
+    for key in (f"model.{name}", f"optimizer.{name}.exp_avg", f"optimizer.{name}.exp_avg_sq"):
+        assert after[key].shape == (72, 24)
+        assert torch.equal(after[key][:64], before[key][...])
+        assert key.startswith("model.") or not after[key][64:].any()
+    with pytest.raises(GangError, match=r"cut padding of the vocabulary by a specification"):
+        workers.run(call, "load", {"tp": 2}, str(wider), str(narrow), world=2)
+    cut = [
+        f"*.word_embeddings.weight{of} -> *.word_embeddings.weight{of} [(v)[:60] h]"
+        for of in ("", ".exp_avg", ".exp_avg_sq")
+    ]
+    spec = "\n".join([*cut, "* -> *"])
+    workers.run(call, "load", {"tp": 2}, str(wider), str(narrow), spec, world=2)
+    assert torch.equal(sw.open(narrow)[f"model.{name}"][:60], before[f"model.{name}"][:60])

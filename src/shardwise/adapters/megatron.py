@@ -178,7 +178,7 @@ class MegatronBinding:
         for number, part in enumerate(parameter.flat):
             name, fragments = f"{self.name}.{part.name}", part.fragments(flat)
             identity = id(sharded.tensor), number  # of a weight that is tied on this rank
-            yield TensorLeaf(name, flat.dtype, part.shape, fragments, identity)
+            yield TensorLeaf(name, flat.dtype, part.shape, fragments, identity, padded=part.padded)
 
 
 class MegatronOptimizerBinding:

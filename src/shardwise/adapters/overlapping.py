@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -62,7 +63,7 @@ def _copied(leaf: TensorLeaf, moved: list[tuple[TensorLeaf, TensorLeaf]]) -> Ten
         if leaf.finish is not None:
             leaf.finish()
 
-    return TensorLeaf(leaf.name, leaf.dtype, leaf.shape, copies, None, finish)
+    return replace(leaf, fragments=copies, identity=None, finish=finish)
 
 
 def fillable(leaf: TensorLeaf) -> TensorLeaf:
@@ -81,7 +82,7 @@ def fillable(leaf: TensorLeaf) -> TensorLeaf:
     def finish() -> None:
         _move_overlapping(leaf.name, copy, data)
 
-    return TensorLeaf(leaf.name, leaf.dtype, leaf.shape, (Fragment(box, copy),), None, finish)
+    return replace(leaf, fragments=(Fragment(box, copy),), identity=None, finish=finish)
 
 
 def _overlaps_itself(data: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,13 +20,14 @@ class FlatPart:
     """One original parameter's part of a flattened local tensor.
 
     `boxes` are those of the parameter that lie, end to end and each row-major, in elements
-    `[start, start + sum of sizes)` of the local tensor.
+    `[start, start + sum of sizes)` of the local tensor. `padded`: its last rows may be padding.
     """
 
     name: str
     shape: tuple[int, ...]
     start: int
     boxes: tuple[Box, ...]
+    padded: bool = False
 
     @property
     def size(self) -> int:
@@ -95,7 +97,9 @@ class Parameter:
             alike = value.shape == local.shape and value.is_contiguous()
             if alike or (value.dim() == 1 and value.numel() == local.numel()):
                 fragments = part.fragments(value.detach().view(-1))
-                leaves.append(TensorLeaf(name, value.dtype, part.shape, fragments))
+                leaves.append(
+                    TensorLeaf(name, value.dtype, part.shape, fragments, padded=part.padded)
+                )
             else:
                 _refuse_unless_scalar(name, value)
                 leaves.append(tensor_leaf(name, value))
@@ -106,11 +110,12 @@ class Parameter:
     ) -> torch.Tensor:
         """Memory for a state tensor of this global shape that the checkpoint holds.
 
-        Shaped like the parameter it is sharded like it; else every rank has all of it, as an
-        optimizer would have made it.
+        Shaped like the parameter it is sharded like it, as is all that a flattened one has; else
+        every rank has all of it, as an optimizer would have made it.
         """
         tensor = self.tensor
-        if self.flat and shape in {part.shape for part in self.flat} and shape != ():
+        alike = shape != () and shape in {part.shape for part in self.flat}
+        if self.flat and (alike or math.prod(shape) > 1):
             return torch.zeros(_local(tensor).shape, dtype=dtype, device=_local(tensor).device)
         if shape == tuple(tensor.shape) and shape != ():
             return torch.zeros_like(tensor, dtype=dtype)

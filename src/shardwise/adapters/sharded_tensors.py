@@ -26,12 +26,16 @@ _EXPERT = re.compile(r"\.experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a global tensor: row-major elements of a flattened local one, from `start` on."""
+    """A box of a global tensor: row-major elements of a flattened local one, from `start` on.
+
+    `padded`: rows at the end of the global tensor may be padding, as those of vocabularies are.
+    """
 
     name: str
     shape: tuple[int, ...]
     start: int
     box: Box
+    padded: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,7 @@ class Sharded:
                 piece.shape[n:],
                 piece.start,
                 Box(piece.box.offset[n:], piece.box.shape[n:]),
+                piece.padded,
             )
             for piece in self.pieces
         )
@@ -71,12 +76,14 @@ class Sharded:
             first = min(max(low - piece.start, 0), piece.box.size)
             last = min(max(high - piece.start, 0), piece.box.size)
             start = max(piece.start - low, 0)
-            known = parts.setdefault(piece.name, FlatPart(piece.name, piece.shape, start, ()))
+            known = parts.setdefault(
+                piece.name, FlatPart(piece.name, piece.shape, start, (), piece.padded)
+            )
             if first < last:
                 own = boxes_of_range(piece.box.shape, first, last)
                 boxes = (*known.boxes, *(_moved(box, piece.box.offset) for box in own))
                 start = known.start if known.boxes else start
-                parts[piece.name] = FlatPart(piece.name, piece.shape, start, boxes)
+                parts[piece.name] = replace(known, start=start, boxes=boxes)
         return tuple(part for part in parts.values() if part.boxes) or tuple(parts.values())
 
 
@@ -198,6 +205,7 @@ def _piece(described: Any, start: int) -> Piece:
         tuple(described.global_shape),
         start,
         Box(tuple(described.global_offset), shape),
+        bool(described.allow_shape_mismatch),
     )
 
 

@@ -50,6 +50,7 @@ def match(held: Holdings, saved: SavedState, selection: Selection, *, cast: bool
             absent.append(leaf)
             continue
         found.claimed.add(entry.name)
+        leaf = leaf.cut(entry.shape)
         problem = _misfit(leaf, entry, cast=cast)
         if problem is None:
             found.leaves.append(leaf)
@@ -89,7 +90,8 @@ def _misfit(leaf: TensorLeaf, entry: TensorEntry, *, cast: bool) -> str | None:
     dtype = str(leaf.dtype).removeprefix("torch.")
     if entry.shape != leaf.shape:
         there, here = list(entry.shape), list(leaf.shape)
-        return f"{leaf.name}: shape {there} in the checkpoint, {here} in the target"
+        padding = ": cut padding of the vocabulary by a specification" if leaf.padded else ""
+        return f"{leaf.name}: shape {there} in the checkpoint, {here} in the target{padding}"
     if entry.dtype != dtype and not cast:
         return (
             f"{leaf.name}: {entry.dtype} in the checkpoint, {dtype} in the target "

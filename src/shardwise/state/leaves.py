@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -33,7 +33,8 @@ class TensorLeaf:
     """What this rank has of a global tensor: fragments, none of them empty.
 
     Two leaves of one `identity` are one tensor under two names. `finish` runs after `fragments`
-    were filled by a load, where they are not the memory that is wanted in the end.
+    were filled by a load, where they are not the memory that is wanted in the end. `padded`: rows
+    at its end may be padding, of which a checkpoint may have less.
     """
 
     name: str
@@ -42,6 +43,21 @@ class TensorLeaf:
     fragments: tuple[Fragment, ...]
     identity: object = None
     finish: Callable[[], object] | None = None
+    padded: bool = False
+
+    def cut(self, shape: tuple[int, ...]) -> TensorLeaf:
+        """Without rows of padding that a tensor of this shape lacks; itself if it is no such."""
+        fewer = len(shape) == len(self.shape) and shape[1:] == self.shape[1:] and shape < self.shape
+        if not (self.padded and fewer):
+            return self
+        fragments = []
+        for fragment in self.fragments:
+            box = fragment.box
+            rows = min(shape[0] - box.offset[0], box.shape[0])
+            if rows > 0:
+                kept = Box(box.offset, (rows, *box.shape[1:]))
+                fragments.append(Fragment(kept, fragment.data[:rows]))
+        return replace(self, shape=shape, fragments=tuple(fragments))
 
 
 @dataclass(frozen=True, slots=True)
