@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shardwise.adapters import Binding, bind_state
 from shardwise.adapters.deepspeed import EngineBinding
 from shardwise.adapters.megatron import MegatronBinding
+from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.adapters.overlapping import fillable_leaves
 from shardwise.adapters.values import PerRankBinding
 from shardwise.checkpoint import Checkpoint
@@ -25,6 +26,7 @@ from shardwise.engine.load import GroupFilling, LoadReport, plan_filling
 from shardwise.engine.match import Matched, agree_on_match, match
 from shardwise.engine.opened import Opened, read_per_rank
 from shardwise.engine.options import LoadOptions, SaveOptions
+from shardwise.engine.positions import GROUPS, Order, with_names_by_position
 from shardwise.engine.save import Save, SaveReport, save_all
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
@@ -265,6 +267,7 @@ class _Load:
             terms = f"{self.options}, max_buffer={self.max_buffer}"
             opened = open_any(enter, group, terms, self.reading)
         selection, rename, arena = checked[0]
+        opened = with_names_by_position(opened, partial(self._orders, rename), group)
         saved = SavedState(opened.manifest, rename)
         bindings: list[Binding] = []
 
@@ -305,6 +308,15 @@ class _Load:
             unexpected=unexpected,
             seconds=self.recorder.seconds(),
         )
+
+    def _orders(self, rename: Callable[[str], str]) -> dict[str, Order]:
+        """The order of parameters in optimizers of the state, by their names in the checkpoint."""
+        found: dict[str, Order] = {}
+        for binding in bind_state(self.state, allow_pickle=self.allow_pickle):
+            order = binding.order() if isinstance(binding, OptimizerBinding) else None
+            if order is not None:
+                found[rename(f"{binding.name}.{GROUPS}").removesuffix(f".{GROUPS}")] = order
+        return found
 
     def _restore(
         self,

@@ -108,6 +108,20 @@ class OptimizerBinding:
                 if names:
                     self._set_group(optimizer, group, settings[names[0]], f"{groups}.{names[0]}")
 
+    def order(self) -> list[list[tuple[str, tuple[int, ...]]]] | None:
+        """Names and shapes of the parameters in each group; None if they are flattened together,
+        or of several optimizers, so that their order is another than that of the model's."""
+        if len(self._optimizers) != 1:
+            return None
+        known = self._parameters()
+        groups: list[list[tuple[str, tuple[int, ...]]]] = []
+        for group in self._optimizers[0].param_groups:
+            members = [_known(known, tensor, self.name) for tensor in group["params"]]
+            if any(len(member.flat) > 1 for member in members):
+                return None
+            groups.append([member.named_shape for member in members])
+        return groups
+
     def _hold(self, held: Holdings, parameter: Parameter, key: str, value: object) -> None:
         if isinstance(value, torch.Tensor):
             held.tensors += parameter.leaves(self.name, key, value)
@@ -244,9 +258,10 @@ def _by_member(encoded: object) -> dict[str, JsonValue]:
     for group in encoded:
         if not isinstance(group, dict) or not isinstance(group.get("members"), list):
             raise StateError(
-                f"{GROUPS}: a group does not name its members: it numbers parameters, and which is "
-                "which is not sure. Save with names (torch's get_optimizer_state_dict, or an "
-                "optimizer of model.named_parameters()), or load without the optimizer"
+                f"{GROUPS}: a group does not name its members: it numbers parameters, and those "
+                "of the optimizer here are others, or flattened. Save with names (torch's "
+                "get_optimizer_state_dict, or an optimizer of model.named_parameters()), or load "
+                "without the optimizer"
             )
         value = group.get("value")
         if isinstance(value, dict):

@@ -61,6 +61,13 @@ class Parameter:
         """The names of all parameters that it is made of."""
         return tuple(part.name for part in self.flat) or (self.name,)
 
+    @property
+    def named_shape(self) -> tuple[str, tuple[int, ...]]:
+        """Its name and its shape, before it was divided; of the first that it is made of."""
+        if self.flat:
+            return self.flat[0].name, self.flat[0].shape
+        return self.name, tuple(self.tensor.shape)
+
     def below(self, prefix: str) -> Parameter:
         """The same parameter, named from one level further up."""
         flat = tuple(replace(part, name=f"{prefix}.{part.name}") for part in self.flat)
