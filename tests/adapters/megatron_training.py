@@ -86,9 +86,9 @@ def expected_of(chunks: list[Any], optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def save(case: dict[str, Any], place: str) -> dict[str, Any]:
-    """Train for two steps, save, and go on."""
+    """Train for two steps, if so many, save, and go on."""
     with built(case) as parts:
-        found: dict[str, Any] = {"before": train(*parts, range(2))}
+        found: dict[str, Any] = {"before": train(*parts, range(case.get("steps", 2)))}
         sw.save(place, state_of(*parts))
         found["expected"] = expected_of(*parts[:2])
         found["after"] = train(*parts, range(2, 4))
@@ -134,6 +134,35 @@ def plain(case: dict[str, Any], place: str, again: str) -> dict[str, Any]:
     finally:
         ps.destroy_model_parallel()
     return {"after": losses}
+
+
+def remember(case: dict[str, Any], place: str, memory: str) -> None:
+    """Train, save into memory and beside it, and go on while the snapshot is copied."""
+    with built(case) as parts:
+        train(*parts, range(2))
+        sw.save(place, state_of(*parts))
+        checkpointer = sw.Checkpointer(f"{place}-run", every=100, memory=memory_of(memory))
+        for step in (1, 2):
+            handle = checkpointer.save(step, state_of(*parts))
+        assert handle is not None
+        train(*parts, range(2, 4))
+        handle.committed(20.0)
+        checkpointer.close(wait=False)
+
+
+def recall(case: dict[str, Any], place: str, memory: str) -> str:
+    """Restore what is in memory, and save it as it then is; where it was restored from."""
+    with built(case) as parts:
+        run = f"{place}-run"
+        with sw.Checkpointer(run, every=100, memory=memory_of(memory)) as checkpointer:
+            assert checkpointer.restore(state_of(*parts)) == 2
+            assert checkpointer.last_restore is not None
+            sw.save(f"{place}-recalled", state_of(*parts))
+            return checkpointer.last_restore.source
+
+
+def memory_of(directory: str) -> sw.Memory:
+    return sw.Memory(every=1, overlap=True, dir=directory, when_full="wait", wait=10.0)
 
 
 def load(case: dict[str, Any], place: str, again: str, spec: str = "") -> None:

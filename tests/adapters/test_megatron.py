@@ -16,6 +16,7 @@ import shardwise as sw
 from shardwise.testing import Gang
 from shardwise.testing.gang import GangError
 from tests.formats.foreign_goldens import unpacked
+from tests.memory.test_snapshots import end_agents
 from tests.multirank.test_matrix import contents
 
 pytestmark = [
@@ -36,6 +37,8 @@ TRAINED: dict[str, dict[str, Any]] = {
     "distributed": {"tp": 2, "distributed": True, "bucket": 3000, "clip": 0.0},
     "distributed-bfloat16": {"tp": 2, "distributed": True, "bf16": True, **LLAMA},
     "float16": {"tp": 2, "fp16": True, "wrapped": True, "distributed": True, **LLAMA},
+    "frozen": {"tp": 2, "frozen": True, "distributed": True, "bf16": True, **LLAMA},
+    "untrained": {"pp": 2, "steps": 0, "distributed": True, "clip": 0.0},
     "interleaved": {"pp": 2, "vp": 2, "distributed": True, "clip": 0.0},
     "experts": {"pp": 2, "ep": 2, "distributed": True, "bf16": True, **MOE},
 }
@@ -53,6 +56,8 @@ RESUMED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "bfloat16-wide": ("bfloat16", 4, {"tp": 4, "distributed": True}),
     "bfloat16-plain": ("distributed-bfloat16", 2, {"tp": 2}),
     "float16-stages": ("float16", 2, {"pp": 2, "wrapped": True}),
+    "frozen-stages": ("frozen", 2, {"pp": 2, "frozen": True}),
+    "untrained-before": ("untrained", 3, {"distributed": True, "stepped": 1}),
     "experts-alone": ("experts", 1, {}),
     "experts-divided": ("experts", 3, {"distributed": True}),
     "experts-elsewhere": ("experts", 4, {"ep": 4, "distributed": True, "stepped": 1}),
@@ -124,11 +129,12 @@ def expected(run: dict[str, Any]) -> dict[str, torch.Tensor]:
     experts: dict[str, dict[int, torch.Tensor]] = {}
     for key, tensor in run["expected"].items():
         name, kind = key.split("|")
-        if kind == "weight":
+        if kind == "weight" and f"{name}|param" in run["expected"]:
             continue
         for module, saved in RENAMED.items():
             name = name.replace(module, saved)
-        full = f"model.{name}" if kind == "param" else f"optimizer.{name}.{kind}"
+        weight = kind in ("weight", "param")
+        full = f"model.{name}" if weight else f"optimizer.{name}.{kind}"
         before, _, after = full.partition(".local_experts.")
         number, _, rest = after.partition(".")
         if after:
@@ -247,3 +253,23 @@ def test_a_vocabulary_with_more_padding_is_filled(
     spec = "\n".join([*cut, "* -> *"])
     workers.run(call, "load", {"tp": 2}, str(wider), str(narrow), spec, world=2)
     assert torch.equal(sw.open(narrow)[f"model.{name}"][:60], before[f"model.{name}"][:60])
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """A directory for snapshots, whose agent is ended afterwards."""
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    yield directory
+    end_agents(directory)
+
+
+def test_snapshots_in_memory_are_restored_by_other_ranks(
+    workers: Gang, tmp_path: Path, memory: Path
+) -> None:
+    place = str(tmp_path / "here")
+    case = {"tp": 2, "distributed": True, "bf16": True, **LLAMA}
+    workers.run(call, "remember", case, place, str(memory), world=4)
+    case = {"pp": 2, "bf16": True, **LLAMA}
+    assert workers.run(call, "recall", case, place, str(memory), world=2) == ["memory"] * 2
+    assert contents(f"{place}-recalled") == contents(place)

@@ -53,18 +53,27 @@ def load_scheduler(scheduler: Any, state: object) -> None:
 
 
 def refuse_parts_of_model(name: str, module: nn.Module) -> None:
-    """Refuse a module of another kind with tensor-parallel layers of Megatron-Core's in it.
+    """Refuse a module of another kind that has one of Megatron-Core's in it, divided among ranks.
 
     Raises:
         StateError: it is one.
     """
-    if not any(getattr(each, "tensor_model_parallel", False) for each in module.parameters()):
-        return
     parallel: Any = sys.modules.get("megatron.core.parallel_state")
-    if parallel is not None and parallel.get_tensor_model_parallel_world_size() > 1:
+    if parallel is None or not parallel.model_parallel_is_initialized():
+        return
+    sizes = (
+        parallel.get_tensor_model_parallel_world_size(),
+        parallel.get_pipeline_model_parallel_world_size(),
+        parallel.get_expert_model_parallel_world_size(),
+    )
+    if max(sizes) == 1:
+        return
+    divided = any(getattr(each, "tensor_model_parallel", False) for each in module.parameters())
+    if divided or any(map(is_megatron_model, module.modules())):
         raise StateError(
-            f"{name}: it has tensor-parallel layers of Megatron-Core's, and is no module of its "
-            "kind that says how they are divided: derive it from MegatronModule"
+            f"{name}: it has modules of Megatron-Core's in it that are divided among ranks, and is "
+            "none itself, which could say how: put these into the state, or derive it from "
+            "MegatronModule"
         )
 
 
@@ -90,6 +99,8 @@ class MegatronBinding:
     ) -> None:
         self.name = name
         self._modules = [_unwrapped(name, chunk) for chunk in chunks]
+        configs = [getattr(chunk, "ddp_config", None) for chunk in chunks]
+        self._gathered_late = any(getattr(each, "overlap_param_gather", False) for each in configs)
         self._optimizers = optimizers
         self._allow_pickle = allow_pickle
 
@@ -150,15 +161,20 @@ class MegatronBinding:
             for sharded in contents.tensors:
                 tensor = sharded.tensor
                 each = stepped.get(id(tensor), Stepped(tensor, tensor, 0, tensor.numel()))
-                if each.tensor is tensor and getattr(tensor, "main_param", None) is not None:
+                if id(tensor) not in stepped and self._is_stepped_elsewhere(tensor):
                     raise StateError(
-                        f"{self.name}: its optimizer has the weights in full precision: put it "
-                        'into the state too, as in {"model": model, "optimizer": optimizer}, and '
-                        'load with only=["model.*"] if its moments are not wanted'
+                        f"{self.name}: its optimizer has the weights as they are, and the model "
+                        "less of them: put it into the state too, as in "
+                        '{"model": model, "optimizer": optimizer}, and load with only=["model.*"] '
+                        "if its moments are not wanted"
                     )
                 if each.tensor is not None:
                     parts = sharded.parts(each.low, each.high)
                     yield Parameter(each.tensor, "", parts, sharded.copy), sharded
+
+    def _is_stepped_elsewhere(self, tensor: torch.Tensor) -> bool:
+        """Whether an optimizer has a tensor in full precision, or before the others get it."""
+        return hasattr(tensor, "main_param") or (tensor.requires_grad and self._gathered_late)
 
     def _holdings(self, *, to_fill: bool) -> Holdings:
         held = Holdings()

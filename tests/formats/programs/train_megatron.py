@@ -110,6 +110,8 @@ def models_of(case: dict[str, Any], config: TransformerConfig) -> Iterator[Any]:
             position_embedding_type="rope" if case.get("llama") else "learned_absolute",
             **vp,
         )
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not (case.get("frozen") and "linear_fc1" in name))
         yield model.to(config.params_dtype)
 
 
