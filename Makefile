@@ -31,7 +31,7 @@ format: $(READY) ## put the code into its one style
 demo: $(READY) ## show what shardwise does, in a minute and a half
 	$(RUN) examples/demo.py $(ARGS)
 
-demo-reshape: $(READY) ## lose workers, and go on with fewer, as another framework divides them
+demo-reshape: $(READY) ## lose workers of DeepSpeed and Megatron-Core, and go on with fewer
 	$(RUN) examples/reshape.py $(ARGS)
 
 demo-failures: $(READY) ## lose processes and hosts, and go on from memory; needs root
