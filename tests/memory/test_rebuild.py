@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import CorruptionError, FormatError, StoreError
 from shardwise.manifest.checksums import BLOCK, crc32
-from shardwise.memory.redundancy.encoding import PIECE, build_parity
+from shardwise.memory.redundancy.encoding import asked_at_a_time, build_parity
 from shardwise.memory.redundancy.placement import (
     Member,
     Protection,
@@ -40,9 +40,13 @@ class Cluster:
 
     Args:
         sizes: for each node, the bytes of its files.
+        in_memory: what is read is given where it lies.
     """
 
-    def __init__(self, sizes: Iterable[Iterable[int]], m: int, threads: int = 1) -> None:
+    def __init__(
+        self, sizes: Iterable[Iterable[int]], m: int, threads: int = 1, *, in_memory: bool = False
+    ) -> None:
+        self.in_memory = in_memory
         random = np.random.default_rng(7)
         self.files: dict[str, dict[str, Buffer]] = {}
         rank = 0
@@ -77,7 +81,7 @@ class Cluster:
         ((group, _),) = memberships(self.protection, node)
         return parity_files(SAVE, group)
 
-    def read(self, node: str, name: str, offset: int, out: Buffer) -> None:
+    def read(self, node: str, name: str, offset: int, out: Buffer) -> Buffer:
         self.asked.append((node, name, offset, len(out)))
         if node in self.lost:
             raise ConnectionRefusedError(f"node {node} does not answer")
@@ -85,7 +89,10 @@ class Cluster:
         if name not in held:
             raise FileNotFoundError(name)
         assert 0 <= offset <= offset + len(out) <= len(held[name])
+        if self.in_memory:
+            return held[name][offset : offset + len(out)]
         out[:] = held[name][offset : offset + len(out)]
+        return out
 
     def rebuilt(self, node: str, name: str, threads: int = 1) -> Buffer:
         out = np.full(len(self.data[node, name]), 0xAA, np.uint8)
@@ -140,9 +147,12 @@ def test_what_is_said_to_be_lost_is_what_cannot_be_rebuilt(
 
 @pytest.mark.parametrize("m", [1, pytest.param(2, marks=needs_pyeclib)])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_files_of_many_pieces(m: int, threads: int) -> None:
-    long = 3 * PIECE + 12_345
-    cluster = Cluster([[long, 5], [2 * PIECE], [7, long], [long + 4096]], m, threads)
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_files_of_many_pieces(m: int, threads: int, in_memory: bool) -> None:
+    piece = asked_at_a_time(4 - m, m)
+    long = 3 * piece + 12_345
+    sizes = [[long, 5], [2 * piece], [7, long], [long + 4096]]
+    cluster = Cluster(sizes, m, threads, in_memory=in_memory)
     cluster.lost = {"n0", "n2"} if m == 2 else {"n2"}
     for (node, name), data in cluster.data.items():
         if node in cluster.lost:
@@ -199,23 +209,24 @@ class LostAtSome(Cluster):
     def begin(self, node: str, reads: int) -> None:
         self.node, self.reads, self.lock = node, reads, threading.Lock()
 
-    def failing_read(self, node: str, name: str, offset: int, out: Buffer) -> None:
+    def failing_read(self, node: str, name: str, offset: int, out: Buffer) -> Buffer:
         with self.lock:
             self.reads -= 1
             if self.reads < 0:
                 self.lost.add(self.node)
         if node in self.lost:
             out[: len(out) // 2] = 0x55  # as when a transfer breaks off
-        self.read(node, name, offset, out)
+        return self.read(node, name, offset, out)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("reads", [0, 1, 5, 8])
 def test_a_second_loss_during_a_rebuild_is_an_error(reads: int, threads: int) -> None:
-    cluster = LostAtSome([[5 * PIECE]] * 4, 1)
+    size = 5 * asked_at_a_time(3, 1)
+    cluster = LostAtSome([[size]] * 4, 1)
     cluster.begin("n3", reads)
     name = f"r00000-{SAVE}.safetensors"
-    out = np.empty(5 * PIECE, np.uint8)
+    out = np.empty(size, np.uint8)
     with pytest.raises(StoreError, match=r"also missing: .* of node n3: node n3 does not answer"):
         rebuild_file(cluster.protection, "n0", name, cluster.failing_read, out, threads=threads)
 
@@ -223,10 +234,11 @@ def test_a_second_loss_during_a_rebuild_is_an_error(reads: int, threads: int) ->
 @needs_pyeclib
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_second_loss_is_survived_if_there_is_parity_for_it(threads: int) -> None:
-    cluster = LostAtSome([[5 * PIECE]] * 5, 2)
+    size = 5 * asked_at_a_time(3, 2)
+    cluster = LostAtSome([[size]] * 5, 2)
     cluster.begin("n3", 6)
     name = f"r00000-{SAVE}.safetensors"
-    out = np.empty(5 * PIECE, np.uint8)
+    out = np.empty(size, np.uint8)
     rebuild_file(cluster.protection, "n0", name, cluster.failing_read, out, threads=threads)
     assert "n3" in cluster.lost
     assert np.array_equal(out, cluster.data["n0", name])

@@ -20,6 +20,7 @@ from shardwise.memory.tls import Tls
 from shardwise.store import Store
 
 CHUNK = 8 << 20
+THREADS = 2
 
 
 def copy_lost(
@@ -51,7 +52,7 @@ def copy_lost(
     if assembly.step is None:
         raise StoreError("; ".join(reason for _, reason in assembly.newer))
     total = 0
-    with closing(AssembledStore(assembly, place.run, here, tls)) as source:
+    with closing(AssembledStore(assembly, place.run, here, tls, threads=THREADS)) as source:
         for name in names:
             _copy(source, entries[name], to, throttle)
             total += entries[name].size

@@ -22,7 +22,6 @@ from shardwise.store import LocalStore, ReadableFile, Store, WritableFile
 from shardwise.store.store import Buffer
 
 WAIT = 10.0
-DECODING_THREADS = 2
 IN_MEMORY = LOCAL, OTHERS, DECODED = "local memory", "other nodes", "decoded"
 Count = Callable[[str, int], None]
 Way = tuple[str, Callable[[int, Buffer], None]]
@@ -58,11 +57,14 @@ class AssembledStore:
         run: what this node keeps of the run.
         node: the name of this node.
         tls: by what nodes know each other.
+        threads: how many decode one read together.
     """
 
     alignment = 4096
 
-    def __init__(self, assembly: Assembly, run: Run, node: str, tls: Tls | None = None) -> None:
+    def __init__(
+        self, assembly: Assembly, run: Run, node: str, tls: Tls | None = None, *, threads: int = 1
+    ) -> None:
         if assembly.step is None:
             raise StoreError("there is no snapshot")
         self._assembly = assembly
@@ -74,6 +76,7 @@ class AssembledStore:
         self._gone: dict[str, str] = {}
         self._origins = dict.fromkeys(IN_MEMORY, 0)
         self._counting = threading.Lock()
+        self._mapped: dict[str, Buffer] = {}
         self._rebuilder: Rebuilder | None = None
         self._owner: dict[str, str] = {}
         if assembly.protection:
@@ -81,9 +84,9 @@ class AssembledStore:
             self._owner = _owners(protection)
             self._rebuilder = Rebuilder(
                 protection,
-                self._read_range,
+                self._read_part,
                 lost=set(self._owner.values()) - assembly.nodes.keys(),
-                threads=DECODING_THREADS,
+                threads=threads,
             )
 
     def __str__(self) -> str:
@@ -188,6 +191,19 @@ class AssembledStore:
         except StoreError as error:
             self._gone[node] = str(error)
             raise
+
+    def _read_part(self, node: str, key: str, offset: int, out: Buffer) -> Buffer:
+        """Part of a file: where it lies, if that is this node's memory; else in `out`."""
+        if node != self._node:
+            self._read_range(node, key, offset, out)
+            return out
+        if key not in self._mapped:
+            path = self._local.path / key
+            self._mapped[key] = mapped(path, path.stat().st_size)
+        part = self._mapped[key][offset : offset + len(out)]
+        if len(part) < len(out):
+            raise StoreError(f"{key} of {self} ends at byte {offset + len(part)}")
+        return part
 
 
 @dataclass(slots=True)

@@ -73,10 +73,11 @@ def complete_parity(
             log.warning("%s on node %s is not what this node holds", file, owner_of[file])
             return False
 
-    def read(node: str, file: str, offset: int, out: Buffer) -> None:
+    def read(node: str, file: str, offset: int, out: Buffer) -> Buffer:
         out[:] = 0
         for first, last in _unknown(kept, entries[file], offset, offset + len(out)):
             nodes.read_range(node, file, first, out[first - offset : last - offset])
+        return out
 
     def add(_: int, low: int, block: Buffer) -> None:
         data[low : low + len(block)] ^= block

@@ -179,8 +179,8 @@ class Nodes:
                     raise
             time.sleep(AGAIN)
 
-    def read_range(self, node: str, name: str, offset: int, out: Buffer) -> None:
-        """Fill `out` from a file of a node.
+    def read_range(self, node: str, name: str, offset: int, out: Buffer) -> Buffer:
+        """Fill `out` from a file of a node, and give it.
 
         Raises:
             StoreError: the node does not answer, or the file ends before.
@@ -190,7 +190,7 @@ class Nodes:
             self._client(node).read_range_into(
                 self._place.run.name, self._place.step, name, offset, out
             )
-            return
+            return out
         fd = os.open(self._place.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             view = out.data
@@ -202,6 +202,7 @@ class Nodes:
                 view = view[count:]
         finally:
             os.close(fd)
+        return out
 
     def _refuse_gone(self, nodes: Sequence[str]) -> None:
         """Raise if one of these, which do not answer, is no longer needed for newer snapshots."""

@@ -1,7 +1,7 @@
 """Parity made from what other nodes hold.
 
-It goes through pieces of at most `PIECE` bytes of a stripe. Each thread holds two of them, and with
-two blocks of parity or more to a stripe, one of each of its blocks, whatever the size of the data.
+It goes through pieces of a stripe. Each thread holds three of them, and with two blocks of parity
+or more to a stripe, one of each of its blocks, whatever the size of the data.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TypeVar
 
 from shardwise.engine.arena import aligned_buffer
@@ -22,8 +24,12 @@ from shardwise.store.store import Buffer
 PIECE = 16 * BLOCK
 """Bytes of a block that are worked on at a time; a multiple of `BLOCK`."""
 
-Read = Callable[[str, str, int, Buffer], None]
-"""`read(node, file, offset, out)` fills all of `out` from what `node` held.
+HELD = 8 * PIECE
+"""Bytes of what a thread asks other nodes for, that it may hold at a time."""
+
+Read = Callable[[str, str, int, Buffer], Buffer]
+"""`read(node, file, offset, out)`: as many bytes of what `node` held as `out` has, in `out`; or, if
+they lie in memory, where they lie.
 
 It may be called from several threads at once. It has its own bound of time, and raises `OSError`
 or `CorruptionError` where the bytes are not to be had.
@@ -71,8 +77,9 @@ def build_parity(
         tables[q].view("<u4")[low // BLOCK : low // BLOCK + len(sums)] = sums
         write(parity_name(save_id, group, q), low, block)
 
-    everything = ((q, low) for q in range(group.parity) for low in range(0, group.chunk, PIECE))
-    encode_pieces(group, at, everything, read, take, threads=threads)
+    size = asked_at_a_time(len(group.members) - group.parity, group.parity)
+    everything = ((q, low) for q in range(group.parity) for low in range(0, group.chunk, size))
+    encode_pieces(group, at, everything, read, take, size=size, threads=threads)
     for q, table in enumerate(tables):
         write(parity_name(save_id, group, q), group.chunk, table)
 
@@ -90,6 +97,7 @@ def encode_pieces(
     read: Read,
     take: Callable[[int, int, Buffer], None],
     *,
+    size: int = PIECE,
     threads: int = 1,
 ) -> None:
     """Make pieces of the blocks of parity that a member keeps.
@@ -99,9 +107,10 @@ def encode_pieces(
 
     Args:
         group, at: the group, and the position of the member in it.
-        pieces: number of the block, and where the piece begins in it: a multiple of `PIECE`.
+        pieces: number of the block, and where the piece begins in it: a multiple of `size`.
         read: reads the data files of the other members.
         take: is given the number of the block, where the piece begins, and its bytes.
+        size: of a piece, in bytes; a multiple of `PIECE`.
         threads: how many work at the same time.
 
     Raises:
@@ -114,21 +123,21 @@ def encode_pieces(
 
     def make(piece: tuple[int, int], buffers: list[Buffer]) -> None:
         q, low = piece
-        high = min(low + PIECE, group.chunk)
+        high = min(low + size, group.chunk)
         *sources, block = (buffer[: high - low] for buffer in buffers)
 
         def data() -> Iterator[tuple[int, Buffer]]:
             for f, position in enumerate(stripes[q].data):
                 source = sources[f % code.window]
-                read_data(read, group, position, f * group.chunk + low, source)
-                yield f, source
+                yield f, read_data(read, group, position, f * group.chunk + low, source)
 
         code.recover(data(), {k + q: block})
         take(q, low, block)
 
     code = code_of(k, group.parity)
     try:
-        for_each(pieces, make, code.window + 1, threads)
+        memory = partial(buffers_of, size, code.window + 1)
+        for_each(pieces, make, lambda: nullcontext(memory()), threads)
     except LostPiece as lost:
         node = group.members[at].node
         raise StoreError(f"node {node} cannot keep parity: no {lost}") from lost.error
@@ -136,26 +145,46 @@ def encode_pieces(
         code.close()
 
 
-def read_data(read: Read, group: Group, position: int, low: int, out: Buffer) -> None:
-    """A range of a member's string; zeros past the end of its files."""
+def asked_at_a_time(k: int, m: int) -> int:
+    """Bytes of a block that are asked of another node at a time, as each time is a request.
+
+    A power of two, so that what it asks of a file of parity has its checksums on one page.
+    """
+    held = HELD // (2 if m == 1 else k)
+    return max(PIECE, 1 << held.bit_length() - 1)
+
+
+def buffers_of(size: int, count: int) -> list[Buffer]:
+    """So many buffers of this many bytes, of which only what is used takes memory."""
+    return [aligned_buffer(size) for _ in range(count)]
+
+
+def read_data(read: Read, group: Group, position: int, low: int, out: Buffer) -> Buffer:
+    """A range of a member's string, in `out` or where it lies; zeros past the end of its files."""
     member = group.members[position]
     filled = low
     for each in extents(member, low, low + len(out)):
+        part = out[each.low - low : each.high - low]
         try:
-            read(member.node, each.file, each.offset, out[each.low - low : each.high - low])
+            found = read(member.node, each.file, each.offset, part)
         except (OSError, CorruptionError) as error:
             raise LostPiece((member.node, each.file), error) from error
+        if len(part) == len(out):
+            return found
+        if found is not part:
+            part[:] = found
         filled = each.high
     out[filled - low :] = 0
+    return out
 
 
 def for_each(
     items: Iterable[Item],
     work: Callable[[Item, list[Buffer]], None],
-    buffers: int,
+    memory: Callable[[], AbstractContextManager[list[Buffer]]],
     threads: int,
 ) -> None:
-    """Do the work for each item, in threads that have so many buffers each; stop at an error."""
+    """Do the work for each item, in threads that have buffers of their own; stop at an error."""
     lock = threading.Lock()
     remaining = iter(items)
     failed = threading.Event()
@@ -172,10 +201,10 @@ def for_each(
             yield item
 
     def run(_: int) -> None:
-        memory = [aligned_buffer(PIECE) for _ in range(buffers)]
         try:
-            for item in mine():
-                work(item, memory)
+            with memory() as buffers:
+                for item in mine():
+                    work(item, buffers)
         except BaseException:
             failed.set()
             raise

@@ -143,19 +143,18 @@ def decode(present: Mapping[int, Buffer], missing: Sequence[int], k: int, m: int
 class _Xor:
     def __init__(self, k: int) -> None:
         self._k = k
-        self.window = 1
+        self.window = 2
 
     def recover(self, blocks: Iterable[tuple[int, Buffer]], out: Mapping[int, Buffer]) -> None:
         # Any k of the k + 1 blocks add up to the one that is left.
         target, *_ = out.values()
+        total: Buffer | None = None
         count = 0
-        for _, block in islice(blocks, self._k):
-            if count:
-                np.bitwise_xor(target, block, out=target)
-            else:
-                target[:] = block
-            count += 1
+        for count, (_, block) in enumerate(islice(blocks, self._k), 1):  # noqa: B007
+            total = block if total is None else np.bitwise_xor(total, block, out=target)
         _check_enough(count, self._k)
+        if total is not None and total is not target:
+            target[:] = total
 
     def close(self) -> None:
         pass

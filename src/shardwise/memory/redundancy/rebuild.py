@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import cycle
+from queue import Empty, SimpleQueue
 
 import numpy as np
 
 from shardwise.errors import CorruptionError, StoreError
-from shardwise.manifest.checksums import BLOCK, block_count, damaged_blocks
-from shardwise.memory.redundancy.encoding import PIECE, LostPiece, Read, for_each, read_data
+from shardwise.manifest.checksums import BLOCK, BlockTable, block_count
+from shardwise.memory.redundancy.encoding import (
+    LostPiece,
+    Read,
+    asked_at_a_time,
+    buffers_of,
+    for_each,
+    read_data,
+)
 from shardwise.memory.redundancy.parity import Code, code_of
 from shardwise.memory.redundancy.pieces import Part, needed_files, parts, position_of
 from shardwise.memory.redundancy.placement import (
@@ -61,8 +71,8 @@ class Rebuilder:
         self._threads = threads
         self._lost_nodes = frozenset(lost)
         self._lost_files: dict[tuple[str, str], Exception] = {}
-        self._codes: dict[tuple[int, int], Code] = {}
-        self._tables: dict[tuple[str, str, int], Buffer] = {}
+        self._codings: dict[tuple[int, int], _Coding] = {}
+        self._tables: dict[tuple[str, str, int], BlockTable] = {}
         self._lock = threading.Lock()
 
     def __enter__(self) -> Rebuilder:
@@ -73,9 +83,9 @@ class Rebuilder:
 
     def close(self) -> None:
         """Let go of what decoding needs."""
-        for code in self._codes.values():
-            code.close()
-        self._codes.clear()
+        for coding in self._codings.values():
+            coding.code.close()
+        self._codings.clear()
 
     def read(self, node: str, file: str, offset: int, out: Buffer) -> None:
         """Fill `out` with the bytes of a file from `offset` on, without asking its own node.
@@ -92,14 +102,15 @@ class Rebuilder:
         if not group.parity:
             raise StoreError(f"{file} of node {node} is not protected by parity")
         k = len(group.members) - group.parity
-        code = self._code(k, group.parity)
+        coding = self._coding(k, group.parity)
 
         def decode(part: Part, buffers: list[Buffer]) -> None:
             first = part.wanted * group.chunk + part.low - start
-            self._decode(code, group, part, buffers, out[first : first + part.high - part.low])
+            target = out[first : first + part.high - part.low]
+            self._decode(coding.code, group, part, buffers, target)
 
-        found = parts(group, at, start, start + len(out), grid=PIECE)
-        for_each(found, decode, code.window, self._threads)
+        found = parts(group, at, start, start + len(out), grid=coding.size)
+        for_each(found, decode, coding.buffers, self._threads)
 
     def _decode(
         self, code: Code, group: Group, part: Part, buffers: list[Buffer], out: Buffer
@@ -162,8 +173,7 @@ class Rebuilder:
         if number < k:
             out = buffer[: part.high - part.low]
             low = number * group.chunk + part.low
-            read_data(self._read, group, part.stripe.data[number], low, out)
-            return out
+            return read_data(self._read, group, part.stripe.data[number], low, out)
         node = group.members[part.stripe.parity[number - k]].node
         name = parity_name(self._protection.save_id, group, number - k)
         try:
@@ -174,31 +184,50 @@ class Rebuilder:
     def _parity(self, group: Group, node: str, name: str, part: Part, buffer: Buffer) -> Buffer:
         low = part.low // BLOCK * BLOCK
         high = min(block_count(part.high) * BLOCK, group.chunk)
-        data = buffer[: high - low]
-        self._read(node, name, low, data)
-        blocks = range(low // BLOCK, block_count(high))
-        expected = np.array([self._checksum(group, node, name, block) for block in blocks], "<u4")
-        bad = damaged_blocks(data, expected)
+        data = self._read(node, name, low, buffer[: high - low])
+        page, first = divmod(low // BLOCK, TABLE_PAGE // 4)
+        bad = self._table(group, node, name, page).damaged(first, data)
         if bad:
             raise CorruptionError(
                 f"parity was altered: bytes {low + bad[0] * BLOCK} and on fail their checksum"
             )
         return data[part.low - low : part.high - low]
 
-    def _checksum(self, group: Group, node: str, name: str, block: int) -> int:
-        page, entry = divmod(block, TABLE_PAGE // 4)
+    def _table(self, group: Group, node: str, name: str, page: int) -> BlockTable:
+        """A page of the checksums of a file of parity."""
         key = (node, name, page)
         if key not in self._tables:
-            table = np.empty(TABLE_PAGE, np.uint8)
-            self._read(node, name, group.chunk + page * TABLE_PAGE, table)
-            self._tables[key] = table
-        return int(self._tables[key].view("<u4")[entry])
+            room = np.empty(TABLE_PAGE, np.uint8)
+            found = self._read(node, name, group.chunk + page * TABLE_PAGE, room)
+            self._tables[key] = BlockTable(np.frombuffer(found.tobytes(), "<u4"))
+        return self._tables[key]
 
-    def _code(self, k: int, m: int) -> Code:
+    def _coding(self, k: int, m: int) -> _Coding:
         with self._lock:
-            if (k, m) not in self._codes:
-                self._codes[k, m] = code_of(k, m)
-            return self._codes[k, m]
+            if (k, m) not in self._codings:
+                self._codings[k, m] = _Coding(code_of(k, m), asked_at_a_time(k, m))
+            return self._codings[k, m]
+
+
+@dataclass(frozen=True, slots=True)
+class _Coding:
+    """A code, and buffers for pieces of this size, which are used again and again."""
+
+    code: Code
+    size: int
+    _free: SimpleQueue[list[Buffer]] = field(default_factory=SimpleQueue)
+
+    @contextmanager
+    def buffers(self) -> Iterator[list[Buffer]]:
+        """Those of one thread, for as long as the block runs."""
+        try:
+            memory = self._free.get_nowait()
+        except Empty:
+            memory = buffers_of(self.size, self.code.window)
+        try:
+            yield memory
+        finally:
+            self._free.put(memory)
 
 
 def assemblable(protection: Protection, held: Mapping[str, Collection[str]]) -> set[str]:

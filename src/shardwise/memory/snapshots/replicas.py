@@ -80,8 +80,9 @@ class Keeping:
             slots.append(self.take(parity_file_size(group.chunk), taken))
         reading = {each.file.name: _Reading(each, self._fill(each)) for each in self._others()}
 
-        def read(_: str, file: str, offset: int, out: Buffer) -> None:
+        def read(_: str, file: str, offset: int, out: Buffer) -> Buffer:
             reading[file].read(offset, out)
+            return out
 
         def take(q: int, low: int, block: Buffer) -> None:
             slots[q].buffer[low : low + len(block)] = block
