@@ -146,7 +146,7 @@ def remember(case: dict[str, Any], place: str, memory: str) -> None:
             handle = checkpointer.save(step, state_of(*parts))
         assert handle is not None
         train(*parts, range(2, 4))
-        handle.committed(20.0)
+        handle.committed(120.0)
         checkpointer.close(wait=False)
 
 
@@ -162,7 +162,7 @@ def recall(case: dict[str, Any], place: str, memory: str) -> str:
 
 
 def memory_of(directory: str) -> sw.Memory:
-    return sw.Memory(every=1, overlap=True, dir=directory, when_full="wait", wait=10.0)
+    return sw.Memory(every=1, overlap=True, dir=directory, when_full="wait", wait=120.0)
 
 
 def load(case: dict[str, Any], place: str, again: str, spec: str = "") -> None:

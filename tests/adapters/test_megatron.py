@@ -20,7 +20,7 @@ from tests.memory.test_snapshots import end_agents
 from tests.multirank.test_matrix import contents
 
 pytestmark = [
-    pytest.mark.timeout(300),  # the first test waits for all trainings
+    pytest.mark.timeout(600),  # the first test waits for all trainings
     pytest.mark.ranks,
     pytest.mark.skipif(
         importlib.util.find_spec("megatron") is None,
@@ -78,6 +78,12 @@ RENAMED = {
 }
 
 
+def on_ranks(workers: Gang, world: int, name: str, *args: Any) -> list[Any]:
+    """What a function of the training returns on each rank of a world."""
+    bounds = {"timeout": 240.0, "group_timeout": 120.0}  # four imports may take long
+    return workers.run(call, name, *args, world=world, **bounds)
+
+
 def call(name: str, *args: Any) -> Any:
     """A function of what is imported by workers only, for it changes torch."""
     warnings.simplefilter("ignore")  # there are dozens, on every rank
@@ -108,14 +114,14 @@ class Runs:
 
     def _trained(self, name: str) -> list[dict[str, Any]]:
         place = str(self.root / name)
-        return self._workers.run(call, "save", TRAINED[name], place, world=4)
+        return on_ranks(self._workers, 4, "save", TRAINED[name], place)
 
     def _resumed(self, name: str) -> list[dict[str, Any]]:
         source, world, division = RESUMED[name]
         self.of(source)
         alike = {k: v for k, v in TRAINED[source].items() if k in {*MOE, "bf16", "fp16"}}
         places = str(self.root / source), str(self.root / name)
-        return self._workers.run(call, "go_on", {**alike, **division}, *places, world=world)
+        return on_ranks(self._workers, world, "go_on", {**alike, **division}, *places)
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +194,7 @@ def test_checkpoints_of_megatron_load_as_they_are(workers: Gang, tmp_path: Path,
     kind, world, division = FOREIGN[name]
     place = unpacked(f"megatron_{kind}", tmp_path / kind)
     again = tmp_path / "again"
-    workers.run(call, "load", {**SMALL, **division}, str(place), str(again), world=world)
+    on_ranks(workers, world, "load", {**SMALL, **division}, str(place), str(again))
     before, after = contents(place), contents(again)
     groups = before.pop("optimizer.param_groups"), after.pop("optimizer.param_groups")
     wanted = {key: each for key, each in before.items() if key.split(".")[0] in STATE}
@@ -204,7 +210,7 @@ def test_one_process_goes_on_with_an_optimizer_of_torch(
     """And what it saves, Megatron-Core's optimizers go on from."""
     wanted = runs.of("bfloat16")
     places = str(runs.root / "bfloat16"), str(tmp_path / "plain")
-    (found,) = workers.run(call, "plain", LLAMA, *places, world=1)
+    (found,) = on_ranks(workers, 1, "plain", LLAMA, *places)
     assert found["after"] == pytest.approx(wanted["after"], abs=1e-3)
     own = {"scheduler", "megatron.grad_scaler"}
     before = {k: v for k, v in contents(places[0]).items() if k not in own}
@@ -216,7 +222,7 @@ def test_one_process_goes_on_with_an_optimizer_of_torch(
     }
     case = {"tp": 2, "bf16": True, "distributed": True, **LLAMA}
     later = f"{places[1]}-later"
-    workers.run(call, "load", case, later, str(tmp_path / "back"), world=4)
+    on_ranks(workers, 4, "load", case, later, str(tmp_path / "back"))
     wanted, back = contents(later), contents(tmp_path / "back")
     assert {k: v for k, v in back.items() if "groups" not in k} == {
         k: v for k, v in wanted.items() if "groups" not in k
@@ -237,7 +243,7 @@ def test_a_vocabulary_with_more_padding_is_filled(
     before = sw.open(runs.root / "distributed")
     wider, narrow = tmp_path / "wider", tmp_path / "narrow"
     case: dict[str, Any] = {"tp": 4, "vocab": 72, "distributed": True}
-    workers.run(call, "load", case, str(runs.root / "distributed"), str(wider), world=4)
+    on_ranks(workers, 4, "load", case, str(runs.root / "distributed"), str(wider))
     after = sw.open(wider)
     name = "embedding.word_embeddings.weight"
     for key in (f"model.{name}", f"optimizer.{name}.exp_avg", f"optimizer.{name}.exp_avg_sq"):
@@ -245,13 +251,13 @@ def test_a_vocabulary_with_more_padding_is_filled(
         assert torch.equal(after[key][:64], before[key][...])
         assert key.startswith("model.") or not after[key][64:].any()
     with pytest.raises(GangError, match=r"cut padding of the vocabulary by a specification"):
-        workers.run(call, "load", {"tp": 2}, str(wider), str(narrow), world=2)
+        on_ranks(workers, 2, "load", {"tp": 2}, str(wider), str(narrow))
     cut = [
         f"*.word_embeddings.weight{of} -> *.word_embeddings.weight{of} [(v)[:60] h]"
         for of in ("", ".exp_avg", ".exp_avg_sq")
     ]
     spec = "\n".join([*cut, "* -> *"])
-    workers.run(call, "load", {"tp": 2}, str(wider), str(narrow), spec, world=2)
+    on_ranks(workers, 2, "load", {"tp": 2}, str(wider), str(narrow), spec)
     assert torch.equal(sw.open(narrow)[f"model.{name}"][:60], before[f"model.{name}"][:60])
 
 
@@ -269,7 +275,7 @@ def test_snapshots_in_memory_are_restored_by_other_ranks(
 ) -> None:
     place = str(tmp_path / "here")
     case = {"tp": 2, "distributed": True, "bf16": True, **LLAMA}
-    workers.run(call, "remember", case, place, str(memory), world=4)
+    on_ranks(workers, 4, "remember", case, place, str(memory))
     case = {"pp": 2, "bf16": True, **LLAMA}
-    assert workers.run(call, "recall", case, place, str(memory), world=2) == ["memory"] * 2
+    assert on_ranks(workers, 2, "recall", case, place, str(memory)) == ["memory"] * 2
     assert contents(f"{place}-recalled") == contents(place)

@@ -197,6 +197,14 @@ def test_a_divided_model_inside_of_another_module_is_refused(
     sw.save(tmp_path / "plain", {"model": nn.Linear(2, 2)})
 
 
+def test_wrappers_of_torch_make_no_difference(tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", {"model": nn.DataParallel(MegatronModule())})
+    other = MegatronModule()
+    nn.init.zeros_(other.weight)
+    sw.load(tmp_path / "c", {"model": other})
+    assert torch.equal(other.weight.detach(), MegatronModule().weight.detach())
+
+
 def test_extra_state_goes_by_its_name(tmp_path: Path) -> None:
     class Extra(MegatronModule):
         kept: object = None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.adapters.names import unwrapped
 from shardwise.adapters.optimizers import OptimizerBinding, ParameterMap
 from shardwise.adapters.parameters import Parameter, joined
 from shardwise.adapters.sharded_tensors import Contents, Sharded, contents_of
@@ -38,7 +39,9 @@ _WRAPPERS = ("DistributedDataParallel", "Float16Module")
 
 def is_megatron_model(value: object) -> bool:
     """Whether a value is a module of Megatron-Core's, wrapped or not."""
-    return isinstance(value, nn.Module) and _is(value, "transformer.module", "MegatronModule")
+    if not isinstance(value, nn.Module):
+        return False
+    return _is(unwrapped(value), "transformer.module", "MegatronModule")
 
 
 def is_megatron_scheduler(value: object) -> bool:
@@ -269,12 +272,12 @@ def _set_scale(name: str, scaler: Any, value: object) -> None:
 
 
 def _unwrapped(name: str, chunk: nn.Module) -> nn.Module:
-    """The module inside Megatron-Core's wrappers.
+    """The module inside wrappers of torch's and Megatron-Core's.
 
     Raises:
         StateError: it is wrapped or made in a way that is not known to be described as it is.
     """
-    module = chunk
+    module = unwrapped(chunk)
     while type(module).__name__ in _WRAPPERS and isinstance(module.module, nn.Module):
         module = module.module
     what = ""

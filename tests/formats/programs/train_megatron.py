@@ -218,7 +218,9 @@ def resume(place: Path) -> dict[str, torch.Tensor]:
     ps.initialize_model_parallel()
     megatron_on_cpu.seed_model_parallel(123)
     chunks, optimizer, scheduler = build(case)
-    sw.load(place, {"model": chunks, "optimizer": optimizer})
+    state = {"model": chunks, "optimizer": optimizer, "scheduler": scheduler}
+    sw.load(place, state, rename={"scheduler": "opt_param_scheduler"})
+    assert scheduler.num_steps == 2
     found = {"resumed": logits(chunks)}
     train(chunks, optimizer, scheduler, steps=1)
     found["resumed, later"] = logits(chunks)
