@@ -165,9 +165,10 @@ def memory_of(directory: str) -> sw.Memory:
     return sw.Memory(every=1, overlap=True, dir=directory, when_full="wait", wait=120.0)
 
 
-def load(case: dict[str, Any], place: str, again: str, spec: str = "") -> None:
+def load(case: dict[str, Any], place: str, again: str, spec: str = "") -> dict[str, Any]:
     """Load all but the scheduler, of a checkpoint of whoever wrote it, and save it as ours."""
     with built(case) as (chunks, optimizer, _):
         state = {"model": chunks, "optimizer": optimizer}
         sw.load(place, state, spec=sw.spec(spec) if spec else None)
         sw.save(again, state)
+        return {"expected": expected_of(chunks, optimizer)}

@@ -158,8 +158,12 @@ def expected(run: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", [*TRAINED, *RESUMED])
 def test_all_is_as_megatron_has_it(runs: Runs, name: str) -> None:
-    run = runs.of(name)
-    checkpoint = sw.open(runs.root / name)
+    assert_as_had(runs.root / name, runs.of(name))
+
+
+def assert_as_had(place: Path, run: dict[str, Any]) -> None:
+    """The tensors of a checkpoint are those of a run, element for element, and no others."""
+    checkpoint = sw.open(place)
     tensors = {key for key in checkpoint if isinstance(checkpoint[key], sw.SavedTensor)}
     wanted = expected({**run, "saved": tensors})
     assert {*wanted} == tensors
@@ -167,6 +171,16 @@ def test_all_is_as_megatron_has_it(runs: Runs, name: str) -> None:
         saved = checkpoint[key][...]
         assert (saved.dtype, saved.shape) == (tensor.dtype, tensor.shape), key
         assert torch.equal(saved, tensor), key
+
+
+def test_experts_are_divided_by_tensors_too(runs: Runs, workers: Gang, tmp_path: Path) -> None:
+    """Which Megatron-Core cannot train on a CPU."""
+    runs.of("experts")
+    source, again = runs.root / "experts", tmp_path / "again"
+    case = {**MOE, "tp": 2, "ep": 2, "bf16": True, "distributed": True}
+    found = on_ranks(workers, 4, "load", case, str(source), str(again))
+    assert_as_had(again, found[0])
+    assert contents(again) == {k: v for k, v in contents(source).items() if k != "scheduler"}
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -194,7 +208,8 @@ def test_checkpoints_of_megatron_load_as_they_are(workers: Gang, tmp_path: Path,
     kind, world, division = FOREIGN[name]
     place = unpacked(f"megatron_{kind}", tmp_path / kind)
     again = tmp_path / "again"
-    on_ranks(workers, world, "load", {**SMALL, **division}, str(place), str(again))
+    found = on_ranks(workers, world, "load", {**SMALL, **division}, str(place), str(again))
+    assert_as_had(again, found[0])
     before, after = contents(place), contents(again)
     groups = before.pop("optimizer.param_groups"), after.pop("optimizer.param_groups")
     wanted = {key: each for key, each in before.items() if key.split(".")[0] in STATE}

@@ -197,6 +197,11 @@ def test_a_divided_model_inside_of_another_module_is_refused(
     sw.save(tmp_path / "plain", {"model": nn.Linear(2, 2)})
 
 
+def test_two_models_in_a_list_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(sw.StateError, match=r"model\.weight: two values .*a dict and a key each"):
+        sw.save(tmp_path / "c", {"model": [MegatronModule(), MegatronModule()]})
+
+
 def test_wrappers_of_torch_make_no_difference(tmp_path: Path) -> None:
     sw.save(tmp_path / "c", {"model": nn.DataParallel(MegatronModule())})
     other = MegatronModule()

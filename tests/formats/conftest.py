@@ -88,7 +88,8 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     """Legacy checkpoints of Megatron-LM, of models that Megatron-Core trained: on four ranks.
 
     What it had is by `<parameter>|<key>`: the weight, its master (`param`), optimizer state. Of the
-    case `llama` there is `llama.logits.pt` too: logits, and those after it was gone on with.
+    cases `llama` and `experts` there is `<case>.logits.pt` too: logits, and those after it was gone
+    on with.
     """
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("Megatron-Core is not installed: pip install '.[frameworks]'")

@@ -42,9 +42,9 @@ def test_all_that_the_ranks_had_is_there(megatron: Checkpoints, case: str) -> No
     assert all(name.startswith("rng_state.") for name in rest), rest
 
 
-def logits_of(megatron: Checkpoints) -> dict[str, torch.Tensor]:
-    """Of the case `llama`: now and later; and of ranks of another kind that loaded it."""
-    found: dict[str, torch.Tensor] = torch.load(megatron.place("llama.logits.pt", 4))
+def logits_of(megatron: Checkpoints, case: str = "llama") -> dict[str, torch.Tensor]:
+    """Of a case, now and later; and of ranks of another kind that loaded it."""
+    found: dict[str, torch.Tensor] = torch.load(megatron.place(f"{case}.logits.pt", 4))
     return found
 
 
@@ -63,8 +63,9 @@ def test_values_are_there_too(megatron: Checkpoints) -> None:
     )
 
 
-def test_a_run_goes_on_with_other_parallelism(megatron: Checkpoints) -> None:
-    found = logits_of(megatron)
+@pytest.mark.parametrize("case", ["llama", "experts"])
+def test_a_run_goes_on_with_other_parallelism(megatron: Checkpoints, case: str) -> None:
+    found = logits_of(megatron, case)
     torch.testing.assert_close(found["resumed"], found["now"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found["resumed, later"], found["later"], rtol=1e-5, atol=1e-6)
     assert not torch.allclose(found["later"], found["now"], atol=1e-2)

@@ -140,7 +140,10 @@ def joined(leaves: Iterable[TensorLeaf], *, to_fill: bool) -> list[TensorLeaf]:
     """Leaves of different names: those of one are parts of one tensor, as stacked experts are.
 
     Args:
-        to_fill: keep all fragments of a box. Of what is saved, one is enough.
+        to_fill: keep every leaf of one number, such as a count. Of what is saved, one is enough.
+
+    Raises:
+        StateError: two of them are the same part, as of two modules of one name.
     """
     named: dict[str, list[TensorLeaf]] = {}
     for leaf in leaves:
@@ -149,10 +152,16 @@ def joined(leaves: Iterable[TensorLeaf], *, to_fill: bool) -> list[TensorLeaf]:
 
 
 def _joined(leaves: Sequence[TensorLeaf], to_fill: bool) -> TensorLeaf:
+    first = leaves[0]
     fragments = [fragment for leaf in leaves for fragment in leaf.fragments]
-    if not to_fill and leaves[0].shape == ():
-        fragments = fragments[:1]
-    return TensorLeaf(leaves[0].name, leaves[0].dtype, leaves[0].shape, tuple(fragments))
+    if first.shape == ():
+        return first if not to_fill else replace(first, fragments=tuple(fragments), identity=None)
+    if len({fragment.box for fragment in fragments}) < len(fragments):
+        raise StateError(
+            f"{first.name}: two values of the state have this name, and are the same part of it: "
+            "give several models, or optimizers, a dict and a key each"
+        )
+    return replace(first, fragments=tuple(fragments), identity=None)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

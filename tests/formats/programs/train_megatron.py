@@ -55,6 +55,11 @@ CASES: dict[str, dict[str, Any]] = {
     "experts-distributed": {"tp": 1, "ep": 2, "experts": 4, "distributed": True, "bf16": True},
 }
 
+RESUMED = {
+    "llama": {"pp": 2, "distributed": True, **LLAMA},
+    "experts": {"experts": 4, **LLAMA},
+}
+
 
 def config_of(case: dict[str, Any]) -> TransformerConfig:
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -212,10 +217,9 @@ def logits(chunks: list[Any]) -> torch.Tensor:
     return torch.cat([shards[tp] for tp in sorted(shards)], dim=2)
 
 
-def resume(place: Path) -> dict[str, torch.Tensor]:
-    """Go on from a checkpoint of other ranks, each of which has all of the model now."""
-    case = {**LLAMA}
-    ps.initialize_model_parallel()
+def resume(place: Path, case: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Go on from a checkpoint of ranks that were divided otherwise."""
+    ps.initialize_model_parallel(1, case.get("pp", 1))
     megatron_on_cpu.seed_model_parallel(123)
     chunks, optimizer, scheduler = build(case)
     state = {"model": chunks, "optimizer": optimizer, "scheduler": scheduler}
@@ -391,13 +395,13 @@ def main() -> None:
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, held(*built[:2]))
         expected = gathered(ranks)
-        if name == "llama":
+        if name in RESUMED:
             more = {"now": logits(built[0])}
             train(*built, steps=1)
             more["later"] = logits(built[0])
         ps.destroy_model_parallel()
-        if name == "llama":
-            more |= resume(root / name)
+        if name in RESUMED:
+            more |= resume(root / name, RESUMED[name])
             if dist.get_rank() == 0:
                 torch.save(more, root / f"{name}.logits.pt")
         if dist.get_rank() == 0:
