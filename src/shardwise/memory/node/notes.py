@@ -22,6 +22,7 @@ DATA = (".safetensors", ".bin")
 RETAIN = "retain"
 """What comes after the last stage: old checkpoints go. There is a note of it only if it failed."""
 _STAGED = ".staged.json"
+_SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _NOTE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.json")
 
 
@@ -193,8 +194,10 @@ def request(stage: str, save_id: str) -> str:
 
 def requested(stage: str, names: Iterable[str]) -> list[str]:
     """The saves for which a leader has asked for a stage, by the names of the notes."""
-    found = [re.fullmatch(rf"{stage}-([0-9a-f]{{16}})\.json", name) for name in names]
-    return sorted(match.group(1) for match in found if match)
+    before, after = f"{stage}-", ".json"
+    named = [name for name in names if name.startswith(before) and name.endswith(after)]
+    found = (name.removeprefix(before).removesuffix(after) for name in named)
+    return sorted(save_id for save_id in found if _SAVE_ID.fullmatch(save_id))
 
 
 def undone(stage: str, names: Collection[str]) -> list[str]:

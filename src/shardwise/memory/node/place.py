@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,14 +31,14 @@ class Held(Exception):  # noqa: N818
         super().__init__(f"{place.path} is held")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Place:
     """A snapshot on this node."""
 
     run: Run
     step: int
 
-    @property
+    @cached_property
     def path(self) -> Path:
         """Its directory."""
         return self.run.step(self.step)
