@@ -99,26 +99,31 @@ def _moved_on(sums: Words, blocks: int) -> Words:
 @cache
 def _byte_tables(blocks: int) -> list[Words]:
     """The same for each value of each byte of a checksum: it is linear in these."""
-    values = np.arange(256, dtype=np.uint32)
     tables = []
     for matrix in np.split(_zeros(8 * BLOCK * blocks), 4):
-        table = np.zeros(256, np.uint32)
-        for bit, row in enumerate(matrix):
-            table ^= np.where((values >> np.uint32(bit)) & np.uint32(1), row, np.uint32(0))
+        table = np.zeros(1, np.uint32)
+        for row in matrix:
+            table = np.concatenate([table, table ^ row])
         tables.append(table)
     return tables
 
 
 def _zeros(bits: int) -> Words:
     """The matrix over GF(2) of so many zero bits: what each bit of a checksum becomes."""
-    power = np.array([POLYNOMIAL, *(1 << n for n in range(31))], np.uint32)
     found = np.array([1 << n for n in range(32)], np.uint32)
-    while bits:
-        if bits & 1:
-            found = _times(power, found)
-        power = _times(power, power)
-        bits >>= 1
+    for n in range(bits.bit_length()):
+        if bits >> n & 1:
+            found = _times(_zeros_doubled(n), found)
     return found
+
+
+@cache
+def _zeros_doubled(times: int) -> Words:
+    """The same of one zero bit, doubled so many times."""
+    if not times:
+        return np.array([POLYNOMIAL, *(1 << n for n in range(31))], np.uint32)
+    half = _zeros_doubled(times - 1)
+    return _times(half, half)
 
 
 def _times(matrix: Words, rows: Words) -> Words:
