@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,32 +211,50 @@ def test_wrappers_of_torch_make_no_difference(tmp_path: Path) -> None:
     assert torch.equal(other.weight.detach(), MegatronModule().weight.detach())
 
 
-def test_extra_state_goes_by_its_name(tmp_path: Path) -> None:
-    class Extra(MegatronModule):
-        kept: object = None
+class Extra(MegatronModule):
+    """With extra state of any kind."""
 
-        def get_extra_state(self) -> object:
-            return self.kept
+    def __init__(self, kept: object, replica: int = 0) -> None:
+        super().__init__(self.describe)
+        self.kept = kept
+        self.replica = replica
 
-        def set_extra_state(self, state: object) -> None:
-            self.kept = state
+    def describe(self, weight: torch.Tensor) -> dict[str, Any]:
+        extra = ShardedObject(
+            key="layer._extra_state", data=self.kept, replica_id=(0, self.replica, 0)
+        )
+        return {"weight": ShardedTensor("weight", weight), "_extra_state": extra}
 
-    def described(model: Extra) -> Any:
-        shape, at = (1,), (0,)
-        value = SimpleNamespace(key="_extra_state", data=model.kept, global_shape=shape)
-        extra = type("ShardedObject", (SimpleNamespace,), {})(**vars(value), global_offset=at)
-        return lambda weight: {
-            "weight": ShardedTensor("weight", weight),
-            "_extra_state": extra,
-        }
+    def get_extra_state(self) -> object:
+        return self.kept
 
-    model, other = Extra(), Extra()
-    model.kept, other.kept = {"scale": 2.0}, {"scale": 1.0}
-    model.described, other.described = described(model), described(other)
-    sw.save(tmp_path / "c", {"model": model})
+    def set_extra_state(self, state: object) -> None:
+        self.kept = state
+
+
+class ShardedObject(SimpleNamespace):
+    global_shape, global_offset = (1,), (0,)
+
+
+@pytest.mark.parametrize("value", [{"scale": 2.0}, io.BytesIO(b"ab"), torch.tensor([1, 2]).byte()])
+def test_extra_state_goes_by_its_name(tmp_path: Path, value: Any) -> None:
+    sw.save(tmp_path / "c", {"model": Extra(value)})
+    assert "model.layer._extra_state" in sw.open(tmp_path / "c")
+    other = {dict: Extra({}), io.BytesIO: Extra(io.BytesIO(b"old"))}.get(type(value))
+    other = other or Extra(torch.tensor([0, 1, 2]).byte())
     sw.load(tmp_path / "c", {"model": other})
-    assert other.kept == {"scale": 2.0}
-    model.kept = None
-    model.described = described(model)
-    sw.save(tmp_path / "none", {"model": model})
-    assert list(sw.open(tmp_path / "none")) == ["model.weight"]
+    plain = [
+        each.getvalue() if isinstance(each, io.BytesIO) else each for each in (value, other.kept)
+    ]
+    assert type(other.kept) is type(value)
+    assert torch.equal(*plain) if isinstance(value, torch.Tensor) else plain[0] == plain[1]
+    sw.load(tmp_path / "c", {"model": Extra(None)})  # which has no use for it
+
+
+@pytest.mark.parametrize("value", [None, io.BytesIO(), torch.empty(0, dtype=torch.uint8)])
+def test_no_extra_state_is_not_saved(tmp_path: Path, value: Any) -> None:
+    sw.save(tmp_path / "c", {"model": Extra(value)})
+    sw.save(tmp_path / "of-another", {"model": Extra(b"copy", replica=1)})
+    for name in ("c", "of-another"):
+        assert list(sw.open(tmp_path / name)) == ["model.weight"]
+    sw.load(tmp_path / "c", {"model": Extra(value)})

@@ -126,20 +126,27 @@ class MegatronBinding:
             return saved.tensor(f"{self.name}.{name}") is not None
 
         self._contents = [contents.as_in(has) for contents in self._contents]
-        return selection.of(self._holdings(to_fill=True))
+        held = self._holdings(to_fill=True)
+        extras = {f"{self.name}.{extra.name}" for each in self._contents for extra in each.extras}
+        # Of extra state that a module does not have now, it takes none.
+        held.left += [name for name in extras - held.objects.keys() if saved.kind(name)]
+        return selection.of(held)
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
         """Set extra state; the weights that are not stepped themselves follow in `settle`."""
         for module, contents in zip(self._modules, self._contents, strict=True):
+            states: dict[str, Any] = {}
             for extra in contents.extras:
                 name = f"{self.name}.{extra.name}"
-                if name not in values:
-                    continue
-                state = decode(values[name], name, allow_pickle=self._allow_pickle)
-                try:
-                    module.get_submodule(extra.path).set_extra_state(state)
-                except Exception as error:
-                    raise StateError(f"{name}: set_extra_state() raised {error!r}") from error
+                if name in values:
+                    plain = decode(values[name], name, allow_pickle=self._allow_pickle)
+                    states[extra.path] = extra.like(plain)
+            if not states:
+                continue
+            try:
+                module.load_state_dict(states, strict=False)
+            except Exception as error:
+                raise StateError(f"{self.name}: loading extra state raised {error!r}") from error
 
     def settle(self) -> None:
         """Make the model's weights from those that were loaded. All ranks, when all have."""
@@ -188,8 +195,9 @@ class MegatronBinding:
         held.tensors = joined(leaves, to_fill=to_fill)
         for contents in self._contents:
             for extra in contents.extras:
-                name = f"{self.name}.{extra.name}"
-                held.objects[name] = encode(extra.value, name, allow_pickle=self._allow_pickle)
+                name, plain = f"{self.name}.{extra.name}", extra.plain
+                if plain is not None and (to_fill or not extra.copy):
+                    held.objects[name] = encode(plain, name, allow_pickle=self._allow_pickle)
         return held
 
     def _leaves(self, parameter: Parameter, sharded: Sharded) -> Iterator[TensorLeaf]:

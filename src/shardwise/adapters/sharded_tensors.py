@@ -7,6 +7,7 @@ Nothing is copied or gathered for it. Megatron-Core is not imported: classes go 
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from shardwise.adapters.parameters import FlatPart
 from shardwise.errors import StateError
 from shardwise.layout import Box, boxes_of_range
 
-EXTRA = "_extra_state"
+_EXTRA = re.compile(r"(?:.*\.)?_extra_state\d*")
 _LAYER = re.compile(r"((?:.*?\.)?layers\.)(\d+)(?=\.)")
 _EXPERT = re.compile(r"\.experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias))(\d+)")
 
@@ -93,11 +94,34 @@ def _moved(box: Box, by: tuple[int, ...]) -> Box:
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """Extra state of the module at a path, by the name that checkpoints have for it."""
+    """Extra state at a path of a module, by the name that checkpoints have for it.
+
+    Attributes:
+        value: None if there is none, as of Transformer Engine without FP8.
+        copy: whether it is a copy of what another rank has.
+    """
 
     name: str
     path: str
     value: object
+    copy: bool
+
+    @property
+    def plain(self) -> object:
+        """The value, bytes where it is a file or a tensor of them."""
+        if isinstance(self.value, io.BytesIO):
+            return self.value.getvalue() or None
+        if isinstance(self.value, torch.Tensor) and self.value.dtype == torch.uint8:
+            return self.value.cpu().numpy().tobytes() or None
+        return self.value
+
+    def like(self, plain: object) -> object:
+        """A plain value as the module has its own."""
+        if isinstance(plain, bytes) and isinstance(self.value, io.BytesIO):
+            return io.BytesIO(plain)
+        if isinstance(plain, bytes) and isinstance(self.value, torch.Tensor):
+            return torch.frombuffer(bytearray(plain), dtype=torch.uint8)
+        return plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +158,8 @@ def contents_of(name: str, module: nn.Module) -> Contents:
         kinds = {kind.__name__ for kind in type(value).__mro__}
         if kinds & {"ShardedTensor", "ShardedTensorFactory"}:
             tensors.append(_sharded(name, path, value))
-        elif "ShardedObject" in kinds and path.endswith(EXTRA):
-            if value.data is not None:
-                extras.append(
-                    Extra(_object_name(value), path[: -len(EXTRA)].rstrip("."), value.data)
-                )
+        elif "ShardedObject" in kinds and _EXTRA.fullmatch(path):
+            extras.append(Extra(_object_name(value), path, value.data, any(_replica(value))))
         else:
             raise StateError(
                 f"{name}.{path}: sharded_state_dict() has a {type(value).__name__} there, and what "
@@ -164,14 +185,20 @@ def _sharded(root: str, path: str, described: Any) -> Sharded:
     else:
         parts = [described]
         pieces = [_piece(described, 0)]
-    first, replica = parts[0], described.replica_id
+    first = parts[0]
     return Sharded(
         tensor,
         tuple(pieces),
         _module_name(path, first.key, first.global_offset[: first.prepend_axis_num]),
         first.prepend_axis_num,
-        bool(replica[0]) if isinstance(replica, Sequence) else False,
+        bool(_replica(described)[0]),
     )
+
+
+def _replica(described: Any) -> Sequence[int]:
+    """Which copy it is: among pipeline stages, tensor-parallel and data-parallel ranks."""
+    number = described.replica_id
+    return number if isinstance(number, Sequence) else (0, 0, number)
 
 
 def _module_name(path: str, key: str, stacked_at: tuple[int, ...]) -> str:
