@@ -17,6 +17,8 @@ from tests.formats.dcp_checkpoints import FLAT, NESTED, save_with_dcp
 from tests.multirank.models import WORLDS
 
 PROGRAMS = Path(__file__).parent / "programs"
+IMPORTED_LATE = "torch._dynamo,torch._inductor.compile_fx"
+"""What DeepSpeed and Megatron-Core import when a first engine or model is made; for seconds."""
 ON_TWO = (
     *("zero0-float32", "zero0-bfloat16", "zero1-float32", "zero1-bfloat16", "zero1-sgd"),
     *("zero1-bfloat16-optimizer", "zero2-bfloat16", "zero2-round-robin", "zero2-aligned"),
@@ -50,7 +52,7 @@ class Checkpoints:
 
 def run(program: str, *args: str, ranks: int = 0) -> None:
     """Run a program, on so many ranks if any, and wait for it."""
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launch = [str(PROGRAMS / "forked.py"), str(ranks), IMPORTED_LATE]
     command = [sys.executable, *(launch if ranks else []), str(PROGRAMS / program), *args]
     environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

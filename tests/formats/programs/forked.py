@@ -1,0 +1,80 @@
+"""Run a program on several ranks, forked when all that it imports is imported: so that is once.
+
+    forked.py RANKS MODULES PROGRAM ARGUMENT...
+
+MODULES, joined by commas, are what it imports later on. Ranks find each other as torchrun's do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import runpy
+import signal
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+PR_SET_PDEATHSIG = 1  # ends with the parent, whatever ends that
+LONGEST = timedelta(minutes=5)
+
+
+def perform(rank: int, ranks: int, port: int, program: str) -> int:
+    """Be a rank; its exit status."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the parent's
+    }
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except BaseException:  # whatever it is, it is told, and ends this rank alone
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def main(ranks: int, modules: str, program: str) -> int:
+    """Start the ranks, and wait for them; if one fails, the others are ended."""
+    sys.path.insert(0, str(Path(program).parent))
+    for name in filter(None, modules.split(",")):
+        importlib.import_module(name)
+    runpy.run_path(program)  # which imports, and does nothing else
+    pipes = [os.pipe() for _ in range(ranks)]
+    children = []
+    for rank, (receive, _) in enumerate(pipes):
+        child = os.fork()
+        if child == 0:
+            port = int(os.read(receive, 16))
+            status = perform(rank, ranks, port, program)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        children.append(child)
+    # After the forks, as it has threads.
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=LONGEST, wait_for_workers=False)
+    for _, send in pipes:
+        os.write(send, str(store.port).encode())
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status:
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    count, imported, path = sys.argv[1:4]
+    sys.argv = sys.argv[3:]
+    sys.exit(main(int(count), imported, path))
