@@ -378,9 +378,11 @@ class Checkpointer:
 
 
 def _settle_at_exit(reference: weakref.ref[Checkpointer]) -> None:
+    process = os.getpid()
+
     def settle() -> None:
         checkpointer = reference()
-        if checkpointer is not None:
+        if checkpointer is not None and os.getpid() == process:  # not a child that was forked
             checkpointer._settle()
 
     atexit.register(settle)

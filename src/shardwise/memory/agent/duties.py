@@ -175,7 +175,7 @@ class Leading:
     def _protect(self, place: Place, draft: Draft, nodes: Nodes) -> int:
         if not (draft.copies or draft.parity):
             return 0
-        manifest = decode_manifest((place.path / MANIFEST).read_bytes())
+        manifest = decode_manifest(place.manifest_of(draft.save_id))
         wish = Protect(
             save_id=draft.save_id,
             protection=protection_of(draft, list(manifest.files)),
@@ -195,7 +195,7 @@ class Leading:
     def _persist(self, place: Place, draft: Draft, nodes: Nodes) -> int:
         with publication(draft) as publish:
             copied = 0 if publish.is_published else self._copy(place, draft, nodes, publish.store)
-            publish.finish((place.path / MANIFEST).read_bytes())
+            publish.finish(place.manifest_of(draft.save_id))
             return copied
 
     def _copy(self, place: Place, draft: Draft, nodes: Nodes, to: Store) -> int:

@@ -24,6 +24,7 @@ from typing import TypeVar
 
 import msgspec
 
+from shardwise.engine.doorbell import ring
 from shardwise.errors import StoreError
 from shardwise.manifest.names import step_directory, step_of_directory
 
@@ -41,7 +42,7 @@ class Home:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.path = Path(directory) / f"shardwise-{os.getuid()}"
+        self.path = Path(directory).absolute() / f"shardwise-{os.getuid()}"
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             found = os.lstat(self.path)
@@ -98,6 +99,15 @@ class Home:
             yield False
         finally:
             os.close(fd)
+
+    def wake(self) -> None:
+        """Have the agent look at the notes, if one lives here."""
+        with suppress(OSError):
+            fd = os.open(self.bell, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                ring(fd)
+            finally:
+                os.close(fd)
 
     def has_agent(self) -> bool:
         """Whether an agent lives here."""

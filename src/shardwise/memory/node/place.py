@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardwise.errors import StoreError
+from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Run, read_note
@@ -155,6 +156,17 @@ class Place:
     def is_committed(self) -> bool:
         """Whether it has a manifest."""
         return self.has(MANIFEST)
+
+    def manifest_of(self, save_id: str) -> bytes:
+        """The manifest that a save was committed by.
+
+        Raises:
+            StoreError: another save of the step is committed by now.
+        """
+        manifest = (self.path / MANIFEST).read_bytes()
+        if decode_manifest(manifest).save_id != save_id:
+            raise StoreError(f"step {self.step} was saved again meanwhile")
+        return manifest
 
     def has(self, name: str) -> bool:
         """Whether there is a file of this name."""

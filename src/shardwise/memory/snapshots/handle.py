@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shardwise.engine.save import SaveReport
 from shardwise.errors import StoreError
@@ -37,6 +37,7 @@ class Stages:
     save_id: str
     stages: tuple[str, ...]
     told_here: bool
+    _known: dict[str, Done] = field(default_factory=dict)
 
     @property
     def is_durable(self) -> bool:
@@ -73,7 +74,7 @@ class Stages:
     def is_over(self) -> bool:
         """Whether all has ended well. What has failed is still to be raised."""
         try:
-            return self.ended(self.stages[-1]) is not None
+            return all(self.ended(stage) is not None for stage in self.stages)
         except StoreError:
             return False
 
@@ -93,9 +94,11 @@ class Stages:
             StoreError: it has failed; or nothing can come of it, as the agent is gone.
         """
         name = notes.outcome(stage, self.save_id)
-        done = read_note(self.place.path / name, Done)
+        done = self._known.get(stage) or read_note(self.place.path / name, Done)
         if done is None:
             done = read_note(self.place.run.path / ENDED / name, Done)
+        if done is not None:
+            self._known[stage] = done  # its note goes with the memory of the run
         if done is not None and done.failure:
             raise StoreError(f"step {self.place.step}: {stage}: {done.failure}")
         return done

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import msgspec
 
-from shardwise.engine.doorbell import ring
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.options import SaveOptions
@@ -85,7 +82,7 @@ class Snapshots:
             self.run,
             group.rank,
             options,
-            self.wake,
+            self.home.wake,
             nodes=len(set(self.meeting.node_of)),
             ranks_here=self.meeting.node_of.count(self.node),
         )
@@ -164,11 +161,12 @@ class Snapshots:
             if self._keeper is not None:
                 self._keeper.check()
             card = agent_of(self.home, self._options)
+            brought.append(prepare())
+            job = brought[0]
+            self._let_end(job.options.step)
             staging = self._staging
             free = not staging.is_prepared or storing.durable or staging.has_free()
             note = msgspec.msgpack.encode((free, card))
-            brought.append(prepare())
-            job = brought[0]
             return Wish(held=job.held, options=job.options, place=str(job.store), note=note)
 
         def admit(said: list[bytes]) -> str:
@@ -318,19 +316,16 @@ class Snapshots:
         exchange(self._group, "giving memory back", remove_free, lambda _: b"")
         exchange(self._group, "giving memory back", remove, lambda _: b"")
 
-    def wake(self) -> None:
-        """Have this node's agent look at the notes."""
-        with suppress(OSError):
-            fd = os.open(self.home.bell, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                ring(fd)
-            finally:
-                os.close(fd)
-
     def _raise_failures(self) -> None:
         self._staging.check()
         begun, self._open = self._open, []
         self._open = [each for each in begun if each.check()]
+
+    def _let_end(self, step: int | None) -> None:
+        """Wait until saves of this step are over: of several, the last one is to stay."""
+        for each in self._open:
+            if each.place.step == step:
+                each.settle()
 
     def _begin(
         self, planned: Planned, job: Save, storing: Storing, recorder: Recorder, sent: int

@@ -1,0 +1,144 @@
+"""Saves in the background by scripts that do what few do: each is right, or says what is wrong."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.errors import CheckpointExistsError
+from shardwise.manifest.names import step_directory
+from shardwise.memory.agent.duties import Leading
+from shardwise.memory.node import notes
+from shardwise.memory.node.home import Home, write_note
+from shardwise.memory.node.notes import Draft
+from shardwise.memory.node.place import Place
+from shardwise.memory.snapshots import staging
+from shardwise.memory.snapshots.stage import Fill
+from tests.memory.test_snapshots import shm
+
+__all__ = ["shm"]
+
+
+def memory(shm: Path, **options: int | bool) -> sw.Memory:
+    """In a directory of the test's own."""
+    return sw.Memory(dir=str(shm), wait=10.0, when_full="wait", **options)  # type: ignore[arg-type]
+
+
+def test_of_several_saves_of_a_step_the_last_one_stays(tmp_path: Path, shm: Path) -> None:
+    with sw.Checkpointer(tmp_path / "root", every=2, memory=memory(shm)) as cp:
+        for step in range(1, 7):
+            for value in (1.0, 2.0):
+                handle = cp.save(step, {"t": torch.full((9,), value)}, overwrite=True)
+            assert handle is not None
+            handle.result(20.0)
+            target = {"t": torch.zeros(9)}
+            assert cp.restore(target) == step
+            assert bool((target["t"] == 2).all())
+    for step in (2, 4, 6):
+        assert sw.open(tmp_path / "root" / step_directory(step))["t"][0] == 2
+
+
+def test_a_step_that_is_still_being_saved_is_not_saved_again_unasked(
+    tmp_path: Path, shm: Path
+) -> None:
+    with sw.Checkpointer(tmp_path / "root", memory=memory(shm)) as cp:
+        first = cp.save(1, {"t": 1})
+        with pytest.raises(CheckpointExistsError, match="overwrite=True"):
+            cp.save(1, {"t": 2})
+        assert first is not None
+        first.result(20.0)
+    assert sw.open(tmp_path / "root" / step_directory(1))["t"] == 1
+
+
+def test_what_was_committed_of_another_save_of_a_step_is_not_published(
+    tmp_path: Path, shm: Path
+) -> None:
+    with sw.Checkpointer(tmp_path / "root", every=2, memory=memory(shm)) as cp:
+        handle = cp.save(1, {"t": 1})
+        assert handle is not None
+        handle.result(20.0)
+        home = Home(shm)
+        place = Place(home.run(home.runs()[0]), 1)
+        draft = Draft(
+            save_id="0" * 16,
+            step=1,
+            manifest="",
+            files=[],
+            nodes=place.drafts()[0].nodes,
+            leader=place.drafts()[0].leader,
+            root=str(tmp_path / "root"),
+            durable=True,
+        )
+        write_note(
+            place.path / notes.outcome("commit", draft.save_id),
+            notes.Done(save_id=draft.save_id, stage="commit"),
+        )
+        write_note(place.path / notes.draft(draft.save_id), draft)
+        Leading(draft.leader).persist(place)
+        done = place.ended("persist", draft.save_id)
+        assert done is not None
+        assert "step 1 was saved again meanwhile" in done.failure
+        assert cp.steps() == []
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_handle_says_what_has_become_of_a_save_after_all_is_closed(
+    tmp_path: Path, shm: Path, every: int
+) -> None:
+    with sw.Checkpointer(tmp_path / "root", every=every, memory=memory(shm)) as cp:
+        handles = [cp.save(step, {"t": step}) for step in (1, 2, 5)]
+    assert not list(shm.glob("**/*-all-*.json"))  # the notes went with the memory
+    for step, handle in zip((1, 2, 5), handles, strict=True):
+        assert handle is not None
+        assert handle.done()
+        handle.committed(1.0)
+        handle.protected(1.0)
+        assert handle.result(1.0).step == step
+
+
+def test_memory_in_a_relative_directory_stays_where_it_was(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(shm)
+    (shm / "elsewhere").mkdir()
+    with sw.Checkpointer("root", memory=sw.Memory(dir="memory", wait=10.0)) as cp:
+        monkeypatch.chdir(shm / "elsewhere")
+        handle = cp.save(1, {"t": 1})
+        assert handle is not None
+        handle.result(20.0)
+    assert not list((shm / "elsewhere").iterdir())
+
+
+def test_a_child_that_was_forked_ends_while_a_copy_is_under_way(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = staging.stage
+    released = tmp_path / "released"
+
+    def slow(fill: Fill, low: int, high: int, *rest: object) -> None:
+        while not released.exists():
+            time.sleep(0.01)
+        stage(fill, low, high, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(staging, "stage", slow)
+    with sw.Checkpointer(tmp_path / "root", memory=memory(shm, overlap=True)) as cp:
+        handle = cp.save(1, {"t": torch.ones(9)})
+        assert handle is not None
+        child = os.fork()
+        if not child:
+            atexit._run_exitfuncs()
+            os._exit(0)
+        deadline = time.monotonic() + 20
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline:
+                os.kill(child, 9)
+            time.sleep(0.01)
+        assert time.monotonic() < deadline, "it waits for a copy that it does not make"
+        released.touch()
+        handle.result(20.0)
