@@ -173,7 +173,7 @@ def without_averages(foreign: Foreign) -> Foreign:
 
 def test_without_patterns_it_asks_how(tmp_path: Path, full: dict[str, torch.Tensor]) -> None:
     write(tmp_path, full, lambda state: state.pop("universal_checkpoint_info"))
-    with pytest.raises(FormatError, match="say it, by `placing`"):
+    with pytest.raises(FormatError, match="`universal_checkpoint_info` in client_state"):
         read(tmp_path)
     foreign = checked(native.read(Tree(tmp_path), placing=placing_of(INFO, "here")))
     assert {entry.name for entry in foreign.tensors} >= {f"model.{name}" for name in full}

@@ -119,7 +119,8 @@ def placing_of(info: object, where: str) -> Placing:
     if not isinstance(info, Mapping):
         raise FormatError(
             f"{where}: tensor-parallel ranks wrote it, and nothing in it says how their shards "
-            "make up parameters (it has no universal_checkpoint_info): say it, by `placing`"
+            "make up parameters: save it with a `universal_checkpoint_info` in client_state, which "
+            "DeepSpeed's own converter needs too"
         )
     replicated = _patterns(info, "tp_replicated_parameter_patterns", where)
     averaged = _patterns(info, "parameter_to_average_patterns", where)
