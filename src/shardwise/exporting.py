@@ -13,7 +13,7 @@ import numpy as np
 import torch.distributed as dist
 
 from shardwise.api import Index, Place, resolved_group
-from shardwise.convert.chosen import Chosen, Written
+from shardwise.convert.chosen import Chosen, Written, nothing_below
 from shardwise.convert.conversion import SMALLEST_MEMORY, Conversion, ConversionReport
 from shardwise.convert.targets import TARGETS
 from shardwise.engine.collection import without_collection
@@ -26,7 +26,7 @@ from shardwise.manifest.manifest import Manifest, encode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.opening import Reading, open_any
 from shardwise.state.selection import Selection
-from shardwise.store import Store, open_store
+from shardwise.store import LocalStore, Store, open_store
 
 MAX_MEMORY = 1 << 30
 MAX_FILE = 5 << 30
@@ -71,33 +71,44 @@ def export(
         max_memory, max_file: bounds on each rank's host memory, on tensors in a file; in bytes.
 
     Raises:
-        CheckpointExistsError: the target holds something else.
+        CheckpointExistsError: the target holds something else, or another process writes there.
         StateError: an option is none, or the format cannot hold something.
         CorruptionError: the source is damaged; or what was written is not read back as it was.
     """
-    recorder, folder = Recorder(on_event), Path(target)
+    recorder = Recorder(on_event)
     with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
 
         def enter() -> Store:
-            _check(to, dtype, config, max_memory)
+            _check(target, to, dtype, config, max_memory)
             store = open_store(place)
             cleanup.enter_context(store.hold(MANIFEST, shared=True))
             return store
 
         with recorder.stage("open"):
-            terms = f"{folder}, {to}, {only}, {skip}, {root}, {dtype}, {max_file}"
+            terms = f"{Path(target)}, {to}, {only}, {skip}, {root}, {dtype}, {max_file}"
             opened = open_any(enter, ranks, terms, Reading(spec, index, skip_unknown, format))
         identity = f"{opened.store}: {_digest(opened)}: {terms}"
         source, tensors = _choose(opened, Selection.by(only, skip), root, dtype)
         chosen = Chosen(source, tensors, _id_of(identity), root, max_file, _content(config))
-        return Conversion(
-            opened, TARGETS[to](chosen), folder, identity, max_memory, verify, ranks, recorder
-        ).run()
+        laid, folder = TARGETS[to](chosen), _folder(target)
+        return Conversion(opened, laid, folder, identity, max_memory, verify, ranks, recorder).run()
+
+
+def _folder(target: str | os.PathLike[str]) -> Path:
+    store = open_store(target)
+    if not isinstance(store, LocalStore):
+        raise StateError(f"{store}: a conversion writes into a directory")
+    return store.path
 
 
 def _check(
-    to: str, dtype: str | None, config: str | os.PathLike[str] | None, max_memory: int
+    target: str | os.PathLike[str],
+    to: str,
+    dtype: str | None,
+    config: str | os.PathLike[str] | None,
+    max_memory: int,
 ) -> None:
+    _folder(target)
     if to not in TARGETS:
         raise StateError(f"to={to!r}: formats that are written are {', '.join(TARGETS)}")
     if config is not None and (to != "hf" or not os.path.isfile(config)):
@@ -116,9 +127,11 @@ def _choose(
     tensors = [each for each in manifest.tensors if selection.chooses(each.name)]
     if not tensors:
         raise StateError(f"{opened.store}: nothing to write: only= and skip= leave no tensor")
-    names = {each.name for each in tensors}
+    names = dict.fromkeys(each.name for each in tensors)
     start = f"{root}." if root else ""
     converted = {name for name in names if dtype is not None and name.startswith(start)}
+    if dtype is not None and not converted:
+        raise StateError(f"dtype={dtype!r}: {nothing_below(root, names)}")
     written = []
     for each in tensors:
         alike = each.same_as in names and (each.same_as in converted) == (each.name in converted)

@@ -173,7 +173,10 @@ def opened_foreign(tree: Tree, foreign: Foreign) -> Opened:
     Raises:
         FormatError: what is laid over its files does not hold together.
     """
-    foreign = checked(foreign)
+    try:
+        foreign = checked(foreign)
+    except FormatError as error:
+        raise FormatError(f"{tree}: {error}") from error
     hidden = {name for names in foreign.averages.values() for name in names}
     shown = [tensor for tensor in foreign.tensors if tensor.name not in hidden]
     number = {tensor.name: i for i, tensor in enumerate(shown)}

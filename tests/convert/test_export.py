@@ -212,6 +212,7 @@ def test_a_kill_leaves_nothing_that_looks_whole(source: Path, tmp_path: Path, wr
         ({"max_memory": 1}, "at least"),
         ({"config": "nowhere.json"}, "a file is needed"),
         ({"config": __file__, "to": "dcp"}, "to='hf'"),
+        ({"to": "native", "dtype": "float16", "root": "net"}, "nothing lies below 'net'"),
     ],
 )
 def test_what_cannot_be_had_is_refused(
@@ -228,6 +229,58 @@ def test_a_place_that_holds_something_is_left_alone(source: Path, tmp_path: Path
     with pytest.raises(sw.CheckpointExistsError, match=r"notes\.txt"):
         sw.export(source, tmp_path / "hf")
     assert os.listdir(tmp_path / "hf") == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("target", "says"), [("", "no place"), ("~/new", "expanduser"), ("s3://bucket/new", "s3://")]
+)
+def test_a_target_that_is_no_directory_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, says: str
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(sw.StoreError, match=says):
+        sw.export(source, target)
+    assert not os.listdir()
+
+
+def test_a_target_may_be_a_url(source: Path, tmp_path: Path) -> None:
+    sw.export(source, f"file://{tmp_path}/new", to="native")
+    assert sw.open(tmp_path / "new").verify() > 0
+
+
+def test_of_two_at_once_one_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def export() -> sw.ConversionReport:
+        return sw.export(source, tmp_path / "new", to="native")
+
+    def with_another(*args: object) -> object:
+        with pytest.raises(sw.CheckpointExistsError, match="another process is converting"):
+            export()
+        return write_output(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(conversion, "write_output", with_another)
+    assert export().resumed == 0
+    assert sw.open(tmp_path / "new").verify() > 0
+    assert FOLDER not in os.listdir(tmp_path / "new")
+
+
+def test_one_that_was_killed_before_it_said_what_it_is_goes_on(
+    source: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "new" / FOLDER).mkdir(parents=True)
+    sw.export(source, tmp_path / "new", to="native")
+    assert sw.open(tmp_path / "new").verify() > 0
+
+
+def test_what_safetensors_cannot_hold_is_told(tmp_path: Path) -> None:
+    whole = {"w": torch.ones(2), "c": torch.ones(2, dtype=torch.complex128)}
+    sw.save(tmp_path / "source", {"model": whole})
+    with pytest.raises(sw.StateError, match=r"c: safetensors knows no complex128: skip="):
+        sw.export(tmp_path / "source", tmp_path / "hf", dtype="float32")
+    sw.export(tmp_path / "source", tmp_path / "hf", skip=["*.c"])
+    assert list(stored(tmp_path / "hf")) == ["w"]
 
 
 def test_sums_are_those_between_the_marks(source: Path, tmp_path: Path) -> None:

@@ -123,11 +123,12 @@ def test_values_of_unknown_classes_are_left_out_on_request(tmp_path: Path) -> No
     found = sw.open(tmp_path / "one.pt", skip_unknown=True)
     assert torch.equal(found.tensors()["model.w"][...], weights)
     assert found["epoch"] == 3
-    assert [line for line in found.left_out if line.startswith("mine")]
+    assert found.left_out == (f"mine: {__name__}.Mine is not read from pickles",)
     out = torch.zeros(4)
     sw.load(tmp_path / "one.pt", {"model": {"w": out}}, skip_unknown=True)
     assert torch.equal(out, weights)
-    sw.export(tmp_path / "one.pt", tmp_path / "ours", to="native", skip_unknown=True)
+    report = sw.export(tmp_path / "one.pt", tmp_path / "ours", to="native", skip_unknown=True)
+    assert report.left_out == found.left_out
     assert set(sw.open(tmp_path / "ours")) == {"model.w", "epoch"}
 
 
@@ -177,3 +178,12 @@ def test_a_file_is_no_place_to_convert_into(foreign: Path, tmp_path: Path) -> No
         with pytest.raises(sw.CheckpointExistsError, match=r"taken is a file: .* new directory"):
             sw.export(foreign, tmp_path / target, to="native")
     assert (tmp_path / "taken").read_text() == "mine"
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(sw.CheckpointExistsError, match="link is a link that leads nowhere"):
+        sw.export(foreign, tmp_path / "link", to="native")
+
+
+def test_names_that_are_one_once_joined_are_told(tmp_path: Path) -> None:
+    torch.save({"a": {"b": torch.ones(2)}, "a.b": torch.ones(2)}, tmp_path / "one.pt")
+    with pytest.raises(sw.FormatError, match=r"one\.pt: the name 'a\.b' is there twice.*joined by"):
+        sw.open(tmp_path / "one.pt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwise.convert.output import Part
@@ -59,9 +60,14 @@ class Chosen:
             if each.name.startswith(start)
         ]
         if not found:
-            tops = ", ".join(dict.fromkeys(each.name.split(".")[0] for each in self.tensors))
-            raise StateError(
-                f"nothing lies below {self.root!r}: root= is to name the model, of {tops[:200]}; "
-                'or root="" for all'
-            )
+            raise StateError(nothing_below(self.root, [each.name for each in self.tensors]))
         return found
+
+
+def nothing_below(root: str, names: Iterable[str]) -> str:
+    """What is wrong where none of the names is below the root."""
+    tops = ", ".join(dict.fromkeys(name.split(".")[0] for name in names))
+    return (
+        f"nothing lies below {root!r}: root= is to name the model, of {tops[:200]}; "
+        'or root="" for all'
+    )

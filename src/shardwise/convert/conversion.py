@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,7 +73,7 @@ class Conversion:
         """Write all files, read them again, and publish what makes them a checkpoint.
 
         Raises:
-            CheckpointExistsError: something else is in the folder.
+            CheckpointExistsError: something else is in the folder, or somebody else writes there.
             CorruptionError: bytes of the source are not those that were saved, or what was
                 written is not read back as it was.
             RankError: another rank failed. What is complete stays, and the next run goes on.
@@ -83,7 +83,7 @@ class Conversion:
         resumed: list[str] = []
 
         def begin(_: list[bytes]) -> bytes:
-            journal.begin()
+            held.enter_context(journal.begun())
             return b""
 
         def publish(said: list[bytes]) -> bytes:
@@ -97,14 +97,15 @@ class Conversion:
                 journal.end()
             return b""
 
-        exchange(self.group, "beginning a conversion", lambda: b"", begin)
-        exchange(self.group, "converting", lambda: self._write(mine, journal, resumed), publish)
+        with ExitStack() as held:
+            exchange(self.group, "beginning a conversion", lambda: b"", begin)
+            exchange(self.group, "converting", lambda: self._write(mine, journal, resumed), publish)
         return ConversionReport(
             path=str(self.folder),
             files=len(self.target.outputs),
             bytes_written=sum(output.size for output in mine),
             resumed=len(resumed),
-            left_out=self.target.left_out,
+            left_out=(*self.opened.left_out, *self.target.left_out),
             seconds=self.recorder.seconds(),
         )
 

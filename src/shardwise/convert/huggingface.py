@@ -63,7 +63,10 @@ def _file(name: str, tensors: Sequence[Written]) -> Output:
     for each in order:
         code = DTYPES[each.dtype].code
         if code is None:
-            raise StateError(f"{each.name}: safetensors knows no {each.dtype}; dtype= converts")
+            raise StateError(
+                f"{each.name}: safetensors knows no {each.dtype}: skip= leaves it out, and other "
+                "formats can hold it"
+            )
         part = each.part
         offsets = [at, at + part.size]
         header[each.name] = {"dtype": code, "shape": part.box.shape, "data_offsets": offsets}

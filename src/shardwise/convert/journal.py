@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
 from shardwise.convert.output import Late, Output, Part, Sums
 from shardwise.errors import CheckpointExistsError
+from shardwise.store import LocalStore
 
 FOLDER = ".shardwise-convert"
+IDENTITY = "identity"
+LOCK = "lock"
 
 
 class _Done(msgspec.Struct, frozen=True):
@@ -35,17 +41,35 @@ class Journal:
         self._notes = folder / FOLDER
         self._identity = identity
 
-    def begin(self) -> None:
-        """Make the target, or see that what is there was begun by the same conversion.
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Make the target, and hold it; what is there must be begun by the same conversion.
 
         Raises:
-            CheckpointExistsError: it holds something else, or is a file or below one.
+            CheckpointExistsError: it holds something else, is a file or below one, or another
+                process is converting into it.
         """
-        above = next(path for path in (self._folder, *self._folder.parents) if path.exists())
+        self._check()
+        notes = LocalStore(self._notes)
+        with notes.hold(LOCK, shared=False) as held:
+            if not held:
+                raise CheckpointExistsError(
+                    f"another process is converting into {self._folder}: wait until it has ended, "
+                    "or convert into a new directory"
+                )
+            self._check()  # what was there before this was held, may be another's by now
+            notes.publish(IDENTITY, self._identity.encode(), replace=True)
+            yield
+
+    def _check(self) -> None:
+        above = next(
+            each for each in (self._folder, *self._folder.parents) if os.path.lexists(each)
+        )
         if not above.is_dir():
-            raise CheckpointExistsError(f"{above} is a file: convert into a new directory")
-        kept = self._notes / "identity"
-        found = sorted(path.name for path in self._folder.glob("*"))
+            what = "a file" if above.exists() else "a link that leads nowhere"
+            raise CheckpointExistsError(f"{above} is {what}: convert into a new directory")
+        kept = self._notes / IDENTITY
+        found = sorted({path.name for path in self._folder.glob("*")} - {FOLDER})
         if found and not kept.is_file():
             raise CheckpointExistsError(
                 f"{self._folder} is not empty (it has {found[0]}): convert into a new directory"
@@ -55,8 +79,6 @@ class Journal:
                 f"{self._folder} holds the beginning of another conversion: remove it, "
                 "or convert into a new directory"
             )
-        self._notes.mkdir(parents=True, exist_ok=True)
-        kept.write_text(self._identity)
 
     def sums_of(self, output: Output) -> Sums | None:
         """The checksums of an output that is complete; None if it is not."""

@@ -55,7 +55,10 @@ def _check_names(foreign: Foreign) -> None:
     seen: set[str] = set()
     for name in [*(t.name for t in foreign.tensors), *(o.name for o in foreign.objects)]:
         if name in seen:
-            raise FormatError(f"the name {name[:200]!r} is there twice")
+            raise FormatError(
+                f"the name {name[:200]!r} is there twice, keys joined by dots: save one of the two "
+                "under another"
+            )
         if not name or len(name) > LONGEST_NAME or name.startswith(RESERVED):
             raise FormatError(f"{name[:60]!r} is no name that a tensor or value may have")
         seen.add(name)

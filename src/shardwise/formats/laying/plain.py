@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.errors import FormatError
+from shardwise.errors import FormatError, StateError
 from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.stored.pickled import Name, Record
+from shardwise.formats.stored.pickled import Name, Opaque, Record
 from shardwise.formats.stored.torchtypes import Storage
 from shardwise.state.objects import JsonValue, encode
 
@@ -87,6 +87,8 @@ def encode_plain(value: object, name: str) -> Plain:
             return {"class": value.name, **args, **fields}
         if isinstance(value, Name):
             return {"class": value.name}
+        if isinstance(value, Opaque):
+            raise StateError(f"{name}: {value.name} is not read from pickles")
         if type(value) in (list, tuple):
             return type(value)(plain(each) for each in value)
         if isinstance(value, dict):
