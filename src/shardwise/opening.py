@@ -12,7 +12,7 @@ import numpy as np
 
 from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened, open_checkpoint, opened_manifest, read_manifest
-from shardwise.errors import CheckpointExistsError, CheckpointNotFoundError, FormatError
+from shardwise.errors import CheckpointExistsError, CheckpointNotFoundError, FormatError, StateError
 from shardwise.formats.files import ForeignFiles
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.index import MAGIC, decode_index, encode_index
@@ -43,6 +43,10 @@ class Reading:
     index: str | os.PathLike[str] | None = None
     skip_unknown: bool = False
     format: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.spec is not None and not isinstance(self.spec, Specification):
+            raise StateError(f"spec={self.spec!r}: a specification is needed, as sw.spec makes it")
 
     def described(self, path: Path) -> bytes:
         """What is at a place that is no checkpoint of ours, encoded as an index.

@@ -79,6 +79,14 @@ def test_several_files_and_an_index(suffix: str, tmp_path: Path) -> None:
     assert_is(tmp_path, make_weights())
 
 
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_one_file_counts_before_several_as_in_transformers(suffix: str, tmp_path: Path) -> None:
+    write_sharded(tmp_path, make_weights(), suffix)
+    newer = {name: torch.zeros_like(each) for name, each in make_weights().items()}
+    write(tmp_path, "model.safetensors" if suffix == ".safetensors" else "pytorch_model.bin", newer)
+    assert_is(tmp_path, newer)
+
+
 def test_files_may_be_links_as_in_caches(tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
     (tmp_path / "snapshot").mkdir()

@@ -183,6 +183,21 @@ def test_a_file_is_no_place_to_convert_into(foreign: Path, tmp_path: Path) -> No
         sw.export(foreign, tmp_path / "link", to="native")
 
 
+def test_a_text_is_no_specification_yet(foreign: Path) -> None:
+    with pytest.raises(sw.StateError, match=r"spec='\* -> \*': .* sw\.spec"):
+        sw.open(foreign, spec="* -> *")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["/abs", "../../x", "a b", "x" * 300, "ü"])
+def test_a_name_that_is_no_path_is_refused_before_any_is_written(name: str, tmp_path: Path) -> None:
+    weights = {name: torch.ones(3)}
+    optimizer = {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    torch.save({"model": weights, "optimizer": optimizer}, tmp_path / "one.pt")
+    with pytest.raises(sw.StateError, match=r"names files by parameters"):
+        sw.export(tmp_path / "one.pt", tmp_path / "new", to="deepspeed-universal")
+    assert not (tmp_path / "new").exists()
+
+
 def test_names_that_are_one_once_joined_are_told(tmp_path: Path) -> None:
     torch.save({"a": {"b": torch.ones(2)}, "a.b": torch.ones(2)}, tmp_path / "one.pt")
     with pytest.raises(sw.FormatError, match=r"one\.pt: the name 'a\.b' is there twice.*joined by"):

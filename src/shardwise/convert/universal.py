@@ -6,7 +6,8 @@ another place: both are written, so that one checkpoint is for all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ VERSION = "0.19.8"
 _COUNTERS = [("deepspeed", kind) for kind in ("global_steps", "global_samples", "skipped_steps")]
 MASTER = "float32"
 STEP = "step"
+_PLAIN = re.compile(r"[A-Za-z0-9._-]{1,255}")
 _MODEL_STATES, _MODEL_STATES_OF_ZERO_3 = (
     "mp_rank_00_model_states.pt",
     "zero_pp_rank_0_mp_rank_00_model_states.pt",
@@ -57,10 +59,21 @@ def universal_target(chosen: Chosen) -> Target:
     for name in training.names():
         atoms = _atoms(training, name)
         files |= {f"zero/{name}/{key}.pt": value for key, value in atoms}
+    _check(files)
     outputs = tuple(_file(f"{folder}/{name}", value) for name, value in files.items())
     latest = {LATEST_UNIVERSAL: folder.encode()}
     left_out += [*state.left_out, *_beyond(training)]
     return Target(outputs, lambda sums: latest, tuple(left_out))
+
+
+def _check(files: Iterable[str]) -> None:
+    for name in files:
+        parts = name.split("/")
+        if not all(map(_PLAIN.fullmatch, parts)) or {".", ".."} & set(parts):
+            raise StateError(
+                f"{name[:200]!r}: DeepSpeed's universal format names files by parameters and their "
+                "states, and this is no path of letters, digits, dots, _ and -: a spec= renames it"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,10 +78,10 @@ class _Shard:
 
 
 def _weights(tree: Tree) -> str | None:
-    """The file that says where the weights are, or has them all; safetensors first."""
+    """The file that has all weights, or says where they are: the one that transformers takes."""
     for suffix in (SAFETENSORS, PICKLED):
         for name in _WEIGHTS:
-            for file in (f"{name}{suffix}{INDEX}", f"{name}{suffix}"):
+            for file in (f"{name}{suffix}", f"{name}{suffix}{INDEX}"):
                 if file in tree.sizes:
                     return file
     return None
