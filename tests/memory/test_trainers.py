@@ -94,3 +94,15 @@ def test_those_of_before_are_forgotten_once_others_have_come(run: Run) -> None:
     assert is_present(run, 4)
     presence.leave()
     assert lost_trainers(run) == [4]
+
+
+def test_of_several_in_a_process_the_last_one_counts(run: Run) -> None:
+    first = Presence(run, 0)
+    second = Presence(run, 0)
+    assert first.is_followed()
+    assert not second.is_followed()
+    first.end()
+    assert is_present(run, 0)
+    second.end()
+    assert not second.is_followed()
+    assert lost_trainers(run) == []

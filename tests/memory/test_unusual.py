@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import CheckpointExistsError
+from shardwise.errors import CheckpointExistsError, StoreError
 from shardwise.manifest.names import step_directory
 from shardwise.memory.agent.duties import Leading
 from shardwise.memory.node import notes
@@ -142,3 +142,17 @@ def test_a_child_that_was_forked_ends_while_a_copy_is_under_way(
         assert time.monotonic() < deadline, "it waits for a copy that it does not make"
         released.touch()
         handle.result(20.0)
+
+
+def test_of_several_checkpointers_of_a_root_the_last_one_saves(tmp_path: Path, shm: Path) -> None:
+    first = sw.Checkpointer(tmp_path / "root", memory=memory(shm))
+    first.save(1, {"t": 1})
+    with sw.Checkpointer(tmp_path / "root", memory=memory(shm)) as second:
+        with pytest.raises(StoreError, match="another Checkpointer of the same root"):
+            first.save(2, {"t": 2})
+        first.close()
+        handle = second.save(2, {"t": 2})
+        assert handle is not None
+        handle.result(20.0)
+    assert second.steps() == [1, 2]
+    assert not list(shm.glob("**/*.slot"))

@@ -104,3 +104,10 @@ def test_an_agent_whose_trainer_never_saved_ends(
 
     asyncio.run(live())
     assert home.runs() == []
+
+
+def test_what_an_agent_was_killed_over_is_removed_by_the_next(home: Home) -> None:
+    left = home.path / "vacant-0123abcd"
+    begun(home).path.rename(left)
+    Vacancies(home, 10.0)
+    assert not left.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import time
 import weakref
 from contextlib import suppress
@@ -20,7 +21,7 @@ class Presence:
     """A trainer lives, until it says goodbye or ends in whatever way.
 
     Children that are forked let go of the lock, so that none keeps it when this process is gone. A
-    process that is this rank already, as it never said goodbye, stays so.
+    process that is this rank already, as it never said goodbye, stays so: its last presence counts.
 
     Raises:
         StoreError: another process is this rank of this run, on this node.
@@ -28,8 +29,9 @@ class Presence:
 
     def __init__(self, run: Run, rank: int) -> None:
         self._path = _path(run, rank)
+        self._mark = _this_process() + secrets.token_hex(8).encode()
         deadline = time.monotonic() + PATIENCE
-        while (fd := self._lock()) is None and not self._is_held_here():
+        while (fd := self._lock()) is None and not self._take_over():
             if time.monotonic() > deadline:
                 raise StoreError(
                     f"another process is rank {rank} of run {run.name} on this node, and has been "
@@ -40,13 +42,33 @@ class Presence:
         reference = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _leave(reference))
 
+    def is_followed(self) -> bool:
+        """Whether this process has become this rank again since, and never left."""
+        said = self._said()
+        return said.startswith(_this_process()) and said != self._mark
+
+    def refuse_followed(self) -> None:
+        """Raise if this is no longer the presence that counts.
+
+        Raises:
+            StoreError: says so.
+        """
+        if self.is_followed():
+            raise StoreError(
+                "this process has made another Checkpointer of the same root since, whose memory "
+                "this is by now: save by that one"
+            )
+
     def end(self) -> None:
         """Say goodbye."""
-        self._path.unlink(missing_ok=True)
+        if not self.is_followed():
+            self._path.unlink(missing_ok=True)
         self.leave()
 
     def leave(self) -> None:
         """Go without a word, as if this process had ended."""
+        if self.is_followed():  # the lock is that of the next
+            return
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
@@ -61,18 +83,25 @@ class Presence:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(fd).st_ino == self._path.stat().st_ino:
-                os.pwrite(fd, _this_process(), 0)
+                os.pwrite(fd, self._mark, 0)
                 return fd
         except OSError:  # it is locked, or was removed meanwhile
             pass
         os.close(fd)
         return None
 
-    def _is_held_here(self) -> bool:
-        try:
-            return self._path.read_bytes() == _this_process()
-        except FileNotFoundError:
+    def _take_over(self) -> bool:
+        """Follow another presence of this process, if that has the lock."""
+        if not self._said().startswith(_this_process()):
             return False
+        self._path.write_bytes(self._mark)
+        return True
+
+    def _said(self) -> bytes:
+        try:
+            return self._path.read_bytes()
+        except FileNotFoundError:
+            return b""
 
 
 def _this_process() -> bytes:

@@ -12,6 +12,8 @@ from shardwise.errors import StoreError
 from shardwise.memory.node.home import Home, Run
 from shardwise.memory.node.trainers import has_trainers
 
+ASIDE = "vacant-"
+
 
 class Vacancies:
     """The runs of a node that have neither trainers nor snapshots, and since when.
@@ -25,6 +27,8 @@ class Vacancies:
         self._home = home
         self._pause = pause
         self._since: dict[str, float] = {}
+        for left in home.path.glob(f"{ASIDE}*"):  # an agent was killed as it removed them
+            shutil.rmtree(left, ignore_errors=True)
 
     def sweep(self) -> None:
         """Remove those that have been vacant for long enough."""
@@ -48,7 +52,7 @@ def _is_vacant(run: Run) -> bool:
 def _remove(home: Home, run: Run) -> None:
     """A trainer that comes just now takes its place in a run of this name that is made anew; or in
     this one, if it was faster, which then goes back to where it was."""
-    aside = Run(home.path / f"vacant-{secrets.token_hex(4)}")
+    aside = Run(home.path / f"{ASIDE}{secrets.token_hex(4)}")
     with suppress(OSError):  # others have removed it, or made it anew
         run.path.rename(aside.path)
         if not _is_vacant(aside):

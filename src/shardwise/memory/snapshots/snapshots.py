@@ -157,6 +157,7 @@ class Snapshots:
         brought: list[Save] = []
 
         def wish() -> Wish:
+            self._presence.refuse_followed()
             self._raise_failures()
             if self._keeper is not None:
                 self._keeper.check()
@@ -276,10 +277,13 @@ class Snapshots:
             self._raise_failures()
             for each in self._open:
                 each.settle()
+            if self._presence.is_followed():
+                return b"kept"
             return b"held" if self.run.steps() else b""
 
         held = exchange(self._group, "finishing what was begun", speak, max)
-        if not held or (self._open and self._open[-1].is_durable):
+        durable = bool(self._open) and self._open[-1].is_durable
+        if not held or (held != b"kept" and durable):
             self._give_back()
 
     @property
