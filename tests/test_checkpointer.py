@@ -253,3 +253,11 @@ def test_all_ranks_fall_back_together(gang: Gang, tmp_path: Path) -> None:
     results = gang.run(fall_back, str(tmp_path), world=3)
     assert {(step, total) for step, total, _ in results} == {(1, 1000.0)}
     assert len({reason for _, _, reason in results}) == 1
+
+
+@pytest.mark.parametrize("step", [None, "3", 1.0, True, -1])
+def test_a_step_that_is_none_is_refused_whether_it_would_be_due_or_not(
+    tmp_path: Path, step: object
+) -> None:
+    with sw.Checkpointer(tmp_path, every=2, memory=None) as cp, pytest.raises(sw.StateError):
+        cp.save(step, {"t": 1})  # type: ignore[arg-type]

@@ -24,13 +24,9 @@ from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group, SoloGroup, TorchGroup, own_group
 from shardwise.engine.leftovers import collect_leftovers
 from shardwise.engine.load import LoadReport
-from shardwise.engine.options import SaveOptions
+from shardwise.engine.options import SaveOptions, checked_step, is_due
 from shardwise.engine.save import Save, save_all
-from shardwise.errors import (
-    ShardwiseError,
-    StateError,
-    StoreError,
-)
+from shardwise.errors import ShardwiseError, StateError, StoreError
 from shardwise.events import Recorder, Sink
 from shardwise.manifest.names import step_directory, step_of_directory
 from shardwise.memory.options import Memory
@@ -210,19 +206,20 @@ class Checkpointer:
         """
         self._refuse_closed()
         preempted = self._is_preempted()
-        durable = preempted or step % self._every == 0
+        durable = preempted or is_due(step, self._every)
         in_memory = self._memory is not None and self._memory.every
-        if not durable and (not in_memory or step % in_memory):
+        if not durable and not (in_memory and is_due(step, in_memory)):
             return None
         recorder = Recorder(self._on_event)
         overwrite = overwrite or step in self._damaged
 
         def prepare() -> Save:
-            options = SaveOptions.checked(step, overwrite, self._check_replicas, metrics)
+            number = checked_step(step)
+            options = SaveOptions.checked(number, overwrite, self._check_replicas, metrics)
             if durable:
                 self._refuse_unranked(options)
             held = api.held_by(state, allow_pickle=self._allow_pickle)
-            store = self._root.at(step_directory(step))
+            store = self._root.at(step_directory(number))
             return Save(held=held, store=store, max_buffer=self._max_buffer, options=options)
 
         with without_collection():

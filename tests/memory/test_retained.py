@@ -66,3 +66,16 @@ def test_publishing_does_not_wait_for_old_checkpoints(tmp_path: Path, shm: Path)
         second.result(20.0)
     cp.close()
     assert cp.steps() == [1, 2]  # one that is read stays until the next time
+
+
+def test_old_checkpoints_that_cannot_go_are_told_of_when_the_run_is_closed(
+    tmp_path: Path, shm: Path
+) -> None:
+    root = tmp_path / "root"
+    (root / step_directory(0) / MANIFEST).mkdir(parents=True)  # is no file that can be deleted
+    cp = checkpointer(root, shm)
+    cp.save(1, {"t": 1})
+    with pytest.raises(StoreError, match="step 1: retain: IsADirectoryError"):
+        cp.close()
+    assert cp.steps() == [0, 1]
+    assert not list(shm.glob("**/*.slot"))

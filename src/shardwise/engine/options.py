@@ -33,17 +33,34 @@ class SaveOptions:
         Raises:
             StateError: the step is no whole number from 0 on, or a metric is no number.
         """
-        if step is not None:
-            if isinstance(step, bool) or not hasattr(step, "__index__"):
-                raise StateError(f"step={step!r}: a whole number is needed")
-            step = operator.index(step)
-            if not 0 <= step < 10**18:
-                raise StateError(f"step {step}: from 0 on, and of at most 18 digits")
+        step = None if step is None else checked_step(step)
         try:
             values = {checked_name(name): float(value) for name, value in (metrics or {}).items()}
         except (TypeError, ValueError, AttributeError) as error:
             raise StateError(f"metrics={metrics!r}: a dict of numbers is needed") from error
         return cls(step=step, overwrite=overwrite, check_replicas=check_replicas, metrics=values)
+
+
+def checked_step(step: object) -> int:
+    """A step as a user gives it.
+
+    Raises:
+        StateError: it is no whole number from 0 on.
+    """
+    if isinstance(step, bool) or not isinstance(step, SupportsIndex):
+        raise StateError(f"step={step!r}: a whole number is needed")
+    number = operator.index(step)
+    if not 0 <= number < 10**18:
+        raise StateError(f"step {number}: from 0 on, and of at most 18 digits")
+    return number
+
+
+def is_due(step: object, every: int) -> bool:
+    """Whether a step is a multiple of this. What is no step is due: so all ranks hear of it."""
+    try:
+        return checked_step(step) % every == 0
+    except StateError:
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

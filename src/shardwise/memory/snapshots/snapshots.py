@@ -309,6 +309,7 @@ class Snapshots:
 
         def remove_free() -> bytes:
             self._staging.remove()
+            self._raise_failures()  # by now it is known whether old checkpoints could go
             return b""
 
         def remove() -> bytes:
