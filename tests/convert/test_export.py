@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -156,6 +157,19 @@ def test_it_goes_on_where_it_was_broken_off(
     assert sw.open(tmp_path / "new").verify() > 0
     assert FOLDER not in os.listdir(tmp_path / "new")
     assert not list((tmp_path / "new").glob("*.part"))
+
+
+def test_a_full_disk_is_told(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> object:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(conversion, "write_output", full)
+    with pytest.raises(OSError, match=r"No space left.*: make room.*new/r00000") as caught:
+        sw.export(source, tmp_path / "new", to="native")
+    assert caught.value.errno == errno.ENOSPC
+    monkeypatch.undo()
+    sw.export(source, tmp_path / "new", to="native")
+    assert sw.open(tmp_path / "new").verify() > 0
 
 
 def test_what_is_damaged_on_the_way_is_noticed(

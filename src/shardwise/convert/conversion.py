@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -25,6 +26,7 @@ from shardwise.store.store import Buffer
 SMALLEST_MEMORY = 16 << 20
 LARGEST_READ = 32 << 20
 ALIGNMENT = 4096
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +159,14 @@ def _write(output: Output, source: Source, folder: Path, largest: int) -> Sums:
     name = Path(output.name).name
     beside = f"{name}.part"
     store.delete(beside)
-    with closing(store.create(beside, output.size)) as file:
-        sums = write_output(output, source, file, largest)
+    try:
+        with closing(store.create(beside, output.size)) as file:
+            sums = write_output(output, source, file, largest)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        said = f"{error.strerror}: make room, and convert again, which goes on from here"
+        raise OSError(error.errno, said, str(store.path / name)) from error
     os.replace(store.path / beside, store.path / name)
     store.sync()
     return sums
