@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import os
-import time
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,6 @@ from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, write_note
 from shardwise.memory.node.notes import Draft
 from shardwise.memory.node.place import Place
-from shardwise.memory.snapshots import staging
-from shardwise.memory.snapshots.stage import Fill
 from tests.memory.test_snapshots import shm
 
 __all__ = ["shm"]
@@ -115,33 +112,42 @@ def test_memory_in_a_relative_directory_stays_where_it_was(
     assert not list((shm / "elsewhere").iterdir())
 
 
-def test_a_child_that_was_forked_ends_while_a_copy_is_under_way(
-    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stage = staging.stage
-    released = tmp_path / "released"
+FORK = """
+import atexit, os, sys, threading, time
+import torch
+import shardwise as sw
+from shardwise.memory.snapshots import staging
 
-    def slow(fill: Fill, low: int, high: int, *rest: object) -> None:
-        while not released.exists():
-            time.sleep(0.01)
-        stage(fill, low, high, *rest)  # type: ignore[arg-type]
+root, shm = sys.argv[1:]
+released, stage = threading.Event(), staging.stage
 
-    monkeypatch.setattr(staging, "stage", slow)
-    with sw.Checkpointer(tmp_path / "root", memory=memory(shm, overlap=True)) as cp:
-        handle = cp.save(1, {"t": torch.ones(9)})
-        assert handle is not None
-        child = os.fork()
-        if not child:
-            atexit._run_exitfuncs()
-            os._exit(0)
-        deadline = time.monotonic() + 20
-        while os.waitpid(child, os.WNOHANG) == (0, 0):
-            if time.monotonic() > deadline:
-                os.kill(child, 9)
-            time.sleep(0.01)
-        assert time.monotonic() < deadline, "it waits for a copy that it does not make"
-        released.touch()
-        handle.result(20.0)
+def slow(*arguments):
+    released.wait()
+    stage(*arguments)
+
+staging.stage = slow
+memory = sw.Memory(dir=shm, wait=10.0, overlap=True)
+with sw.Checkpointer(root, memory=memory) as cp:
+    handle = cp.save(1, {"t": torch.ones(9)})
+    child = os.fork()
+    if not child:
+        atexit._run_exitfuncs()
+        os._exit(0)
+    deadline = time.monotonic() + 20
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, 9)
+            sys.exit("it waits for a copy that it does not make")
+        time.sleep(0.01)
+    released.set()
+    handle.result(20.0)
+"""
+
+
+def test_a_child_that_was_forked_ends_while_a_copy_is_under_way(tmp_path: Path, shm: Path) -> None:
+    command = [sys.executable, "-c", FORK, str(tmp_path / "root"), str(shm)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_of_several_checkpointers_of_a_root_the_last_one_saves(tmp_path: Path, shm: Path) -> None:
@@ -156,3 +162,24 @@ def test_of_several_checkpointers_of_a_root_the_last_one_saves(tmp_path: Path, s
         handle.result(20.0)
     assert second.steps() == [1, 2]
     assert not list(shm.glob("**/*.slot"))
+
+
+def test_steps_go_back_only_by_restoring(tmp_path: Path, shm: Path) -> None:
+    root = tmp_path / "root"
+    with sw.Checkpointer(root, every=1000, memory=memory(shm)) as cp:
+        for step in (10, 20):
+            handle = cp.save(step, {"t": step})
+            assert handle is not None
+            handle.result(20.0)
+        with pytest.raises(sw.StateError, match="memory holds step 20 of this run, which is newer"):
+            cp.save(11, {"t": 11})
+    with sw.Checkpointer(root, every=1000, memory=memory(shm)) as cp:
+        with pytest.raises(sw.StateError, match="memory holds step 20"):
+            cp.save(1, {"t": 1})
+        state = {"t": 0}
+        assert cp.restore(state, step=10) == 10
+        handle = cp.save(11, {"t": 11})
+        assert handle is not None
+        handle.result(20.0)
+        assert cp.restore(state) == 11
+        assert state == {"t": 11}

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import suppress
 
-from shardwise.errors import FormatError
+from shardwise.errors import FormatError, StateError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.lineage import Lineage
 from shardwise.memory.node.place import Place
-from shardwise.memory.node.retire import discard
+from shardwise.memory.node.retire import LONG, LONGEST, discard
 
 
 def leave_behind(
@@ -41,7 +41,25 @@ def leave_behind(
     kept = [place for place in valid if place.step == step or _is_being_persisted(place, nodes)]
     finished = [place for place in valid if place not in kept and not _is_under_way(place)]
     kept += finished[: max(0, slots - len(kept))]
-    discard([place for place in places if place not in kept])
+    # At the end of a run, an agent may still be removing what is no longer kept in storage.
+    patience = LONGEST if step is None else LONG
+    discard([place for place in places if place not in kept], patience)
+
+
+def refuse_to_go_back(run: Run, step: int, lineage: Lineage) -> None:
+    """Refuse a step before one that is in memory, unless the run has gone back to before that.
+
+    Raises:
+        StateError: it is one; what is in memory would be taken for newer than what is saved now.
+    """
+    places = [Place(run, each) for each in run.steps() if each > step]
+    newer = [each for each in places if each.is_committed() and not is_abandoned(each, lineage)]
+    if newer:
+        raise StateError(
+            f"step {step}: memory holds step {newer[-1].step} of this run, which is newer. To go "
+            f"on from that, restore() first; to go back, restore(state, step=…); to begin anew, "
+            "save to another root, or remove this one"
+        )
 
 
 def is_abandoned(place: Place, lineage: Lineage) -> bool:

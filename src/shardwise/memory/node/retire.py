@@ -20,7 +20,7 @@ from shardwise.store import LocalStore
 
 ENDED = "ended"
 REMEMBERED = 64
-PATIENCE, LONG = 0.05, 30.0
+PATIENCE, LONG, LONGEST = 0.05, 30.0, 600.0
 POLL = 0.002
 
 
@@ -124,8 +124,11 @@ def discard_newer(run: Run, step: int | None) -> None:
     discard([Place(run, each) for each in run.steps() if step is None or each > step])
 
 
-def discard(places: Sequence[Place]) -> None:
+def discard(places: Sequence[Place], patience: float = LONG) -> None:
     """Retire snapshots, whatever was still to become of them.
+
+    Args:
+        patience: seconds that each is waited for.
 
     Raises:
         StoreError: an agent does not cease to work on one.
@@ -133,10 +136,10 @@ def discard(places: Sequence[Place]) -> None:
     for place in places:
         place.abandon()
     for place in places:
-        if not retire(place, LONG) and place.path.exists():
+        if not retire(place, patience) and place.path.exists():
             raise StoreError(
-                f"{place.path}: its agent has worked on it for {LONG:.0f} s, so that it cannot be "
-                "discarded, though the run goes on from an older step"
+                f"{place.path}: its agent has worked on it for {patience:.0f} s, so that it cannot "
+                "be discarded, as it is to be"
             )
 
 

@@ -21,7 +21,7 @@ from shardwise.memory.agent.guard import gaps
 from shardwise.memory.agent.keeper import Keeper
 from shardwise.memory.network.vigil import Agents
 from shardwise.memory.node.acquaintances import remember
-from shardwise.memory.node.branches import leave_behind
+from shardwise.memory.node.branches import leave_behind, refuse_to_go_back
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.lineage import Lineage, go_on_from
 from shardwise.memory.node.meeting import meet, reaching
@@ -164,6 +164,7 @@ class Snapshots:
             card = agent_of(self.home, self._options)
             brought.append(prepare())
             job = brought[0]
+            refuse_to_go_back(self.run, job.options.step or 0, self.meeting.lineage)
             self._let_end(job.options.step)
             staging = self._staging
             free = not staging.is_prepared or storing.durable or staging.has_free()
