@@ -64,7 +64,7 @@ def test_publishing_does_not_wait_for_old_checkpoints(tmp_path: Path, shm: Path)
         second = cp.save(2, {"t": 2})
         assert second is not None
         second.result(20.0)
-    cp.close()
+        cp.close()
     assert cp.steps() == [1, 2]  # one that is read stays until the next time
 
 
