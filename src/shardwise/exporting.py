@@ -79,7 +79,7 @@ def export(
     with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
 
         def enter() -> Store:
-            _check(target, to, dtype, config, max_memory)
+            _check(target, to, dtype, config, max_memory, max_file)
             store = open_store(place)
             cleanup.enter_context(store.hold(MANIFEST, shared=True))
             return store
@@ -107,6 +107,7 @@ def _check(
     dtype: str | None,
     config: str | os.PathLike[str] | None,
     max_memory: int,
+    max_file: int,
 ) -> None:
     _folder(target)
     if to not in TARGETS:
@@ -115,8 +116,12 @@ def _check(
         raise StateError(f"config={os.fspath(config)!r}: a file is needed, and to='hf'")
     if dtype is not None and dtype not in FLOATS:
         raise StateError(f"dtype={dtype!r}: one of {', '.join(FLOATS)} is needed")
-    if max_memory < SMALLEST_MEMORY:
-        raise StateError(f"max_memory={max_memory}: at least {SMALLEST_MEMORY} bytes are needed")
+    for name, bound, least in (
+        ("max_memory", max_memory, SMALLEST_MEMORY),
+        ("max_file", max_file, 1),
+    ):
+        if type(bound) is not int or bound < least:
+            raise StateError(f"{name}={bound!r}: a number of bytes is needed, at least {least}")
 
 
 def _choose(

@@ -224,6 +224,8 @@ def test_a_kill_leaves_nothing_that_looks_whole(source: Path, tmp_path: Path, wr
         ({"only": ["nothing"]}, "leave no tensor"),
         ({"root": "net"}, "of model, optimizer"),
         ({"max_memory": 1}, "at least"),
+        ({"max_memory": "1G"}, "a number of bytes"),
+        ({"max_file": 0}, "at least 1"),
         ({"config": "nowhere.json"}, "a file is needed"),
         ({"config": __file__, "to": "dcp"}, "to='hf'"),
         ({"to": "native", "dtype": "float16", "root": "net"}, "nothing lies below 'net'"),

@@ -156,5 +156,7 @@ def test_a_wrong_text_shows_where(tmp_path: Path) -> None:
         sw.spec("ranks tp\nw -> [(")
     with pytest.raises(sw.StateError, match="no specification that ships"):
         sw.spec("llama7")
+    with pytest.raises(sw.StateError, match="has a `->` on each line"):
+        sw.spec("a => b")
     with pytest.raises(sw.StateError, match="whole number"):
         sw.spec(TEXT, layers="2")  # type: ignore[arg-type]

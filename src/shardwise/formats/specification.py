@@ -79,5 +79,8 @@ def spec(
     path = Path(source)
     if not path.is_file():
         ships = ", ".join(names())
-        raise StateError(f"{path} is no file, and no specification that ships ({ships})")
+        raise StateError(
+            f"{str(source)!r} is no file, no specification that ships ({ships}), and no text of "
+            "one, which has a `->` on each line"
+        )
     return Specification(parse(path.read_text(), str(path)), sizes, files)
