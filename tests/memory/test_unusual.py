@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,15 @@ import shardwise as sw
 from shardwise.errors import CheckpointExistsError, StoreError
 from shardwise.manifest.names import step_directory
 from shardwise.memory.agent.duties import Leading
+from shardwise.memory.network.assembling import what_is_held
+from shardwise.memory.network.vigil import Agents
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, write_note
-from shardwise.memory.node.notes import Draft
+from shardwise.memory.node.notes import Done, Draft
 from shardwise.memory.node.place import Place
-from tests.memory.test_snapshots import shm
+from shardwise.memory.node.retire import ENDED
+from shardwise.memory.snapshots.handle import Stages
+from tests.memory.test_snapshots import end_agents, shm
 
 __all__ = ["shm"]
 
@@ -183,3 +188,49 @@ def test_steps_go_back_only_by_restoring(tmp_path: Path, shm: Path) -> None:
         handle.result(20.0)
         assert cp.restore(state) == 11
         assert state == {"t": 11}
+
+
+def test_a_home_that_is_removed_under_a_run_is_told(tmp_path: Path, shm: Path) -> None:
+    cp = sw.Checkpointer(tmp_path / "root", memory=memory(shm))
+    handle = cp.save(1, {"t": 1})
+    assert handle is not None
+    handle.result(20.0)
+    end_agents(shm)
+    shutil.rmtree(Home(shm).path)
+    with pytest.raises(StoreError, match="was removed while it is in use"):
+        cp.save(2, {"t": 2})
+    cp.close(wait=False)
+
+
+def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, shm: Path) -> None:
+    """Its memory may go before anybody has told that it is protected."""
+    home = Home(shm)
+    place = Place(home.run("0" * 16), 1)
+    save_id = "f" * 16
+    place.path.mkdir(parents=True)
+    commit = notes.outcome("commit", save_id)
+    write_note(place.path / commit, Done(save_id=save_id, stage="commit"))
+    stages = Stages(
+        agents=Agents(home, None, None, 10.0),
+        place=place,
+        save_id=save_id,
+        stages=("commit", "protect", "persist"),
+        told_here=True,
+    )
+    assert stages.ended("protect") is None
+    ended = place.run.path / ENDED
+    ended.mkdir()
+    (place.path / commit).rename(ended / commit)
+    assert stages.wait("protect", 10.0).failure == ""
+    with pytest.raises(StoreError, match="newer ones have taken its place"):
+        stages.wait("persist", 10.0)
+    write_note(ended / notes.outcome("persist", save_id), Done(save_id=save_id, stage="persist"))
+    assert stages.wait("persist", 10.0).failure == ""
+
+
+def test_a_file_that_vanishes_as_others_look_hides_no_snapshot(shm: Path) -> None:
+    run = Home(shm).run("0" * 16)
+    run.step(1).mkdir(parents=True)
+    (run.step(1) / "manifest.json").write_bytes(b"{}")
+    (run.step(1) / ".note.json.0badf00d").symlink_to("nowhere")  # as one that is gone by now
+    assert what_is_held(run, "n").steps == {1: {"manifest.json": 2}}

@@ -166,7 +166,7 @@ def is_attended(home: Home) -> bool:
 
 @contextmanager
 def _attending(home: Home) -> Iterator[int]:
-    fd = os.open(home.path / "training.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = home.open_lock("training.lock")
     try:
         yield fd
     finally:

@@ -53,12 +53,20 @@ def what_is_held(run: Run, node: str) -> Held:
     for step in run.steps():
         place = Place(run, step)
         with suppress(FileNotFoundError):
-            found = place.path.iterdir()
-            steps[step] = {each.name: each.stat().st_size for each in found}
+            steps[step] = _sizes(place)
         with suppress(StoreError):  # a draft that is damaged knows nobody
             for draft in place.drafts() + place.terms():
                 knows |= {card.node: card for card in draft.nodes}
     return Held(node, steps, list(knows.values()))
+
+
+def _sizes(place: Place) -> dict[str, int]:
+    """Of the files in a place; agents may be removing some that nobody needs."""
+    found: dict[str, int] = {}
+    for each in place.path.iterdir():
+        with suppress(FileNotFoundError):
+            found[each.name] = each.stat().st_size
+    return found
 
 
 def ask_others(cards: Iterable[Card], run: str, tls: Tls | None) -> list[Held]:

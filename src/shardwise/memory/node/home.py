@@ -87,10 +87,24 @@ class Home:
             raise StoreError(f"{run!r} is no id of a run")
         return Run(self.path / "runs" / run)
 
+    def open_lock(self, name: str) -> int:
+        """Open a file by which processes of the node know of each other.
+
+        Raises:
+            StoreError: the home is gone.
+        """
+        try:
+            return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError as error:
+            raise StoreError(
+                f"{self} was removed while it is in use, and the snapshots in it: start the "
+                "training again, and see what cleans up there (systemd's RemoveIPC=, a batch job)"
+            ) from error
+
     @contextmanager
     def lock(self) -> Iterator[bool]:
         """Be the agent while the block runs; yields False if another is."""
-        fd = os.open(self.path / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = self.open_lock("agent.lock")
         try:
             with suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -111,7 +125,7 @@ class Home:
 
     def has_agent(self) -> bool:
         """Whether an agent lives here."""
-        fd = os.open(self.path / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = self.open_lock("agent.lock")
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two who look see no agent
         except BlockingIOError:

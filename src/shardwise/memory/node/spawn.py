@@ -67,7 +67,7 @@ def _await(home: Home, command: list[str], options: Memory) -> Card:
 @contextmanager
 def _alone(home: Home) -> Iterator[None]:
     """One rank of the node at a time."""
-    fd = os.open(home.path / "start.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = home.open_lock("start.lock")
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield

@@ -93,22 +93,32 @@ class Stages:
         Raises:
             StoreError: it has failed; or nothing can come of it, as the agent is gone.
         """
-        name = notes.outcome(stage, self.save_id)
-        done = self._known.get(stage) or read_note(self.place.path / name, Done)
-        if done is None:
-            done = read_note(self.place.run.path / ENDED / name, Done)
+        done = self._known.get(stage) or self._look_up(stage)
+        if done is None and stage == "protect" and self._is_replaced():
+            # Its memory has gone to newer ones meanwhile, which is no failure.
+            done = self._look_up(stage) or Done(save_id=self.save_id, stage=stage)
         if done is not None:
             self._known[stage] = done  # its note goes with the memory of the run
         if done is not None and done.failure:
             raise StoreError(f"step {self.place.step}: {stage}: {done.failure}")
         return done
 
+    def _look_up(self, stage: str) -> Done | None:
+        name = notes.outcome(stage, self.save_id)
+        done = read_note(self.place.path / name, Done)
+        return done or read_note(self.place.run.path / ENDED / name, Done)
+
+    def _is_replaced(self) -> bool:
+        """Whether it was committed, and is not in memory any more."""
+        commit = self._known.get("commit") or self._look_up("commit")
+        return commit is not None and not any(self.save_id in each for each in self.place.named(""))
+
     def wait(self, stage: str, timeout: float | None) -> Done:
         """Wait until a stage has ended.
 
         Raises:
-            StoreError: it has failed; or the agent of this node is gone, or that or the one that
-                leads does not answer.
+            StoreError: it has failed; newer ones have taken its place; or the agent of this node
+                is gone, or that or the one that leads does not answer.
             TimeoutError: `timeout` seconds have passed.
         """
         start = time.monotonic()
@@ -116,6 +126,10 @@ class Stages:
         pause = POLL[0]
         while (done := self.ended(stage)) is None:
             self.ended("commit")
+            if self._is_replaced() and self.ended(stage) is None:
+                raise StoreError(
+                    f"step {self.place.step}: {stage}: newer ones have taken its place before"
+                )
             now = time.monotonic()
             if timeout is not None and now - start > timeout:
                 raise TimeoutError(
