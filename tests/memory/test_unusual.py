@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from shardwise.manifest.names import step_directory
 from shardwise.memory.agent.duties import Leading
 from shardwise.memory.network.assembling import what_is_held
 from shardwise.memory.network.vigil import Agents
-from shardwise.memory.node import notes
+from shardwise.memory.node import notes, retire
 from shardwise.memory.node.home import Home, write_note
 from shardwise.memory.node.notes import Done, Draft
 from shardwise.memory.node.place import Place
@@ -234,3 +235,28 @@ def test_a_file_that_vanishes_as_others_look_hides_no_snapshot(shm: Path) -> Non
     (run.step(1) / "manifest.json").write_bytes(b"{}")
     (run.step(1) / ".note.json.0badf00d").symlink_to("nowhere")  # as one that is gone by now
     assert what_is_held(run, "n").steps == {1: {"manifest.json": 2}}
+
+
+def test_a_save_that_is_committed_meanwhile_is_not_taken_for_an_old_one(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = "a" * 16, "b" * 16
+    place = Place(Home(shm).run("0" * 16), 1)
+    place.path.mkdir(parents=True)
+    (place.path / "manifest.json").touch()
+    kept = place.path / f"r00000-{second}.safetensors"
+    kept.touch()
+    committed = {first}
+
+    def ended(self: Place, stage: str, save_id: str) -> Done | None:
+        return Done(save_id=save_id, stage=stage) if save_id in committed else None
+
+    def manifest_just_before(data: bytes) -> SimpleNamespace:
+        committed.add(second)
+        return SimpleNamespace(save_id=first)
+
+    monkeypatch.setattr(Place, "saves", lambda self: {first, second})
+    monkeypatch.setattr(Place, "ended", ended)
+    monkeypatch.setattr(retire, "decode_manifest", manifest_just_before)
+    assert not retire._tidy(place)
+    assert kept.exists()

@@ -183,8 +183,10 @@ def _tidy(place: Place) -> bool:
     by_save = place.saves()
     if len(by_save) < 2:
         return False
-    by_save -= {decode_manifest((place.path / MANIFEST).read_bytes()).save_id}
-    old = {save_id for save_id in by_save if place.ended("commit", save_id) is not None}
+    # The manifest is looked at last: a save whose commit has ended before has its own there, or is
+    # replaced. The other way round, one that is committed in between would be taken for old.
+    ended = {save_id for save_id in by_save if place.ended("commit", save_id) is not None}
+    old = ended - {decode_manifest((place.path / MANIFEST).read_bytes()).save_id}
     if not old:
         return False
     with place.hold(shared=False) as held:
