@@ -20,7 +20,8 @@ from shardwise.store import LocalStore
 
 ENDED = "ended"
 REMEMBERED = 64
-PATIENCE, LONG, LONGEST = 0.05, 30.0, 600.0
+PATIENCE, LONG = 0.05, 30.0
+REMOVING = 600.0  # what storage no longer keeps: the last that an agent does with a snapshot
 POLL = 0.002
 
 

@@ -6,6 +6,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import msgspec
 
@@ -28,6 +29,7 @@ from shardwise.memory.node.meeting import meet, reaching
 from shardwise.memory.node.notes import Card, Draft
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.predecessors import remove_predecessors
+from shardwise.memory.node.retire import LONG, REMOVING
 from shardwise.memory.node.spawn import agent_of
 from shardwise.memory.node.tenants import evict
 from shardwise.memory.node.trainers import Presence, forget_lost
@@ -241,10 +243,10 @@ class Snapshots:
         )
         self.meeting.lineage = msgspec.msgpack.decode(reply, type=Lineage)
 
-    def _discard(self, step: int | None) -> bytes:
+    def _discard(self, step: int | None, patience: float = LONG) -> bytes:
         if self.is_first_of_node:
             meeting, slots = self.meeting, self._options.slots
-            leave_behind(self.run, step, meeting.lineage, meeting.node_of, slots)
+            leave_behind(self.run, step, meeting.lineage, meeting.node_of, slots, patience)
         return b""
 
     def close(self, *, wait: bool, failed: bool) -> None:
@@ -318,7 +320,8 @@ class Snapshots:
                 shutil.rmtree(self.run.path, ignore_errors=True)
             return b""
 
-        exchange(self._group, "giving memory back", lambda: self._discard(None), lambda _: b"")
+        discard = partial(self._discard, None, REMOVING)
+        exchange(self._group, "giving memory back", discard, lambda _: b"")
         exchange(self._group, "giving memory back", remove_free, lambda _: b"")
         exchange(self._group, "giving memory back", remove, lambda _: b"")
 
