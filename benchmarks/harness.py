@@ -104,6 +104,20 @@ class Bench:
         self.seconds.setdefault(name, []).append(time.perf_counter() - start)
         return done
 
+    def in_a_row(self, times: int, once: Callable[[], T]) -> T:
+        """Do something that measures so many times, and keep the median of each thing measured.
+
+        What lay idle for long is slow at its first touch on some machines, and not at the next.
+        """
+        before = {name: len(seconds) for name, seconds in self.seconds.items()}
+        for _ in range(times):
+            done = once()
+        for name, seconds in self.seconds.items():
+            new = before.get(name, 0)
+            if seconds[new:]:
+                seconds[new:] = [statistics.median(seconds[new:])]
+        return done
+
     def clear(self) -> None:
         """Delete what was written."""
         if self.rank == 0:

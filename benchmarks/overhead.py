@@ -26,14 +26,14 @@ import shardwise as sw
 from shardwise.manifest.checksums import block_checksums
 
 MEMORY = Path("/dev/shm/shardwise-overhead")
-STEPS, STEPS_QUICK, WARM = 30, 4, 2
+STEPS, STEPS_QUICK, WARM = 20, 4, 2
 COPIES = 5
 NEVER = 1 << 30
 WITHOUT = "no snapshots"
 OVERLAPPED, AT_ONCE = "sw, overlapped", "sw, at once"
 COPY = "one copy of a rank's share"
 SHAPES = {
-    1: Shape(layers=5, width=512, heads=8, batch=2, length=192),
+    1: Shape(layers=3, width=1024, heads=16, batch=1, length=192),
     2: Shape(layers=11, width=512, heads=8, batch=1, length=128),
 }
 QUICK = Shape(layers=2, width=64, heads=2, batch=1, length=16)

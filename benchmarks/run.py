@@ -35,7 +35,14 @@ RUNS = [
     *(Run("reshard", 4, dtype) for dtype in ("float32", "bfloat16")),
     *(
         Run(question)
-        for question in ("many_tensors", "memory", "planning", "checksums", "snapshots")
+        for question in (
+            "many_tensors",
+            "memory",
+            "planning",
+            "checksums",
+            "snapshots",
+            "snapshots_large",
+        )
     ),
     *(Run("overhead", processes) for processes in (1, 2)),
     Run("rebuild", 3),

@@ -22,6 +22,7 @@ from peers import Begun, Peer, Tensors, local, peers
 import shardwise as sw
 
 THREADS = 4
+TIMES = 3
 HALF = Size(tensors=64)  # memory holds it about ten times over, with all peers
 MEMORY = Path("/dev/shm/shardwise-bench")
 COPY = "copy into memory that was touched before"
@@ -32,7 +33,11 @@ COPIED_LATER = {"torch_checkpointing", "dcp.async_save, thread, memory kept, cop
 
 
 def main() -> None:
-    bench = Bench("snapshots", HALF, arguments())
+    ask(Bench("snapshots", HALF, arguments()), beside=lambda _: True)
+
+
+def ask(bench: Bench, beside: Callable[[str], bool]) -> None:
+    """Measure ours and those peers that are to be measured beside it, by their names."""
     model = bench.model(ROWS)
     state: dict[str, object] = {"model": model}
     root = bench.dir.parent / "snapshots-root"
@@ -40,19 +45,19 @@ def main() -> None:
         cleanup.callback(clean, bench, root)
         checkpointer = make_checkpointer(bench, root)
         checkpointer.prepare(state)
-        ways = {OURS: ours(checkpointer, state, root)} | peers(model, cleanup)
+        ways = {OURS: ours(checkpointer, state, root)}
+        ways |= {name: way for name, way in peers(model, cleanup).items() if beside(name)}
         copy = copier(local(model).values(), THREADS)
         copy()
         for name, way in ways.items():
             bench.clear()
             bench.measure(f"{name}: the first", lambda w=way: waited(w, bench.dir / "first"))()
         for step in bench.rounds:
-            bench.measure(COPY, copy)
+            bench.in_a_row(TIMES, lambda: bench.measure(COPY, copy))
             bench.clear()
             bench.measure("direct write", lambda: direct_write(written(bench), share(bench)))
             for name, way in ways.items():
-                bench.clear()
-                begin(bench, name, way, bench.dir / f"{step}").result()
+                bench.in_a_row(TIMES, partial(once, bench, name, way, bench.dir / f"{step}"))
             bench.measure(OURS_DURABLE, lambda: ways[OURS].begin(bench.dir).result())
             recover(bench, checkpointer, state, root)
         report(bench, list(ways))
@@ -66,6 +71,12 @@ def main() -> None:
         divide_replicas(bench, checkpointer)
         checkpointer.close(wait=False)
     bench.finish()
+
+
+def once(bench: Bench, name: str, way: Peer, path: Path) -> None:
+    """One save, from its beginning until it is durable."""
+    bench.clear()
+    begin(bench, name, way, path).result()
 
 
 def begin(bench: Bench, name: str, way: Peer, path: Path) -> Begun:
@@ -137,7 +148,9 @@ def recover(
     bench: Bench, checkpointer: sw.Checkpointer, state: dict[str, object], root: Path
 ) -> None:
     """Restore the newest from memory, and load the same from disk, cold."""
-    step = bench.measure(RECOVERED, lambda: checkpointer.restore(state))
+    step = bench.in_a_row(
+        TIMES, lambda: bench.measure(RECOVERED, lambda: checkpointer.restore(state))
+    )
     report = checkpointer.last_restore
     if report is None or report.source != "memory":
         raise RuntimeError("it was not restored from memory")

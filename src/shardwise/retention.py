@@ -48,10 +48,15 @@ class Keep:
         if self.mode not in ("min", "max"):
             raise ValueError(f"Keep(mode={self.mode!r}): 'min' or 'max' is needed")
 
+    @property
+    def removes(self) -> bool:
+        """Whether there is a rule, so that any go."""
+        return not (self.last is None and self.every is None and self.best is None)
+
     def kept(self, steps: Sequence[int], metrics: Mapping[int, Metrics]) -> set[int]:
         """Which of these steps are kept."""
         ordered = sorted(steps)
-        if self.last is None and self.every is None and self.best is None:
+        if not self.removes:
             return set(ordered)
         kept = set(ordered[-(self.last or 1) :])
         if self.every is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,18 @@ import pytest
 import shardwise as sw
 from shardwise.errors import StoreError
 from shardwise.manifest.names import MANIFEST, step_directory
+from shardwise.memory.agent import duties
+from shardwise.memory.agent.duties import Leading
+from shardwise.memory.node import notes
+from shardwise.memory.node.home import Home, new_run, write_note
+from shardwise.memory.node.notes import Card, Done, Draft
+from shardwise.memory.node.place import Place
+from shardwise.memory.node.retire import retire
 from shardwise.store.local import LocalStore
 from tests.memory.test_snapshots import shm
 
 __all__ = ["shm"]
+SAVE = "0" * 16
 
 
 def checkpointer(root: Path, shm: Path) -> sw.Checkpointer:
@@ -79,3 +89,66 @@ def test_old_checkpoints_that_cannot_go_are_told_of_when_the_run_is_closed(
         cp.close()
     assert cp.steps() == [0, 1]
     assert not list(shm.glob("**/*.slot"))
+
+
+def persisted(tmp_path: Path, keep: sw.Keep, *, by: str, failure: str = "") -> Place:
+    """Step 2, as a node persisted it; step 1 is in storage as well."""
+    root = tmp_path / "root"
+    for step in (1, 2):
+        sw.save(root / step_directory(step), {"t": step})
+    place = Place(Home(tmp_path / "home").run(new_run()), 2)
+    place.path.mkdir(parents=True)
+    draft = Draft(
+        save_id=SAVE,
+        step=2,
+        manifest="",
+        files=[],
+        nodes=[Card("here", "", "")],
+        leader="here",
+        root=str(root),
+        keep=asdict(keep),
+    )
+    write_note(place.path / notes.draft(SAVE), draft)
+    done = Done(save_id=SAVE, stage="persist", node=by, failure=failure)
+    write_note(place.path / notes.outcome("persist", SAVE), done)
+    return place
+
+
+@pytest.mark.parametrize(
+    ("keep", "by", "failure", "removed"),
+    [
+        (sw.Keep(last=1), "here", "", True),
+        (sw.Keep(last=1), "elsewhere", "", False),
+        (sw.Keep(last=1), "here", "the disk is full", False),
+        (sw.Keep(), "here", "", False),
+    ],
+)
+def test_the_node_that_persisted_a_checkpoint_removes_older_ones(
+    tmp_path: Path, keep: sw.Keep, by: str, failure: str, removed: bool
+) -> None:
+    place = persisted(tmp_path, keep, by=by, failure=failure)
+    assert Leading("here").retain(place) == removed
+    assert (place.ended(notes.RETAIN, SAVE) is not None) == removed
+    assert (tmp_path / "root" / step_directory(1)).exists() != removed
+    assert not Leading("here").retain(place)
+
+
+def test_a_snapshot_may_be_retired_while_older_checkpoints_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A storage that is slow to remove holds no memory."""
+    place = persisted(tmp_path, sw.Keep(last=1), by="here")
+    begun, retired = threading.Event(), threading.Event()
+
+    def slow(_: Draft) -> int:
+        begun.set()
+        return int(retired.wait(20.0))
+
+    monkeypatch.setattr(duties, "retain", slow)
+    removing = threading.Thread(target=Leading("here").retain, args=(place,))
+    removing.start()
+    assert begun.wait(20.0)
+    assert retire(place, 0.0)
+    retired.set()
+    removing.join(20.0)
+    assert not removing.is_alive()

@@ -24,7 +24,7 @@ from shardwise.manifest.manifest import FileEntry, complete_manifest, decode_man
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory.agent.guard import guard, protection_of
 from shardwise.memory.agent.persist import Throttle, copy_to_store
-from shardwise.memory.agent.publication import publication, retain
+from shardwise.memory.agent.publication import publication, removes, retain
 from shardwise.memory.agent.rescue import copy_lost
 from shardwise.memory.network.nodes import Nodes, of_each
 from shardwise.memory.node import notes
@@ -103,6 +103,18 @@ class Leading:
                 self._finish(place, "persist", draft, self._persist)
         return busy
 
+    def retain(self, place: Place) -> bool:
+        """Remove what storage no longer keeps, now that this node has persisted the snapshot."""
+        busy = False
+        for draft in [*place.drafts(), *place.terms()]:
+            persisted = place.ended("persist", draft.save_id)
+            if persisted is None or persisted.failure or persisted.node != self.node:
+                continue
+            if removes(draft) and not place.has(notes.outcome(notes.RETAIN, draft.save_id)):
+                busy = True
+                self._finish(place, notes.RETAIN, draft, self._retain)
+        return busy
+
     def _lead(
         self,
         place: Place,
@@ -146,16 +158,9 @@ class Leading:
                 files=len(draft.files),
             )
             nodes.tell_all(notes.outcome(stage, draft.save_id), done)
-            if stage == "persist" and not failure:
-                self._retain(place, draft, nodes)
 
-    def _retain(self, place: Place, draft: Draft, nodes: Nodes) -> None:
-        """Remove what is no longer kept in storage; of this, only a failure is told."""
-        _, failure = attempt(place, lambda: retain(draft))
-        if failure:
-            stage = notes.RETAIN
-            done = Done(save_id=draft.save_id, stage=stage, failure=failure, node=self.node)
-            nodes.tell_all(notes.outcome(stage, draft.save_id), done)
+    def _retain(self, place: Place, draft: Draft, nodes: Nodes) -> int:
+        return retain(draft)
 
     def _commit(self, place: Place, draft: Draft, nodes: Nodes) -> int:
         by_node = _files_by_node(draft)

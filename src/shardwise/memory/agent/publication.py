@@ -74,15 +74,23 @@ def publication(draft: Draft) -> Iterator[Publication]:
                     store.delete(lock_file(draft.save_id))
 
 
+def removes(draft: Draft) -> bool:
+    """Whether there are checkpoints that are not kept for ever below its root."""
+    return _keep_of(draft).removes
+
+
 def retain(draft: Draft) -> int:
     """Remove what is no longer kept below the root of what is published; how many checkpoints.
 
     Freeing the blocks of a large file can take as long as a third of writing it, so this is no
-    part of publishing. An agent that is killed before it leaves this to the next save.
+    part of publishing. Whoever is ended before that leaves it to the next save.
     """
-    keep = Keep(**draft.keep)  # type: ignore[arg-type]
     root = open_store(draft.root)
-    return len(apply_retention(root, keep, newest=draft.step, damaged=frozenset()))
+    return len(apply_retention(root, _keep_of(draft), newest=draft.step, damaged=frozenset()))
+
+
+def _keep_of(draft: Draft) -> Keep:
+    return Keep(**draft.keep)  # type: ignore[arg-type]
 
 
 def _save_at(store: Store) -> str | None:

@@ -12,8 +12,9 @@ from shardwise.memory.node.trainers import lost_trainers
 
 
 def of_sealing(seen: Seen) -> list[str]:
-    """Data files that have no checksums."""
-    return notes.unsealed(seen.names)
+    """Data files that have no checksums, once no rank copies any: trainings wait for that."""
+    copied = notes.being_copied(seen.names)
+    return [name for name in notes.unsealed(seen.names) if notes.save_of(name) not in copied]
 
 
 def of_committing(seen: Seen) -> list[str]:
@@ -34,14 +35,20 @@ def of_persisting(seen: Seen) -> list[str]:
     return [*drafts, *(notes.request("rescue", save_id) for save_id in called)]
 
 
+def of_retaining(seen: Seen) -> list[str]:
+    """Saves that are persisted, of which it is not told that older ones are removed."""
+    return notes.unended(notes.RETAIN, "persist-all", seen.names)
+
+
 def of_guarding(seen: Seen) -> list[str]:
     """Saves for which others ask this node to protect them."""
     return notes.undone("protect", seen.names)
 
 
 def of_copying(seen: Seen) -> list[str]:
-    """Saves of which this node is asked to copy its files to storage."""
-    return notes.undone("persist", seen.names)
+    """Saves of which this node is asked to copy its files to storage, once all are in memory."""
+    copied = notes.being_copied(seen.names)
+    return [save_id for save_id in notes.undone("persist", seen.names) if save_id not in copied]
 
 
 def of_watching(seen: Seen) -> list[str]:

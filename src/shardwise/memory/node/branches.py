@@ -12,7 +12,7 @@ from shardwise.memory.node import notes
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.lineage import Lineage
 from shardwise.memory.node.place import Place
-from shardwise.memory.node.retire import LONG, discard
+from shardwise.memory.node.retire import discard
 
 
 def leave_behind(
@@ -21,7 +21,6 @@ def leave_behind(
     lineage: Lineage,
     nodes: Collection[str],
     slots: int,
-    patience: float = LONG,
 ) -> None:
     """Discard what nothing comes of any more on this node, as the run goes on from a step.
 
@@ -33,7 +32,6 @@ def leave_behind(
         lineage: where the run has gone back until now.
         nodes: that it goes on with.
         slots: how many snapshots are to be kept.
-        patience: seconds that an agent which works on one is waited for.
 
     Raises:
         StoreError: an agent does not cease to work on it.
@@ -47,7 +45,7 @@ def leave_behind(
     kept = [place for place in valid if place.step == step or _is_being_persisted(place, nodes)]
     finished = [place for place in valid if place not in kept and not _is_under_way(place)]
     kept += finished[: max(0, slots - len(kept))]
-    discard([place for place in places if place not in kept], patience)
+    discard([place for place in places if place not in kept])
 
 
 def refuse_to_go_back(run: Run, step: int, lineage: Lineage) -> None:

@@ -20,8 +20,9 @@ PlainName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,
 DATA = (".safetensors", ".bin")
 """How the names of files end that are no notes."""
 RETAIN = "retain"
-"""What comes after the last stage: old checkpoints go. There is a note of it only if it failed."""
+"""What comes after the last stage, and only the end of a run waits for: old checkpoints go."""
 _STAGED = ".staged.json"
+_COPYING = ".copying"
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _NOTE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.json")
 
@@ -165,6 +166,16 @@ def save_of(data_file: str) -> str:
 def staged(data_file: str) -> str:
     """The name of the note that a data file is staged."""
     return data_file.removesuffix(".safetensors") + _STAGED
+
+
+def copying(data_file: str) -> str:
+    """The name of the mark that a rank copies its data file into memory now."""
+    return data_file.removesuffix(".safetensors") + _COPYING
+
+
+def being_copied(names: Iterable[str]) -> set[str]:
+    """The saves of which ranks of this node copy files now."""
+    return {save_of(name) for name in names if name.endswith(_COPYING)}
 
 
 def kept(data_file: str, number: int) -> str:

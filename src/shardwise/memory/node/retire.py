@@ -21,7 +21,6 @@ from shardwise.store import LocalStore
 ENDED = "ended"
 REMEMBERED = 64
 PATIENCE, LONG = 0.05, 30.0
-REMOVING = 600.0  # what storage no longer keeps: the last that an agent does with a snapshot
 POLL = 0.002
 
 
@@ -125,11 +124,8 @@ def discard_newer(run: Run, step: int | None) -> None:
     discard([Place(run, each) for each in run.steps() if step is None or each > step])
 
 
-def discard(places: Sequence[Place], patience: float = LONG) -> None:
+def discard(places: Sequence[Place]) -> None:
     """Retire snapshots, whatever was still to become of them.
-
-    Args:
-        patience: seconds that each is waited for.
 
     Raises:
         StoreError: an agent does not cease to work on one.
@@ -137,9 +133,9 @@ def discard(places: Sequence[Place], patience: float = LONG) -> None:
     for place in places:
         place.abandon()
     for place in places:
-        if not retire(place, patience) and place.path.exists():
+        if not retire(place, LONG) and place.path.exists():
             raise StoreError(
-                f"{place.path}: its agent has worked on it for {patience:.0f} s, so that it cannot "
+                f"{place.path}: its agent has worked on it for {LONG:.0f} s, so that it cannot "
                 "be discarded, as it is to be"
             )
 

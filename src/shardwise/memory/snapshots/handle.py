@@ -30,6 +30,7 @@ class Stages:
 
     Attributes:
         told_here: it is this rank that logs such a failure.
+        retains: older checkpoints are to go from storage after the last stage.
     """
 
     agents: Agents
@@ -37,6 +38,7 @@ class Stages:
     save_id: str
     stages: tuple[str, ...]
     told_here: bool
+    retains: bool = False
     _known: dict[str, Done] = field(default_factory=dict)
 
     @property
@@ -44,13 +46,17 @@ class Stages:
         """Whether it is to be persisted in any case."""
         return self.stages[-1] == "persist"
 
+    @property
+    def _with_last(self) -> tuple[str, ...]:
+        return (*self.stages, notes.RETAIN) if self.retains else self.stages
+
     def check(self) -> bool:
         """Whether no stage has failed.
 
         Raises:
             StoreError: one has, of a save that is to be persisted; says which, and why.
         """
-        return self._bear(lambda: [self.ended(stage) for stage in (*self.stages, notes.RETAIN)])
+        return self._bear(lambda: [self.ended(stage) for stage in self._with_last])
 
     def settle(self) -> bool:
         """Wait until all stages have ended; whether none has failed.
@@ -59,6 +65,15 @@ class Stages:
             StoreError: as for `check`.
         """
         return self._bear(lambda: self.wait_all(None))
+
+    def await_removal(self) -> None:
+        """Wait until older checkpoints are gone from storage; `check` raises if they cannot go."""
+        if self.retains:
+            try:
+                self.wait(notes.RETAIN, None)
+            except StoreError as error:
+                failure = Done(save_id=self.save_id, stage=notes.RETAIN, failure=str(error))
+                self._known.setdefault(notes.RETAIN, failure)
 
     def _bear(self, look: Callable[[], object]) -> bool:
         try:
@@ -74,7 +89,7 @@ class Stages:
     def is_over(self) -> bool:
         """Whether all has ended well. What has failed is still to be raised."""
         try:
-            return all(self.ended(stage) is not None for stage in self.stages)
+            return all(self.ended(stage) is not None for stage in self._with_last)
         except StoreError:
             return False
 
@@ -94,8 +109,8 @@ class Stages:
             StoreError: it has failed; or nothing can come of it, as the agent is gone.
         """
         done = self._known.get(stage) or self._look_up(stage)
-        if done is None and stage == "protect" and self._is_replaced():
-            # Its memory has gone to newer ones meanwhile, which is no failure.
+        if done is None and stage in ("protect", notes.RETAIN) and self._is_replaced():
+            # Its memory has gone to newer ones meanwhile, which also do what was left of this.
             done = self._look_up(stage) or Done(save_id=self.save_id, stage=stage)
         if done is not None:
             self._known[stage] = done  # its note goes with the memory of the run

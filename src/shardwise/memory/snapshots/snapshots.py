@@ -6,7 +6,6 @@ import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import msgspec
 
@@ -29,7 +28,6 @@ from shardwise.memory.node.meeting import meet, reaching
 from shardwise.memory.node.notes import Card, Draft
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.predecessors import remove_predecessors
-from shardwise.memory.node.retire import LONG, REMOVING
 from shardwise.memory.node.spawn import agent_of
 from shardwise.memory.node.tenants import evict
 from shardwise.memory.node.trainers import Presence, forget_lost
@@ -243,10 +241,10 @@ class Snapshots:
         )
         self.meeting.lineage = msgspec.msgpack.decode(reply, type=Lineage)
 
-    def _discard(self, step: int | None, patience: float = LONG) -> bytes:
+    def _discard(self, step: int | None) -> bytes:
         if self.is_first_of_node:
             meeting, slots = self.meeting, self._options.slots
-            leave_behind(self.run, step, meeting.lineage, meeting.node_of, slots, patience)
+            leave_behind(self.run, step, meeting.lineage, meeting.node_of, slots)
         return b""
 
     def close(self, *, wait: bool, failed: bool) -> None:
@@ -280,6 +278,8 @@ class Snapshots:
             self._raise_failures()
             for each in self._open:
                 each.settle()
+            for each in self._open:
+                each.await_removal()
             if self._presence.is_followed():
                 return b"kept"
             return b"held" if self.run.steps() else b""
@@ -312,7 +312,7 @@ class Snapshots:
 
         def remove_free() -> bytes:
             self._staging.remove()
-            self._raise_failures()  # by now it is known whether old checkpoints could go
+            self._raise_failures()  # of what comes after the last stage
             return b""
 
         def remove() -> bytes:
@@ -320,8 +320,7 @@ class Snapshots:
                 shutil.rmtree(self.run.path, ignore_errors=True)
             return b""
 
-        discard = partial(self._discard, None, REMOVING)
-        exchange(self._group, "giving memory back", discard, lambda _: b"")
+        exchange(self._group, "giving memory back", lambda: self._discard(None), lambda _: b"")
         exchange(self._group, "giving memory back", remove_free, lambda _: b"")
         exchange(self._group, "giving memory back", remove, lambda _: b"")
 
@@ -343,7 +342,8 @@ class Snapshots:
         options = job.options
         place = Place(self.run, options.step or 0)
         wanted = ("commit", "protect", "persist") if storing.durable else ("commit", "protect")
-        stages = Stages(self._agents, place, planned.save_id, wanted, self._group.rank == 0)
+        first, retains = self._group.rank == 0, storing.durable and storing.keep.removes
+        stages = Stages(self._agents, place, planned.save_id, wanted, first, retains)
         content, its_ring = self._rings.join(planned)
         draft = None if planned.template is None else self._draft(planned, options, storing)
         part = Part(

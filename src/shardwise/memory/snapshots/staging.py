@@ -256,17 +256,22 @@ class Staging:
         planned, place = part.planned, part.place
         slot = self._slot(self._own, content.layout.size, locked=_by_device(content))
         fill = copying.paced(self._streams.fill(content, wait=False))
+        mark = place.path / notes.copying(planned.key)
+        mark.touch()
         try:
-            stage(fill, 0, content.layout.checksums_at, slot.buffer, self._pool)
+            try:
+                stage(fill, 0, content.layout.checksums_at, slot.buffer, self._pool)
+            finally:
+                self._streams.mark()
+            if part.ring is None:
+                copying.issued.set()
+            self._streams.wait()
+            slot.path.rename(place.path / planned.key)
+            entry = planned.entry(content)
+            staged = Staged(entry, slot.name, self._options.slots, part.stages, part.epoch)
+            write_note(place.path / notes.staged(planned.key), staged)
         finally:
-            self._streams.mark()
-        if part.ring is None:
-            copying.issued.set()
-        self._streams.wait()
-        slot.path.rename(place.path / planned.key)
-        entry = planned.entry(content)
-        staged = Staged(entry, slot.name, self._options.slots, part.stages, part.epoch)
-        write_note(place.path / notes.staged(planned.key), staged)
+            mark.unlink(missing_ok=True)
 
     def _keep(self, part: Part, ring: Ring, copying: Copying) -> None:
         """Make what this rank keeps for those of its ring."""

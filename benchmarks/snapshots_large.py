@@ -1,0 +1,9 @@
+"""The same as `snapshots` with 1 GB on each of two ranks; memory holds fewer peers beside that."""
+
+from harness import LARGE, Bench, arguments
+from snapshots import ask
+
+BESIDE = {"dcp.async_save, thread", "dcp.async_save, thread, memory kept"}
+
+if __name__ == "__main__":
+    ask(Bench("snapshots_large", LARGE, arguments()), beside=lambda name: name in BESIDE)
