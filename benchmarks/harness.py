@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 ROWS, COLUMNS = Shard(0), Shard(1)
+IN_A_ROW = 3
 T = TypeVar("T")
 
 
@@ -104,18 +105,18 @@ class Bench:
         self.seconds.setdefault(name, []).append(time.perf_counter() - start)
         return done
 
-    def in_a_row(self, times: int, once: Callable[[], T]) -> T:
-        """Do something that measures so many times, and keep the median of each thing measured.
+    def in_a_row(self, once: Callable[[], T]) -> T:
+        """Do something that measures time and again, and keep the median of the later times.
 
-        What lay idle for long is slow at its first touch on some machines, and not at the next.
+        Memory that nothing has touched for a minute is several times as slow at its next touch on
+        some virtual machines, and a way to save may take turns between three places.
         """
         before = {name: len(seconds) for name, seconds in self.seconds.items()}
-        for _ in range(times):
+        for _ in range(2 * IN_A_ROW):
             done = once()
         for name, seconds in self.seconds.items():
-            new = before.get(name, 0)
-            if seconds[new:]:
-                seconds[new:] = [statistics.median(seconds[new:])]
+            if later := seconds[before.get(name, 0) :][-IN_A_ROW:]:
+                seconds[before.get(name, 0) :] = [statistics.median(later)]
         return done
 
     def clear(self) -> None:

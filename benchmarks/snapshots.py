@@ -22,7 +22,6 @@ from peers import Begun, Peer, Tensors, local, peers
 import shardwise as sw
 
 THREADS = 4
-TIMES = 3
 HALF = Size(tensors=64)  # memory holds it about ten times over, with all peers
 MEMORY = Path("/dev/shm/shardwise-bench")
 COPY = "copy into memory that was touched before"
@@ -53,11 +52,11 @@ def ask(bench: Bench, beside: Callable[[str], bool]) -> None:
             bench.clear()
             bench.measure(f"{name}: the first", lambda w=way: waited(w, bench.dir / "first"))()
         for step in bench.rounds:
-            bench.in_a_row(TIMES, lambda: bench.measure(COPY, copy))
+            bench.in_a_row(lambda: bench.measure(COPY, copy))
             bench.clear()
             bench.measure("direct write", lambda: direct_write(written(bench), share(bench)))
             for name, way in ways.items():
-                bench.in_a_row(TIMES, partial(once, bench, name, way, bench.dir / f"{step}"))
+                bench.in_a_row(partial(once, bench, name, way, bench.dir / f"{step}"))
             bench.measure(OURS_DURABLE, lambda: ways[OURS].begin(bench.dir).result())
             recover(bench, checkpointer, state, root)
         report(bench, list(ways))
@@ -148,9 +147,7 @@ def recover(
     bench: Bench, checkpointer: sw.Checkpointer, state: dict[str, object], root: Path
 ) -> None:
     """Restore the newest from memory, and load the same from disk, cold."""
-    step = bench.in_a_row(
-        TIMES, lambda: bench.measure(RECOVERED, lambda: checkpointer.restore(state))
-    )
+    step = bench.in_a_row(lambda: bench.measure(RECOVERED, lambda: checkpointer.restore(state)))
     report = checkpointer.last_restore
     if report is None or report.source != "memory":
         raise RuntimeError("it was not restored from memory")

@@ -23,6 +23,10 @@ from shardwise.engine.memory import DeviceMemory, HostMemory, Memory
 from shardwise.engine.planning import Planned
 from shardwise.layout import Box
 from shardwise.manifest.datafile import lay_out, list_pieces
+from shardwise.manifest.names import data_file
+from shardwise.memory.agent import signs
+from shardwise.memory.agent.attempts import Seen
+from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, Run, new_run
 from shardwise.memory.node.place import Place
 from shardwise.memory.snapshots import device as device_module
@@ -332,6 +336,32 @@ def test_a_copy_is_spread_over_the_slack_and_a_fence_ends_that_at_once(trial: Tr
     assert trial.staged(content, 2) == [5]
     assert slack.target() == 0, "it had to wait, so the next goes at full speed"
     assert trial.begin(content, 3).done.wait(BOUND)
+
+
+def test_agents_begin_once_no_rank_copies(trial: Trial) -> None:
+    """Else they would be in the way of the ranks that still do, for whom a training waits."""
+    content = content_of(HostMemory(torch.full((SIZE,), 5, dtype=torch.uint8)))
+    slack = trial.staging._slack
+    assert slack is not None
+    for _ in range(5):
+        slack.add(1000.0, waited=False)
+    copying = trial.begin(content, 2)
+    place = Place(trial.run, 2)
+    deadline = time.monotonic() + BOUND
+    while not notes.being_copied(place.named("")):
+        assert time.monotonic() < deadline, "nobody says that it copies"
+        time.sleep(0.001)
+    other = data_file(1, f"{2:016x}")
+    (place.path / notes.staged(other)).touch()
+    (place.path / notes.request("persist", f"{2:016x}")).touch()
+
+    def signs_now() -> tuple[list[str], list[str]]:
+        seen = Seen(place, {2: frozenset(place.named(""))})
+        return signs.of_sealing(seen), signs.of_copying(seen)
+
+    assert signs_now() == ([], [])
+    copying.wait()
+    assert signs_now() == ([data_file(0, f"{2:016x}"), other], [f"{2:016x}"])
 
 
 @pytest.mark.parametrize("by", ["hurry", "wait"])
