@@ -114,6 +114,9 @@ def _bind(container: State, prefix: str, seen: _Seen, allow_pickle: bool) -> Ite
         if not isinstance(key, str) or not key:
             raise StateError(f"{prefix or 'the state'}: its key {key!r} is not a name (str)")
         name = f"{prefix}{key}"
+        if isinstance(value, (torch.Tensor, np.ndarray, Shards)):
+            yield TensorBinding(name, value)  # first, as a state may hold thousands
+            continue
         parts = _parts(value)
         if is_engine(value):
             engine = EngineBinding(name, prefix, value, allow_pickle=allow_pickle)
@@ -151,9 +154,7 @@ def _bind_value(
     container: State, key: str, name: str, seen: _Seen, allow_pickle: bool
 ) -> Iterator[Binding]:
     value = container[key]
-    if isinstance(value, (torch.Tensor, np.ndarray, Shards)):
-        yield TensorBinding(name, value)
-    elif isinstance(value, PerRankValue):
+    if isinstance(value, PerRankValue):
         yield PerRankBinding(name, value, allow_pickle=allow_pickle)
     elif isinstance(value, Stateful) and not isinstance(value, type):
         put: Callable[[object], object] = value.load_state_dict
