@@ -78,9 +78,13 @@ def widened(laid: Laid, dims: int) -> Laid:
     missing = dims - pieces.offset.shape[1]
     if missing < 0:
         raise FormatError(f"a piece has more dimensions than the {dims} of any tensor")
-    by = ((0, 0), (0, missing))
-    offset, stride = np.pad(pieces.offset, by), np.pad(laid.stride, by)
-    shape = np.pad(pieces.shape, by, constant_values=1)
+    if missing == 0:
+        return laid
+    none = np.zeros((len(pieces.offset), missing), np.int64)
+    offset, shape, stride = (
+        np.concatenate((column, fill), axis=1)
+        for column, fill in ((pieces.offset, none), (pieces.shape, none + 1), (laid.stride, none))
+    )
     return Laid(replace(pieces, offset=offset, shape=shape), stride)
 
 
