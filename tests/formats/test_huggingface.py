@@ -140,8 +140,8 @@ def test_what_is_left_out_is_told(tmp_path: Path) -> None:
     ("weight_map", "says"),
     [
         ({"embed.weight": "model-00002-of-00003.safetensors"}, "not in their files"),
-        ({"embed.weight": "missing.safetensors"}, "no file"),
-        ({"embed.weight": "../outside.safetensors"}, "no file"),
+        ({"embed.weight": "missing.safetensors"}, "1 is missing: missing.safetensors"),
+        ({"embed.weight": "../outside.safetensors"}, "1 is missing: ../outside.safetensors"),
         ({"embed.weight": "/etc/passwd"}, "no file of weights"),
         ({"embed.weight": 3}, "nothing of where weights are"),
         ([], "nothing of where weights are"),
@@ -156,3 +156,29 @@ def test_an_index_that_lies_is_refused(weight_map: object, says: str, tmp_path: 
     (folder / "model.safetensors.index.json").write_text(text)
     with pytest.raises(FormatError, match=says):
         sw.open(folder)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_a_directory_that_was_copied_in_part_says_what_is_missing(
+    suffix: str, tmp_path: Path
+) -> None:
+    """None of its shards is offered as a model."""
+    index = write_sharded(tmp_path, make_weights(), suffix)
+    names = sorted(set(index.values()))
+    main = next(path.name for path in tmp_path.glob("*.index.json"))
+    for name in names[1:]:
+        (tmp_path / name).unlink()
+    with pytest.raises(FormatError, match=rf"{main} names, 2 are missing: {', '.join(names[1:])}"):
+        sw.open(tmp_path)
+    (tmp_path / main).rename(tmp_path / "elsewhere")
+    with pytest.raises(FormatError, match=rf"3 are missing: {main}, {', '.join(names[1:])}\. Copy"):
+        sw.open(tmp_path)
+    (tmp_path / "elsewhere").rename(tmp_path / main)
+    with pytest.raises(sw.CheckpointNotFoundError, match=f"an index alone: open {tmp_path}"):
+        sw.open(tmp_path / main)
+
+
+def test_a_shard_that_is_opened_itself_says_that_it_is_one(tmp_path: Path) -> None:
+    index = write_sharded(tmp_path, make_weights(), ".safetensors")
+    found = sw.open(tmp_path / index["embed.weight"])
+    assert any(line.endswith(f"is one of 3: open {tmp_path}") for line in found.left_out)

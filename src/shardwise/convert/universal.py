@@ -20,8 +20,7 @@ from shardwise.convert.output import Output, Part, Target
 from shardwise.convert.torchsave import add_torch_file, refusal
 from shardwise.errors import StateError
 from shardwise.formats.laying.optimizers import GROUPS, PARAM_NAMES, PARAMS
-from shardwise.formats.readers.deepspeed.files import LATEST_UNIVERSAL
-from shardwise.formats.readers.deepspeed.universal import WEIGHTS
+from shardwise.formats.readers.deepspeed.files import LATEST_UNIVERSAL, WEIGHTS
 
 VERSION = "0.19.8"
 """Of DeepSpeed, whose layout this is."""

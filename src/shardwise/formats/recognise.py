@@ -137,4 +137,10 @@ def _below(tree: Tree) -> str:
     meant = [each for each in trees if recognised(each)]
     if not meant:
         return ""
-    return f". Open what is below: {', '.join(each.path.name for each in meant)}"
+    names = [each.path.name for each in meant]
+    if sum(each.only is not None for each in meant) > 1:
+        return (
+            f". Open one of {', '.join(names)}; or, if they are parts of one checkpoint, read all "
+            "with a specification (spec=)"
+        )
+    return f". Open what is below: {', '.join(names)}"

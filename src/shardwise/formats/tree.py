@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from shardwise.store import LocalStore, ReadableFile
 
 MOST_FILES = 2**20
 LARGEST_PICKLE = 2**31
+MOST_NAMED = 4
 
 
 class Tree:
@@ -75,6 +77,24 @@ class Tree:
         if name not in self.sizes:
             raise FormatError(f"{self.path} has no file {name[:200]!r}, which it should have")
         return ForeignFile(name, self.sizes[name])
+
+    def require(self, names: Iterable[str], needed: str) -> None:
+        """Refuse a place that lacks files.
+
+        Args:
+            needed: what says that they should be there, as in "the index names".
+
+        Raises:
+            FormatError: some are not there.
+        """
+        missing = [name[:200] for name in names if name not in self.sizes]
+        if missing:
+            more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
+            raise FormatError(
+                f"{self}: of the files that {needed}, {len(missing)} "
+                f"{'is' if len(missing) == 1 else 'are'} missing: {', '.join(missing[:MOST_NAMED])}"
+                f"{more}. Copy what is missing from where the checkpoint is whole, or open another"
+            )
 
     def open(self, name: str) -> ReadableFile:
         """Open a file for reading ranges of it.

@@ -62,9 +62,9 @@ def test_as_it_should_be(tmp_path: Path) -> None:
         (lambda m, s: m.pop("buffer_names"), "no model states"),
         (
             lambda m, s: m.update(checkpoint_parallel_dimensions={"tp_degree": 2, "pp_degree": 1}),
-            "1 model-parallel ranks are not 2",
+            "2 are missing: mp_rank_01_model_states.pt",
         ),
-        (lambda m, s: s.update(partition_count=[2]), "divided among 2 ranks, and there are 1"),
+        (lambda m, s: s.update(partition_count=[2]), "1 is missing: zero_pp_rank_1_mp_rank_00_opt"),
         (lambda m, s: s.update(partition_count=[-1]), "counts of partitions"),
         (lambda m, s: s.update(param_alignment_paddings=[[HUGE]]), "counts of partitions"),
         (lambda m, s: s.update(param_alignment_paddings=[[]]), "0 paddings of 1 parameters"),

@@ -209,24 +209,6 @@ def test_other_places_are_not_recognised(tmp_path: Path) -> None:
     assert not native.recognise(Tree(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("lost", "said"),
-    [
-        ("zero_pp_rank_1_mp_rank_00_optim_states.pt", "divided among 2 ranks, and there are 1"),
-        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "1 files of optim states are missing"),
-        ("mp_rank_00_model_states.pt", "no file of model states"),
-    ],
-)
-def test_a_lost_file_is_told(
-    checkpoints: Checkpoints, tmp_path: Path, lost: str, said: str
-) -> None:
-    place = tmp_path / "copy"
-    shutil.copytree(checkpoints.place("zero1-float32"), place)
-    (place / "global_step3" / lost).unlink()
-    with pytest.raises(FormatError, match=said):
-        native.read(Tree(place))
-
-
 def test_files_of_another_run_are_told(checkpoints: Checkpoints, tmp_path: Path) -> None:
     place = tmp_path / "copy"
     shutil.copytree(checkpoints.place("zero1-float32"), place)

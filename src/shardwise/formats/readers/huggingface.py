@@ -5,6 +5,7 @@ Names are those of the published model, below `model.`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -14,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from shardwise.errors import FormatError
+from shardwise.errors import CheckpointNotFoundError, FormatError
 from shardwise.formats.catalogue import StoredArray
 from shardwise.formats.foreign import Foreign, Laid
 from shardwise.formats.laying.lay import with_ties
@@ -28,15 +29,18 @@ from shardwise.manifest.manifest import TensorEntry
 FORMAT = "Hugging Face"
 SAFETENSORS, PICKLED = ".safetensors", ".bin"
 INDEX = ".index.json"
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors|\.bin)")
 _LARGEST_INDEX = 2**28
 _WEIGHTS = ("model", "pytorch_model", "adapter_model", "diffusion_pytorch_model")
 _THREADS = 8
 
 
 def recognise(tree: Tree) -> bool:
-    """Whether a place is a file of safetensors, or has the weights of a model."""
+    """Whether a place is a file of safetensors or an index, or has the weights of a model."""
     if tree.only is None:
-        return _weights(tree) is not None
+        return _weights(tree) is not None or bool(_without_index(tree))
+    if tree.only.endswith(INDEX):
+        return True
     with open(tree.path, "rb") as file:
         return is_safetensors(file.read(9))
 
@@ -45,19 +49,26 @@ def read(tree: Tree) -> Foreign:
     """Read a published model.
 
     Raises:
+        CheckpointNotFoundError: the place is an index.
         FormatError: a file is malformed, or missing; files and index contradict each other.
     """
+    if tree.only is not None and tree.only.endswith(INDEX):
+        raise CheckpointNotFoundError(f"{tree} is an index alone: open {tree.path.parent}")
     main = tree.only or _weights(tree)
     if main is None:
+        tree.require(_without_index(tree), "make up the model")
         raise FormatError(f"{tree} has no weights of a model")
     index = _read_index(tree, main) if main.endswith(INDEX) else None
     names = sorted(set(index.values())) if index is not None else [main]
+    tree.require(names, f"{main} names")
     with ThreadPoolExecutor(_THREADS) as threads:
         shards = list(threads.map(partial(_read_shard, tree), names, range(len(names))))
     files = tuple(tree.file(name) for name in names)
     builder = Builder(files, Laid.nothing(), [])
     for name, shard in zip(names, shards, strict=True):
         _add(builder, name, shard, index)
+    if tree.only is not None and (found := _SHARD.fullmatch(tree.only)) is not None:
+        builder.left_out.append(f"{tree.only} is one of {int(found[3])}: open {tree.path.parent}")
     if index is not None:
         _check_all_there(index, dict(zip(names, shards, strict=True)))
     foreign = with_ties(builder.build(FORMAT))
@@ -85,6 +96,17 @@ def _weights(tree: Tree) -> str | None:
                 if file in tree.sizes:
                     return file
     return None
+
+
+def _without_index(tree: Tree) -> list[str]:
+    """The index and all shards that there should be, where there are shards and no index."""
+    found = [shard for name in tree.sizes if (shard := _SHARD.fullmatch(name)) is not None]
+    known = [shard for shard in found if shard[1] in _WEIGHTS]
+    if not known:
+        return []
+    stem, _, count, suffix = known[0].groups()
+    numbers = range(1, int(count) + 1)
+    return [f"{stem}{suffix}{INDEX}", *(f"{stem}-{n:05}-of-{count}{suffix}" for n in numbers)]
 
 
 def _read_index(tree: Tree, name: str) -> dict[str, str]:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.errors import FormatError
-from shardwise.formats.tree import Tree
+from shardwise.errors import CheckpointNotFoundError, FormatError
+from shardwise.formats.tree import MOST_FILES, Tree
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+WEIGHTS, SETTINGS = "fp32", "optimizer_state.pt"
+NOT_STATE = (LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py")
 LARGEST_TAG = 4096
+MOST_TAGS = 8
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d{1,7})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,7})_mp_rank_(\d{1,7})_optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d{1,7})(?:-(.*))?-model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_(\d{1,7})_)?expert_(\d{1,7})_mp_rank_(\d{1,7})_model_states\.pt")
 _EXPERT_OPTIMIZER = re.compile(r"expp_rank_(\d{1,7})_mp_rank_(\d{1,7})_optim_states\.pt")
+_FIRST = re.compile(r"mp_rank_0+_model_states\.pt")
 _MODEL_SLICE = "zero_pp_rank_"
 _TENSOR_RANK = re.compile(r"(?:^|-)model_(\d{1,7})$")
 
@@ -48,7 +52,7 @@ class Files:
     @property
     def model_parallel(self) -> int:
         """How many model-parallel ranks there are."""
-        return 1 + max(rank for _, rank in self.model)
+        return 1 + max(rank for _, rank in [*self.optimizer, *self.model])
 
     @property
     def data_parallel(self) -> int:
@@ -57,50 +61,71 @@ class Files:
 
 
 def has_native_files(tree: Tree) -> bool:
-    """Whether there is a file of model states where a checkpoint of the engine would have it."""
+    """Whether there are files of ranks where a checkpoint of the engine would have them.
+
+    Also where `latest` names a tag that is not there, and others are, or nothing else.
+    """
     folder = folder_of(tree)
-    return folder is not None and _has_model(tree, folder) and not _has_atoms(tree, folder)
+    if folder is None:
+        return bool(_tags(tree)) or tree.sizes.keys() <= {*NOT_STATE}
+    return _has_ranks(tree, folder) and not _has_atoms(tree, folder)
 
 
 def has_universal_files(tree: Tree) -> bool:
     """Whether there are atoms where a universal checkpoint would have them."""
     folder = folder_of(tree, universal=True)
-    return folder is not None and _has_model(tree, folder) and _has_atoms(tree, folder)
+    return folder is not None and _has_atoms(tree, folder)
 
 
 def folder_of(tree: Tree, tag: str | None = None, *, universal: bool = False) -> str | None:
     """The folder of a tag, or of the one that is latest, with `/` at its end; "" if the place is
     that folder itself. None if there is none.
     """
-    latest = LATEST_UNIVERSAL if universal else LATEST
-    if tag is None and latest in tree.sizes and tree.sizes[latest] <= LARGEST_TAG:
-        tag = tree.read(latest, limit=LARGEST_TAG).decode(errors="replace").strip()
+    tag = _latest(tree, universal=universal) if tag is None else tag
     if tag is None:
         return ""
     folder = f"{tag.strip('/')}/"
     return folder if any(name.startswith(folder) for name in tree.sizes) else None
 
 
-def _has_model(tree: Tree, folder: str) -> bool:
+def _latest(tree: Tree, *, universal: bool) -> str | None:
+    name = LATEST_UNIVERSAL if universal else LATEST
+    if tree.sizes.get(name, LARGEST_TAG + 1) > LARGEST_TAG:
+        return None
+    return tree.read(name, limit=LARGEST_TAG).decode(errors="replace").strip()
+
+
+def _has_ranks(tree: Tree, folder: str) -> bool:
     return any(
-        name.startswith(folder) and _MODEL.fullmatch(name.removeprefix(folder))
-        for name in tree.sizes
+        name.startswith(folder) and _of_a_rank(name.removeprefix(folder)) for name in tree.sizes
     )
 
 
+def _of_a_rank(name: str) -> bool:
+    return bool(_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))
+
+
+def _tags(tree: Tree) -> list[str]:
+    """The folders that have files of ranks."""
+    parts = [name.rpartition("/") for name in tree.sizes]
+    return sorted({folder for folder, _, name in parts if folder and _of_a_rank(name)})
+
+
 def _has_atoms(tree: Tree, folder: str) -> bool:
-    return any(name.startswith(f"{folder}zero/") for name in tree.sizes)
+    return any(
+        name.startswith(f"{folder}zero/") and name.endswith((f"/{WEIGHTS}.pt", f"/{SETTINGS}"))
+        for name in tree.sizes
+    )
 
 
 def find_files(tree: Tree, tag: str | None, *, universal: bool = False) -> Files:
     """The files of a tag.
 
     Raises:
+        CheckpointNotFoundError: the place is one of several files.
         FormatError: there are none, or some are missing among those of ranks.
     """
-    folder = folder_of(tree, tag, universal=universal)
-    if folder is None:
-        raise FormatError(f"{tree}: the tag {tag or 'that latest names'!r} is not there")
+    folder = _existing_folder(tree, tag, universal=universal)
     model: dict[tuple[int, int], str] = {}
     optimizer: dict[tuple[int, int], str] = {}
     layers: dict[tuple[int, int], str] = {}
@@ -128,7 +153,10 @@ def find_files(tree: Tree, tag: str | None, *, universal: bool = False) -> Files
         else:
             others.append(name)
     if not model:
-        raise FormatError(f"{tree}: there is no file of model states (…_model_states.pt)")
+        raise FormatError(
+            f"{tree}: files of model states (…_model_states.pt) are missing, all of them. Copy "
+            "what is missing from where the checkpoint is whole, or open another"
+        )
     sliced = any(_MODEL_SLICE in name for name in model.values())
     files = Files(
         folder, model, optimizer, layers, experts, expert_optimizers, tuple(others), sliced
@@ -137,19 +165,91 @@ def find_files(tree: Tree, tag: str | None, *, universal: bool = False) -> Files
     return files
 
 
+def _existing_folder(tree: Tree, tag: str | None, *, universal: bool) -> str:
+    if tree.only is not None and not _FIRST.fullmatch(tree.only):
+        raise _one_of_several(tree)
+    folder = folder_of(tree, tag, universal=universal)
+    if folder is not None:
+        return folder
+    said = repr(tag)
+    if tag is None:
+        latest = LATEST_UNIVERSAL if universal else LATEST
+        said = f"{_latest(tree, universal=universal)!r}, which {latest!r} names,"
+    there = ", ".join(_tags(tree)[:MOST_TAGS])
+    raise FormatError(
+        f"{tree}: the tag {said} is not there: copy it from where the checkpoint is whole"
+        + (f", or open one of those that are, below it: {there}" if there else "")
+    )
+
+
+def _one_of_several(tree: Tree) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(
+        f"{tree} is one of the files that ranks wrote: open {tree.path.parent}"
+    )
+
+
 def _check_complete(tree: Tree, files: Files) -> None:
     """Whether all ranks up to the last are there."""
-    parallel = range(files.model_parallel)
-    for kind, found in (("model", files.model), ("optim", files.optimizer)):
-        if not found or (kind == "model" and not files.sliced):
-            ranks = range(1 if kind == "model" else 0)
-        else:
-            ranks = range(files.data_parallel)
-        if len(found) != len(ranks) * len(parallel):
-            missing = [(d, m) for d in ranks for m in parallel if (d, m) not in found]
-            if not missing:
-                raise FormatError(f"{tree}: there are more files of {kind} states than ranks")
-            raise FormatError(
-                f"{tree}: {len(missing)} files of {kind} states are missing, as that of "
-                f"data-parallel rank {missing[0][0]} and model-parallel rank {missing[0][1]}"
-            )
+    check_ranks(
+        tree,
+        files,
+        data_parallel=files.data_parallel,
+        model_parallel=files.model_parallel,
+        divided=bool(files.optimizer),
+    )
+
+
+def check_ranks(
+    tree: Tree, files: Files, *, data_parallel: int, model_parallel: int, divided: bool
+) -> None:
+    """Whether the files of so many ranks are there.
+
+    Args:
+        divided: ZeRO divided the optimizer, so that each rank wrote a file of it.
+
+    Raises:
+        FormatError: some are missing; they are named.
+    """
+    if data_parallel * model_parallel > MOST_FILES:
+        raise FormatError(f"{tree}: {data_parallel} × {model_parallel} ranks are absurdly many")
+    parallel = range(model_parallel)
+    ranks = [(rank, column) for rank in range(data_parallel) for column in parallel]
+    if files.sliced:
+        names = [f"{_MODEL_SLICE}{d}_mp_rank_{m:02d}_model_states.pt" for d, m in ranks]
+    else:
+        names = [f"mp_rank_{m:02d}_model_states.pt" for m in parallel]
+    if divided:
+        half = any("bf16_" in name for name in files.optimizer.values())
+        start = f"{'bf16_' if half else ''}{_MODEL_SLICE}"
+        names += [f"{start}{d}_mp_rank_{m:02d}_optim_states.pt" for d, m in ranks]
+    if tree.only is not None and names != [tree.only]:
+        raise _one_of_several(tree)
+    tree.require([f"{files.folder}{name}" for name in names], "ranks of DeepSpeed wrote")
+
+
+def check_modules(tree: Tree, files: Files, layers: Iterable[int], experts: Sequence[int]) -> None:
+    """Whether the files of a pipeline's layers, and of experts, are there.
+
+    Args:
+        layers: numbers of those that have parameters.
+        experts: how many there are, in each layer that has any.
+
+    Raises:
+        FormatError: some are missing; they are named.
+    """
+    known = {(rank, name) for (_, rank), name in sorted(files.layers.items(), reverse=True)}
+    shapes = {rank: name.removeprefix(files.folder) for rank, name in known}
+    names = [
+        re.sub(r"^layer_\d+", f"layer_{layer:02d}", name)
+        for layer in layers
+        for name in (shapes or {0: "layer_0-model_states.pt"}).values()
+    ]
+    if sum(experts) > MOST_FILES:
+        raise FormatError(f"{tree}: {sum(experts)} experts are absurdly many")
+    names += [
+        f"layer_{layer}_expert_{expert}_mp_rank_{rank:02d}_model_states.pt"
+        for layer, count in enumerate(experts)
+        for expert in range(count)
+        for rank in range(files.model_parallel)
+    ]
+    tree.require([f"{files.folder}{name}" for name in names], "ranks of DeepSpeed wrote")

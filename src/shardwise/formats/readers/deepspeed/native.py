@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardwise.formats.foreign import Foreign
-from shardwise.formats.readers.deepspeed.files import find_files, has_native_files
+from shardwise.formats.readers.deepspeed.files import NOT_STATE, find_files, has_native_files
 from shardwise.formats.readers.deepspeed.groups import groups_of
 from shardwise.formats.readers.deepspeed.laying import Laying
 from shardwise.formats.readers.deepspeed.modules import Module, lay_frozen_slices, lay_modules
@@ -18,7 +18,6 @@ from shardwise.formats.readers.deepspeed.without_zero import lay_optimizer
 from shardwise.formats.tree import Tree
 
 FORMAT = "DeepSpeed"
-NOT_STATE = ("latest", "latest_universal", "zero_to_fp32.py")
 
 
 def recognise(tree: Tree) -> bool:
@@ -58,6 +57,11 @@ def read(
         lay_frozen_slices(laying, ranks.of_data_parallel(), place)
     lay_modules(laying, modules, place, sliced=ranks.sliced)
     lay_values(laying, ranks)
+    if tree.only is not None and ranks.first.shapes:
+        laying.left_out.append(
+            f"optimizer.*, and weights in full precision: in files of ranks beside this one: open "
+            f"{tree.path.parent}"
+        )
     for name in files.others:
         if name not in NOT_STATE:
             laying.left_out.append(f"the file {name}: not one of DeepSpeed's engine")

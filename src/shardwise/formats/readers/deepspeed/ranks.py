@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ from typing import Any
 
 from shardwise.errors import FormatError
 from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.readers.deepspeed.files import Files
+from shardwise.formats.readers.deepspeed.files import Files, check_modules, check_ranks
 from shardwise.formats.readers.deepspeed.laying import Laying
 from shardwise.formats.readers.deepspeed.modules import Module
 from shardwise.formats.readers.deepspeed.placements import Placing, placing_of
@@ -98,8 +100,12 @@ class Ranks:
     sliced: bool
 
     @classmethod
-    def read(cls, tree: Tree, files: Files, laying: Laying) -> Ranks:
-        """Read all files, in parallel."""
+    def read(cls, tree: Tree, files: Files, laying: Laying, *, universal: bool = False) -> Ranks:
+        """Read all files, in parallel.
+
+        Raises:
+            FormatError: one is malformed, or missing.
+        """
 
         def load(names: Iterable[str]) -> dict[str, Any]:
             return load_all(tree, names, laying)
@@ -119,6 +125,9 @@ class Ranks:
         optimizers = {
             r: optimizer_state(values[n], f"{tree}/{n}") for r, n in files.optimizer.items()
         }
+        if not universal:  # there the optimizer's state is with no rank
+            _check_ranks(tree, files, models[0, 0], optimizers)
+        _check_modules(tree, files, models.values())
         values = load([*files.layers.values(), *files.experts.values()])
         layers: dict[int, dict[str, StoredArray]] = {}
         for (layer, rank), name in sorted(files.layers.items()):
@@ -192,6 +201,46 @@ class Ranks:
                 frozen.update(state.frozen)
         arrays.update(self.layers.get(rank, {}))
         return Module(arrays, frozenset(buffers), frozen, shared)
+
+
+def _check_ranks(
+    tree: Tree,
+    files: Files,
+    model: ModelState,
+    optimizers: Mapping[tuple[int, int], OptimizerState],
+) -> None:
+    """Whether as many ranks are there as their files say; all, also of those that are last.
+
+    Where the place is one file, it is what was wanted.
+    """
+    said = model.rest.get("checkpoint_parallel_dimensions")
+    degrees = [*said.values()] if isinstance(said, Mapping) else [model.rest.get("mp_world_size")]
+    model_parallel = math.prod(n for n in degrees if type(n) is int and n > 0)
+    counts = next((state.counts for _, state in sorted(optimizers.items())), ())
+    ranks = max(counts, default=0) or model.rest.get("dp_world_size")
+    check_ranks(
+        tree,
+        files,
+        data_parallel=max(files.data_parallel, ranks if type(ranks) is int else 0),
+        model_parallel=max(files.model_parallel, model_parallel),
+        divided=bool(optimizers) or (bool(model.shapes) and tree.only is None),
+    )
+
+
+def _check_modules(tree: Tree, files: Files, models: Iterable[ModelState]) -> None:
+    """Whether there is a file for each layer of a pipeline, and each expert, that has weights."""
+    layers: set[int] = set()
+    experts: list[int] = []
+    for model in models:
+        names = [name for group in (*model.shapes, model.frozen_shapes) for name in group]
+        heads = [name.partition(".")[0] for name in names if model.module is None]
+        layers.update(int(head) for head in heads if re.fullmatch(r"[0-9]{1,7}", head))
+        said = model.rest.get("num_experts")
+        if model.rest.get("ds_autoep_layers"):  # under ZeRO 3 these have no files
+            continue
+        if isinstance(said, (list, tuple)) and all(type(n) is int and n >= 0 for n in said):
+            experts = list(said)
+    check_modules(tree, files, sorted(layers), experts)
 
 
 def _degrees(first: ModelState, files: Files) -> tuple[int, int]:

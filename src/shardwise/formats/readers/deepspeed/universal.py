@@ -11,7 +11,12 @@ from typing import Any
 from shardwise.errors import FormatError
 from shardwise.formats.catalogue import StoredArray
 from shardwise.formats.foreign import Foreign
-from shardwise.formats.readers.deepspeed.files import find_files, has_universal_files
+from shardwise.formats.readers.deepspeed.files import (
+    SETTINGS,
+    WEIGHTS,
+    find_files,
+    has_universal_files,
+)
 from shardwise.formats.readers.deepspeed.laying import Laying
 from shardwise.formats.readers.deepspeed.modules import lay_frozen_slices, lay_modules
 from shardwise.formats.readers.deepspeed.optimizers import STEP, Settings, lay_number
@@ -22,9 +27,8 @@ from shardwise.formats.readers.deepspeed.values import lay_values
 from shardwise.formats.tree import Tree
 
 FORMAT = "DeepSpeed universal"
-WEIGHTS = "fp32"
 _ATOM = re.compile(r"zero/(.+)/([^/]+)\.pt")
-_SETTINGS = "zero/optimizer_state.pt"
+_SETTINGS = f"zero/{SETTINGS}"
 
 
 def recognise(tree: Tree) -> bool:
@@ -48,7 +52,7 @@ def read(tree: Tree, tag: str | None = None, *, placing: Placing | None = None) 
     """
     files = find_files(tree, tag, universal=True)
     laying = Laying(tree.file(name) for name in tree.sizes)
-    ranks = Ranks.read(tree, files, laying)
+    ranks = Ranks.read(tree, files, laying, universal=True)
     below = [
         name.removeprefix(files.folder) for name in tree.sizes if name.startswith(files.folder)
     ]
