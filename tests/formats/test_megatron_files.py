@@ -127,11 +127,73 @@ def test_the_latest_is_not_guessed(tmp_path: Path) -> None:
         sw.open(tmp_path)
 
 
-def test_a_missing_rank_is_said(tmp_path: Path) -> None:
-    folder = write(tmp_path) / "iter_0000007" / "mp_rank_01_001"
-    for file in folder.iterdir():
-        file.unlink()
-    with pytest.raises(sw.FormatError, match=r"3 ranks are there, not 4 \(tp=2, pp=2, ep=1\)"):
+def lost(place: Path, *names: str) -> None:
+    """Remove files, and see that they are named as missing."""
+    for name in names:
+        (place / "iter_0000007" / name).unlink()
+    listed = ", ".join(f"iter_0000007/{name}" for name in names)
+    with pytest.raises(sw.FormatError, match=f"{len(names)} (is|are) missing: {listed}. Copy"):
+        sw.open(place)
+
+
+@pytest.mark.parametrize("rank", ["mp_rank_01_001", "mp_rank_00_000"])
+def test_a_missing_rank_is_said(rank: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "iter_0000007" / rank / "optim.pt").unlink()
+    lost(tmp_path, f"{rank}/model_rng.pt")
+
+
+def test_missing_ranks_that_are_last_are_said(tmp_path: Path) -> None:
+    write(tmp_path)
+    for tp in range(2):
+        (tmp_path / "iter_0000007" / f"mp_rank_{tp:02d}_001" / "optim.pt").unlink()
+    lost(tmp_path, *(f"mp_rank_{tp:02d}_001/model_rng.pt" for tp in range(2)))
+
+
+@pytest.mark.parametrize("name", ["model_rng.pt", "optim.pt"])
+def test_a_missing_file_of_a_rank_is_said(name: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    lost(tmp_path, f"mp_rank_01_000/{name}")
+
+
+def test_buffers_that_are_missing_are_said(tmp_path: Path) -> None:
+    """Of all ranks, and of one."""
+    write(tmp_path, pps=1)
+    folders = [tmp_path / "iter_0000007" / f"mp_rank_{tp:02d}_000" for tp in range(2)]
+    groups = [{"lr": 0.1, "wd_mult": 1.0}, {"lr": 0.1, "wd_mult": 0.0}]
+    for folder in folders:
+        torch.save({"optimizer": {"optimizer": {"param_groups": groups}}}, folder / "optim.pt")
+    names = [f"{folder.name}/distrib_optim.pt" for folder in folders]
+    with pytest.raises(sw.FormatError, match=f"2 are missing: .*{names[0]}, .*{names[1]}. Copy"):
+        sw.open(tmp_path)
+    torch.save({}, folders[0] / "distrib_optim.pt")
+    with pytest.raises(sw.FormatError, match=f"1 is missing: .*{names[1]}. Copy"):
+        sw.open(tmp_path)
+
+
+def test_directories_that_changed_names_are_told(tmp_path: Path) -> None:
+    folder = write(tmp_path) / "iter_0000007"
+    for rank, path in enumerate(sorted(folder.glob("*/model_rng.pt"))):
+        held = torch.load(path, weights_only=False)
+        held["args"].rank = 2 * rank
+        torch.save(held, path)
+    assert "model.language_model.embedding.word_embeddings.weight" in sw.open(tmp_path)
+    (folder / "mp_rank_00_000").rename(folder / "other")
+    (folder / "mp_rank_01_000").rename(folder / "mp_rank_00_000")
+    (folder / "other").rename(folder / "mp_rank_01_000")
+    with pytest.raises(sw.FormatError, match=r"were renamed: .*_00_000 was written by rank 4"):
+        sw.open(tmp_path)
+
+
+def test_the_directory_of_a_rank_is_no_checkpoint(tmp_path: Path) -> None:
+    folder = write(tmp_path) / "iter_0000007"
+    with pytest.raises(sw.CheckpointNotFoundError, match=f"one rank wrote: .* of all, {folder}$"):
+        sw.open(folder / "mp_rank_00_000")
+
+
+def test_a_note_of_the_latest_alone_is_told(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("8")
+    with pytest.raises(sw.FormatError, match="says '8', and iter_0000008 is not there: copy it"):
         sw.open(tmp_path)
 
 
@@ -139,7 +201,9 @@ def test_a_missing_rank_is_said(tmp_path: Path) -> None:
     ("beside", "message"),
     [
         ({"checkpoint_version": 1.0}, "order of checkpoint version 1.0"),
-        ({"args": {"tensor_model_parallel_size": 4}}, "was 4, and there are 2 ranks"),
+        ({"args": {"tensor_model_parallel_size": 1}}, "was 1, and there are 2 ranks"),
+        ({"args": {"tensor_model_parallel_size": 4}}, "4 are missing: .*/mp_rank_02_000/model_rng"),
+        ({"args": {"tensor_model_parallel_size": 2**40}}, "absurdly many"),
         ({"model": [1]}, "model is no dict"),
         ({"model1": {}, "model": {}, "model3": {}}, "not all chunks"),
     ],

@@ -13,6 +13,7 @@ LATEST = "latest_checkpointed_iteration.txt"
 LARGEST_LATEST = 100
 MODEL, FLAT = "model_optim_rng.pt", "distrib_optim.pt"
 OLD_MODEL, OLD_OPTIMIZER = "model_rng.pt", "optim.pt"
+NAMES = (MODEL, FLAT, OLD_MODEL, OLD_OPTIMIZER)
 
 _PATH = re.compile(
     r"(?:(iter_\d{1,18}|release)/)?mp_rank_(\d{1,6})(?:_(\d{1,6}))?(?:_(\d{1,6}))?/([a-z_]+\.pt)"
@@ -38,11 +39,20 @@ class Files:
 
 
 def has_files(tree: Tree) -> bool:
-    """Whether there is a file of a rank where Megatron-LM would have written it."""
-    return any(
-        (found := _PATH.fullmatch(name)) is not None and found[5] in (MODEL, OLD_MODEL)
-        for name in tree.sizes
+    """Whether there is a file of a rank where Megatron-LM would have written it.
+
+    Also where the place is the directory of a rank, or only a note of the latest iteration is left.
+    """
+    if tree.only is not None:
+        return False
+    return tree.sizes.keys() == {LATEST} or any(
+        _is_of_rank(name) or (found is not None and found[5] in NAMES)
+        for name, found in ((name, _PATH.fullmatch(name)) for name in tree.sizes)
     )
+
+
+def _is_of_rank(name: str) -> bool:
+    return name in (MODEL, FLAT, OLD_MODEL)
 
 
 def find_files(tree: Tree) -> Files:
@@ -60,7 +70,7 @@ def find_files(tree: Tree) -> Files:
             if match[5] in ranks.setdefault(numbers, {}):
                 raise FormatError(f"{tree}: {name} is of a rank that another directory is of")
             ranks[numbers][match[5]] = name
-    if len({len(numbers) for numbers in ranks}) != 1:
+    if len({len(numbers) for numbers in ranks}) > 1:
         raise FormatError(f"{tree}: directories of ranks have different numbers of numbers")
     prefix = f"{folder}/" if folder else ""
     others = [name for name in tree.sizes if name.startswith(prefix) and name not in found]
@@ -72,11 +82,16 @@ def _folder(tree: Tree, folders: list[str]) -> str:
         said = tree.read(LATEST, limit=LARGEST_LATEST).decode(errors="replace").strip()
         folder = f"iter_{int(said):07d}" if said.isascii() and said.isdigit() else said
         if folder not in folders:
-            raise FormatError(f"{tree}: {LATEST} says {said!r}, and {folder} is not there")
+            there = ", ".join(folders[:5])
+            raise FormatError(
+                f"{tree}: {LATEST} says {said!r}, and {folder[:40]} is not there: copy it from "
+                "where the checkpoint is whole"
+                + (f", or open one of those that are, below it: {there}" if there else "")
+            )
         return folder
     if len(folders) > 1:
         raise FormatError(
             f"{tree}: nothing says which of {', '.join(folders[:5])} is the latest (no {LATEST}): "
             "open one of them"
         )
-    return folders[0]
+    return folders[0] if folders else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from shardwise.errors import FormatError
 from shardwise.formats.readers.megatron_legacy.ranks import Rank
 
 _FIRST, _SECOND = ("linear_fc1", "dense_h_to_4h"), ("linear_fc2", "dense_4h_to_h")
-_ARGS = {
+ARGS_OF_AXES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
     "ep": "expert_model_parallel_size",
@@ -46,28 +45,31 @@ class Geometry:
         return _three(rank, with_experts=self.with_experts)[1], self.axes["pp"]
 
 
+def axes_of_numbers(rank: Rank) -> tuple[str, ...]:
+    """Which axes the numbers of a rank's directory count."""
+    args = rank.args
+    if len(rank.numbers) == 2 and _size(args, "pp") == 1 and (_size(args, "ep") or 1) > 1:
+        return "tp", "ep"
+    return tuple(ARGS_OF_AXES)[: len(rank.numbers)]
+
+
 def geometry_of(ranks: Sequence[Rank], where: str) -> Geometry:
     """What the names of directories, shapes and arguments say.
 
     Raises:
-        FormatError: ranks are missing, or these contradict each other.
+        FormatError: these contradict each other.
     """
     args = ranks[0].args
-    with_experts = (
-        len(ranks[0].numbers) == 2 and _size(args, "pp") == 1 and (_size(args, "ep") or 1) > 1
-    )
+    with_experts = axes_of_numbers(ranks[0]) == ("tp", "ep")
     coordinates = [_three(rank, with_experts=with_experts) for rank in ranks]
     sizes = [max(column) + 1 for column in zip(*coordinates, strict=True)]
-    axes = dict(zip(_ARGS, sizes, strict=True))
-    if len(set(coordinates)) != math.prod(sizes):
-        listed = ", ".join(f"{axis}={size}" for axis, size in axes.items())
-        raise FormatError(
-            f"{where}: {len(ranks)} ranks are there, not {math.prod(sizes)} ({listed})"
-        )
+    axes = dict(zip(ARGS_OF_AXES, sizes, strict=True))
     for axis, size in axes.items():
         said = _size(args, axis)
         if said is not None and said != size:
-            raise FormatError(f"{where}: {_ARGS[axis]} was {said}, and there are {size} ranks")
+            raise FormatError(
+                f"{where}: {ARGS_OF_AXES[axis]} was {said}, and there are {size} ranks"
+            )
     chunks = {len(rank.chunks) for rank in ranks}
     if len(chunks) > 1:
         raise FormatError(f"{where}: ranks have different numbers of chunks of the model")
@@ -87,7 +89,7 @@ def _three(rank: Rank, *, with_experts: bool) -> tuple[int, int, int]:
 
 
 def _size(args: Mapping[str, Any], axis: str) -> int | None:
-    found = args.get(_ARGS[axis])
+    found = args.get(ARGS_OF_AXES[axis])
     return found if type(found) is int else None
 
 

@@ -84,8 +84,6 @@ def read_rank(tree: Tree, numbers: Numbers, own: Mapping[str, str], first: int) 
         else:
             held[name] = found
             where = f"{tree}/{path}".rpartition("/")[0] if name in (MODEL, OLD_MODEL) else where
-    if not where:
-        raise FormatError(f"{tree}: a rank has {', '.join(own)}, and no {MODEL}")
     state = {**held.get(OLD_OPTIMIZER, {}), **held.get(OLD_MODEL, {}), **held.get(MODEL, {})}
     chunks = _chunks(state, where)
     parts = [dict(_leaves(chunk, "")) for chunk in chunks.values()]

@@ -14,6 +14,7 @@ from shardwise.formats.language import lay
 from shardwise.formats.laying.leaves import Builder
 from shardwise.formats.laying.optimizers import GROUPS, Group
 from shardwise.formats.readers.megatron_legacy.buffers import possible_bucketings
+from shardwise.formats.readers.megatron_legacy.complete import check_files, check_ranks
 from shardwise.formats.readers.megatron_legacy.files import Files, find_files, has_files
 from shardwise.formats.readers.megatron_legacy.geometry import Geometry, geometry_of
 from shardwise.formats.readers.megatron_legacy.optimizers import MASTER, State, optimizer_state
@@ -41,11 +42,14 @@ def read(tree: Tree) -> Foreign:
     """Read the latest iteration; no tensor is read.
 
     Raises:
+        CheckpointNotFoundError: the place is the directory of one rank.
         FormatError: files are missing, or malformed.
         MismatchError: the model is none that the shipped specification knows.
     """
     files = find_files(tree)
+    check_files(tree, files)
     ranks = _read_ranks(tree, files)
+    check_ranks(tree, files, ranks)
     geometry = geometry_of(ranks, str(tree))
     states = _states(ranks, geometry)
     mastered = _mastered(ranks, states, geometry)
