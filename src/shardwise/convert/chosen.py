@@ -10,6 +10,8 @@ from shardwise.errors import StateError
 from shardwise.layout import Box
 from shardwise.manifest.manifest import Manifest, TensorEntry
 
+MOST_TOPS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Written:
@@ -63,11 +65,34 @@ class Chosen:
             raise StateError(nothing_below(self.root, [each.name for each in self.tensors]))
         return found
 
+    def beside(self) -> tuple[str, ...]:
+        """What a format that holds a model alone leaves out: one line for tensors, one for values.
+
+        The names of all are too many; what they begin with says whether the model is among them.
+        """
+        start = f"{self.root}." if self.root else ""
+        tensors = [each.name for each in self.tensors if not each.name.startswith(start)]
+        values = [each.name for each in self.source.objects] + [*self.source.per_rank]
+        said = []
+        if tensors:
+            said.append(
+                f"{len(tensors)} tensor(s) that are not below {self.root!r}, but below "
+                f"{_tops(tensors)}"
+            )
+        if values:
+            said.append(f"{len(values)} plain value(s), of {_tops(values)}: the format has none")
+        return tuple(said)
+
+
+def _tops(names: Iterable[str]) -> str:
+    """What names begin with."""
+    tops = [*dict.fromkeys(name.split(".")[0][:60] for name in names)]
+    return ", ".join(tops[:MOST_TOPS]) + (", …" if len(tops) > MOST_TOPS else "")
+
 
 def nothing_below(root: str, names: Iterable[str]) -> str:
     """What is wrong where none of the names is below the root."""
-    tops = ", ".join(dict.fromkeys(name.split(".")[0] for name in names))
     return (
-        f"nothing lies below {root!r}: root= is to name the model, of {tops[:200]}; "
+        f"nothing lies below {root!r}: root= is to name the model, of {_tops(names)}; "
         'or root="" for all'
     )

@@ -51,7 +51,7 @@ def huggingface_target(chosen: Chosen) -> Target:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         return beside | {INDEX: msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n"}
 
-    return Target(outputs, finals, left_out)
+    return Target(outputs, finals, (*left_out, *chosen.beside()))
 
 
 def _file(name: str, tensors: Sequence[Written]) -> Output:
