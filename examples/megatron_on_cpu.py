@@ -1,6 +1,7 @@
 """Makes torch take the CPU for a CUDA device, as far as Megatron-Core needs that.
 
-Imported before Megatron-Core, and by nothing else: it changes torch for the whole process.
+Megatron-Core takes for granted that there is a GPU. Imported before it, and by nothing else: this
+changes torch for the whole process.
 """
 
 from __future__ import annotations

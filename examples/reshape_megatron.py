@@ -11,12 +11,8 @@ optimizer keeps.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-# Megatron-Core takes for granted that there is a GPU; this lets it do without, as in the tests.
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "formats" / "programs"))
 import megatron_on_cpu
 import torch
 import torch.distributed as dist

@@ -296,6 +296,21 @@ def test_no_asserts_and_no_prints() -> None:
     assert not asserts + prints
 
 
+def test_examples_need_nothing_of_the_tests() -> None:
+    """By import, or by path."""
+    examples = [*Path(__file__).parents[1].joinpath("examples").glob("*.py")]
+    named = [
+        path.name
+        for path in examples
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Constant) and node.value == "tests")
+        or (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"))
+        or (isinstance(node, ast.Import) and any(n.name.startswith("tests") for n in node.names))
+    ]
+    assert examples
+    assert not named
+
+
 def test_the_public_names_are_frozen() -> None:
     assert sorted(shardwise.__all__) == PUBLIC
     assert [name for name in PUBLIC if not hasattr(shardwise, name)] == []

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "formats" / "programs"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import megatron_on_cpu
 import train_megatron as training

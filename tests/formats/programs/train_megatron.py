@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[3] / "examples"))
+
 import megatron_on_cpu
 import numpy as np
 import torch
