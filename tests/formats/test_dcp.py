@@ -156,3 +156,10 @@ def test_a_transposed_tensor_and_a_flat_module(tmp_path: Path) -> None:
     assert sorted(read) == ["model.b", "model.layer.weight"]
     assert same(read["model.layer.weight"], weight)
     assert foreign.laid.stride.tolist().count([1, 3]) == 1
+
+
+def test_a_conjugated_view_is_refused_by_name(tmp_path: Path) -> None:
+    state = {"model": {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.complex64).conj()}}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(sw.FormatError, match=r"^model\.b: a conjugated .*resolve_conj"):
+        reader.read(Tree(tmp_path / "dcp"))

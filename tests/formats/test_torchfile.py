@@ -197,10 +197,17 @@ def test_a_program_is_refused(tmp_path: Path) -> None:
         read_torch_file(part_of(tmp_path / "a.pt"))
 
 
-def test_a_conjugated_view_is_refused(tmp_path: Path) -> None:
-    save(torch.ones(2, dtype=torch.complex64).conj(), tmp_path / "a.pt")
-    with pytest.raises(FormatError, match="resolve it"):
+@pytest.mark.parametrize("new", [True, False])
+def test_conjugated_and_negated_views_are_refused_by_name(new: bool, tmp_path: Path) -> None:
+    whole = torch.ones(2, dtype=torch.complex64)
+    negated = torch.ones(3, dtype=torch.complex64).conj().imag
+    state = {"a": whole, "model": {"b": whole.conj(), "c": [0, negated]}}
+    torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=new)
+    with pytest.raises(FormatError, match=r"a\.pt: part: model\.b, model\.c\.1: .*resolve_conj"):
         read_torch_file(part_of(tmp_path / "a.pt"))
+    save(whole.conj(), tmp_path / "one.pt")
+    with pytest.raises(FormatError, match=r"one\.pt: part: a conjugated"):
+        read_torch_file(part_of(tmp_path / "one.pt"))
 
 
 def test_files_that_are_alike_are_parsed_once(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -11,11 +11,19 @@ from typing import Any
 from shardwise.errors import FormatError
 from shardwise.formats.stored.archive import START, Entry, read_directory
 from shardwise.formats.stored.legacy import is_legacy, read_legacy
-from shardwise.formats.stored.pickled import Opaque, Stubs
+from shardwise.formats.stored.pickled import Opaque, Record, Stubs
 from shardwise.formats.stored.pickles import unpickle
 from shardwise.formats.stored.ranges import Part
-from shardwise.formats.stored.torchtypes import TORCH, Storage, StorageType
-from shardwise.formats.tree import LARGEST_PICKLE
+from shardwise.formats.stored.torchtypes import (
+    RESOLVE,
+    TORCH,
+    UNRESOLVED,
+    Storage,
+    StorageType,
+    Unresolved,
+    UnresolvedError,
+)
+from shardwise.formats.tree import LARGEST_PICKLE, MOST_NAMED
 
 _PICKLE = "/data.pkl"
 
@@ -74,12 +82,40 @@ def read_torch_file(
             holds what is not read from pickles.
     """
     table = {**TORCH, **(stubs or {})}
+    try:
+        return _read(part, table, opaque, alike)
+    except UnresolvedError as error:
+        found = _read(part, {**table, **UNRESOLVED}, True, None).value
+        names = [name for name in _unresolved(found, "") if name]
+        if not names:
+            raise
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        said = f"{', '.join(names[:MOST_NAMED])}{more}: {RESOLVE}"
+        raise FormatError(f"{part.where}: {said}") from error
+
+
+def _read(part: Part, table: Stubs, opaque: bool, alike: Alike | None) -> Contents:
     head = part.read(0, min(64, part.size))
     if head.startswith(START):
         return _read_zip(part, table, opaque, alike)
     if is_legacy(head):
         return Contents(*read_legacy(part, table, opaque), part.number)
     raise FormatError(f"{part.where}: this is no file of torch.save")
+
+
+def _unresolved(value: object, name: str) -> Iterator[str]:
+    """The names of tensors that could not be read for what they are."""
+    if isinstance(value, Unresolved):
+        yield name
+    items: Mapping[Any, object] = {}
+    if isinstance(value, dict):
+        items = value
+    elif isinstance(value, (list, tuple)):
+        items = dict(enumerate(value))
+    elif isinstance(value, Record):
+        items = value.fields
+    for key, each in items.items():
+        yield from _unresolved(each, f"{name}.{key}" if name else str(key))
 
 
 def pickle_text(part: Part) -> bytes:

@@ -6,13 +6,27 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.errors import FormatError
 from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.stored.pickled import Constant, Name, Opaque, Stubs
+from shardwise.formats.stored.pickled import Builder, Constant, Name, Opaque, Stubs
 from shardwise.manifest.dtypes import DTYPES
 
+RESOLVE = (
+    "a conjugated or negated view, whose values are not the bytes that are stored: save "
+    "tensor.resolve_conj().resolve_neg() instead"
+)
 MOST_DIMS = 64
 EXPANDED = 2**26
 """Bytes that a tensor may claim to have beyond those of its storage, by strides of 0."""
+
+
+class UnresolvedError(FormatError):
+    """A tensor is a view whose values are not those that its storage has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unresolved:
+    """In place of such a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +89,7 @@ def _stored(
     storage: Storage, dtype: str, offset: object, shape: object, stride: object, metadata: object
 ) -> StoredArray:
     if metadata:
-        raise ValueError("a conjugated or negated view: resolve it before it is saved")
+        raise UnresolvedError(RESOLVE)
     if not (isinstance(shape, tuple) and isinstance(stride, tuple) and isinstance(offset, int)):
         raise TypeError("a tensor's geometry is no numbers")
     if len(shape) != len(stride) or len(shape) > MOST_DIMS:
@@ -93,6 +107,16 @@ def _stored(
         raise ValueError(f"a tensor of shape {list(shape)[:8]} has few bytes, and repeats them")
     start = storage.start + offset * itemsize if size else storage.start
     return StoredArray(storage.file, start, dtype, tuple(shape), stride)
+
+
+def _or_unresolved(build: Builder) -> Builder:
+    def built(*args: object) -> object:
+        try:
+            return build(*args)
+        except UnresolvedError:
+            return Unresolved()
+
+    return built
 
 
 def _parameter(data: object, *_: object) -> object:
@@ -151,10 +175,16 @@ STORAGES = {
 }
 """Classes of storages that torch pickles: the first part of their names, and their dtypes."""
 
-TORCH: Stubs = {
+_TENSORS: dict[str, Builder] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
+}
+UNRESOLVED: Stubs = {name: _or_unresolved(build) for name, build in _TENSORS.items()}
+"""In place of the same of `TORCH`, to see which tensors it was that could not be read."""
+
+TORCH: Stubs = {
+    **_TENSORS,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _of_type,
