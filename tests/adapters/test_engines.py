@@ -145,9 +145,10 @@ DeepSpeedOptimizer.__module__ = "deepspeed.runtime.base_optimizer"
 DeepSpeedEngine.__module__ = "deepspeed.runtime.engine"
 
 
-def swapped() -> optim.Optimizer:
+def adamw_with(**differing: Any) -> optim.Optimizer:
     optimizer = adamw([nn.Parameter(torch.ones(2))])
-    optimizer.swap_optimizer = True  # type: ignore[attr-defined]
+    for key, value in differing.items():
+        setattr(optimizer, key, value)
     return optimizer
 
 
@@ -157,7 +158,8 @@ def swapped() -> optim.Optimizer:
         ({"has_moe_layers": True}, "experts"),
         ({"mp_world_size": 2}, "tensor parallelism"),
         ({"optimizer": Unheard()}, "its optimizer Unheard"),
-        ({"optimizer": swapped()}, "NVMe"),
+        ({"optimizer": adamw_with(swap_optimizer=True)}, "NVMe"),
+        ({"optimizer": adamw_with(backup_optimizer=None)}, "in part"),
     ],
 )
 def test_an_engine_of_an_unknown_kind_is_refused(

@@ -219,6 +219,8 @@ def _refuse_unknown(name: str, engine: Any) -> None:
         optimizer, "params_in_nvme_and_cpu", False
     ):
         what = "offloading to NVMe"
+    elif hasattr(optimizer, "backup_optimizer"):
+        what = "offloading the optimizer in part (ratio), which keeps moments in two optimizers,"
     elif any(_is_quantized(parameter) for parameter in engine.module.parameters()):
         what = "quantized weights"
     else:
