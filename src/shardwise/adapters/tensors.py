@@ -59,8 +59,8 @@ def check_dtype(name: str, dtype: torch.dtype) -> str:
     Raises:
         StateError: they do not hold this one.
     """
-    text = str(dtype).removeprefix("torch.")
-    if text not in DTYPES:
+    text = _stored(dtype)
+    if text is None:
         raise StateError(
             f"{name}: {dtype} tensors are not stored, because their values need a quantizer "
             "beside them: save q.int_repr(), q.q_scale() and q.q_zero_point()"
@@ -106,6 +106,12 @@ def fragments_at(
     if len(pairs) == 1:
         return (Fragment(pairs[0][0], local),)
     return tuple(Fragment(box, local[within.slices()]) for box, within in pairs)
+
+
+@lru_cache
+def _stored(dtype: torch.dtype) -> str | None:
+    text = str(dtype).removeprefix("torch.")
+    return text if text in DTYPES else None
 
 
 @lru_cache(maxsize=4096)

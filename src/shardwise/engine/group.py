@@ -188,12 +188,12 @@ def _bytes(content: torch.Tensor) -> bytes:
 
 
 def own_group(timeout: timedelta) -> TorchGroup | None:
-    """A new gloo group of all ranks, for one owner to talk over; None without distribution.
+    """A new gloo group of all ranks, for one owner to talk over; None if there is only one.
 
     Raises:
         LostRankError: a rank died, or did not come in time.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     default = dist.distributed_c10d._get_default_group()
     patience = timeout
