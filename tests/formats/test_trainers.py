@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import shardwise as sw
+from tests.formats.deepspeed.test_missing_files import write as write_deepspeed
 
 Trained = tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]
 
@@ -158,6 +159,23 @@ def test_a_directory_of_the_trainer(tmp_path: Path, safe: bool) -> None:
     assert found["trainer_state"] == {"global_step": 30, "epoch": 0.5}
     assert {"model.0.weight", "optimizer.param_groups", "scheduler"} <= set(found)
     assert_loads(tmp_path, (model, optimizer, scheduler))
+
+
+def test_a_directory_of_the_trainer_under_deepspeed(tmp_path: Path) -> None:
+    """The weights that it gathers for others do not count; what else it leaves is told."""
+    write_deepspeed(tmp_path)
+    safetensors.torch.save_file({"w": torch.ones(3, 4)}, tmp_path / "model.safetensors")
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 10}))
+    found = sw.open(tmp_path)
+    assert {"model.w", "optimizer.w.exp_avg"} <= set(found)
+    assert not found.tensors()["model.w"][...].any()
+    assert [line.split(":")[0] for line in found.left_out] == [
+        "the file model.safetensors",
+        "the file trainer_state.json",
+    ]
+    weights = sw.open(tmp_path, format="hf")
+    assert list(weights) == ["model.w"]
+    assert weights.tensors()["model.w"][...].all()
 
 
 def test_a_step_of_torchtitan(tmp_path: Path) -> None:

@@ -54,7 +54,8 @@ READERS: tuple[Reader, ...] = (
         deepspeed.FORMAT,
         deepspeed.recognise,
         deepspeed.read,
-        ("deepspeed-universal", "torch"),  # its own converter writes beside it
+        # Its own converter writes beside it; trainers, the weights of lower precision once more.
+        ("deepspeed-universal", "torch", "hf"),
     ),
     Reader(
         "deepspeed-universal",

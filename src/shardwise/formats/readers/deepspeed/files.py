@@ -11,7 +11,7 @@ from shardwise.formats.tree import MOST_FILES, Tree
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 WEIGHTS, SETTINGS = "fp32", "optimizer_state.pt"
-NOT_STATE = (LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py")
+NOT_STATE = (LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py")
 LARGEST_TAG = 4096
 MOST_TAGS = 8
 

@@ -62,7 +62,9 @@ def read(
             f"optimizer.*, and weights in full precision: in files of ranks beside this one: open "
             f"{tree.path.parent}"
         )
-    for name in files.others:
+    # Above the tag, trainers have files of their own.
+    above = [name for name in tree.sizes if files.folder and "/" not in name]
+    for name in (*files.others, *above):
         if name not in NOT_STATE:
             laying.left_out.append(f"the file {name}: not one of DeepSpeed's engine")
     return laying.finish(FORMAT, step=ranks.step, world_size=ranks.world_size)
