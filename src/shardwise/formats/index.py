@@ -103,12 +103,11 @@ def decode_index(data: bytes) -> Foreign:
 
 def _pack(laid: Laid) -> _Table:
     pieces = laid.pieces
-    table = np.column_stack(
-        [pieces.tensor, pieces.file, pieces.start, pieces.offset, pieces.shape, laid.stride]
-    )
-    steps = np.diff(table, axis=0, prepend=0).astype("<i8")
-    columns = tuple(zlib.compress(column.tobytes(), 1) for column in steps.T)
-    return _Table(len(pieces), pieces.offset.shape[1], columns)
+    tables = (*pieces.offset.T, *pieces.shape.T, *laid.stride.T)
+    columns = (pieces.tensor, pieces.file, pieces.start, *tables)
+    steps = (np.diff(column, prepend=0).astype("<i8") for column in columns)
+    packed = tuple(zlib.compress(column.tobytes(), 1) for column in steps)
+    return _Table(len(pieces), pieces.offset.shape[1], packed)
 
 
 def _unpack(table: _Table) -> Laid:

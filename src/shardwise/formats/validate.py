@@ -116,13 +116,21 @@ def _check_pieces(foreign: Foreign, laid: Laid) -> None:
 
 def _nested(shape: Int, stride: Int) -> npt.NDArray[np.bool_]:
     """Whether, of each array, a step along a dimension leads past all that smaller steps reach."""
-    steps = np.where(shape > 1, stride, 0)
-    order = np.argsort(steps, axis=1)
-    steps = np.take_along_axis(steps, order, axis=1)
-    reach = np.take_along_axis((shape - 1) * stride * (shape > 1), order, axis=1)
-    before = np.cumsum(reach, axis=1) - reach
-    counts = np.take_along_axis(shape, order, axis=1)
-    nested: npt.NDArray[np.bool_] = ((counts == 1) | (steps > before)).all(axis=1)
+    nested = _nested_in_order(shape[:, ::-1], stride[:, ::-1])  # as nearly all are
+    rest = np.flatnonzero(~nested)
+    shape, stride = shape[rest], stride[rest]
+    order = np.argsort(np.where(shape > 1, stride, 0), axis=1)
+    shape, stride = (np.take_along_axis(each, order, axis=1) for each in (shape, stride))
+    nested[rest] = _nested_in_order(shape, stride)
+    return nested
+
+
+def _nested_in_order(shape: Int, stride: Int) -> npt.NDArray[np.bool_]:
+    """The same of arrays whose steps grow with each dimension."""
+    nested, before = np.ones(len(shape), bool), np.zeros(len(shape), np.int64)
+    for counts, steps in zip(shape.T, stride.T, strict=True):
+        nested &= (counts == 1) | (steps > before)
+        before += np.where(counts > 1, (counts - 1) * steps, 0)
     return nested
 
 

@@ -119,6 +119,7 @@ def lay_frozen_slices(laying: Laying, grid: Sequence[Sequence[ModelState]], plac
     names = list(grid[0][0].frozen_shapes)
     if any(list(state.frozen_shapes) != names for states in grid for state in states):
         raise FormatError("ranks have different frozen parameters")
+    laid = []
     for name in names:
         shapes = [states[0].frozen_shapes[name] for states in grid]
         placement = place(name, shapes)
@@ -126,28 +127,43 @@ def lay_frozen_slices(laying: Laying, grid: Sequence[Sequence[ModelState]], plac
             laying.left_out.append(
                 f"model.{name}: frozen, and divided by ZeRO 3 within tensor-parallel shards"
             )
-            continue
-        _lay_slices(laying, name, shapes[0], grid[0])
+        else:
+            laid.append(name)
+    if laid:
+        _lay_slices(laying, laid, grid[0])
 
 
-def _lay_slices(
-    laying: Laying, name: str, shape: tuple[int, ...], states: Sequence[ModelState]
-) -> None:
+def _lay_slices(laying: Laying, names: Sequence[str], states: Sequence[ModelState]) -> None:
+    shapes = [states[0].frozen_shapes[name] for name in names]
+    sizes = [math.prod(shape) for shape in shapes]
+    slices = [
+        _slices_of(name, -(-size // len(states)), states)
+        for name, size in zip(names, sizes, strict=True)
+    ]
+    ranges = sliced(np.array(sizes, np.int64), len(states))
+    padded = padded_shapes(shapes, max(map(len, shapes)))
+    held = as_fragments(replace(ranges, at=np.zeros_like(ranges.at)), padded)
+    kinds = [parts[0].dtype for parts in slices]
+    numbers = [
+        laying.add(f"model.{name}", kind, shape)
+        for name, kind, shape in zip(names, kinds, shapes, strict=True)
+    ]
+    at = held.parameter, held.rank
+    file = np.array([[part.file for part in parts] for parts in slices], np.int64)[at]
+    start = np.array([[part.start for part in parts] for parts in slices], np.int64)[at]
+    itemsize = np.array([DTYPES[kind].itemsize for kind in kinds], np.int64)
+    start = start + held.at * itemsize[held.parameter]
+    stride = np.where(held.shape > 1, row_major(padded)[held.parameter], 0)
+    tensor = np.array(numbers, np.int64)[held.parameter]
+    laying.lay(Laid(Pieces(tensor, file, start, held.offset, held.shape), stride))
+
+
+def _slices_of(name: str, each: int, states: Sequence[ModelState]) -> list[StoredArray]:
+    """What ranks have of a frozen parameter, `each` elements and padding."""
     arrays = [state.frozen.get(name) for state in states]
     parts = [array for array in arrays if array is not None and len(array.shape) == 1]
-    size = math.prod(shape)
-    each = -(-size // len(states))
     if len(parts) != len(states) or any(part.shape[0] < each for part in parts):
         raise FormatError(f"{name}: a rank has not its slice of this frozen parameter")
     if len({part.dtype for part in parts}) != 1:
         raise FormatError(f"{name}: ranks have it in different dtypes")
-    ranges = sliced(np.array([size], np.int64), len(states))
-    shapes = padded_shapes([shape], len(shape))
-    held = as_fragments(replace(ranges, at=np.zeros_like(ranges.at)), shapes)
-    number = laying.add(f"model.{name}", parts[0].dtype, shape)
-    file = np.array([part.file for part in parts], np.int64)[held.rank]
-    start = np.array([part.start for part in parts], np.int64)[held.rank]
-    start = start + held.at * DTYPES[parts[0].dtype].itemsize
-    stride = np.where(held.shape > 1, row_major(shapes)[held.parameter], 0)
-    tensor = np.full(len(held.at), number)
-    laying.lay(Laid(Pieces(tensor, file, start, held.offset, held.shape), stride))
+    return parts

@@ -127,7 +127,7 @@ class Ranks:
         }
         if not universal:  # there the optimizer's state is with no rank
             _check_ranks(tree, files, models[0, 0], optimizers)
-        _check_modules(tree, files, models.values())
+        _check_modules(tree, files, [models[rank] for rank in first])
         values = load([*files.layers.values(), *files.experts.values()])
         layers: dict[int, dict[str, StoredArray]] = {}
         for (layer, rank), name in sorted(files.layers.items()):
@@ -232,8 +232,8 @@ def _check_modules(tree: Tree, files: Files, models: Iterable[ModelState]) -> No
     layers: set[int] = set()
     experts: list[int] = []
     for model in models:
-        names = [name for group in (*model.shapes, model.frozen_shapes) for name in group]
-        heads = [name.partition(".")[0] for name in names if model.module is None]
+        groups = (*model.shapes, model.frozen_shapes) if model.module is None else ()
+        heads = {name.partition(".")[0] for group in groups for name in group}
         layers.update(int(head) for head in heads if re.fullmatch(r"[0-9]{1,7}", head))
         said = model.rest.get("num_experts")
         if model.rest.get("ds_autoep_layers"):  # under ZeRO 3 these have no files
