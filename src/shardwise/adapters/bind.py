@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, cast
@@ -118,8 +118,9 @@ def _bind(container: State, prefix: str, seen: _Seen, allow_pickle: bool) -> Ite
             yield TensorBinding(name, value)  # first, as a state may hold thousands
             continue
         parts = _parts(value)
-        if is_engine(value):
-            engine = EngineBinding(name, prefix, value, allow_pickle=allow_pickle)
+        if any(map(is_engine, parts)):
+            _refuse_engines_side_by_side(name, prefix, parts, seen.modules)
+            engine = EngineBinding(name, prefix, parts[0], allow_pickle=allow_pickle)
             seen.modules.append(engine)
             yield engine
         elif is_optimizer_of_engine(value):
@@ -212,6 +213,23 @@ def _lookup(optimizers: list[Optimizer], modules: Modules) -> Callable[[], dict[
         }
 
     return find
+
+
+def _refuse_engines_side_by_side(
+    name: str, prefix: str, parts: Sequence[object], modules: Modules
+) -> None:
+    """Each engine has values of its own beside its key: of two at one place, which would be whose?
+
+    Raises:
+        StateError: it is in a list, or beside another.
+    """
+    beside = [m.name for m in modules if isinstance(m, EngineBinding) and m.prefix == prefix]
+    if len(parts) > 1 or beside:
+        where = f"{name} and {beside[0]}" if beside else f"{name} is a list, and"
+        raise StateError(
+            f"{where}: each engine of DeepSpeed needs a dict of its own, as in "
+            '{"actor": {"model": engine, "optimizer": engine.optimizer}, "critic": {…}}'
+        )
 
 
 def _refuse_emptied(optimizers: list[Optimizer], modules: Modules) -> None:

@@ -84,6 +84,7 @@ class EngineBinding:
 
     def __init__(self, name: str, prefix: str, engine: Any, *, allow_pickle: bool) -> None:
         self.name = name
+        self.prefix = prefix
         self._values = f"{prefix}{VALUES}."
         self._engine = engine
         self._module: nn.Module = engine.module
