@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ def test_lies_of_the_metadata_are_refused(tmp_path: Path) -> None:
     lies = [
         (replace(place, offset=2**40), chunk, "a length in it lies|leads out of"),
         (replace(place, offset=8, length=900), chunk, "is no item of torch.save"),
-        (replace(place, relative_path="../../etc/passwd"), chunk, "has no file"),
+        (replace(place, relative_path="../../etc/passwd"), chunk, "1 is missing"),
         (place, replace(chunk, sizes=torch.Size([3, 5])), "the metadata says float32 of shape"),
         (place, replace(chunk, offsets=torch.Size([1, 0])), "does not say where it lies"),
     ]
@@ -163,3 +164,16 @@ def test_a_conjugated_view_is_refused_by_name(tmp_path: Path) -> None:
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with pytest.raises(sw.FormatError, match=r"^model\.b: a conjugated .*resolve_conj"):
         reader.read(Tree(tmp_path / "dcp"))
+
+
+def test_files_that_are_missing_are_named(dcp_saved: Path, tmp_path: Path) -> None:
+    place = tmp_path / "part"
+    shutil.copytree(dcp_saved / "fsdp2", place)
+    lost = sorted(path.name for path in place.glob("*.distcp"))[1:]
+    for name in lost:
+        (place / name).unlink()
+    listed = ", ".join(lost)
+    with pytest.raises(
+        sw.FormatError, match=rf"that \.metadata names, .* missing: {listed}\. Copy"
+    ):
+        sw.open(place)

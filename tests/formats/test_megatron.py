@@ -95,6 +95,15 @@ def test_another_backend_is_refused(tmp_path: Path) -> None:
         opened(place)
 
 
+@pytest.mark.parametrize("name", ["common.pt", "metadata.json"])
+def test_without_one_of_its_files_it_is_not_taken_for_dcp(name: str, tmp_path: Path) -> None:
+    """Of which names are other, and hyperparameters lost."""
+    place = unpacked("megatron_plain", tmp_path)
+    (place / name).unlink()
+    with pytest.raises(sw.FormatError, match=f"Megatron-Core wrote, 1 is missing: {name}. Copy"):
+        opened(place)
+
+
 def test_a_flattened_shard_that_does_not_divide_is_refused(tmp_path: Path) -> None:
     place = unpacked("megatron_fully_sharded_model_space", tmp_path)
     metadata = (place / ".metadata").read_bytes()

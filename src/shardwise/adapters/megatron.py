@@ -174,9 +174,9 @@ class MegatronBinding:
                 if id(tensor) not in stepped and self._is_stepped_elsewhere(tensor):
                     raise StateError(
                         f"{self.name}: its optimizer has the weights as they are, and the model "
-                        "less of them: put it into the state too, as in "
-                        '{"model": model, "optimizer": optimizer}, and load with only=["model.*"] '
-                        "if its moments are not wanted"
+                        "less of them: put it, as get_megatron_optimizer() made it, into the "
+                        'state too, as in {"model": model, "optimizer": optimizer}, and load with '
+                        'only=["model.*"] if its moments are not wanted'
                     )
                 if each.tensor is not None:
                     parts = sharded.parts(each.low, each.high)

@@ -38,7 +38,8 @@ def read(tree: Tree) -> Foreign:
         raise CheckpointNotFoundError(f"{tree} is a part of what {FORMAT} wrote: open {parent}")
     if METADATA not in tree.sizes:
         raise CheckpointNotFoundError(
-            f"{tree} has no {METADATA}, which {FORMAT} writes last: its save was never finished"
+            f"{tree} has no {METADATA}, which {FORMAT} writes last: its save was never finished, "
+            "or it was copied without (as by `cp *`, which leaves out names with a dot in front)"
         )
     metadata = read_metadata(tree)
     stored = read_stored(tree, metadata)

@@ -13,7 +13,7 @@ from shardwise.errors import FormatError
 from shardwise.formats.catalogue import StoredArray
 from shardwise.formats.foreign import ForeignFile, Laid
 from shardwise.formats.readers.dcp.items import Arrays, find_arrays, read_values
-from shardwise.formats.readers.dcp.metadata import Item, Metadata
+from shardwise.formats.readers.dcp.metadata import METADATA, Item, Metadata
 from shardwise.formats.stored.pickled import Stubs
 from shardwise.formats.tree import Tree
 from shardwise.manifest.table import Int, Pieces
@@ -58,11 +58,12 @@ def read_stored(
         find: where the arrays of chunks begin, if they are no items of torch.save.
 
     Raises:
-        FormatError: an item is missing, or is not what the metadata says.
+        FormatError: a file or an item is missing, or is not what the metadata says.
     """
     chunks = Chunks(metadata, folder)
     values = {name: _item(metadata, folder, name, None) for name in metadata.values}
     used = sorted({item.file for item in (*chunks.items, *values.values())})
+    tree.require(used, f"{METADATA} names")
     files = tuple(tree.file(name) for name in used)
     number = {name: i for i, name in enumerate(used, first)}
     arrays = find_arrays(tree, chunks.names, chunks.items) if find is None else find(tree, chunks)

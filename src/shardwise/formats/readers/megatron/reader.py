@@ -28,6 +28,7 @@ from shardwise.formats.tree import Tree
 
 FORMAT = "Megatron-Core torch_dist"
 CONFIG, COMMON = "metadata.json", "common.pt"
+_LARGEST_CONFIG = 2**20
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _MASTERS = ("fp32_param", "param")  # of the optimizer for half precision, and the distributed one
 _DISTRIBUTED = re.compile(r"(?:chained_\d+\.)?optimizer\.")
@@ -35,8 +36,14 @@ _OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 
 
 def recognise(tree: Tree) -> bool:
-    """Whether a place has the files that Megatron-Core writes beside those of DCP."""
-    return {METADATA, CONFIG, COMMON} <= tree.sizes.keys()
+    """Whether a place has a file that Megatron-Core writes beside those of DCP."""
+    return METADATA in tree.sizes and (COMMON in tree.sizes or _says_backend(tree))
+
+
+def _says_backend(tree: Tree) -> bool:
+    return tree.sizes.get(CONFIG, _LARGEST_CONFIG + 1) <= _LARGEST_CONFIG and (
+        b'"sharded_backend"' in tree.read(CONFIG, limit=_LARGEST_CONFIG)
+    )
 
 
 def read(tree: Tree) -> Foreign:
@@ -48,8 +55,9 @@ def read(tree: Tree) -> Foreign:
     keep the names that they have.
 
     Raises:
-        FormatError: it is malformed, or of another backend.
+        FormatError: it is malformed, lacks a file, or is of another backend.
     """
+    tree.require([CONFIG, COMMON], "Megatron-Core wrote")
     _check_backend(tree)
     metadata = read_metadata(tree)
     stored = unstacked(unflattened(read_stored(tree, metadata), metadata))
@@ -75,7 +83,7 @@ def read(tree: Tree) -> Foreign:
 
 def _check_backend(tree: Tree) -> None:
     try:
-        config = msgspec.json.decode(tree.read(CONFIG, limit=2**20), type=dict[str, Any])
+        config = msgspec.json.decode(tree.read(CONFIG, limit=_LARGEST_CONFIG), type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"{tree}/{CONFIG} is malformed: {error}") from error
     backend = config.get("sharded_backend")
