@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.memory.agent.agent import NICE
 from shardwise.memory.node.home import Home
 from shardwise.memory.node.notes import Card
 from shardwise.memory.node.spawn import card_of
@@ -135,6 +137,25 @@ def test_an_agent_that_is_started_beside_training_stays(
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
     assert not (Home(shm / "node0").card).exists()
+
+
+def niceness_of(process: int) -> dict[int, int]:
+    """Of each of its threads, by their ids; that of the process itself is its main thread's."""
+    found = {}
+    for path in Path(f"/proc/{process}/task").glob("*/stat"):
+        found[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[16])
+    return found
+
+
+def test_who_works_in_the_background_gives_way_and_who_serves_others_does_not(shm: Path) -> None:
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    with started(shm) as process:
+        living(shm)
+        deadline = time.monotonic() + 20
+        while list((found := niceness_of(process.pid)).values()).count(min(usual + NICE, 19)) < 11:
+            assert time.monotonic() < deadline, found
+            time.sleep(0.02)
+        assert found[process.pid] == usual
 
 
 def test_a_second_agent_is_refused(shm: Path) -> None:

@@ -45,9 +45,7 @@ class Agent:
         self._looking = threading.Thread(target=self._look_around, name="look", daemon=True)
 
     def start(self) -> None:
-        """Begin to work. Training goes before it: it takes processors that nothing else wants."""
-        with suppress(OSError):
-            os.nice(NICE)
+        """Begin to work."""
         for worker in self._workers:
             worker.thread.start()
         self._looking.start()
@@ -72,6 +70,7 @@ class Agent:
         return not any(thread.is_alive() for thread in threads)
 
     def _look_around(self) -> None:
+        _give_way()
         while not self.is_stopping:
             self._bell.wait(LOOK_AROUND)
             self._bell.clear()
@@ -116,6 +115,7 @@ class _Worker:
         self._called.set()
 
     def _work(self) -> None:
+        _give_way()
         while not self._agent.is_stopping:
             self._called.wait()
             self._called.clear()
@@ -126,6 +126,13 @@ class _Worker:
                 if self._attempts.is_due(each) and self._attempts.attempt(each):
                     self._agent.wake()
             self._attempts.forget_but({each.place.path for each in seen})
+
+
+def _give_way() -> None:
+    """Training goes before what this thread does, and those that it starts: they take processors
+    that nothing else wants. Whoever serves others does not: a restore waits for that."""
+    with suppress(OSError):
+        os.nice(NICE)  # of this thread alone, as Linux has it
 
 
 def undisturbed(attend: Callable[[Place], bool]) -> Callable[[Place], bool]:
