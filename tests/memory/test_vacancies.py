@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from shardwise.memory.agent import service
 from shardwise.memory.node import vacancies
-from shardwise.memory.node.home import Home, Run, new_run
+from shardwise.memory.node.home import Home, Run, hold, new_run
 from shardwise.memory.node.trainers import Presence, is_present
 from shardwise.memory.node.vacancies import Vacancies
 
@@ -57,33 +59,78 @@ def test_a_trainer_that_starts_again_soon_finds_its_memory(home: Home) -> None:
     assert not run.path.exists()
 
 
-@pytest.mark.parametrize("when", ["before it is moved", "after it is moved"])
-def test_a_trainer_that_comes_just_then_is_seen(
-    home: Home, monkeypatch: pytest.MonkeyPatch, when: str
+def test_trainers_that_come_just_then_have_their_places(
+    home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One just before it is removed, which then is not, and another as that is seen."""
     run = begun(home)
+    inode = run.path.stat().st_ino
     came: list[Presence] = []
-    calls = 0
+    coming: list[threading.Thread] = []
 
     def looking(look: Callable[[Run], bool]) -> Callable[[Run], bool]:
         def is_vacant(seen: Run) -> bool:
-            nonlocal calls
-            calls += 1
-            if calls == 2 and when == "after it is moved":
-                came.append(Presence(run, 0))
+            if coming:
+                return look(seen)
             found = look(seen)
-            if calls == 1 and when == "before it is moved":
-                came.append(Presence(run, 0))
+            came.append(Presence(run, 0))
+            coming.append(threading.Thread(target=lambda: came.append(Presence(run, 1))))
             return found
 
         return is_vacant
 
+    def holding(directory: Path, *, shared: bool) -> AbstractContextManager[bool]:
+        coming[0].start()
+        return hold(directory, shared=shared)
+
     monkeypatch.setattr(vacancies, "_is_vacant", looking(vacancies._is_vacant))
+    monkeypatch.setattr(vacancies, "hold", holding)
     Vacancies(home, 0.0).sweep()
+    coming[0].join(20.0)
+    assert len(came) == 2
+    assert is_present(run, 0)
+    assert is_present(run, 1)
+    assert run.path.stat().st_ino == inode
+    assert (run.free / "r00000-0.slot").exists()
+    assert not list(home.path.glob("vacant-*"))
+
+
+def test_a_trainer_that_comes_as_a_run_is_removed_begins_it_anew(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begun(home)
+    came: list[Presence] = []
+    coming = threading.Thread(target=lambda: came.append(Presence(run, 0)))
+    look = vacancies._is_vacant
+
+    def is_vacant(seen: Run) -> bool:
+        found = look(seen)
+        with hold(seen.path, shared=True) as free:
+            if not free:  # it is looked at for the last time
+                coming.start()
+                coming.join(0.1)
+                assert not came
+        return found
+
+    monkeypatch.setattr(vacancies, "_is_vacant", is_vacant)
+    Vacancies(home, 0.0).sweep()
+    coming.join(20.0)
     assert len(came) == 1
     assert is_present(run, 0)
-    assert (run.free / "r00000-0.slot").exists() == (when == "before it is moved")
+    assert not run.free.exists()
     assert not list(home.path.glob("vacant-*"))
+
+
+def test_what_is_begun_anew_is_vacant_only_later(home: Home) -> None:
+    run = begun(home)
+    swept = Vacancies(home, 0.2)
+    swept.sweep()
+    time.sleep(0.3)
+    swept.sweep()
+    assert not run.path.exists()
+    Presence(run, 0).leave()
+    swept.sweep()
+    assert run.path.exists()
 
 
 def test_what_is_no_run_stays(home: Home) -> None:

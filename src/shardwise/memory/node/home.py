@@ -160,6 +160,29 @@ class Run:
         return self.path / step_directory(step)
 
 
+@contextmanager
+def hold(directory: Path, *, shared: bool) -> Iterator[bool]:
+    """Lock a directory, while the block runs, against those who would remove it; or, not shared,
+    against all.
+
+    Yields False, at once, where that cannot be had. It is let go also if the process dies.
+    """
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        held = True
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            held = False
+        yield held and os.fstat(fd).st_nlink > 0
+    finally:
+        os.close(fd)
+
+
 def new_run() -> str:
     """An id that no other run has."""
     return secrets.token_hex(8)

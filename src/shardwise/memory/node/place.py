@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import time
@@ -17,7 +16,7 @@ from shardwise.errors import StoreError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory.node import notes
-from shardwise.memory.node.home import Run, read_note
+from shardwise.memory.node.home import Run, hold, read_note
 from shardwise.memory.node.notes import Done, Draft, Kept, Staged
 
 ABANDONED = "abandoned"
@@ -54,20 +53,8 @@ class Place:
 
         Yields False, at once, where that cannot be had. It is let go also if the process dies.
         """
-        try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            yield False
-            return
-        try:
-            held = True
-            try:
-                fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            except BlockingIOError:
-                held = False
-            yield held and os.fstat(fd).st_nlink > 0
-        finally:
-            os.close(fd)
+        with hold(self.path, shared=shared) as held:
+            yield held
 
     def named(self, suffix: str) -> list[str]:
         """The names in it that end so."""

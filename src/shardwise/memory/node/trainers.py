@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardwise.errors import StoreError
-from shardwise.memory.node.home import Run
+from shardwise.memory.node.home import Run, hold
 
 PATIENCE = 10.0
 POLL = 0.02
@@ -74,12 +74,16 @@ class Presence:
             os.close(fd)
 
     def _lock(self) -> int | None:
-        """A lock of the file that lies there now; None if another has it."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except FileNotFoundError:  # the agent took the run for vacant
-            return None
+        """A lock of the file that lies there now; None if another has it, or the agent removes the
+        run just now, as it was vacant."""
+        with suppress(FileNotFoundError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with hold(self._path.parent.parent, shared=True) as held:
+                return self._lock_file() if held else None
+        return None
+
+    def _lock_file(self) -> int | None:
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(fd).st_ino == self._path.stat().st_ino:
@@ -92,7 +96,7 @@ class Presence:
 
     def _take_over(self) -> bool:
         """Follow another presence of this process, if that has the lock."""
-        if not self._said().startswith(_this_process()):
+        if not (_is_locked(self._path) and self._said().startswith(_this_process())):
             return False
         self._path.write_bytes(self._mark)
         return True

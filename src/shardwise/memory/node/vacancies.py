@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from shardwise.errors import StoreError
-from shardwise.memory.node.home import Home, Run
+from shardwise.memory.node.home import Home, Run, hold
 from shardwise.memory.node.trainers import has_trainers
 
 ASIDE = "vacant-"
@@ -37,6 +37,7 @@ class Vacancies:
         self._since = {run.name: self._since.get(run.name, now) for run in vacant}
         for run in vacant:
             if now - self._since[run.name] >= self._pause:
+                del self._since[run.name]
                 _remove(self._home, run)
 
     def _runs(self) -> Iterator[Run]:
@@ -50,11 +51,10 @@ def _is_vacant(run: Run) -> bool:
 
 
 def _remove(home: Home, run: Run) -> None:
-    """A trainer that comes just now takes its place in a run of this name that is made anew; or in
-    this one, if it was faster, which then goes back to where it was."""
-    aside = Run(home.path / f"{ASIDE}{secrets.token_hex(4)}")
-    with suppress(OSError):  # others have removed it, or made it anew
-        run.path.rename(aside.path)
-        if not _is_vacant(aside):
-            aside.path.rename(run.path)
-    shutil.rmtree(aside.path, ignore_errors=True)
+    """A trainer that comes just now takes its place before, or in a run of this name that is made
+    anew."""
+    aside = home.path / f"{ASIDE}{secrets.token_hex(4)}"
+    with hold(run.path, shared=False) as alone:
+        if alone and _is_vacant(run):
+            run.path.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
