@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal
 
 from shardwise.engine.leftovers import collect_leftovers
@@ -75,11 +76,21 @@ def committed_steps(root: Store) -> list[int]:
     return sorted(s for s in steps if MANIFEST in root.at(step_directory(s)).list())
 
 
-def apply_retention(root: Store, keep: Keep, *, newest: int, damaged: frozenset[int]) -> list[int]:
+def apply_retention(
+    root: Store,
+    keep: Keep,
+    *,
+    newest: int,
+    damaged: frozenset[int],
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> list[int]:
     """Remove what `keep` does not keep of the steps up to `newest`, which was just saved.
 
     Steps that are known to be damaged neither count nor go, and one that is being read stays
     until the next time.
+
+    Args:
+        is_wanted: asked before each is removed; if it is not, all others stay.
 
     Returns:
         The steps that were removed.
@@ -87,7 +98,8 @@ def apply_retention(root: Store, keep: Keep, *, newest: int, damaged: frozenset[
     steps = [s for s in committed_steps(root) if s <= newest and s not in damaged]
     metrics = {s: _metrics(root.at(step_directory(s))) for s in steps if keep.best is not None}
     kept = keep.kept(steps, metrics) | {newest}
-    return [s for s in steps if s not in kept and remove_checkpoint(root.at(step_directory(s)))]
+    gone = takewhile(lambda _: is_wanted(), (s for s in steps if s not in kept))
+    return [s for s in gone if remove_checkpoint(root.at(step_directory(s)))]
 
 
 def remove_checkpoint(store: Store) -> bool:

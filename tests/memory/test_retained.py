@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -12,13 +11,19 @@ import pytest
 import shardwise as sw
 from shardwise.errors import StoreError
 from shardwise.manifest.names import MANIFEST, step_directory
-from shardwise.memory.agent import duties
-from shardwise.memory.agent.duties import Leading
+from shardwise.memory.agent import signs
+from shardwise.memory.agent.attempts import Seen
+from shardwise.memory.agent.duties import Following
+from shardwise.memory.agent.publication import retention_of
+from shardwise.memory.network.vigil import Agents
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, new_run, write_note
-from shardwise.memory.node.notes import Card, Done, Draft
+from shardwise.memory.node.mappings import Mappings
+from shardwise.memory.node.notes import Done, Draft
 from shardwise.memory.node.place import Place
-from shardwise.memory.node.retire import retire
+from shardwise.memory.node.retire import ENDED, discard, retire
+from shardwise.memory.snapshots.begun import Begun
+from shardwise.memory.snapshots.handle import Stages
 from shardwise.store.local import LocalStore
 from tests.memory.test_snapshots import shm
 
@@ -91,64 +96,127 @@ def test_old_checkpoints_that_cannot_go_are_told_of_when_the_run_is_closed(
     assert not list(shm.glob("**/*.slot"))
 
 
-def persisted(tmp_path: Path, keep: sw.Keep, *, by: str, failure: str = "") -> Place:
-    """Step 2, as a node persisted it; step 1 is in storage as well."""
+def test_what_cannot_go_is_told_though_the_last_snapshot_is_for_memory_only(
+    tmp_path: Path, shm: Path
+) -> None:
     root = tmp_path / "root"
-    for step in (1, 2):
-        sw.save(root / step_directory(step), {"t": step})
-    place = Place(Home(tmp_path / "home").run(new_run()), 2)
-    place.path.mkdir(parents=True)
-    draft = Draft(
+    (root / step_directory(0) / MANIFEST).mkdir(parents=True)  # is no file that can be deleted
+    memory = sw.Memory(dir=str(shm), wait=10.0, when_full="wait")
+    cp = sw.Checkpointer(root, keep=sw.Keep(last=1), every=2, memory=memory)
+    for step in (2, 3):
+        cp.save(step, {"t": step})
+    with pytest.raises(StoreError, match="step 2: retain: IsADirectoryError"):
+        cp.close()
+
+
+def draft_of(root: Path, step: int, keep: sw.Keep) -> Draft:
+    return Draft(
         save_id=SAVE,
-        step=2,
+        step=step,
         manifest="",
         files=[],
-        nodes=[Card("here", "", "")],
+        nodes=[],
         leader="here",
         root=str(root),
         keep=asdict(keep),
     )
-    write_note(place.path / notes.draft(SAVE), draft)
-    done = Done(save_id=SAVE, stage="persist", node=by, failure=failure)
-    write_note(place.path / notes.outcome("persist", SAVE), done)
+
+
+def test_where_all_are_kept_nothing_is_asked_for(tmp_path: Path) -> None:
+    assert retention_of(draft_of(tmp_path, 2, sw.Keep())) is None
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    """Step 3, as its agent has persisted it; steps 1 and 2 are in storage as well."""
+    root = tmp_path / "root"
+    for step in (1, 2, 3):
+        sw.save(root / step_directory(step), {"t": step})
+    place = Place(Home(tmp_path / "home").run(new_run()), 3)
+    place.path.mkdir(parents=True)
+    wish = retention_of(draft_of(root, 3, sw.Keep(last=1)))
+    write_note(place.path / notes.request(notes.RETAIN, SAVE), wish)
+    for stage in ("commit", "persist"):
+        done = Done(save_id=SAVE, stage=stage, node="here")
+        write_note(place.path / notes.outcome(stage, SAVE), done)
     return place
 
 
-@pytest.mark.parametrize(
-    ("keep", "by", "failure", "removed"),
-    [
-        (sw.Keep(last=1), "here", "", True),
-        (sw.Keep(last=1), "elsewhere", "", False),
-        (sw.Keep(last=1), "here", "the disk is full", False),
-        (sw.Keep(), "here", "", False),
-    ],
-)
-def test_the_node_that_persisted_a_checkpoint_removes_older_ones(
-    tmp_path: Path, keep: sw.Keep, by: str, failure: str, removed: bool
+def stages_of(place: Place) -> Stages:
+    agents = Agents(Home(place.run.path.parents[2]), None, None, 10.0)
+    return Stages(agents, place, SAVE, ("commit", "persist"), told_here=True, retains=True)
+
+
+def in_storage(tmp_path: Path) -> list[str]:
+    return sorted(each.name for each in (tmp_path / "root").iterdir())
+
+
+def test_a_snapshot_that_is_retired_leaves_what_is_still_to_be_removed(
+    tmp_path: Path, place: Place
 ) -> None:
-    place = persisted(tmp_path, keep, by=by, failure=failure)
-    assert Leading("here").retain(place) == removed
-    assert (place.ended(notes.RETAIN, SAVE) is not None) == removed
-    assert (tmp_path / "root" / step_directory(1)).exists() != removed
-    assert not Leading("here").retain(place)
+    """Its memory is free at once; and whoever waits for the removal goes on to do so."""
+    (place.path / f"r00000-{SAVE}.safetensors").touch()
+    stages = stages_of(place)
+    for _ in range(2):
+        assert retire(place, 0.0, wholly=False)
+        assert place.named("") == [notes.request(notes.RETAIN, SAVE)]
+        assert stages.ended(notes.RETAIN) is None
+        assert not stages.is_over()
+        names = frozenset(place.named(""))
+        assert signs.of_retaining(Seen(place, {3: names})) == [SAVE]
+    assert Following("another agent", Mappings()).retain(place)
+    assert in_storage(tmp_path) == [step_directory(3)]
+    assert stages.is_over()
+    assert not signs.of_retaining(Seen(place, {3: frozenset(place.named(""))}))
+    assert not Following("another agent", Mappings()).retain(place)
+    assert retire(place, 0.0, wholly=False)
+    assert not place.path.exists()
+    assert (place.run.path / ENDED / notes.outcome(notes.RETAIN, SAVE)).exists()
 
 
-def test_a_snapshot_may_be_retired_while_older_checkpoints_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_the_run_has_left_behind_removes_nothing_more(
+    tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A storage that is slow to remove holds no memory."""
-    place = persisted(tmp_path, sw.Keep(last=1), by="here")
-    begun, retired = threading.Event(), threading.Event()
+    """It may be saved again meanwhile."""
+    delete = LocalStore.delete
 
-    def slow(_: Draft) -> int:
-        begun.set()
-        return int(retired.wait(20.0))
+    def goes_back(store: LocalStore, name: str) -> None:
+        discard([place])
+        delete(store, name)
 
-    monkeypatch.setattr(duties, "retain", slow)
-    removing = threading.Thread(target=Leading("here").retain, args=(place,))
-    removing.start()
-    assert begun.wait(20.0)
-    assert retire(place, 0.0)
-    retired.set()
-    removing.join(20.0)
-    assert not removing.is_alive()
+    monkeypatch.setattr(LocalStore, "delete", goes_back)
+    with pytest.raises(FileNotFoundError):  # there is nowhere to tell of it
+        Following("here", Mappings()).retain(place)
+    assert in_storage(tmp_path) == [step_directory(2), step_directory(3)]
+
+
+def test_a_note_that_is_damaged_removes_nothing_and_is_told(tmp_path: Path, place: Place) -> None:
+    (place.path / notes.request(notes.RETAIN, SAVE)).write_bytes(b"{")
+    assert Following("here", Mappings()).retain(place)
+    with pytest.raises(StoreError, match=r"step 3: retain: StoreError: .*Input data was truncated"):
+        stages_of(place).check()
+    assert len(in_storage(tmp_path)) == 3
+
+
+def test_each_failure_is_told_once_and_what_is_under_way_stays(place: Place) -> None:
+    begun = Begun()
+    others = [Place(place.run, step) for step in (4, 5)]
+    for each in (place, *others):
+        each.path.mkdir(exist_ok=True)
+        begun.add(stages_of(each))
+
+    def fails(each: Place) -> None:
+        done = Done(save_id=SAVE, stage=notes.RETAIN, failure="busy")
+        write_note(each.path / notes.outcome(notes.RETAIN, SAVE), done)
+
+    begun.raise_failure()
+    fails(place)
+    fails(others[1])
+    for step in (3, 5):
+        with pytest.raises(StoreError, match=f"step {step}: retain: busy"):
+            begun.raise_failure()
+    begun.raise_failure()
+    fails(others[0])
+    with pytest.raises(StoreError, match="step 4: retain: busy"):
+        begun.raise_failure()
+    assert not begun.ends_durable()

@@ -14,7 +14,7 @@ from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory.agent.persist import Throttle
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, Run, new_run, write_note
-from shardwise.memory.node.notes import Done, Staged
+from shardwise.memory.node.notes import Done, Draft, Staged
 from shardwise.memory.node.place import Held, Place
 from shardwise.memory.node.retire import discard_newer, replaced, retire_replaced
 from shardwise.memory.node.room import needed_for_others, taken_for_others
@@ -223,14 +223,16 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, int]) -> None
         sw.Memory(**options)  # type: ignore[arg-type]
 
 
-def leave_committed(run: Run, step: int, *ended: str) -> None:
+def leave_committed(
+    run: Run, step: int, *ended: str, stages: tuple[str, ...] = ("commit", "protect")
+) -> None:
     """A snapshot that is committed, and of which some stages have ended."""
     save = f"{step:016x}"
     place = Place(run, step)
     place.path.mkdir(parents=True)
     file = FileEntry(f"r00000-{save}.safetensors", 0, 10, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(bytes(10))
-    staged = Staged(file, f"r00000-{step}.slot", 2, ("commit", "protect"))
+    staged = Staged(file, f"r00000-{step}.slot", 2, stages)
     write_note(place.path / notes.staged(file.name), staged)
     write_note(place.path / "manifest.json", b"{}")
     for stage in ended:
@@ -271,6 +273,43 @@ def test_one_whose_protection_failed_is_not_protected(run: Run) -> None:
         write_note(run.step(step) / notes.outcome("protect", save), failed)
     assert retire_replaced(Place(run, 7))
     assert run.steps() == [5, 7]
+
+
+def test_what_was_promised_to_storage_stays_until_it_is_there(run: Run) -> None:
+    """Also where a newer one was persisted before, and as long as its agent can still do it."""
+    run.free.mkdir(parents=True)
+    stages = ("commit", "protect", "persist")
+    for step in (5, 6, 7):
+        leave_committed(run, step, *stages[: 2 if step == 5 else 3], stages=stages)
+    promised = Place(run, 5)
+    draft = Draft(
+        save_id=f"{5:016x}",
+        step=5,
+        manifest="",
+        files=[],
+        nodes=[],
+        leader="here",
+        root="",
+        durable=True,
+    )
+    write_note(promised.path / notes.draft(draft.save_id), draft)
+    retire_replaced(Place(run, 7))
+    assert run.steps() == [5, 7]
+    outcome = notes.outcome("persist", draft.save_id)
+    write_note(promised.path / outcome, Done(save_id=draft.save_id, stage="persist"))
+    leave_committed(run, 8, *stages, stages=stages)
+    assert retire_replaced(Place(run, 8))
+    assert run.steps() == [7, 8]
+
+
+def test_a_node_that_leads_nothing_keeps_nothing_that_newer_ones_have_replaced(run: Run) -> None:
+    """It may never hear what has become of it."""
+    run.free.mkdir(parents=True)
+    stages = ("commit", "protect", "persist")
+    for step in (5, 6, 7):
+        leave_committed(run, step, *stages[: 2 if step == 5 else 3], stages=stages)
+    assert retire_replaced(Place(run, 7))
+    assert run.steps() == [6, 7]
 
 
 def test_what_is_left_of_a_step_that_was_saved_again_is_removed(run: Run) -> None:

@@ -37,7 +37,7 @@ _DATA = rf"r\d{{5}}-{_SAVE}\.safetensors"
 _HOME = re.compile(r"agent\.[a-z.]+|node|[a-z]+\.lock|runs")
 _SLOT = re.compile(r"r\d{5}-[0-9a-f]{8}\.slot|[0-9a-f]{16}\.spare")
 _TRAINER = re.compile(r"[a-z]?\d+(\.lock)?")
-_OUTCOME = re.compile(rf"(commit|protect|persist)-all-{_SAVE}\.json")
+_OUTCOME = re.compile(rf"(commit|protect|persist|retain)-all-{_SAVE}\.json")
 _SNAPSHOT = re.compile(
     rf"manifest\.json|{ABANDONED}|{_DATA}(\.entry\.json)?|r\d{{5}}-{_SAVE}\.staged\.json"
     rf"|draft-{_SAVE}\.json|[a-z]+(-done|-all)?-{_SAVE}\.json|parity-{_SAVE}(-\d+)+\.bin"

@@ -24,13 +24,13 @@ from shardwise.manifest.manifest import FileEntry, complete_manifest, decode_man
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory.agent.guard import guard, protection_of
 from shardwise.memory.agent.persist import Throttle, copy_to_store
-from shardwise.memory.agent.publication import publication, removes, retain
+from shardwise.memory.agent.publication import publication, retain, retention_of
 from shardwise.memory.agent.rescue import copy_lost
 from shardwise.memory.network.nodes import Nodes, of_each
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Run, read_note, write_note
 from shardwise.memory.node.mappings import Mappings
-from shardwise.memory.node.notes import Card, Done, Draft, Persist, Protect, Staged
+from shardwise.memory.node.notes import Card, Done, Draft, Persist, Protect, Retain, Staged
 from shardwise.memory.node.place import ABANDONED, Place
 from shardwise.memory.node.seal import seal
 from shardwise.memory.tls import Tls
@@ -103,18 +103,6 @@ class Leading:
                 self._finish(place, "persist", draft, self._persist)
         return busy
 
-    def retain(self, place: Place) -> bool:
-        """Remove what storage no longer keeps, now that this node has persisted the snapshot."""
-        busy = False
-        for draft in [*place.drafts(), *place.terms()]:
-            persisted = place.ended("persist", draft.save_id)
-            if persisted is None or persisted.failure or persisted.node != self.node:
-                continue
-            if removes(draft) and not place.has(notes.outcome(notes.RETAIN, draft.save_id)):
-                busy = True
-                self._finish(place, notes.RETAIN, draft, self._retain)
-        return busy
-
     def _lead(
         self,
         place: Place,
@@ -159,9 +147,6 @@ class Leading:
             )
             nodes.tell_all(notes.outcome(stage, draft.save_id), done)
 
-    def _retain(self, place: Place, draft: Draft, nodes: Nodes) -> int:
-        return retain(draft)
-
     def _commit(self, place: Place, draft: Draft, nodes: Nodes) -> int:
         by_node = _files_by_node(draft)
 
@@ -201,7 +186,9 @@ class Leading:
         with publication(draft) as publish:
             copied = 0 if publish.is_published else self._copy(place, draft, nodes, publish.store)
             publish.finish(place.manifest_of(draft.save_id))
-            return copied
+        if (wish := retention_of(draft)) is not None:
+            write_note(place.path / notes.request(notes.RETAIN, draft.save_id), wish)
+        return copied
 
     def _copy(self, place: Place, draft: Draft, nodes: Nodes, to: Store) -> int:
         """Each node copies its own files; this one those of nodes that are lost."""
@@ -299,6 +286,15 @@ class Following:
 
         return self._follow(place, "protect", Protect, work)
 
+    def retain(self, place: Place) -> bool:
+        """Remove what storage no longer keeps, while the note that asks for it is there."""
+
+        def work(wish: Retain) -> int:
+            request = notes.request(notes.RETAIN, wish.save_id)
+            return retain(wish, is_wanted=lambda: place.has(request))
+
+        return self._follow(place, notes.RETAIN, Retain, work, told=notes.outcome)
+
     def watch(self, place: Place) -> bool:
         """Have the newest snapshot persisted, if a trainer of this node is lost."""
         save_id = decode_manifest((place.path / MANIFEST).read_bytes()).save_id
@@ -347,9 +343,18 @@ class Following:
         store.sync()
         return nbytes
 
-    def _follow(self, place: Place, stage: str, kind: type[W], work: Callable[[W], int]) -> bool:
+    def _follow(
+        self,
+        place: Place,
+        stage: str,
+        kind: type[W],
+        work: Callable[[W], int],
+        told: Callable[[str, str], str] = notes.done,
+    ) -> bool:
         busy = False
-        for save_id in notes.undone(stage, place.named(".json")):
+        for save_id in notes.requested(stage, place.named(".json")):
+            if place.has(told(stage, save_id)):
+                continue
             busy = True
             start = time.monotonic()
             request = place.path / notes.request(stage, save_id)
@@ -362,7 +367,7 @@ class Following:
                 failure=failure,
                 node=self.node,
             )
-            write_note(place.path / notes.done(stage, save_id), done)
+            write_note(place.path / told(stage, save_id), done)
         return busy
 
 
@@ -378,9 +383,10 @@ def attempt(place: Place, work: Callable[[], int]) -> tuple[int, str]:
     """What some work on a snapshot gives, or why it cannot be done."""
     try:
         return work(), ""
-    except (ShardwiseError, OSError) as error:
+    except Exception as error:
         level = logging.INFO if place.has(ABANDONED) else logging.ERROR
-        log.log(level, "%s: %s", type(error).__name__, error)
+        is_usual = isinstance(error, (ShardwiseError, OSError))
+        log.log(level, "%s: %s", type(error).__name__, error, exc_info=not is_usual)
         return 0, f"{type(error).__name__}: {error}"
 
 

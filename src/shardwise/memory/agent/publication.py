@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from shardwise.engine.leftovers import collect_leftovers
 from shardwise.errors import CheckpointExistsError, FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
 from shardwise.manifest.names import MANIFEST, lock_file, step_directory
-from shardwise.memory.node.notes import Draft
+from shardwise.memory.node.notes import Draft, Retain
 from shardwise.retention import Keep, apply_retention
 from shardwise.store import Store, open_store
 
@@ -74,23 +74,35 @@ def publication(draft: Draft) -> Iterator[Publication]:
                     store.delete(lock_file(draft.save_id))
 
 
-def removes(draft: Draft) -> bool:
-    """Whether there are checkpoints that are not kept for ever below its root."""
-    return _keep_of(draft).removes
+def retention_of(draft: Draft) -> Retain | None:
+    """What is to be removed once it is published; None if checkpoints below its root are kept for
+    ever."""
+    if not _rules(draft.keep).removes:
+        return None
+    return Retain(save_id=draft.save_id, step=draft.step, root=draft.root, keep=draft.keep)
 
 
-def retain(draft: Draft) -> int:
-    """Remove what is no longer kept below the root of what is published; how many checkpoints.
+def retain(wish: Retain, is_wanted: Callable[[], bool]) -> int:
+    """Remove what is no longer kept below a root; how many checkpoints.
 
     Freeing the blocks of a large file can take as long as a third of writing it, so this is no
-    part of publishing. Whoever is ended before that leaves it to the next save.
+    part of publishing.
+
+    Args:
+        is_wanted: asked before each is removed; if it is not, all others stay.
     """
-    root = open_store(draft.root)
-    return len(apply_retention(root, _keep_of(draft), newest=draft.step, damaged=frozenset()))
+    removed = apply_retention(
+        open_store(wish.root),
+        _rules(wish.keep),
+        newest=wish.step,
+        damaged=frozenset(),
+        is_wanted=is_wanted,
+    )
+    return len(removed)
 
 
-def _keep_of(draft: Draft) -> Keep:
-    return Keep(**draft.keep)  # type: ignore[arg-type]
+def _rules(keep: dict[str, int | str | None]) -> Keep:
+    return Keep(**keep)  # type: ignore[arg-type]
 
 
 def _save_at(store: Store) -> str | None:

@@ -38,8 +38,9 @@ BACKLOG = 1024
 MOST_CONNECTIONS = 1024
 HANDSHAKE = 10.0
 RUN = "/runs/{run:[0-9a-f]{16}}"
-_TOLD = re.compile(r"(?!draft-)[a-z]+(-all)?-[0-9a-f]{16}\.json")
-"""Requests and outcomes. What trainers say, an agent believes only if it appears on its node."""
+_TOLD = re.compile(r"(?!draft-|retain-)[a-z]+(-all)?-[0-9a-f]{16}\.json")
+"""Requests and outcomes of other nodes. What trainers say, and what an agent asks itself for, it
+believes only if it appears on its node."""
 _LINK_OR_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENXIO)
 
 

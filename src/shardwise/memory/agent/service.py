@@ -102,7 +102,7 @@ def _duties(node: str, mappings: Mappings, tls: Tls | None) -> dict[str, Duty]:
         "commit": Duty(signs.of_committing, undisturbed(leading.commit)),
         "protect": Duty(signs.of_protecting, undisturbed(leading.protect)),
         "persist": Duty(signs.of_persisting, undisturbed(leading.persist)),
-        "retain": Duty(signs.of_retaining, leading.retain),
+        "retain": Duty(signs.of_retaining, following.retain),
         "guard": Duty(signs.of_guarding, undisturbed(following.protect)),
         "copy": Duty(signs.of_copying, undisturbed(following.persist)),
         "watch": Duty(signs.of_watching, undisturbed(following.watch)),

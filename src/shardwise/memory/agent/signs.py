@@ -8,12 +8,13 @@ from shardwise.manifest.names import MANIFEST
 from shardwise.memory.agent.attempts import Seen
 from shardwise.memory.node import notes
 from shardwise.memory.node.retire import replaced
-from shardwise.memory.node.trainers import lost_trainers
+from shardwise.memory.node.tenants import rank_of
+from shardwise.memory.node.trainers import is_present, lost_trainers
 
 
 def of_sealing(seen: Seen) -> list[str]:
     """Data files that have no checksums, once no rank copies any: trainings wait for that."""
-    copied = notes.being_copied(seen.names)
+    copied = _being_copied(seen)
     return [name for name in notes.unsealed(seen.names) if notes.save_of(name) not in copied]
 
 
@@ -36,8 +37,8 @@ def of_persisting(seen: Seen) -> list[str]:
 
 
 def of_retaining(seen: Seen) -> list[str]:
-    """Saves that are persisted, of which it is not told that older ones are removed."""
-    return notes.unended(notes.RETAIN, "persist-all", seen.names)
+    """Saves that this node has persisted, and after which older ones are to be removed."""
+    return notes.unended(notes.RETAIN, notes.RETAIN, seen.names)
 
 
 def of_guarding(seen: Seen) -> list[str]:
@@ -47,8 +48,22 @@ def of_guarding(seen: Seen) -> list[str]:
 
 def of_copying(seen: Seen) -> list[str]:
     """Saves of which this node is asked to copy its files to storage, once all are in memory."""
-    copied = notes.being_copied(seen.names)
+    copied = _being_copied(seen)
     return [save_id for save_id in notes.undone("persist", seen.names) if save_id not in copied]
+
+
+def _being_copied(seen: Seen) -> set[str]:
+    """The saves of which ranks of this node copy files now.
+
+    One that was lost, or is stuck for so long that the commit has failed, is not waited for.
+    """
+    marks = notes.being_copied(seen.names)
+    return {
+        notes.save_of(mark)
+        for mark in marks
+        if notes.outcome("commit", notes.save_of(mark)) not in seen.names
+        and is_present(seen.place.run, rank_of(mark))
+    }
 
 
 def of_watching(seen: Seen) -> list[str]:

@@ -43,7 +43,7 @@ def leave_behind(
         if step is not None and place.step <= step and not is_abandoned(place, lineage)
     ]
     kept = [place for place in valid if place.step == step or _is_being_persisted(place, nodes)]
-    finished = [place for place in valid if place not in kept and not _is_under_way(place)]
+    finished = [each for each in valid if each not in kept and _is_finished(each)]
     kept += finished[: max(0, slots - len(kept))]
     discard([place for place in places if place not in kept])
 
@@ -97,10 +97,11 @@ def _is_being_persisted(place: Place, nodes: Collection[str]) -> bool:
     )
 
 
-def _is_under_way(place: Place) -> bool:
-    """Whether something was still to become of a snapshot."""
+def _is_finished(place: Place) -> bool:
+    """Whether it is a snapshot, and nothing was still to become of it."""
     wanted = {
         (stage, notes.save_of(each.file.name)) for each in place.staged() for stage in each.stages
     }
     wanted |= {("persist", save) for save in notes.requested("persist", place.named(".json"))}
-    return any(place.ended(stage, save) is None for stage, save in wanted)
+    ended = all(place.ended(stage, save) is not None for stage, save in wanted)
+    return ended and place.is_committed()

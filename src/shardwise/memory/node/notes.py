@@ -144,6 +144,21 @@ class Protect(msgspec.Struct, frozen=True, kw_only=True):
     rings: int = 0
 
 
+class Retain(msgspec.Struct, frozen=True, kw_only=True):
+    """Remove from storage what is no longer kept there.
+
+    Attributes:
+        step: the one that was published; newer ones are left alone.
+        root: where checkpoints are.
+        keep: rules of retention.
+    """
+
+    save_id: str
+    step: int
+    root: str
+    keep: dict[str, int | str | None]
+
+
 class Done(msgspec.Struct, frozen=True, kw_only=True):
     """A stage has ended: well, or with what went wrong, and where."""
 
@@ -173,9 +188,9 @@ def copying(data_file: str) -> str:
     return data_file.removesuffix(".safetensors") + _COPYING
 
 
-def being_copied(names: Iterable[str]) -> set[str]:
-    """The saves of which ranks of this node copy files now."""
-    return {save_of(name) for name in names if name.endswith(_COPYING)}
+def being_copied(names: Iterable[str]) -> list[str]:
+    """The marks that ranks of this node copy data files now."""
+    return [name for name in names if name.endswith(_COPYING)]
 
 
 def kept(data_file: str, number: int) -> str:

@@ -45,7 +45,8 @@ def retire_replaced(place: Place) -> bool:
     """Retire what the newest committed snapshot has replaced, unless it is read or persisted now.
 
     As many committed snapshots stay as the notes beside the newest of them say, and none of the
-    files of one that is committed is touched; one that never was goes when a newer one is.
+    files of one that is committed is touched; one that never was goes when a newer one is. One
+    after which storage is still to be tidied leaves the note that asks for it.
 
     Raises:
         Held: some are to be retired, and others work on them.
@@ -58,7 +59,7 @@ def retire_replaced(place: Place) -> bool:
     kept = _kept(run, committed)
     others = (Place(run, s) for s in steps if s < place.step and s not in kept)
     old = [each for each in others if not _is_busy(each)]
-    held = [each for each in old if not retire(each, PATIENCE)]
+    held = [each for each in old if not retire(each, PATIENCE, wholly=False)]
     for each in held:
         each.abandon()  # what is still being done is of no use, such as to rescue it
     if len(held) < len(old):
@@ -68,7 +69,7 @@ def retire_replaced(place: Place) -> bool:
     tidied = [_tidy(Place(run, each)) for each in sorted(kept)]
     if held:
         raise Held(place)
-    return bool(old) or any(tidied)
+    return any(not each.path.exists() for each in old) or any(tidied)
 
 
 def _kept(run: Run, committed: list[int]) -> set[int]:
@@ -90,26 +91,33 @@ def _is_protected(place: Place) -> bool:
     return any(done is not None and not done.failure for done in ended)
 
 
-def retire(place: Place, patience: float) -> bool:
-    """Retire a snapshot; whether nobody worked on it, or ceased to within so many seconds."""
+def retire(place: Place, patience: float, *, wholly: bool = True) -> bool:
+    """Retire a snapshot; whether nobody worked on it, or ceased to within so many seconds.
+
+    Args:
+        wholly: storage is not to be tidied after it any more.
+    """
     deadline = time.monotonic() + patience
     while True:
         with place.hold(shared=False) as held:
             if held:
-                return _retire(place)
+                return _retire(place, wholly)
         if not place.path.exists() or time.monotonic() > deadline:
             return False
         time.sleep(POLL)
 
 
-def _retire(place: Place) -> bool:
+def _retire(place: Place, wholly: bool) -> bool:
     store = LocalStore(place.path)
     if place.is_committed():
         with store.hold(MANIFEST, shared=False) as held:
             if not held:
                 return False
             store.delete(MANIFEST)
-    _remove(place, store.list())
+    names = store.list()
+    asked = [] if wholly else notes.unended(notes.RETAIN, notes.RETAIN, names)
+    stay = {notes.request(notes.RETAIN, save_id) for save_id in asked}
+    _remove(place, [name for name in names if name not in stay])
     with suppress(OSError):
         store.remove()
     return True
@@ -157,18 +165,26 @@ def give_up_failed(run: Run, patience: float) -> None:
 
 
 def _is_busy(place: Place) -> bool:
-    """Whether something is still to become of it that has not become of a newer one already."""
+    """Whether something is still to become of it that has not become of a newer one already.
+
+    What its agent has promised to persist has to be, whatever has become of newer ones.
+    """
     names = set(place.named(".json"))
     waited_for = {
-        stage
+        (stage, save_id)
         for staged in place.staged()
+        for save_id in [notes.save_of(staged.file.name)]
         for stage in staged.stages
-        if notes.outcome(stage, notes.save_of(staged.file.name)) not in names
+        if notes.outcome(stage, save_id) not in names
     }
     if not waited_for:
         return False
+    promised = {save for stage, save in waited_for if stage == "persist"}
+    leads = any(notes.draft(save) in names for save in promised)
+    if leads and any(each.durable and each.save_id in promised for each in place.drafts()):
+        return True
     newer = [Place(place.run, each) for each in place.run.steps() if each > place.step]
-    return not all(any(each.has_ended(stage) for each in newer) for stage in waited_for)
+    return not all(any(each.has_ended(stage) for each in newer) for stage, _ in waited_for)
 
 
 def _tidy(place: Place) -> bool:

@@ -30,7 +30,8 @@ class Stages:
 
     Attributes:
         told_here: it is this rank that logs such a failure.
-        retains: older checkpoints are to go from storage after the last stage.
+        retains: older checkpoints are to go from storage after the last stage; rank 0 waits for
+            that, on whose node they do.
     """
 
     agents: Agents
@@ -67,13 +68,17 @@ class Stages:
         return self._bear(lambda: self.wait_all(None))
 
     def await_removal(self) -> None:
-        """Wait until older checkpoints are gone from storage; `check` raises if they cannot go."""
+        """Wait until older checkpoints are gone from storage; `check` raises if they cannot go.
+
+        Raises:
+            StoreError: the agent of this node is gone, or does not answer.
+        """
         if self.retains:
             try:
                 self.wait(notes.RETAIN, None)
-            except StoreError as error:
-                failure = Done(save_id=self.save_id, stage=notes.RETAIN, failure=str(error))
-                self._known.setdefault(notes.RETAIN, failure)
+            except StoreError:
+                if notes.RETAIN not in self._known:
+                    raise
 
     def _bear(self, look: Callable[[], object]) -> bool:
         try:

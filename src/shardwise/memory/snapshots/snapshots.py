@@ -32,6 +32,7 @@ from shardwise.memory.node.spawn import agent_of
 from shardwise.memory.node.tenants import evict
 from shardwise.memory.node.trainers import Presence, forget_lost
 from shardwise.memory.options import Memory
+from shardwise.memory.snapshots.begun import Begun
 from shardwise.memory.snapshots.handle import SaveHandle, Stages
 from shardwise.memory.snapshots.rings import Rings
 from shardwise.memory.snapshots.staging import Part, Staging
@@ -70,7 +71,7 @@ class Snapshots:
         self._root = root
         self._options = options = reaching(options, group)
         self._group = group
-        self._open: list[Stages] = []
+        self._begun = Begun()
         self.skipped = 0
         self.home, self.meeting = meet(root, options, group)
         self.run: Run = self.home.run(self.meeting.lineage.run)
@@ -165,7 +166,7 @@ class Snapshots:
             brought.append(prepare())
             job = brought[0]
             refuse_to_go_back(self.run, job.options.step or 0, self.meeting.lineage)
-            self._let_end(job.options.step)
+            self._begun.settle(step=job.options.step or 0)  # of several, the last one is to stay
             staging = self._staging
             free = not staging.is_prepared or storing.durable or staging.has_free()
             note = msgspec.msgpack.encode((free, card))
@@ -276,18 +277,21 @@ class Snapshots:
         def speak() -> bytes:
             self.fence()
             self._raise_failures()
-            for each in self._open:
-                each.settle()
-            for each in self._open:
-                each.await_removal()
+            self._begun.settle()
+            self._begun.await_removal()
             if self._presence.is_followed():
                 return b"kept"
             return b"held" if self.run.steps() else b""
 
         held = exchange(self._group, "finishing what was begun", speak, max)
-        durable = bool(self._open) and self._open[-1].is_durable
-        if not held or (held != b"kept" and durable):
+        if not held or (held != b"kept" and self._begun.ends_durable()):
             self._give_back()
+
+        def tell() -> bytes:
+            self._raise_failures()  # of what comes after the last stage
+            return b""
+
+        exchange(self._group, "removing old checkpoints", tell, lambda _: b"")
 
     @property
     def _agents(self) -> Agents:
@@ -303,16 +307,13 @@ class Snapshots:
             StoreError: something failed, or the agent is gone.
         """
         self._staging.check()
-        for each in self._open:
-            if each.is_durable:
-                each.settle()
+        self._begun.settle(durable=True)
 
     def _give_back(self) -> None:
         """Leave nothing of the run in memory. All ranks together."""
 
         def remove_free() -> bytes:
             self._staging.remove()
-            self._raise_failures()  # of what comes after the last stage
             return b""
 
         def remove() -> bytes:
@@ -326,14 +327,7 @@ class Snapshots:
 
     def _raise_failures(self) -> None:
         self._staging.check()
-        begun, self._open = self._open, []
-        self._open = [each for each in begun if each.check()]
-
-    def _let_end(self, step: int | None) -> None:
-        """Wait until saves of this step are over: of several, the last one is to stay."""
-        for each in self._open:
-            if each.place.step == step:
-                each.settle()
+        self._begun.raise_failure()
 
     def _begin(
         self, planned: Planned, job: Save, storing: Storing, recorder: Recorder, sent: int
@@ -342,7 +336,8 @@ class Snapshots:
         options = job.options
         place = Place(self.run, options.step or 0)
         wanted = ("commit", "protect", "persist") if storing.durable else ("commit", "protect")
-        first, retains = self._group.rank == 0, storing.durable and storing.keep.removes
+        first = self._group.rank == 0
+        retains = first and storing.durable and storing.keep.removes
         stages = Stages(self._agents, place, planned.save_id, wanted, first, retains)
         content, its_ring = self._rings.join(planned)
         draft = None if planned.template is None else self._draft(planned, options, storing)
@@ -357,7 +352,7 @@ class Snapshots:
         )
         with recorder.stage("stage"):
             staging = self._staging.begin(part)
-        self._open = [*(each for each in self._open if not each.is_over()), stages]
+        self._begun.add(stages)
         report = SaveReport(
             path=str(job.store if storing.durable else place.path),
             step=options.step,

@@ -1,0 +1,57 @@
+"""The saves that a rank has begun, until they are over: waited for, and told of where they fail."""
+
+from __future__ import annotations
+
+from shardwise.memory.snapshots.handle import Stages
+
+
+class Begun:
+    """Those that are not over, or of whose failure nobody was told, in their order."""
+
+    def __init__(self) -> None:
+        self._stages: list[Stages] = []
+
+    def add(self, stages: Stages) -> None:
+        """One more."""
+        self._stages = [*(each for each in self._stages if not each.is_over()), stages]
+
+    def raise_failure(self) -> None:
+        """Tell of one that has failed, once; the others stay.
+
+        Raises:
+            StoreError: one that is to be persisted has failed; says why.
+        """
+        for each in list(self._stages):
+            is_well = False
+            try:
+                is_well = each.check()
+            finally:
+                if not is_well:
+                    self._stages.remove(each)
+
+    def settle(self, *, step: int | None = None, durable: bool = False) -> None:
+        """Wait until they are over.
+
+        Args:
+            step: those of this step only.
+            durable: those that are to be persisted only.
+
+        Raises:
+            StoreError: as for `raise_failure`; or the agent is gone.
+        """
+        for each in self._stages:
+            if step in (None, each.place.step) and (each.is_durable or not durable):
+                each.settle()
+
+    def await_removal(self) -> None:
+        """Wait until the checkpoints that they replace are gone; `raise_failure` tells if not.
+
+        Raises:
+            StoreError: the agent is gone.
+        """
+        for each in self._stages:
+            each.await_removal()
+
+    def ends_durable(self) -> bool:
+        """Whether the last one is to be persisted."""
+        return bool(self._stages) and self._stages[-1].is_durable
