@@ -29,6 +29,7 @@ from shardwise.memory.agent.attempts import Seen
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, Run, new_run
 from shardwise.memory.node.place import Place
+from shardwise.memory.node.trainers import Presence
 from shardwise.memory.snapshots import device as device_module
 from shardwise.memory.snapshots.copying import Copying
 from shardwise.memory.snapshots.device import TorchAccelerator
@@ -227,7 +228,8 @@ def test_a_part_is_what_devices_held_at_the_save_and_no_thread_waits(
     own = accelerator.own[CARD]
     for stream in (training, own) if first == "training" else (own, training):
         stream.run()
-    assert trial.staged(content) is None or not fenced, "noted before it was copied"
+    if first == "own":  # which could not go on before the training's came to the save
+        assert trial.staged(content) is None, "noted before it was copied"
     own.run()
     training.run()
     assert copying.wait(BOUND)
@@ -340,6 +342,7 @@ def test_a_copy_is_spread_over_the_slack_and_a_fence_ends_that_at_once(trial: Tr
 
 def test_agents_begin_once_no_rank_copies(trial: Trial) -> None:
     """Else they would be in the way of the ranks that still do, for whom a training waits."""
+    presence = Presence(trial.run, 0)
     content = content_of(HostMemory(torch.full((SIZE,), 5, dtype=torch.uint8)))
     slack = trial.staging._slack
     assert slack is not None
@@ -362,6 +365,20 @@ def test_agents_begin_once_no_rank_copies(trial: Trial) -> None:
     assert signs_now() == ([], [])
     copying.wait()
     assert signs_now() == ([data_file(0, f"{2:016x}"), other], [f"{2:016x}"])
+    presence.end()
+
+
+def test_closing_waits_for_no_pauses(trial: Trial) -> None:
+    slack = trial.staging._slack
+    assert slack is not None
+    slack.add(1000.0, waited=False)
+    content = content_of(HostMemory(torch.full((SIZE,), 5, dtype=torch.uint8)))
+    copying = trial.begin(content, 2)
+    closing = threading.Thread(target=trial.staging.close)
+    closing.start()
+    closing.join(BOUND)
+    assert not closing.is_alive()
+    assert copying.done.is_set()
 
 
 @pytest.mark.parametrize("by", ["hurry", "wait"])

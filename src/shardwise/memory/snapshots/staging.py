@@ -211,6 +211,8 @@ class Staging:
 
     def close(self) -> None:
         """Let go of the memory; what lies in it stays."""
+        if self._under_way is not None:
+            self._under_way.hurry()
         self._background.shutdown()
         self._pool.shutdown()
         self._own.close()
@@ -266,12 +268,12 @@ class Staging:
             if part.ring is None:
                 copying.issued.set()
             self._streams.wait()
-            slot.path.rename(place.path / planned.key)
-            entry = planned.entry(content)
-            staged = Staged(entry, slot.name, self._options.slots, part.stages, part.epoch)
-            write_note(place.path / notes.staged(planned.key), staged)
         finally:
-            mark.unlink(missing_ok=True)
+            mark.unlink(missing_ok=True)  # before it is staged: whoever is killed then leaves none
+        slot.path.rename(place.path / planned.key)
+        entry = planned.entry(content)
+        staged = Staged(entry, slot.name, self._options.slots, part.stages, part.epoch)
+        write_note(place.path / notes.staged(planned.key), staged)
 
     def _keep(self, part: Part, ring: Ring, copying: Copying) -> None:
         """Make what this rank keeps for those of its ring."""
