@@ -219,6 +219,18 @@ def test_files_of_another_run_are_told(checkpoints: Checkpoints, tmp_path: Path)
         native.read(Tree(place))
 
 
+def test_files_that_changed_names_are_told(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Of ZeRO 1 and 2: those of ZeRO 3 say nowhere which rank's they are."""
+    place = tmp_path / "copy"
+    shutil.copytree(checkpoints.place("zero1-float32"), place)
+    one, other = sorted(place.glob("global_step3/zero_pp_rank_*_optim_states.pt"))
+    one.rename(tmp_path / "one")
+    other.rename(one)
+    (tmp_path / "one").rename(other)
+    with pytest.raises(FormatError, match="files of ranks were renamed"):
+        native.read(Tree(place))
+
+
 def test_what_is_beside_is_named(checkpoints: Checkpoints, tmp_path: Path) -> None:
     place = tmp_path / "copy"
     shutil.copytree(checkpoints.place("zero1-float32"), place)

@@ -237,6 +237,7 @@ def resume(place: Path, case: dict[str, Any]) -> dict[str, torch.Tensor]:
 def arguments(case: dict[str, Any]) -> Namespace:
     """What Megatron-LM's program was told; that is, some of it."""
     return Namespace(
+        rank=dist.get_rank(),
         tensor_model_parallel_size=case.get("tp", 1),
         pipeline_model_parallel_size=case.get("pp", 1),
         virtual_pipeline_model_parallel_size=case.get("vp"),

@@ -209,5 +209,5 @@ def _check_slices(
     if not np.array_equal(computed[order], told):
         raise FormatError(
             f"{states[0].where}: its param_slice_mappings of group {number} are not those of its "
-            "param_shapes"
+            "param_shapes: files of ranks were renamed, or are of several saves"
         )
