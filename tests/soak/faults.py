@@ -40,16 +40,18 @@ class Field:
         return found
 
     def kill_agents(self, nodes: list[str]) -> None:
-        """Those of these nodes, and wait until they are gone."""
-        for process in [each for node in nodes for each in self.agents()[node]]:
+        """Those of these nodes, and wait until they are gone; trainers may start others at once."""
+        killed = {each for node in nodes for each in self.agents()[node]}
+        for process in killed:
             kill(process)
-        while any(self.agents()[node] for node in nodes):
+        while killed & {each for node in nodes for each in self.agents()[node]}:
             time.sleep(0.005)
 
     def lose(self, node: str) -> None:
         """All that a node has, and its agent."""
         self.lost.add(node)
-        self.kill_agents([node])
+        while self.agents()[node]:
+            self.kill_agents([node])
         shutil.rmtree(node, ignore_errors=True)
         Path(node).mkdir(exist_ok=True)
 

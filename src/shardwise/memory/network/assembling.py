@@ -17,7 +17,7 @@ from shardwise.memory.node import notes
 from shardwise.memory.node.acquaintances import acquaintances
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.lineage import Lineage
-from shardwise.memory.node.notes import Card, Protect
+from shardwise.memory.node.notes import Card, Draft, Protect
 from shardwise.memory.node.place import Place
 from shardwise.memory.redundancy.placement import Protection
 from shardwise.memory.redundancy.rebuild import assemblable
@@ -71,9 +71,49 @@ def _sizes(place: Place) -> dict[str, int]:
 
 def ask_others(cards: Iterable[Card], run: str, tls: Tls | None) -> list[Held]:
     """What the nodes hold whose agents answer."""
+    return [held for _, held in _ask_all(cards, run, tls)]
+
+
+def ask_around(
+    held: list[Held], cards: Mapping[str, Card], run: str, tls: Tls | None
+) -> tuple[list[Held], dict[str, Card]]:
+    """What all nodes hold whose agents answer: those that nodes know that are heard, and so on.
+
+    A node may have been on the run beside nodes of which only one is known here, and be known there
+    by an address of its own.
+
+    Args:
+        held: of nodes that have spoken.
+        cards: of these, and others.
+
+    Returns:
+        What all hold, and the cards of those that have answered beside those given.
+    """
+    found, known = list(held), dict(cards)
+    heard = {each.node for each in held}
+    asked: set[tuple[str, str]] = set()
+    told = [*cards.values(), *(card for each in held for card in each.knows)]
+    while new := {
+        (card.node, card.url): card
+        for card in told
+        if card.node not in heard and (card.node, card.url) not in asked
+    }:
+        asked |= new.keys()
+        answers = _ask_all(new.values(), run, tls)
+        told = [card for _, each in answers for card in each.knows]
+        for card, each in answers:
+            if card.node not in heard:
+                heard.add(card.node)
+                found.append(each)
+                known[card.node] = card
+    return found, known
+
+
+def _ask_all(cards: Iterable[Card], run: str, tls: Tls | None) -> list[tuple[Card, Held]]:
+    """Those that answer, with what they hold."""
     with ThreadPoolExecutor(ASKED_AT_A_TIME, "shardwise-ask") as pool:
-        asked = pool.map(lambda card: _ask(card, run, tls), cards)
-        return [each for each in asked if each is not None]
+        asked = pool.map(lambda card: (card, _ask(card, run, tls)), cards)
+        return [(card, each) for card, each in asked if each is not None]
 
 
 def reader(cards: Mapping[str, Card], run: Run, here: str, tls: Tls | None) -> Read:
@@ -235,8 +275,22 @@ def _ask(card: Card, run: str, tls: Tls | None) -> Held | None:
             listed.step: {file.name: file.size for file in listed.files}
             for listed in client.list(run)
         }
-        return Held(card.node, steps, [])
+        return Held(card.node, steps, _nodes_of_newest(client, run, steps))
     return None
+
+
+def _nodes_of_newest(
+    client: AgentClient, run: str, steps: Mapping[int, Mapping[str, int]]
+) -> list[Card]:
+    """The nodes of the newest snapshot of which a node has a draft that is whole."""
+    for step in sorted(steps, reverse=True):
+        drafts = map(notes.draft, notes.requested("draft", steps[step]))
+        terms = map(notes.terms, notes.requested("terms", steps[step]))
+        for name in (*drafts, *terms):
+            with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                data = client.read(run, step, name, limit=LARGEST_MANIFEST)
+                return msgspec.json.decode(data, type=Draft).nodes
+    return []
 
 
 def _client_of(card: Card, tls: Tls | None) -> AgentClient:

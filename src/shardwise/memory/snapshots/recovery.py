@@ -14,7 +14,7 @@ from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory.network.assembled import AssembledStore, Assembly
-from shardwise.memory.network.assembling import Held, ask_others, choose, reader, what_is_held
+from shardwise.memory.network.assembling import Held, ask_around, choose, reader, what_is_held
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.place import Place
@@ -72,13 +72,8 @@ def find_assembly(
 
     def answer(said: list[bytes]) -> bytes:
         held = [msgspec.msgpack.decode(each, type=Held) for each in said if each]
-        cards = {card.node: card for card in meeting.nodes}
-        for each in held:
-            for card in each.knows:
-                cards.setdefault(card.node, card)
-        present = {each.node for each in held}
-        absent = [card for card in cards.values() if card.node not in present]
-        held += ask_others(absent, run.name, tls)
+        met = {card.node: card for card in meeting.nodes}
+        held, cards = ask_around(held, met, run.name, tls)
         read = reader(cards, run, here, tls)
         found = choose(held, cards, read, step=step, below=below, lineage=meeting.lineage)
         return msgspec.msgpack.encode(found)
