@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwise.errors import FormatError
@@ -41,7 +40,7 @@ def read_directory(archive: Part) -> dict[str, Entry]:
     """
     try:
         directory, count = _directory(archive)
-        listed = sorted(_listed(archive, directory, count), key=lambda each: each.header)
+        listed = sorted(_listed(archive, directory, count))
         return dict(_located(archive, listed))
     except struct.error as error:
         raise FormatError(f"{archive.where}: this zip archive is cut off") from error
@@ -55,19 +54,18 @@ def read_sums(archive: Part) -> list[tuple[Entry, int]]:
     """
     try:
         directory, count = _directory(archive)
-        listed = sorted(_listed(archive, directory, count), key=lambda each: each.header)
+        listed = sorted(_listed(archive, directory, count))
         located = _located(archive, listed)
         return [(entry, each.crc32) for each, (_, entry) in zip(listed, located, strict=True)]
     except struct.error as error:
         raise FormatError(f"{archive.where}: this zip archive is cut off") from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Listed:
-    """What the directory says of an entry."""
+class _Listed(NamedTuple):
+    """What the directory says of an entry; in the order in which they lie, if sorted."""
 
-    name: bytes
     header: int
+    name: bytes
     size: int
     crc32: int
 
@@ -120,7 +118,7 @@ def _listed(archive: Part, directory: bytes, count: int) -> Iterator[_Listed]:
                 "unpacked here: of a TorchScript program, save the state_dict of its module; any "
                 "other archive, unpack and pack again with `zip -0`"
             )
-        yield _Listed(name, header, size, crc32)
+        yield _Listed(header, name, size, crc32)
 
 
 def _wide(archive: Part, extra: bytes, *narrow: int) -> Iterator[int]:
