@@ -313,10 +313,13 @@ def test_a_device_that_fails_is_told_at_the_next_save_and_fences_pass(trial: Tri
             raise RuntimeError("out of memory")
 
     memory = Failing(trial.accelerator, CARD, np.zeros(SIZE, np.uint8))
-    trial.begin(content_of(memory))  # type: ignore[arg-type]
+    copying = trial.begin(content_of(memory))  # type: ignore[arg-type]
+    deadline = time.monotonic() + BOUND
+    while not copying.issued.wait(0.01):
+        assert time.monotonic() < deadline, "a fence would wait for ever"
+        for stream in (trial.accelerator.training[CARD], trial.accelerator.own[CARD]):
+            stream.run()
     trial.staging.fence()
-    for stream in (trial.accelerator.training[CARD], trial.accelerator.own[CARD]):
-        stream.run()
     with pytest.raises(sw.StoreError, match=r"staging step 1: .*out of memory"):
         trial.staging.check()
     trial.staging.check()
