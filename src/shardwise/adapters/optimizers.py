@@ -245,8 +245,8 @@ def _known(known: ParameterMap, tensor: torch.Tensor, name: str) -> Parameter:
     if parameter is None:
         raise StateError(
             f"{name}: it optimizes a parameter of shape {list(tensor.shape)} that belongs to no "
-            "module in the state, so that its name is not known: put the module, or the engine, "
-            "that it is of into the state too"
+            "module in the state, so that its name is not known: put the module into the state "
+            "too, or the engine that it is of"
         )
     return parameter
 
