@@ -356,3 +356,15 @@ def test_a_step_that_is_retired_while_slots_are_counted_counts_for_nothing(
     monkeypatch.setattr(run, "steps", lambda: [7])
     assert Slots(run, "r00000-", "staged", 2).prepare(1000) > 0
     assert len(list(run.free.iterdir())) == 2
+
+
+def test_a_snapshot_that_newer_ones_have_replaced_leaves_what_is_to_be_removed(run: Run) -> None:
+    """Its memory is free, and storage is tidied all the same."""
+    run.free.mkdir(parents=True)
+    for step in (5, 6, 7):
+        leave_committed(run, step, "commit", "protect")
+    request = notes.request(notes.RETAIN, f"{5:016x}")
+    (run.step(5) / request).write_bytes(b"{}")
+    retire_replaced(Place(run, 7))
+    assert Place(run, 5).named("") == [request]
+    assert not Place(run, 5).is_committed()
