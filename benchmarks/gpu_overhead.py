@@ -49,8 +49,8 @@ def main() -> None:
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as root:
-        memory = sw.Memory(every=1, overlap=True, dir=str(home), when_full="wait")
-        checkpointer = sw.Checkpointer(root, every=NEVER, memory=memory)
+        memory = sw.Memory(snapshot_every=1, overlap=True, dir=str(home), when_full="wait")
+        checkpointer = sw.Checkpointer(root, save_every=NEVER, memory=memory)
         try:
             result = measure(training, checkpointer, device, options)
             checkpointer.close(wait=False)

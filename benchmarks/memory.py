@@ -1,4 +1,4 @@
-"""Peak host memory beyond the state, of each process, for several values of `max_buffer`."""
+"""Peak host memory beyond the state, of each process, for several values of `staging_bytes`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import shardwise as sw
 
 BUFFERS = (16, 64, 256)
 ALLOWED = 256
-"""MB beyond the state and `max_buffer`."""
+"""MB beyond the state and `staging_bytes`."""
 
 
 def main() -> None:
@@ -22,17 +22,17 @@ def main() -> None:
     for mebibytes in BUFFERS:
         budget = mebibytes << 20
         jobs: dict[str, Callable[[], object]] = {
-            "save": lambda b=budget: sw.save(path, rows, max_buffer=b, overwrite=True),
-            "load": lambda b=budget: sw.load(path, rows, max_buffer=b),
-            "load, resharded": lambda b=budget: sw.load(path, columns, max_buffer=b),
+            "save": lambda b=budget: sw.save(path, rows, staging_bytes=b, overwrite=True),
+            "load": lambda b=budget: sw.load(path, rows, staging_bytes=b),
+            "load, resharded": lambda b=budget: sw.load(path, columns, staging_bytes=b),
         }
         peaks = {
             name: max(peak_beyond(bench, f"{name}, {mebibytes} MiB", job) for _ in bench.rounds)
             for name, job in jobs.items()
         }
-        table.append({"max_buffer, MiB": mebibytes, **{f"{k}, MB": v for k, v in peaks.items()}})
+        table.append({"staging_bytes, MiB": mebibytes, **{f"{k}, MB": v for k, v in peaks.items()}})
         bench.goal(
-            f"MB beyond the state, max_buffer {mebibytes} MiB",
+            f"MB beyond the state, staging_bytes {mebibytes} MiB",
             max(peaks.values()),
             most=ALLOWED + round(budget / 1e6),
         )

@@ -102,9 +102,9 @@ def make_ways(bench: Bench, training: Training, cleanup: ExitStack) -> dict[str,
 
 def ours(bench: Bench, training: Training, cleanup: ExitStack, *, overlap: bool) -> Way:
     """Snapshots in memory; no step is left out."""
-    memory = sw.Memory(every=1, overlap=overlap, dir=str(MEMORY), when_full="wait")
+    memory = sw.Memory(snapshot_every=1, overlap=overlap, dir=str(MEMORY), when_full="wait")
     root = bench.dir / f"root-{overlap}"
-    checkpointer = sw.Checkpointer(root, every=NEVER, memory=memory)
+    checkpointer = sw.Checkpointer(root, save_every=NEVER, memory=memory)
     cleanup.callback(checkpointer.close, wait=False)
     checkpointer.prepare(training.state)
     handles: list[sw.SaveHandle] = []

@@ -190,7 +190,7 @@ def checkpointer_of(bench: Bench) -> Iterator[sw.Checkpointer]:
     directory = node(bench.rank)
     directory.mkdir(exist_ok=True)
     memory = sw.Memory(dir=str(directory), parity=1, slots=1, when_full="wait", rescue=False)
-    checkpointer = sw.Checkpointer(bench.dir / "root", every=NEVER, memory=memory)
+    checkpointer = sw.Checkpointer(bench.dir / "root", save_every=NEVER, memory=memory)
     try:
         yield checkpointer
     finally:

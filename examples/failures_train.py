@@ -43,9 +43,9 @@ def main() -> None:
 
     memory = None
     if options.address:  # a snapshot at every step, which survives the loss of a host
-        memory = sw.Memory(every=1, parity=1, interface=options.address, when_full="wait")
+        memory = sw.Memory(snapshot_every=1, parity=1, interface=options.address, when_full="wait")
     journal.write(event="ready")
-    with sw.Checkpointer(options.root, every=options.every, memory=memory) as checkpointer:
+    with sw.Checkpointer(options.root, save_every=options.every, memory=memory) as checkpointer:
         before, began = received(), time.monotonic()
         step = checkpointer.restore(state) or 0
         if report := checkpointer.last_restore:

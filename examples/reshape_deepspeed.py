@@ -42,7 +42,9 @@ def main() -> None:
 
     state = {"model": engine, "optimizer": engine.optimizer, "rng": sw.RngState()}
     keep = sw.Keep(last=3)
-    with sw.Checkpointer(options.root, keep=keep, every=options.every, memory=None) as checkpointer:
+    with sw.Checkpointer(
+        options.root, keep=keep, save_every=options.every, memory=None
+    ) as checkpointer:
         step = checkpointer.restore(state) or 0
         journal.restored(checkpointer.last_restore)
         if options.again:

@@ -44,9 +44,9 @@ def main() -> None:
 
     state = {"model": model, "optimizer": optimizer, "rng": sw.RngState()}
     keep = sw.Keep(last=3)
-    memory = None if options.wait else sw.Memory(every=0, slots=1)  # stages saves there
+    memory = None if options.wait else sw.Memory(snapshot_every=0, slots=1)  # stages saves there
     with sw.Checkpointer(
-        options.root, keep=keep, every=options.every, memory=memory
+        options.root, keep=keep, save_every=options.every, memory=memory
     ) as checkpointer:
         step = checkpointer.restore(state) or 0
         journal.restored(checkpointer.last_restore)

@@ -35,7 +35,7 @@ def damage(root: Path, step: int, name: str = "*.safetensors") -> None:
 
 
 def test_it_saves_when_it_is_due_and_restores_the_newest(tmp_path: Path) -> None:
-    with sw.Checkpointer(tmp_path, every=5, memory=None) as checkpointer:
+    with sw.Checkpointer(tmp_path, save_every=5, memory=None) as checkpointer:
         handles = [checkpointer.save(step, state(step)) for step in range(1, 13)]
         due = [handle for handle in handles if handle is not None]
         assert all(handle.done() for handle in due)
@@ -126,7 +126,7 @@ def test_a_step_is_not_overwritten_unasked(tmp_path: Path) -> None:
 
 
 def test_retention_keeps_by_every_rule(tmp_path: Path) -> None:
-    keep = sw.Keep(last=2, every=4, best="loss")
+    keep = sw.Keep(last=2, multiple_of=4, best="loss")
     with sw.Checkpointer(tmp_path, keep=keep, memory=None) as checkpointer:
         for step, loss in enumerate([5.0, 1.0, 4.0, 3.0, 6.0, 7.0, 8.0], start=1):
             checkpointer.save(step, state(step), metrics={"loss": loss})
@@ -207,7 +207,7 @@ def test_leftovers_are_collected_and_nothing_else(tmp_path: Path) -> None:
 
 def test_bad_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="every"):
-        sw.Checkpointer(tmp_path, every=0, memory=None)
+        sw.Checkpointer(tmp_path, save_every=0, memory=None)
     with pytest.raises(ValueError, match="last"):
         sw.Keep(last=0)
     with (
@@ -226,7 +226,7 @@ def test_the_newest_is_always_kept(
     steps: list[int], last: int | None, every: int | None, best: bool
 ) -> None:
     metrics = {step: {"loss": float(step % 7)} for step in steps}
-    keep = sw.Keep(last=last, every=every, best="loss" if best else None)
+    keep = sw.Keep(last=last, multiple_of=every, best="loss" if best else None)
     kept = keep.kept(steps, metrics)
     assert max(steps) in kept
     assert kept <= set(steps)
@@ -259,5 +259,5 @@ def test_all_ranks_fall_back_together(gang: Gang, tmp_path: Path) -> None:
 def test_a_step_that_is_none_is_refused_whether_it_would_be_due_or_not(
     tmp_path: Path, step: object
 ) -> None:
-    with sw.Checkpointer(tmp_path, every=2, memory=None) as cp, pytest.raises(sw.StateError):
+    with sw.Checkpointer(tmp_path, save_every=2, memory=None) as cp, pytest.raises(sw.StateError):
         cp.save(step, {"t": 1})  # type: ignore[arg-type]

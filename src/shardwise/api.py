@@ -18,7 +18,7 @@ from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.adapters.overlapping import fillable_leaves
 from shardwise.adapters.values import PerRankBinding
 from shardwise.checkpoint import Checkpoint
-from shardwise.engine.arena import DEFAULT_MAX_BUFFER, Arena
+from shardwise.engine.arena import DEFAULT_STAGING_BYTES, Arena
 from shardwise.engine.collection import without_collection
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group, SoloGroup, TorchGroup, moves_cpu_tensors
@@ -54,7 +54,7 @@ def save(
     check_replicas: bool = False,
     metrics: Mapping[str, float] | None = None,
     allow_pickle: bool = False,
-    max_buffer: int = DEFAULT_MAX_BUFFER,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
     group: dist.ProcessGroup | Group | None = None,
     plans: PlanCache | None = None,
     on_event: Sink | None = None,
@@ -70,7 +70,7 @@ def save(
         check_replicas: compare what several ranks hold alike, and refuse if it differs.
         metrics: numbers to keep beside it, such as a loss.
         allow_pickle: store what has no plain form as pickle; loading it must allow it too.
-        max_buffer: bound on the host memory used beside the state, in bytes.
+        staging_bytes: bound on the host memory used beside the state, in bytes.
         group: the ranks; the default process group if there is one, else this process alone.
         plans: plans of earlier saves, to be used again and added to.
         on_event: told of every stage as it ends.
@@ -91,7 +91,7 @@ def save(
         store = open_store(place)
         if ranks.rank == 0:
             refuse_foreign(store)
-        return Save(held=held, store=store, max_buffer=max_buffer, options=options)
+        return Save(held=held, store=store, staging_bytes=staging_bytes, options=options)
 
     with without_collection(), resolved_group(group) as ranks:
         return save_all(prepare, ranks, PlanCache() if plans is None else plans, recorder)
@@ -112,7 +112,7 @@ def load(
     skip_unknown: bool = False,
     format: str | None = None,  # noqa: A002 - as it is called everywhere
     index: Index | None = None,
-    max_buffer: int = DEFAULT_MAX_BUFFER,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
     group: dist.ProcessGroup | Group | None = None,
     on_event: Sink | None = None,
 ) -> LoadReport:
@@ -134,7 +134,7 @@ def load(
         cast: convert where dtypes differ; without it, that is an error.
         verify, spec, skip_unknown, format, index: see `open`.
         allow_pickle: unpickle values that were saved as pickle. Only for files that you trust.
-        max_buffer, group, on_event: see `save`.
+        staging_bytes, group, on_event: see `save`.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
@@ -150,7 +150,7 @@ def load(
         LoadOptions(strict=strict, cast=cast, verify=verify),
         partial(Selection.by, only, skip),
         partial(renaming, rename),
-        max_buffer,
+        staging_bytes,
         allow_pickle,
         Reading(spec, index, skip_unknown, format),
     )
@@ -248,7 +248,7 @@ class _Load:
     options: LoadOptions
     select: Callable[[], Selection]
     rename: Callable[[], Callable[[str], str]]
-    max_buffer: int
+    staging_bytes: int
     allow_pickle: bool
     reading: Reading
 
@@ -258,13 +258,13 @@ class _Load:
 
         def enter() -> Store:
             # What may fail on this rank alone fails where the others hear of it.
-            checked.append((self.select(), self.rename(), Arena(self.max_buffer)))
+            checked.append((self.select(), self.rename(), Arena(self.staging_bytes)))
             store = open_store(place)
             cleanup.enter_context(store.hold(MANIFEST, shared=True))
             return store
 
         with self.recorder.stage("open"):
-            terms = f"{self.options}, max_buffer={self.max_buffer}"
+            terms = f"{self.options}, staging_bytes={self.staging_bytes}"
             opened = open_any(enter, group, terms, self.reading)
         selection, rename, arena = checked[0]
         opened = with_names_by_position(opened, partial(self._orders, rename), group)

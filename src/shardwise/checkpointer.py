@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise import api
 from shardwise.adapters import optimizers_in
-from shardwise.engine.arena import DEFAULT_MAX_BUFFER
+from shardwise.engine.arena import DEFAULT_STAGING_BYTES
 from shardwise.engine.collection import without_collection
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group, SoloGroup, TorchGroup, own_group
@@ -40,7 +40,7 @@ from shardwise.retention import Keep, apply_retention, committed_steps
 from shardwise.store import LocalStore, Store, open_store
 
 Start = api.Place | Callable[[api.State], LoadReport]
-IN_BACKGROUND = Memory(every=0, slots=1)
+IN_BACKGROUND = Memory(snapshot_every=0, slots=1)
 """One save is persisted while the next is staged, and that is all that memory is used for."""
 
 log = logging.getLogger("shardwise")
@@ -54,7 +54,7 @@ class Checkpointer:
     Args:
         root: a directory, or a store; each step has a directory of its own below it.
         keep: which checkpoints to keep.
-        every: steps that are a multiple of this are saved to the root.
+        save_every: steps that are a multiple of this are saved to the root.
         memory: how saves are staged into the memory of the nodes, whose agents do all else while
             the training goes on; and which snapshots stay there, which `restore` takes where they
             are newer. None: `save` returns when the checkpoint is durable.
@@ -62,12 +62,12 @@ class Checkpointer:
             foreign format; or a function of the state, called on all ranks, that loads one.
         on_sigterm: `"save"`: after SIGTERM on any rank, the next `save` saves whatever its step,
             and then lets the signal take its course.
-        check_replicas, allow_pickle, max_buffer, on_event: as for `shardwise.save`.
+        check_replicas, allow_pickle, staging_bytes, on_event: as for `shardwise.save`.
         timeout: how long ranks wait for each other, before they raise.
 
     Raises:
-        ValueError: `every` is not positive, `on_sigterm` is unknown, or cannot be had outside of
-            the main thread.
+        ValueError: `save_every` is not positive, `on_sigterm` is unknown, or signals cannot be
+            handled because this is not the main thread.
         CheckpointExistsError: the root is a checkpoint itself, and no `start_from` was given.
     """
 
@@ -76,26 +76,26 @@ class Checkpointer:
         root: api.Place,
         *,
         keep: Keep | None = None,
-        every: int = 1,
+        save_every: int = 1,
         memory: Memory | None = IN_BACKGROUND,
         start_from: Start | None = None,
         on_sigterm: Literal["save"] | None = None,
         check_replicas: bool = False,
         allow_pickle: bool = False,
-        max_buffer: int = DEFAULT_MAX_BUFFER,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
         timeout: timedelta = api.TIMEOUT,
         on_event: Sink | None = None,
     ) -> None:
-        if type(every) is not int or every < 1:
-            raise ValueError(f"every={every!r}: a whole number from 1 on is needed")
+        if type(save_every) is not int or save_every < 1:
+            raise ValueError(f"save_every={save_every!r}: a whole number from 1 on is needed")
         if on_sigterm not in (None, "save"):
             raise ValueError(f"on_sigterm={on_sigterm!r}: 'save' or None is needed")
         self._root = _root_of(root, everywhere=memory is not None)
         self._keep = keep or Keep()
-        self._every = every
+        self._save_every = save_every
         self._check_replicas = check_replicas
         self._allow_pickle = allow_pickle
-        self._max_buffer = max_buffer
+        self._staging_bytes = staging_bytes
         self._on_event = on_event
         self._plans = PlanCache()
         self._damaged: set[int] = set()
@@ -206,8 +206,8 @@ class Checkpointer:
         """
         self._refuse_closed()
         preempted = self._is_preempted()
-        durable = preempted or is_due(step, self._every)
-        in_memory = self._memory is not None and self._memory.every
+        durable = preempted or is_due(step, self._save_every)
+        in_memory = self._memory is not None and self._memory.snapshot_every
         if not durable and not (in_memory and is_due(step, in_memory)):
             return None
         recorder = Recorder(self._on_event)
@@ -220,7 +220,7 @@ class Checkpointer:
                 self._refuse_unranked(options)
             held = api.held_by(state, allow_pickle=self._allow_pickle)
             store = self._root.at(step_directory(number))
-            return Save(held=held, store=store, max_buffer=self._max_buffer, options=options)
+            return Save(held=held, store=store, staging_bytes=self._staging_bytes, options=options)
 
         with without_collection():
             if self._snapshots is not None:
@@ -275,7 +275,7 @@ class Checkpointer:
             return Save(
                 held=held,
                 store=self._root,
-                max_buffer=self._max_buffer,
+                staging_bytes=self._staging_bytes,
                 options=SaveOptions(),
             )
 
@@ -312,7 +312,7 @@ class Checkpointer:
                 state,
                 strict=strict,
                 allow_pickle=self._allow_pickle,
-                max_buffer=self._max_buffer,
+                staging_bytes=self._staging_bytes,
                 group=self._group,
                 on_event=self._on_event,
             )

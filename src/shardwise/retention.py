@@ -25,7 +25,7 @@ class Keep:
 
     Args:
         last: the newest so many.
-        every: those whose step is a multiple of this.
+        multiple_of: those whose step is a multiple of this.
         best: those with the best values of this metric, as given to `Checkpointer.save`.
         best_of: how many of these.
         mode: whether smaller (`"min"`) or larger (`"max"`) is better.
@@ -35,13 +35,17 @@ class Keep:
     """
 
     last: int | None = None
-    every: int | None = None
+    multiple_of: int | None = None
     best: str | None = None
     best_of: int = 1
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        for name, value in (("last", self.last), ("every", self.every), ("best_of", self.best_of)):
+        for name, value in (
+            ("last", self.last),
+            ("multiple_of", self.multiple_of),
+            ("best_of", self.best_of),
+        ):
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"Keep({name}={value!r}): a whole number from 1 on is needed")
         if self.best is None and self.best_of != 1:
@@ -52,7 +56,7 @@ class Keep:
     @property
     def removes(self) -> bool:
         """Whether there is a rule, so that any go."""
-        return not (self.last is None and self.every is None and self.best is None)
+        return not (self.last is None and self.multiple_of is None and self.best is None)
 
     def kept(self, steps: Sequence[int], metrics: Mapping[int, Metrics]) -> set[int]:
         """Which of these steps are kept."""
@@ -60,8 +64,8 @@ class Keep:
         if not self.removes:
             return set(ordered)
         kept = set(ordered[-(self.last or 1) :])
-        if self.every is not None:
-            kept |= {step for step in ordered if step % self.every == 0}
+        if self.multiple_of is not None:
+            kept |= {step for step in ordered if step % self.multiple_of == 0}
         if self.best is not None:
             sign = 1 if self.mode == "min" else -1
             values = ((metrics[step].get(self.best), step) for step in ordered)

@@ -142,7 +142,7 @@ def remember(case: dict[str, Any], place: str, memory: str) -> None:
     with built(case) as parts:
         train(*parts, range(2))
         sw.save(place, state_of(*parts))
-        checkpointer = sw.Checkpointer(f"{place}-run", every=100, memory=memory_of(memory))
+        checkpointer = sw.Checkpointer(f"{place}-run", save_every=100, memory=memory_of(memory))
         for step in (1, 2):
             handle = checkpointer.save(step, state_of(*parts))
         assert handle is not None
@@ -155,7 +155,7 @@ def recall(case: dict[str, Any], place: str, memory: str) -> str:
     """Restore what is in memory, and save it as it then is; where it was restored from."""
     with built(case) as parts:
         run = f"{place}-run"
-        with sw.Checkpointer(run, every=100, memory=memory_of(memory)) as checkpointer:
+        with sw.Checkpointer(run, save_every=100, memory=memory_of(memory)) as checkpointer:
             assert checkpointer.restore(state_of(*parts)) == 2
             assert checkpointer.last_restore is not None
             sw.save(f"{place}-recalled", state_of(*parts))
@@ -163,7 +163,7 @@ def recall(case: dict[str, Any], place: str, memory: str) -> str:
 
 
 def memory_of(directory: str) -> sw.Memory:
-    return sw.Memory(every=1, overlap=True, dir=directory, when_full="wait", wait=120.0)
+    return sw.Memory(snapshot_every=1, overlap=True, dir=directory, when_full="wait", wait=120.0)
 
 
 def load(case: dict[str, Any], place: str, again: str, spec: str = "") -> dict[str, Any]:

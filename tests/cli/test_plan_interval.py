@@ -36,10 +36,10 @@ def test_people_are_told_what_to_write(run: Run) -> None:
     ran = run(*asked(*FAILURES))
     memory, checkpointer, *table = ran.out.splitlines()
     assert memory.split() in (
-        ["sw.Memory(every=10)", "every", "100", "s"],
-        ["sw.Memory(every=11)", "every", "110", "s"],
+        ["sw.Memory(snapshot_every=10)", "every", "100", "s"],
+        ["sw.Memory(snapshot_every=11)", "every", "110", "s"],
     )
-    assert checkpointer.startswith("sw.Checkpointer(every=")
+    assert checkpointer.startswith("sw.Checkpointer(save_every=")
     lines = {line.split()[0]: line.split()[1:] for line in table if line}
     assert lines["memory"][2:] == ["0%", "0.95%"]
     assert set(lines) == {"wasted", "memory", "storage", "both", "A"}

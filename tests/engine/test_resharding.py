@@ -112,7 +112,7 @@ def test_any_sharding_loads_into_any_other(
 
         def save(group: ThreadGroup) -> sw.SaveReport:
             state = state_of(described, saved, group.rank, empty=False)
-            return sw.save(path, state, group=group, max_buffer=1 << 20)
+            return sw.save(path, state, group=group, staging_bytes=1 << 20)
 
         reports = run_ranks(source, save)
         total = sum(math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in described)
@@ -120,7 +120,7 @@ def test_any_sharding_loads_into_any_other(
 
         def load(group: ThreadGroup) -> None:
             state = state_of(described, wanted, group.rank, empty=True)
-            report = sw.load(path, state, group=group, max_buffer=1 << 20)
+            report = sw.load(path, state, group=group, staging_bytes=1 << 20)
             for tensor, boxes in zip(described, wanted, strict=True):
                 shards = state[tensor.name]
                 assert isinstance(shards, sw.Shards)

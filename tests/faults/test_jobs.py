@@ -95,7 +95,7 @@ def train_until_told_to_go(root: Path, told: int, when: str) -> None:
     within = rank == told and when == "within"
     fault = Fault(0 if within else None, tell, only=("write_at",))
     store = FaultyStore(LocalStore(root), fault)
-    with sw.Checkpointer(store, every=100, on_sigterm="save", memory=None) as checkpointer:
+    with sw.Checkpointer(store, save_every=100, on_sigterm="save", memory=None) as checkpointer:
         for step in range(100, 200):
             if rank == told and when == "between" and step == 103:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -113,7 +113,7 @@ def test_reads_that_are_cut_anywhere_lose_no_element(seed: int) -> None:
 
         def load(group: ThreadGroup) -> torch.Tensor:
             out = torch.zeros(values.shape, dtype=torch.int64)
-            sw.load(folder, {"w": out}, group=group, max_buffer=1 << 20)
+            sw.load(folder, {"w": out}, group=group, staging_bytes=1 << 20)
             return out
 
         for world in (1, 3):

@@ -81,7 +81,7 @@ def test_nodes_that_speak_tls_protect_and_serve_each_other(
 
 def save_while_agents_die(root: str, shm: str) -> list[int]:
     """All agents are killed while a save is under way, which nothing follows."""
-    with sw.Checkpointer(root, every=3, memory=memory_of(shm, 2, copies=1)) as cp:
+    with sw.Checkpointer(root, save_every=3, memory=memory_of(shm, 2, copies=1)) as cp:
         for step in (1, 2, 3):
             handle = cp.save(step, rows(step))
             if step == 3:
@@ -176,7 +176,7 @@ def test_tls_takes_three_files(shm: Path) -> None:
 
 def go_on(root: str, shm: str) -> list[int]:
     """Go on from step 3, and be durable in a time in which no lost node is waited for."""
-    with sw.Checkpointer(root, every=5, memory=memory_of(shm, 4, copies=1)) as cp:
+    with sw.Checkpointer(root, save_every=5, memory=memory_of(shm, 4, copies=1)) as cp:
         _, state = columns()
         assert cp.restore(state, strict=False) == 3
         for step in (4, 5):

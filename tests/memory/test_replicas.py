@@ -43,7 +43,7 @@ def hybrid(step: int, half: int) -> dict[str, Any]:
 def save(root: str, shm: str, kind: str, steps: int, options: dict[str, Any]) -> list[int]:
     """Save some steps into the memory of as many nodes as ranks; what this node made for others."""
     memory = memory_of(shm, dist.get_world_size(), **options)
-    cp = sw.Checkpointer(root, every=100, memory=memory)
+    cp = sw.Checkpointer(root, save_every=100, memory=memory)
     made = []
     for step in range(1, steps + 1):
         rank = dist.get_rank()
@@ -66,7 +66,7 @@ def recover(root: str, shm: str, kind: str, nodes: int) -> tuple[int | None, str
         state = {"big": torch.zeros(SIZE), "small": torch.zeros(5), "step": -1}
     else:
         state = {"t": torch.zeros(8, 40_000), "step": -1}
-    with sw.Checkpointer(root, every=100, memory=memory_of(shm, nodes)) as cp:
+    with sw.Checkpointer(root, save_every=100, memory=memory_of(shm, nodes)) as cp:
         step = cp.restore(state, strict=False)
         if step is None or cp.last_restore is None:
             return None, "", ""

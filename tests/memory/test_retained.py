@@ -102,7 +102,7 @@ def test_what_cannot_go_is_told_though_the_last_snapshot_is_for_memory_only(
     root = tmp_path / "root"
     (root / step_directory(0) / MANIFEST).mkdir(parents=True)  # is no file that can be deleted
     memory = sw.Memory(dir=str(shm), wait=10.0, when_full="wait")
-    cp = sw.Checkpointer(root, keep=sw.Keep(last=1), every=2, memory=memory)
+    cp = sw.Checkpointer(root, keep=sw.Keep(last=1), save_every=2, memory=memory)
     for step in (2, 3):
         cp.save(step, {"t": step})
     with pytest.raises(StoreError, match="step 2: retain: IsADirectoryError"):

@@ -209,7 +209,7 @@ def test_a_budget_spreads_bytes_over_time() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"every": -1},
+        {"snapshot_every": -1},
         {"slots": 0},
         {"copies": 1, "parity": 1},
         {"parity": 8},

@@ -89,7 +89,7 @@ def train(root: str, shm: str, nodes: int, steps: int, every: int, **options: An
     """Save steps 1 to `steps`, and leave without a word; seconds that each save took."""
     took = []
     memory = memory_of(shm, nodes, **options)
-    cp = sw.Checkpointer(root, every=every, memory=memory)
+    cp = sw.Checkpointer(root, save_every=every, memory=memory)
     handles = []
     for step in range(1, steps + 1):
         start = time.monotonic()
@@ -386,7 +386,7 @@ def test_ranks_of_a_host_of_which_some_have_the_files_in_memory_and_some_not(
 def train_and_lose(root: str, shm: str, nodes: int, lost: int, *, node: bool) -> None:
     """Protected snapshots in memory only; then a trainer is killed, alone or with its node. If the
     node goes with it, the others end without a word soon after."""
-    cp = sw.Checkpointer(root, every=100, memory=memory_of(shm, nodes, copies=1))
+    cp = sw.Checkpointer(root, save_every=100, memory=memory_of(shm, nodes, copies=1))
     for step in (1, 2, 3):
         handle = cp.save(step, rows(step))
         assert handle is not None

@@ -85,7 +85,7 @@ def test_the_largest_stay(run: Run) -> None:
 def made_for_others(shm: str, root: str, options: dict[str, int]) -> list[set[int]]:
     """The files, by inode, that this node has for others; after some saves, and after more."""
     memory = memory_of(shm, 2, **options)
-    cp = sw.Checkpointer(root, every=1000, memory=memory)
+    cp = sw.Checkpointer(root, save_every=1000, memory=memory)
     found = []
     for step in range(1, 9):
         handle = cp.save(step, rows(step))

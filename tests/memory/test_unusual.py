@@ -34,7 +34,7 @@ def memory(shm: Path, **options: int | bool) -> sw.Memory:
 
 
 def test_of_several_saves_of_a_step_the_last_one_stays(tmp_path: Path, shm: Path) -> None:
-    with sw.Checkpointer(tmp_path / "root", every=2, memory=memory(shm)) as cp:
+    with sw.Checkpointer(tmp_path / "root", save_every=2, memory=memory(shm)) as cp:
         for step in range(1, 7):
             for value in (1.0, 2.0):
                 handle = cp.save(step, {"t": torch.full((9,), value)}, overwrite=True)
@@ -62,7 +62,7 @@ def test_a_step_that_is_still_being_saved_is_not_saved_again_unasked(
 def test_what_was_committed_of_another_save_of_a_step_is_not_published(
     tmp_path: Path, shm: Path
 ) -> None:
-    with sw.Checkpointer(tmp_path / "root", every=2, memory=memory(shm)) as cp:
+    with sw.Checkpointer(tmp_path / "root", save_every=2, memory=memory(shm)) as cp:
         handle = cp.save(1, {"t": 1})
         assert handle is not None
         handle.result(20.0)
@@ -94,7 +94,7 @@ def test_what_was_committed_of_another_save_of_a_step_is_not_published(
 def test_a_handle_says_what_has_become_of_a_save_after_all_is_closed(
     tmp_path: Path, shm: Path, every: int
 ) -> None:
-    with sw.Checkpointer(tmp_path / "root", every=every, memory=memory(shm)) as cp:
+    with sw.Checkpointer(tmp_path / "root", save_every=every, memory=memory(shm)) as cp:
         handles = [cp.save(step, {"t": step}) for step in (1, 2, 5)]
     assert not list(shm.glob("**/*-all-*.json"))  # the notes went with the memory
     for step, handle in zip((1, 2, 5), handles, strict=True):
@@ -172,14 +172,14 @@ def test_of_several_checkpointers_of_a_root_the_last_one_saves(tmp_path: Path, s
 
 def test_steps_go_back_only_by_restoring(tmp_path: Path, shm: Path) -> None:
     root = tmp_path / "root"
-    with sw.Checkpointer(root, every=1000, memory=memory(shm)) as cp:
+    with sw.Checkpointer(root, save_every=1000, memory=memory(shm)) as cp:
         for step in (10, 20):
             handle = cp.save(step, {"t": step})
             assert handle is not None
             handle.result(20.0)
         with pytest.raises(sw.StateError, match="memory holds step 20 of this run, which is newer"):
             cp.save(11, {"t": 11})
-    with sw.Checkpointer(root, every=1000, memory=memory(shm)) as cp:
+    with sw.Checkpointer(root, save_every=1000, memory=memory(shm)) as cp:
         with pytest.raises(sw.StateError, match="memory holds step 20"):
             cp.save(1, {"t": 1})
         state = {"t": 0}

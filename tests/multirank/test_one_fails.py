@@ -42,7 +42,7 @@ def state() -> dict[str, Any]:
 
 def save_with(path: str, name: str) -> None:
     options = {
-        "max_buffer": {"max_buffer": mine(0, 1 << 20)},
+        "staging_bytes": {"staging_bytes": mine(0, 1 << 20)},
         "metrics": {"metrics": mine({"loss": "low"}, None)},
         "check_replicas": {"check_replicas": mine(True, False)},
         "overwrite": {"overwrite": mine(True, False)},
@@ -53,7 +53,7 @@ def save_with(path: str, name: str) -> None:
 
 def load_with(path: str, name: str) -> None:
     options = {
-        "max_buffer": {"max_buffer": mine(0, 1 << 20)},
+        "staging_bytes": {"staging_bytes": mine(0, 1 << 20)},
         "strict": {"strict": mine(True, False)},
         "rename": {"rename": raising},
         "only": {"only": mine("x", ["x"])},
@@ -94,7 +94,9 @@ def check(gang: Gang, function: Any, path: str, name: str) -> list[str]:
     return [str(outcome.exception) for outcome in outcomes]
 
 
-@pytest.mark.parametrize("name", ["max_buffer", "metrics", "check_replicas", "overwrite", "place"])
+@pytest.mark.parametrize(
+    "name", ["staging_bytes", "metrics", "check_replicas", "overwrite", "place"]
+)
 def test_saving(gang: Gang, tmp_path: Path, name: str) -> None:
     said = check(gang, save_with, str(tmp_path / "c"), name)
     assert "rank 1" in said[0]
@@ -102,7 +104,7 @@ def test_saving(gang: Gang, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["max_buffer", "strict", "rename", "only", "place", "absent place"]
+    "name", ["staging_bytes", "strict", "rename", "only", "place", "absent place"]
 )
 def test_loading(gang: Gang, saved: str, name: str) -> None:
     assert "rank 1" in check(gang, load_with, saved, name)[0]

@@ -42,7 +42,7 @@ def _columns(count: int) -> tuple[sw.Box, dict[str, object]]:
 def load_columns(path: str, count: int) -> tuple[int, int]:
     """Load them divided by columns; bytes needed and read."""
     box, state = _columns(count)
-    report = sw.load(path, state, max_buffer=4 << 20)
+    report = sw.load(path, state, staging_bytes=4 << 20)
     for i in range(count):
         target = state[f"t{i}"]
         assert isinstance(target, sw.Shards)
@@ -53,7 +53,7 @@ def load_columns(path: str, count: int) -> tuple[int, int]:
 def load_replicas(path: str, count: int) -> int:
     """Load all of every tensor on every rank; bytes read."""
     state: dict[str, object] = {f"t{i}": torch.zeros(ROWS, COLUMNS) for i in range(count)}
-    report = sw.load(path, state, max_buffer=4 << 20)
+    report = sw.load(path, state, staging_bytes=4 << 20)
     assert all(torch.equal(state[f"t{i}"], reference(i)) for i in range(count))
     return report.bytes_read
 

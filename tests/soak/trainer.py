@@ -158,7 +158,7 @@ def attempt(orders: Orders, journal: Journal) -> None:
     rank = dist.get_rank()
     memory = sw.Memory(
         dir=orders.nodes[rank],
-        every=1,
+        snapshot_every=1,
         slots=SLOTS,
         parity=1,
         overlap=orders.overlap,
@@ -167,7 +167,7 @@ def attempt(orders: Orders, journal: Journal) -> None:
     )
     keep = sw.Keep(last=2)
     with sw.Checkpointer(
-        orders.root, keep=keep, every=EVERY, memory=memory, timeout=TIMEOUT
+        orders.root, keep=keep, save_every=EVERY, memory=memory, timeout=TIMEOUT
     ) as checkpointer:
         journal.write("open")
         state = State(orders.axis)

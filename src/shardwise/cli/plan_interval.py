@@ -121,8 +121,9 @@ def _days_between_losses(plan: Plan) -> float:
 
 def _show(plan: Plan, console: Console) -> None:
     told = Table.grid(padding=(0, 3, 0, 0))
-    for code, interval in (("Memory", plan.memory), ("Checkpointer", plan.storage)):
-        every = Text(f"sw.{code}(every={interval.steps})", "bold")
+    options = (("Memory(snapshot_every", plan.memory), ("Checkpointer(save_every", plan.storage))
+    for option, interval in options:
+        every = Text(f"sw.{option}={interval.steps})", "bold")
         told.add_row(every, Text(f"every {_duration(interval.seconds)}"))
     console.print(told)
     console.print()

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardwise.store.store import Buffer
 
-DEFAULT_MAX_BUFFER = 64 << 20
+DEFAULT_STAGING_BYTES = 64 << 20
 THREADS = 4
 LARGEST_CHUNK = 8 << 20
 SMALLEST_CHUNK = 1 << 20
@@ -19,10 +19,10 @@ LARGEST_READ = 2 << 20  # verified and copied while it is in the cache
 
 
 class Arena:
-    """At most `max_buffer` bytes of page-aligned buffers, one for each thread that moves bytes.
+    """At most `staging_bytes` bytes of page-aligned buffers, one for each thread that moves bytes.
 
     Args:
-        max_buffer: bound on the host memory of all buffers together, in bytes; at least 1 MiB.
+        staging_bytes: bound on the host memory of all buffers together, in bytes; at least 1 MiB.
 
     Attributes:
         threads: how many move bytes at a time.
@@ -30,14 +30,16 @@ class Arena:
         read_size: the longest single read, in bytes, of what is near.
 
     Raises:
-        ValueError: `max_buffer` is smaller than that.
+        ValueError: `staging_bytes` is smaller than that.
     """
 
-    def __init__(self, max_buffer: int = DEFAULT_MAX_BUFFER) -> None:
-        if max_buffer < SMALLEST_CHUNK:
-            raise ValueError(f"max_buffer is {max_buffer} bytes; at least {SMALLEST_CHUNK} needed")
-        self.threads = max(1, min(THREADS, max_buffer // SMALLEST_CHUNK))
-        share = min(LARGEST_CHUNK, max_buffer // self.threads)
+    def __init__(self, staging_bytes: int = DEFAULT_STAGING_BYTES) -> None:
+        if staging_bytes < SMALLEST_CHUNK:
+            raise ValueError(
+                f"staging_bytes is {staging_bytes} bytes; at least {SMALLEST_CHUNK} needed"
+            )
+        self.threads = max(1, min(THREADS, staging_bytes // SMALLEST_CHUNK))
+        share = min(LARGEST_CHUNK, staging_bytes // self.threads)
         self.chunk = share // SMALLEST_CHUNK * SMALLEST_CHUNK
         self.read_size = min(self.chunk, LARGEST_READ)
         self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()

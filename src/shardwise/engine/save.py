@@ -33,7 +33,7 @@ class Save:
 
     held: Holdings
     store: Store
-    max_buffer: int
+    staging_bytes: int
     options: SaveOptions
 
 
@@ -92,7 +92,7 @@ def save_all(
     def wish() -> Wish:
         brought.append(prepare())
         job = brought[0]
-        arenas.append(Arena(job.max_buffer))
+        arenas.append(Arena(job.staging_bytes))
         return Wish(held=job.held, options=job.options, place=str(job.store))
 
     with ExitStack() as cleanup:

@@ -147,8 +147,8 @@ class Plan:
     """When to take snapshots in memory, when to persist one, and what to expect.
 
     Attributes:
-        memory: for `Memory(every=…)`.
-        storage: for `Checkpointer(every=…)`: a multiple of the former.
+        memory: for `Memory(snapshot_every=…)`.
+        storage: for `Checkpointer(save_every=…)`: a multiple of the former.
         failures: that interrupt training, per second.
         beyond_memory: those after which only storage helps, per second.
     """

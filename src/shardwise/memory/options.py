@@ -15,8 +15,8 @@ class Memory:
     """Snapshots in the memory of the nodes.
 
     Args:
-        every: a snapshot at every step that is a multiple of this; 0: only of those that are saved
-            to the root.
+        snapshot_every: take a snapshot at every step that is a multiple of this; 0: only of steps
+            that are saved to the root.
         slots: how many committed snapshots are kept; one more is being written.
         overlap: copy while the training goes on, up to the next step of an optimizer that is in the
             state, which waits for it. Whatever else changes the state before (buffers in a forward
@@ -44,7 +44,7 @@ class Memory:
         ValueError: a number is out of range, or copies and parity are both asked for.
     """
 
-    every: int = 1
+    snapshot_every: int = 1
     slots: int = 2
     overlap: bool = False
     dir: str = DIRECTORY
@@ -61,7 +61,7 @@ class Memory:
     wait: float = 60.0
 
     def __post_init__(self) -> None:
-        least = {"every": 0, "slots": 1, "copies": 0, "parity": 0, "group": 2}
+        least = {"snapshot_every": 0, "slots": 1, "copies": 0, "parity": 0, "group": 2}
         for name, at_least in least.items():
             value = getattr(self, name)
             if type(value) is not int or value < at_least:

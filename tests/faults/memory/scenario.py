@@ -75,7 +75,7 @@ class Cluster:
         directory = self.directory(self.node())
         directory.mkdir(exist_ok=True)
         given = {"dir": str(directory), "when_full": "wait", "wait": WAIT, **self.options}
-        return sw.Checkpointer(self.root, every=self.every, memory=sw.Memory(**given))
+        return sw.Checkpointer(self.root, save_every=self.every, memory=sw.Memory(**given))
 
 
 class Logged(logging.Handler):

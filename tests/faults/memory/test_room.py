@@ -91,7 +91,7 @@ def grow(root: Path, shm: Path) -> list[str]:
     """Save a state that grows beyond the memory there is, and again; what is said."""
     said = []
     memory = sw.Memory(dir=str(shm), when_full="wait", wait=WAIT)
-    cp = sw.Checkpointer(root, every=1000, memory=memory)
+    cp = sw.Checkpointer(root, save_every=1000, memory=memory)
     for step, size in enumerate((1, 8, 8, 8, 1), start=1):
         with collected(said):
             handle = cp.save(step, {"t": torch.full((size * MEGABYTE // 4,), float(step))})
