@@ -12,6 +12,7 @@ from shardwise.engine.arena import Arena, aligned_buffer
 from shardwise.engine.content import Content
 from shardwise.manifest.checksums import BLOCK, block_checksums, block_count, crc32
 from shardwise.store import Store, WritableFile
+from shardwise.store.store import Buffer
 
 IN_CACHE = 1 << 20
 
@@ -19,8 +20,8 @@ IN_CACHE = 1 << 20
 def write_data_file(store: Store, key: str, content: Content, arena: Arena) -> int:
     """Write a data file and make it durable.
 
-    Every byte is copied once, into a buffer of the arena, and its checksum is taken while it is
-    in the cache; several chunks are in flight.
+    Every byte is copied once, into a buffer, and both its checksum and what is written come from
+    that copy: another thread may change the tensors meanwhile. Several chunks are in flight.
 
     Returns:
         CRC-32 of the file's checksums.
@@ -34,7 +35,7 @@ def write_data_file(store: Store, key: str, content: Content, arena: Arena) -> i
     try:
         with ThreadPoolExecutor(arena.threads, "shardwise-write") as pool:
             chunks = range(0, layout.checksums_at, arena.chunk)
-            target = _Target(file, store.alignment, arena, table)
+            target = _Target(file, store.alignment, arena, table, tail)
             jobs = [pool.submit(_write_chunk, content, at, target) for at in chunks]
             try:
                 for job in jobs:
@@ -42,7 +43,6 @@ def write_data_file(store: Store, key: str, content: Content, arena: Arena) -> i
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        content.fill(aligned, layout.checksums_at, tail)
         encoded = table.view(np.uint8)
         at = layout.checksums_at - aligned
         tail[at : at + len(encoded)] = encoded
@@ -55,10 +55,13 @@ def write_data_file(store: Store, key: str, content: Content, arena: Arena) -> i
 
 @dataclass(frozen=True, slots=True)
 class _Target:
+    """Where chunks go: the file, the checksums of its blocks, and its last, unaligned bytes."""
+
     file: WritableFile
     alignment: int
     arena: Arena
     table: npt.NDArray[np.uint32]
+    tail: Buffer
 
 
 def _write_chunk(content: Content, low: int, target: _Target) -> None:
@@ -73,6 +76,8 @@ def _write_chunk(content: Content, low: int, target: _Target) -> None:
         aligned = (high - low) // target.alignment * target.alignment
         if aligned:
             target.file.write_at(low, buffer[:aligned])
+        rest = high - low - aligned  # of the last chunk alone: others are as long as the arena's
+        target.tail[:rest] = buffer[aligned : aligned + rest]
 
 
 def _round_up(n: int, to: int) -> int:
