@@ -64,11 +64,14 @@ def lightning_state(module: nn.Module, rest: Trained) -> dict[str, Any]:
     }
 
 
-def test_a_file_of_lightning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["last.ckpt", "epoch=0-step=10.ckpt", "run 1, Länge.ckpt"])
+def test_a_file_of_lightning(tmp_path: Path, name: str) -> None:
+    """Its default name has equals signs."""
     saved = trained()
-    torch.save(lightning_state(saved[0], saved), tmp_path / "last.ckpt")
-    assert_loads(tmp_path / "last.ckpt", saved)
-    found = sw.open(tmp_path / "last.ckpt")
+    torch.save(lightning_state(saved[0], saved), tmp_path / name)
+    assert_loads(tmp_path / name, saved)
+    found = sw.open(tmp_path / name)
+    found.verify()
     assert (found.step, found["epoch"]) == (3, 1)
     assert found["hyper_parameters"] == {"width": 5}
     assert found["callbacks"]["ModelCheckpoint{'monitor': None}"]["kth_value"] == 1.5  # type: ignore[index]

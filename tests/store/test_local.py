@@ -52,6 +52,17 @@ def test_places_are_paths_urls_or_stores(tmp_path: Path) -> None:
         open_store("s3://bucket/run")
 
 
+@pytest.mark.parametrize("name", ["a b", "epoch=0-step=10.ckpt", "é", "..."])
+def test_files_of_other_programs_are_read_under_any_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"content")
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / name).mkdir()
+    store = LocalStore(tmp_path)
+    assert store.read(name, limit=7) == b"content"
+    assert read_file(store, name) == b"content"
+    assert store.at("below").at(name).list() == []
+
+
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"secret")
     (tmp_path / "link").symlink_to(tmp_path / "secret")

@@ -17,6 +17,7 @@ from shardwise.store.cached import is_cached
 from shardwise.store.store import Buffer
 
 ALIGNMENT = 4096
+LONGEST_NAME = 255
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 
@@ -36,7 +37,7 @@ class LocalStore:
 
     def at(self, name: str) -> LocalStore:
         """The store one level below."""
-        return LocalStore(self._path(name))
+        return LocalStore(self._existing(name))
 
     def create(self, key: str, size: int) -> _LocalWriter:
         """Begin a new file of `size` bytes."""
@@ -45,7 +46,7 @@ class LocalStore:
 
     def open(self, key: str) -> _LocalReader:
         """Open a file, which must be a plain file and no link."""
-        return _LocalReader(self._path(key))
+        return _LocalReader(self._existing(key))
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:
         """Write beside, sync, then rename or link into place, and sync the directory."""
@@ -72,7 +73,7 @@ class LocalStore:
         reader = self.open(key)
         try:
             if reader.size > limit:
-                raise StoreError(f"{self._path(key)} has {reader.size} bytes; at most {limit}")
+                raise StoreError(f"{self.path / key} has {reader.size} bytes; at most {limit}")
             return reader.read_all()
         finally:
             reader.close()
@@ -134,9 +135,20 @@ class LocalStore:
             with suppress(PermissionError):  # what may not be listed may not be synced
                 _sync(each.parent)
 
+    def _existing(self, name: str) -> Path:
+        # Other programs name files as they like, as in `epoch=0-step=10.ckpt`.
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise StoreError(f"{name!r} is not the name of one file (below {self.path})")
+        if len(os.fsencode(name)) > LONGEST_NAME:
+            raise StoreError(f"{name[:60]!r}... is longer than {LONGEST_NAME} bytes")
+        return self.path / name
+
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name) or name in (".", ".."):
-            raise StoreError(f"{name!r} is no plain file name (below {self.path})")
+            raise StoreError(
+                f"{name!r} cannot be the name of a file that shardwise writes below {self.path}: "
+                "use ASCII letters, digits, '.', '_' and '-', at most 255 of them"
+            )
         return self.path / name
 
 

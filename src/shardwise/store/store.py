@@ -73,7 +73,10 @@ class Files(Protocol):
 
 @runtime_checkable
 class Store(Files, Protocol):
-    """A flat set of files under one place, named by plain file names.
+    """A flat set of files under one place.
+
+    Names of files that are created, published or deleted consist of at most 255 ASCII letters,
+    digits, `.`, `_` and `-`. `at`, `open` and `read` take every name that is one path component.
 
     Every verb raises `StoreError`, or one of the builtin errors of `OSError` that it derives
     from: `FileNotFoundError`, `FileExistsError`.

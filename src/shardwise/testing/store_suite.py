@@ -13,7 +13,8 @@ from shardwise.errors import StoreError
 from shardwise.store.store import Buffer, Store
 
 KEY = "r00000-0123456789abcdef.safetensors"
-UNSAFE = ["", ".", "..", "a/b", "../a", "/a", "a\0", "a b", "a" * 256]
+UNSAFE = ["", ".", "..", "a/b", "../a", "/a", "a\0", "a" * 256]
+UNUSUAL = ["a b", "epoch=0.ckpt", "é"]
 
 
 def content(size: int, seed: int = 0) -> Buffer:
@@ -252,14 +253,18 @@ class StoreSuite:
             assert again
 
     @pytest.mark.parametrize("key", UNSAFE)
-    def test_only_plain_names_are_keys(self, store: Store, key: str) -> None:
-        """Nothing leads out of a store."""
+    def test_no_name_leads_out_of_a_store(self, store: Store, key: str) -> None:
         with pytest.raises(StoreError):
             store.at(key)
         with pytest.raises(StoreError):
-            store.create(key, 1)
-        with pytest.raises(StoreError):
             store.open(key)
+        with pytest.raises(StoreError):
+            store.read(key, limit=1)
+
+    @pytest.mark.parametrize("key", [*UNSAFE, *UNUSUAL])
+    def test_files_are_written_under_plain_names_only(self, store: Store, key: str) -> None:
+        with pytest.raises(StoreError):
+            store.create(key, 1)
         with pytest.raises(StoreError):
             store.publish(key, b"", replace=True)
         with pytest.raises(StoreError):
