@@ -11,7 +11,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from shardwise.adapters import Binding, bind_state
+from shardwise.adapters import Binding, asked_of, bind_state
 from shardwise.adapters.deepspeed import EngineBinding
 from shardwise.adapters.megatron import MegatronBinding
 from shardwise.adapters.optimizers import OptimizerBinding
@@ -125,10 +125,10 @@ def load(
     Args:
         place: a directory or store that holds a checkpoint; or one of a foreign format.
         state: what to fill; see `save`.
-        strict: refuse if names are missing from the checkpoint, or, below the keys of `state`,
-            are in the checkpoint only. Otherwise they are left alone, and reported.
-        only, skip: shell patterns of names; of the target's names only those that match `only`
-            (if given) and do not match `skip` are filled.
+        strict: refuse if names are missing from the checkpoint or, below the keys of `state`,
+            only in the checkpoint; else report them. Filling no part of a module is an error.
+        only, skip: shell patterns of the target's names: fill those that match `only`, if given,
+            and do not match `skip`.
         rename: from the target's names to the checkpoint's: a function, or a mapping of names,
             each of which renames all names below it too.
         cast: convert where dtypes differ; without it, that is an error.
@@ -273,9 +273,11 @@ class _Load:
 
         def look() -> Matched:
             bindings.extend(bind_state(self.state, allow_pickle=self.allow_pickle))
-            held = _united(binding.targets(saved, selection) for binding in bindings)
+            parts = [binding.targets(saved, selection) for binding in bindings]
+            asked = asked_of(bindings, parts)
+            held = _united(parts)
             held.tensors = fillable_leaves(held.tensors)
-            return match(held, saved, selection, cast=self.options.cast)
+            return match(held, saved, selection, asked, cast=self.options.cast)
 
         with self.recorder.stage("match"):
             found, unexpected = agree_on_match(

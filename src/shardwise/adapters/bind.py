@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, cast
@@ -74,6 +74,8 @@ class Binding(Protocol):
 
 State = MutableMapping[str, object]
 Modules = list[ModuleBinding | EngineBinding | MegatronBinding]
+_OF_MODULES = ModuleBinding, EngineBinding, MegatronBinding
+_OF_OPTIMIZERS = OptimizerBinding, EngineOptimizerBinding, MegatronOptimizerBinding
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +105,21 @@ def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
         raise StateError(
             "a dict in the state is nested deeper than Python's stack allows, or holds itself"
         ) from error
-    modules = ModuleBinding, EngineBinding, MegatronBinding
-    optimizers = OptimizerBinding, EngineOptimizerBinding, MegatronOptimizerBinding
-    order = {**dict.fromkeys(modules, 0), **dict.fromkeys(optimizers, 1)}
+    order = {**dict.fromkeys(_OF_MODULES, 0), **dict.fromkeys(_OF_OPTIMIZERS, 1)}
     return sorted(bindings, key=lambda binding: order.get(type(binding), 2))
+
+
+def asked_of(
+    bindings: Sequence[Binding], targets: Sequence[Holdings]
+) -> dict[str, Collection[str]]:
+    """The names that a load is to fill of each module (tensors) and optimizer (all names)."""
+    asked: dict[str, Collection[str]] = {}
+    for binding, held in zip(bindings, targets, strict=True):
+        if isinstance(binding, _OF_MODULES):
+            asked[binding.name] = [leaf.name for leaf in held.tensors]
+        elif isinstance(binding, _OF_OPTIMIZERS):
+            asked[binding.name] = [*held.names()]
+    return asked
 
 
 def _bind(container: State, prefix: str, seen: _Seen, allow_pickle: bool) -> Iterator[Binding]:

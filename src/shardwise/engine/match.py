@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,12 +18,15 @@ from shardwise.plan.saved import SavedState
 from shardwise.state.leaves import Holdings, TensorLeaf
 from shardwise.state.selection import Selection, is_below
 
+log = logging.getLogger("shardwise")
+
 
 @dataclass(frozen=True, slots=True)
 class Matched:
     """What of the target the checkpoint fills, by the target's names, and what does not fit.
 
     `claimed` are names of the checkpoint, `unused` patterns that match neither side's names.
+    `counts` says, for each module and optimizer, how many names were asked for and found.
     """
 
     leaves: list[TensorLeaf] = field(default_factory=list)
@@ -32,15 +36,24 @@ class Matched:
     problems: list[str] = field(default_factory=list)
     claimed: set[str] = field(default_factory=set)
     unused: list[str] = field(default_factory=list)
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def match(held: Holdings, saved: SavedState, selection: Selection, *, cast: bool) -> Matched:
+def match(
+    held: Holdings,
+    saved: SavedState,
+    selection: Selection,
+    asked: Mapping[str, Collection[str]],
+    *,
+    cast: bool,
+) -> Matched:
     """Find what fills every target, and list whatever does not fit.
 
     What a checkpoint has under one name fills a target that has two names for it.
 
     Args:
         held: what `selection` has chosen of the targets.
+        asked: the chosen names of each module and optimizer. A load must fill one of them.
     """
     found = Matched(problems=list(held.problems))
     absent = []
@@ -73,6 +86,9 @@ def match(held: Holdings, saved: SavedState, selection: Selection, *, cast: bool
     others = [*found.objects, *found.per_rank, *held.left]
     found.claimed.update(saved.saved_name(name) for name in others)
     found.unused.extend(selection.unused([*held.names(), *held.left, *saved.all_names()]))
+    missing = set(found.missing)
+    for owner, names in {**asked, "": [*held.names()]}.items():
+        found.counts[owner] = len(names), sum(name not in missing for name in names)
     return found
 
 
@@ -120,8 +136,8 @@ def agree_on_match(
         What matched on this rank, and the unexpected names.
 
     Raises:
-        MismatchError: on all ranks, if any has a mismatch, or names are missing or unexpected
-            and `strict` is set.
+        MismatchError: on all ranks, if any has a mismatch; if names are missing or unexpected
+            and `strict` is set; or if nothing would be filled of a module or an optimizer.
     """
     names = list(saved.all_names())
     matched: list[Matched] = []
@@ -133,7 +149,9 @@ def agree_on_match(
         claimed = np.array([n in found.claimed or not selection.chooses(n) for n in names], bool)
         inside = np.array([is_below(n, scope) for n in names], bool)
         bits = np.packbits(claimed).tobytes(), np.packbits(inside).tobytes()
-        return msgspec.msgpack.encode((*bits, found.missing, found.problems, found.unused))
+        return msgspec.msgpack.encode(
+            (*bits, found.missing, found.problems, found.unused, found.counts)
+        )
 
     def answer(said: list[bytes]) -> bytes:
         return msgspec.msgpack.encode(_unite(names, said, targets, strict=strict))
@@ -150,11 +168,14 @@ def _unite(
     problems: dict[str, None] = {}
     lost: dict[str, None] = {}
     unused: list[set[str]] = []
+    counts: list[Mapping[str, tuple[int, int]]] = []
     for data in said:
-        mine, inside, missing, wrong, idle = msgspec.msgpack.decode(
-            data, type=tuple[bytes, bytes, list[str], list[str], list[str]]
+        mine, inside, missing, wrong, idle, counted = msgspec.msgpack.decode(
+            data,
+            type=tuple[bytes, bytes, list[str], list[str], list[str], dict[str, tuple[int, int]]],
         )
         unused.append(set(idle))
+        counts.append(counted)
         claimed |= np.unpackbits(np.frombuffer(mine, np.uint8), count=len(names)).astype(bool)
         scope |= np.unpackbits(np.frombuffer(inside, np.uint8), count=len(names)).astype(bool)
         problems |= dict.fromkeys(wrong)
@@ -164,14 +185,45 @@ def _unite(
     unexpected = [names[i] for i in np.flatnonzero(scope & ~claimed).tolist()]
     if strict:
         problems |= dict.fromkeys(f"{name}: in the checkpoint only" for name in unexpected)
+    else:
+        problems |= dict.fromkeys(_unfilled(counts))
     for pattern in sorted(set.intersection(*unused)):
         problems[f"{pattern!r} in only= or skip=: no name matches it"] = None
     if problems:
         fitting = fitting_renames(lost, unexpected, names, targets)
         hint = f"{fitting} would find all that is missing; " if fitting else ""
+        accepts = "strict=False accepts missing and unexpected names; " if strict else ""
         raise MismatchError(
-            f"checkpoint and target do not fit; nothing was written. {hint}strict=False accepts "
-            "missing and unexpected names; rename=, only= and skip= choose and map names:",
+            f"checkpoint and target do not fit; nothing was written. {hint}{accepts}"
+            "rename=, only= and skip= choose and map names:",
             list(problems),
         )
+    if lost or unexpected:
+        log.warning(
+            "load(strict=False): %s; %s",
+            _counted(lost, "of the target not in the checkpoint, and left as it was"),
+            _counted(unexpected, "in the checkpoint only"),
+        )
     return unexpected
+
+
+def _unfilled(counts: Iterable[Mapping[str, tuple[int, int]]]) -> list[str]:
+    """The modules and optimizers of which no rank would fill anything, and what to do."""
+    asked: set[str] = set()
+    found: set[str] = set()
+    for counted in counts:
+        asked |= {owner for owner, (wanted, _) in counted.items() if wanted}
+        found |= {owner for owner, (_, there) in counted.items() if there}
+    empty = sorted(asked - found)
+    if empty == [""]:
+        return ["the checkpoint has none of the target's names"]
+    return [
+        f"{owner}: the checkpoint has none of its names; skip=[{owner + '.*'!r}] leaves it as it is"
+        for owner in empty
+        if owner
+    ]
+
+
+def _counted(names: Collection[str], what: str) -> str:
+    few = ", ".join([*names][:3]) + (", …" if len(names) > 3 else "")
+    return f"{len(names)} name(s) {what}" + (f" ({few})" if names else "")
