@@ -47,7 +47,7 @@ class SavedTensor:
         if index is Ellipsis:
             index = ()
         box, squeezed = _box_of(index, tuple(self.shape))
-        out = torch.empty(box.shape, dtype=self.dtype)
+        out = torch.empty(box.shape, dtype=self.dtype, device="cpu")
         if box.size:
             self._checkpoint.read_into(self.name, box, out)
         return out[squeezed]

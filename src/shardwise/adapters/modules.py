@@ -165,4 +165,6 @@ def _refuse_lost(module: nn.Module, name: str) -> None:
 
 
 def _device() -> torch.device:
-    return torch.get_default_device()
+    """Where a load gives memory to what is on the meta device."""
+    default = torch.get_default_device()
+    return torch.device("cpu") if default.type == "meta" else default

@@ -211,7 +211,7 @@ class OptimizerBinding:
             current = group.get(key)
             if isinstance(current, torch.Tensor) and isinstance(value, (int, float, torch.Tensor)):
                 with torch.no_grad():
-                    current.copy_(torch.as_tensor(value))
+                    current.copy_(torch.as_tensor(value, device=current.device))
             else:
                 group[key] = value
 

@@ -99,9 +99,8 @@ def _overlaps_itself(data: torch.Tensor) -> bool:
 def _move_overlapping(name: str, copy: torch.Tensor, data: torch.Tensor) -> None:
     first = tuple(slice(0, 1) if s == 0 else slice(None) for s in data.stride())
     base = data[first]
-    for index in torch.cartesian_prod(*(torch.arange(n) for n in base.shape)).reshape(
-        -1, base.dim()
-    ):
+    every = [torch.arange(n, device="cpu") for n in base.shape]
+    for index in torch.cartesian_prod(*every).reshape(-1, base.dim()):
         base[tuple(index)] = copy[first][tuple(index)]
     if not same_bytes(data, copy):
         raise StateError(

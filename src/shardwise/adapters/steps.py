@@ -41,7 +41,7 @@ def state_of(optimizer: Optimizer, group: Group, parameter: torch.Tensor) -> dic
     if _counts_in_groups(optimizer) and state:
         count = group.get(STEP)
     if not counts_as_torch(optimizer) and isinstance(count, (int, torch.Tensor)):
-        state[STEP] = torch.tensor(float(count))
+        state[STEP] = torch.tensor(float(count), device="cpu")
     return state
 
 

@@ -107,7 +107,8 @@ class ObjectBinding:
                 continue
             here = self._found.get(mine)
             if here is None or tuple(here.shape) != entry.shape or not _can_be_filled(here):
-                here = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+                dtype: torch.dtype = getattr(torch, entry.dtype)
+                here = torch.empty(entry.shape, dtype=dtype, device="cpu")
                 self._found[mine] = here
             leaves.append(_leaf(mine, here))
         held.tensors = leaves

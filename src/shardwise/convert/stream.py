@@ -60,7 +60,7 @@ class Source:
         for part, buffer in parts:
             dtype = getattr(torch, part.dtype)
             if buffer.ctypes.data % dtype.itemsize:
-                data = torch.empty(part.box.shape, dtype=dtype)
+                data = torch.empty(part.box.shape, dtype=dtype, device="cpu")
                 apart.append((data, buffer))
             else:
                 data = torch.from_numpy(buffer).view(dtype).view(part.box.shape)

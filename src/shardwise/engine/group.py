@@ -97,7 +97,7 @@ class TorchGroup:
     def gather(self, data: bytes) -> list[bytes]:
         """Heads by a collective, then what is left of each rank's bytes by themselves."""
         mine = _head(data)
-        heads = list(torch.empty((self.size, HEAD), dtype=torch.uint8)) if self.rank == 0 else None
+        heads = list(_empty(self.size, HEAD)) if self.rank == 0 else None
         self._run(lambda group: dist.gather(mine, heads, group=group, group_dst=0))
         if heads is None:
             self._send(data[FIRST:], 0)
@@ -107,7 +107,7 @@ class TorchGroup:
 
     def scatter(self, parts: Sequence[bytes]) -> bytes:
         """Heads by a collective, then what is left of each rank's bytes by themselves."""
-        mine = torch.empty(HEAD, dtype=torch.uint8)
+        mine = _empty(HEAD)
         heads = [_head(part) for part in parts] if self.rank == 0 else None
         self._run(lambda group: dist.scatter(mine, heads, group=group, group_src=0))
         if self.rank != 0:
@@ -119,7 +119,7 @@ class TorchGroup:
 
     def broadcast(self, data: bytes) -> bytes:
         """The head first, then what is left."""
-        head = _head(data) if self.rank == 0 else torch.empty(HEAD, dtype=torch.uint8)
+        head = _head(data) if self.rank == 0 else _empty(HEAD)
         self._run(lambda group: dist.broadcast(head, group=group, group_src=0))
         size, first = _opened(head)
         if size > FIRST:
@@ -140,7 +140,7 @@ class TorchGroup:
             self.bytes_sent += len(data)
 
     def _receive(self, size: int, rank: int) -> bytes:
-        content = torch.empty(size, dtype=torch.uint8)
+        content = _empty(size)
         if size:
             self._run(lambda group: dist.recv(content, group=group, group_src=rank))
         return _bytes(content)
@@ -177,6 +177,10 @@ def _opened(head: torch.Tensor) -> tuple[int, bytes]:
     data = _bytes(head)
     size = int.from_bytes(data[:LENGTH], "little")
     return size, data[LENGTH : LENGTH + size]
+
+
+def _empty(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.uint8, device="cpu")
 
 
 def _tensor(data: bytes) -> torch.Tensor:

@@ -108,7 +108,10 @@ def _sources(
     if parts is None:
         return [(index, leaf, dtype)]
     versions = [
-        tuple(Fragment(f.box, torch.empty(f.box.shape, dtype=dtype)) for f in leaf.fragments)
+        tuple(
+            Fragment(f.box, torch.empty(f.box.shape, dtype=dtype, device="cpu"))
+            for f in leaf.fragments
+        )
         for _ in parts
     ]
 
@@ -161,7 +164,10 @@ def read_boxes(
     Raises:
         CorruptionError: bytes are not what was saved.
     """
-    out = [torch.empty(box.shape, dtype=getattr(torch, entry.dtype)) for entry, box in boxes]
+    out = [
+        torch.empty(box.shape, dtype=getattr(torch, entry.dtype), device="cpu")
+        for entry, box in boxes
+    ]
     leaves = [
         TensorLeaf(entry.name, data.dtype, entry.shape, (Fragment(box, data),))
         for (entry, box), data in zip(boxes, out, strict=True)

@@ -62,7 +62,7 @@ class DeviceMemory:
         self._carrier = as_carrier(data)
         self.device: torch.device | None = data.device
         self.itemsize = data.element_size()
-        self.dtype = torch.empty(0, dtype=self._carrier.dtype).numpy().dtype
+        self.dtype = torch.empty(0, dtype=self._carrier.dtype, device="cpu").numpy().dtype
 
     def read(self, index: Slices, out: Array, *, wait: bool = True) -> None:
         """Copy a box to `out`."""
@@ -83,7 +83,7 @@ class CastingMemory:
     def __init__(self, data: torch.Tensor, saved: torch.dtype) -> None:
         self._data = data.detach()
         self._saved = saved
-        carrier = as_carrier(torch.empty(0, dtype=saved))
+        carrier = as_carrier(torch.empty(0, dtype=saved, device="cpu"))
         self.dtype = carrier.numpy().dtype
         self.itemsize = carrier.element_size()
 

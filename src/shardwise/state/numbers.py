@@ -44,7 +44,7 @@ def tensor_of(fields: Fields) -> torch.Tensor:
         raise ValueError("quantized tensors are not stored")
     data = _numbers("|u1", (math.prod(shape) * dtype.itemsize,), fields["v"])
     if not len(data):
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.from_numpy(data).view(dtype).reshape(shape)
 
 

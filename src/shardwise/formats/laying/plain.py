@@ -42,7 +42,7 @@ def number_tensor(value: float) -> torch.Tensor:
         FormatError: it is too large.
     """
     try:
-        return torch.tensor(float(value), dtype=torch.float32)
+        return torch.tensor(float(value), dtype=torch.float32, device="cpu")
     except OverflowError as error:
         raise FormatError("a number of an optimizer's state is absurdly large") from error
 
