@@ -22,12 +22,12 @@ LAYERS = (
     ("shardwise",),  # the package's own __init__, which hands out the public names
     ("checkpointer",),
     ("exporting",),
-    ("restoring", "api"),
+    ("api",),
     ("convert",),
     ("checkpoint", "opening"),
     ("respecified",),
     ("memory", "formats"),
-    ("retention", "preemption"),
+    ("retention",),
     ("engine", "adapters"),
     ("plan",),
     ("manifest", "state"),
@@ -51,6 +51,10 @@ LAYERS_OF_FORMATS = (
     ("stored", "indexed", "files"),
     ("index", "tree", "catalogue"),
     ("foreign",),
+)
+LAYERS_OF_CHECKPOINTER = (
+    ("checkpointer",),
+    ("saving", "restoring", "signals"),
 )
 TESTING = "testing"  # may import anything, and nothing imports it
 AGENT = "memory.agent.service"  # it has a process of its own, which is to be small
@@ -99,7 +103,11 @@ SOURCE = Path(shardwise.__file__).parent
 RANKS = {component: rank for rank, row in enumerate(LAYERS) for component in row}
 WITHIN = {
     folder: {part: rank for rank, row in enumerate(layers) for part in row}
-    for folder, layers in (("memory", LAYERS_OF_MEMORY), ("formats", LAYERS_OF_FORMATS))
+    for folder, layers in (
+        ("memory", LAYERS_OF_MEMORY),
+        ("formats", LAYERS_OF_FORMATS),
+        ("checkpointer", LAYERS_OF_CHECKPOINTER),
+    )
 }
 
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from shardwise.api import save as save
     from shardwise.checkpoint import Checkpoint as Checkpoint
     from shardwise.checkpoint import SavedTensor as SavedTensor
-    from shardwise.checkpointer import Checkpointer as Checkpointer
+    from shardwise.checkpointer.checkpointer import Checkpointer as Checkpointer
+    from shardwise.checkpointer.restoring import RestoreReport as RestoreReport
     from shardwise.convert.conversion import ConversionReport as ConversionReport
     from shardwise.engine.load import LoadReport as LoadReport
     from shardwise.engine.save import SaveReport as SaveReport
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from shardwise.memory.options import Memory as Memory
     from shardwise.memory.snapshots.handle import SaveHandle as SaveHandle
     from shardwise.memory.tls import Tls as Tls
-    from shardwise.restoring import RestoreReport as RestoreReport
     from shardwise.retention import Keep as Keep
     from shardwise.state.per_rank import PerRank as PerRank
     from shardwise.state.rng import RngState as RngState
@@ -47,7 +47,7 @@ _HOMES = {
     "Checkpoint": "checkpoint",
     "CheckpointExistsError": "errors",
     "CheckpointNotFoundError": "errors",
-    "Checkpointer": "checkpointer",
+    "Checkpointer": "checkpointer.checkpointer",
     "ConversionReport": "convert.conversion",
     "CorruptionError": "errors",
     "FormatError": "errors",
@@ -58,7 +58,7 @@ _HOMES = {
     "MismatchError": "errors",
     "PerRank": "state.per_rank",
     "RankError": "errors",
-    "RestoreReport": "restoring",
+    "RestoreReport": "checkpointer.restoring",
     "RngState": "state.rng",
     "SaveHandle": "memory.snapshots.handle",
     "Memory": "memory.options",

@@ -11,32 +11,25 @@ from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Literal
-from weakref import WeakKeyDictionary
-
-from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from shardwise import api
-from shardwise.adapters import optimizers_in
+from shardwise.checkpointer.restoring import RestoreReport, Restoring, origins_of
+from shardwise.checkpointer.saving import Saving, Settings
+from shardwise.checkpointer.signals import Preemption
 from shardwise.engine.arena import DEFAULT_STAGING_BYTES
-from shardwise.engine.collection import without_collection
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group, SoloGroup, TorchGroup, own_group
 from shardwise.engine.leftovers import collect_leftovers
 from shardwise.engine.load import LoadReport
-from shardwise.engine.options import SaveOptions, checked_step, is_due
-from shardwise.engine.save import Save, save_all
 from shardwise.errors import ShardwiseError, StateError, StoreError
-from shardwise.events import Recorder, Sink
-from shardwise.manifest.names import step_directory, step_of_directory
+from shardwise.events import Sink
+from shardwise.manifest.names import step_of_directory
 from shardwise.memory.options import Memory
 from shardwise.memory.snapshots.handle import SaveHandle
-from shardwise.memory.snapshots.snapshots import Snapshots, Storing
+from shardwise.memory.snapshots.snapshots import Snapshots
 from shardwise.opening import refuse_as_root
 from shardwise.plan.cache import PlanCache
-from shardwise.preemption import Preemption
-from shardwise.restoring import RestoreReport, Restoring, origins_of
-from shardwise.retention import Keep, apply_retention, committed_steps
+from shardwise.retention import Keep, committed_steps
 from shardwise.store import LocalStore, Store, open_store
 
 Start = api.Place | Callable[[api.State], LoadReport]
@@ -91,19 +84,21 @@ class Checkpointer:
         if on_sigterm not in (None, "save"):
             raise ValueError(f"on_sigterm={on_sigterm!r}: 'save' or None is needed")
         self._root = _root_of(root, everywhere=memory is not None)
-        self._keep = keep or Keep()
-        self._save_every = save_every
-        self._check_replicas = check_replicas
-        self._allow_pickle = allow_pickle
-        self._staging_bytes = staging_bytes
-        self._on_event = on_event
-        self._plans = PlanCache()
+        settings = Settings(
+            root=self._root,
+            keep=keep or Keep(),
+            save_every=save_every,
+            memory=memory,
+            check_replicas=check_replicas,
+            allow_pickle=allow_pickle,
+            staging_bytes=staging_bytes,
+            on_event=on_event,
+        )
+        self._settings = settings
         self._damaged: set[int] = set()
         self._preemption = Preemption() if on_sigterm == "save" else None
         self._closed = False
-        self._fenced: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
         self.last_restore: RestoreReport | None = None
-        self._memory = memory
         self._start_from = start_from
         self._own: TorchGroup | None = None
         try:
@@ -114,6 +109,7 @@ class Checkpointer:
         except BaseException:
             self._let_go()
             raise
+        self._saving = Saving(settings, self._group, self._snapshots, self._damaged)
         _settle_at_exit(weakref.ref(self))
 
     def __enter__(self) -> Checkpointer:
@@ -149,8 +145,7 @@ class Checkpointer:
             if self._snapshots is not None:
                 self._snapshots.close(wait=wait, failed=failed)
         finally:
-            for hook in self._fenced.values():
-                hook.remove()
+            self._saving.close()
             self._let_go()
 
     def _leave(self) -> None:
@@ -176,7 +171,7 @@ class Checkpointer:
     @property
     def plans(self) -> PlanCache:
         """The plans of its saves, and how often they were used again."""
-        return self._plans
+        return self._saving.plans
 
     def save(
         self,
@@ -206,54 +201,14 @@ class Checkpointer:
         """
         self._refuse_closed()
         preempted = self._is_preempted()
-        durable = preempted or is_due(step, self._save_every)
-        in_memory = self._memory is not None and self._memory.snapshot_every
-        if not durable and not (in_memory and is_due(step, in_memory)):
+        durable = preempted or self._settings.is_durable(step)
+        if not durable and not self._settings.is_snapshot(step):
             return None
-        recorder = Recorder(self._on_event)
-        overwrite = overwrite or step in self._damaged
-
-        def prepare() -> Save:
-            number = checked_step(step)
-            options = SaveOptions.checked(number, overwrite, self._check_replicas, metrics)
-            if durable:
-                self._refuse_unranked(options)
-            held = api.held_by(state, allow_pickle=self._allow_pickle)
-            store = self._root.at(step_directory(number))
-            return Save(held=held, store=store, staging_bytes=self._staging_bytes, options=options)
-
-        with without_collection():
-            if self._snapshots is not None:
-                self._fence_steps(state)
-                storing = Storing(durable, self._keep)
-                handle = self._snapshots.save(prepare, storing, self._plans, recorder)
-            else:
-                handle = SaveHandle(save_all(prepare, self._group, self._plans, recorder))
-        if handle is None:
-            return None
-        self._damaged.discard(step)
-        if self._snapshots is None:
-            self._retain(step)
-        if preempted and self._preemption is not None:
+        handle = self._saving.save(step, state, metrics, durable=durable, overwrite=overwrite)
+        if handle is not None and preempted and self._preemption is not None:
             handle.result()
             self._preemption.deliver()
         return handle
-
-    def _refuse_unranked(self, options: SaveOptions) -> None:
-        if self._keep.best is not None and self._keep.best not in options.metrics:
-            raise StateError(
-                f"metrics= has no {self._keep.best!r}, which Keep chooses by; "
-                'give float("nan") if it was not measured'
-            )
-
-    def _fence_steps(self, state: Mapping[str, object]) -> None:
-        """Have the steps of all optimizers in the state wait for copies that are under way."""
-        if self._snapshots is None or self._memory is None or not self._memory.overlap:
-            return
-        fence = self._snapshots.fence
-        for optimizer in optimizers_in(state):
-            if optimizer not in self._fenced:
-                self._fenced[optimizer] = optimizer.register_step_pre_hook(lambda *_: fence())
 
     def prepare(self, state: api.State) -> int:
         """Allocate the memory that snapshots of this state take, so that the first finds it there.
@@ -267,20 +222,7 @@ class Checkpointer:
             StoreError: there is not enough; says what is needed.
         """
         self._refuse_closed()
-        if self._snapshots is None:
-            return 0
-
-        def job() -> Save:
-            held = api.held_by(state, allow_pickle=self._allow_pickle)
-            return Save(
-                held=held,
-                store=self._root,
-                staging_bytes=self._staging_bytes,
-                options=SaveOptions(),
-            )
-
-        with without_collection():
-            return self._snapshots.prepare(job, self._plans, Recorder(self._on_event))
+        return self._saving.prepare(state)
 
     def restore(
         self, state: api.State, *, step: int | None = None, strict: bool = True
@@ -311,10 +253,10 @@ class Checkpointer:
                 place,
                 state,
                 strict=strict,
-                allow_pickle=self._allow_pickle,
-                staging_bytes=self._staging_bytes,
+                allow_pickle=self._settings.allow_pickle,
+                staging_bytes=self._settings.staging_bytes,
                 group=self._group,
-                on_event=self._on_event,
+                on_event=self._settings.on_event,
             )
 
         restoring = Restoring(self._root, self._group, self._snapshots, self._damaged)
@@ -349,14 +291,6 @@ class Checkpointer:
             return max(said)
 
         return bool(exchange(self._group, "asking for signals", lambda: mine, answer))
-
-    def _retain(self, newest: int) -> None:
-        def answer(_: list[bytes]) -> bytes:
-            damaged = frozenset(self._damaged)
-            apply_retention(self._root, self._keep, newest=newest, damaged=damaged)
-            return b""
-
-        exchange(self._group, "removing old checkpoints", lambda: b"", answer)
 
     def _refuse_closed(self) -> None:
         if self._closed:

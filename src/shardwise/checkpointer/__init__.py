@@ -1,0 +1,1 @@
+"""The checkpoints of one run: saved at intervals, kept by rules, restored."""
