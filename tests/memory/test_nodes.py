@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -59,6 +61,45 @@ def test_who_has_discarded_a_snapshot_is_not_waited_for(served: Served, tmp_path
     with pytest.raises(sw.StoreError, match="node there has discarded the snapshot"):
         expecting(served, tmp_path, asked=REQUEST)
     assert 3 * WAIT < time.monotonic() - started < 5.0
+
+
+@contextmanager
+def unreachable() -> Iterator[int]:
+    """The port of a host that takes no connection and refuses none, as one that is off."""
+    with socket.socket() as listener, ExitStack() as waiting:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(4):
+            line = waiting.enter_context(socket.socket())
+            line.setblocking(False)
+            line.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
+
+
+@contextmanager
+def silent() -> Iterator[int]:
+    """The port of an agent that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as listener:
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("lost", [unreachable, silent])
+def test_work_on_an_abandoned_snapshot_ends_at_once(
+    lost: Callable[[], AbstractContextManager[int]], tmp_path: Path
+) -> None:
+    """A restore waits for it, and the node that it waits for may be the one that was lost."""
+    place = Place(Run(tmp_path / "here" / RUN), 10)
+    place.path.mkdir(parents=True)
+    with lost() as port:
+        cards = [Card("here", "", ""), Card("there", f"http://127.0.0.1:{port}", TOKEN)]
+        with closing(Nodes(place, cards, "here", 60.0)) as nodes:
+            threading.Timer(0.3, place.abandon).start()
+            started = time.monotonic()
+            with pytest.raises(sw.StoreError, match="step 10 is abandoned"):
+                nodes.expect("there", DONE, Done)
+            assert 0.25 < time.monotonic() - started < 2.0
+            with pytest.raises(sw.StoreError, match="step 10 is abandoned"):
+                nodes.tell_others(REQUEST, b"{}")
 
 
 def test_many_nodes_are_talked_to_at_a_time() -> None:

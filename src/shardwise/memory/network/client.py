@@ -5,11 +5,17 @@ Trainers use it too, so it needs nothing but the standard library's HTTP.
 
 from __future__ import annotations
 
+import os
 import re
+import selectors
+import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Mapping
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from contextlib import ExitStack, suppress
+from errno import EINPROGRESS
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
 
@@ -28,6 +34,7 @@ PLAIN_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,254}\Z"
 _RUN = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(PLAIN_NAME)
 _TOKEN = re.compile(r"[!-~]{1,512}")
+SYN_AGAIN, LOOK = 0.25, 0.05
 _HUNG_UP = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 T = TypeVar("T")
 
@@ -88,7 +95,8 @@ class AgentClient:
         self._read_timeout = read_timeout
         self._lock = threading.Lock()
         self._idle: list[HTTPConnection] = []
-        self._closed = False
+        self._busy: set[HTTPConnection] = set()
+        self._closed = self._aborted = False
 
     def __str__(self) -> str:
         return self._where
@@ -100,6 +108,16 @@ class AgentClient:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
+
+    def abort(self) -> None:
+        """Make requests under way, and all later ones, fail at once. Any thread may call this."""
+        with self._lock:
+            self._aborted = True
+            for connection in self._busy:
+                with suppress(OSError, TypeError):  # it is closed by now
+                    # Not the method of an SSLSocket: that would have other threads read ciphertext.
+                    socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
+        self.close()
 
     def health(self) -> Health:
         """Whether the agent lives."""
@@ -198,10 +216,19 @@ class AgentClient:
         """Send a request, and hand the answer to `take`, which reads it to its end."""
         asked = f"{self}: {method} {path}"
         connection: HTTPConnection | None = None
+        response: HTTPResponse | None = None
         try:
             everything = {**self._headers, **(headers or {})}
             patience = self._read_timeout + wait
-            connection, response = self._send(method, path, everything, body, patience)
+            connection, is_new = self._connected()
+            try:
+                response = _exchange(connection, method, path, everything, body, patience)
+            except _HUNG_UP:
+                if is_new:
+                    raise
+                self._give_back(connection, None)  # it was idle for too long
+                connection = self._connect()
+                response = _exchange(connection, method, path, everything, body, patience)
             if response.status not in (200, 204, 206):
                 raise _refusal(asked, response)
             return take(response)
@@ -217,48 +244,53 @@ class AgentClient:
             if connection is not None:
                 self._give_back(connection, response)
 
-    def _send(
-        self,
-        method: str,
-        path: str,
-        headers: Mapping[str, str],
-        body: bytes | None,
-        patience: float,
-    ) -> tuple[HTTPConnection, HTTPResponse]:
-        """Over an idle line if there is one; over a new one if that turns out to be dead."""
+    def _connected(self) -> tuple[HTTPConnection, bool]:
+        """An idle connection if there is one, else a new one; and whether it is new."""
         with self._lock:
-            idle = self._idle.pop() if self._idle else None
-        if idle is not None:
-            try:
-                return idle, _exchange(idle, method, path, headers, body, patience)
-            except _HUNG_UP:
-                pass  # it was idle for too long; any request may be repeated
-        connection = self._connect()
-        return connection, _exchange(connection, method, path, headers, body, patience)
+            if self._idle and not self._aborted:
+                connection = self._idle.pop()
+                self._busy.add(connection)
+                return connection, False
+        return self._connect(), True
 
     def _connect(self) -> HTTPConnection:
-        timeout = self._connect_timeout
         if self._secure != (self._tls is not None):
             speaks = "TLS, and no certificate is given (tls=)" if self._secure else "no TLS"
             raise StoreError(f"{self}: it speaks {speaks}; nothing was sent to it")
-        if self._tls is None:
-            connection = HTTPConnection(self._host, self._port, timeout=timeout)
-        else:
-            connection = HTTPSConnection(self._host, self._port, timeout=timeout, context=self._tls)
+        connection = HTTPConnection(self._host, self._port)
+        connection.auto_open = 0  # it would send in clear
+        line = _reach(self._host, self._port, self._connect_timeout, lambda: self._aborted)
         try:
-            connection.connect()
+            line.settimeout(self._connect_timeout)
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                line = self._tls.wrap_socket(
+                    line, server_hostname=self._host, do_handshake_on_connect=False
+                )
+            connection.sock = line
+            with self._lock:
+                if self._aborted:
+                    raise ConnectionAbortedError("the request was given up")
+                self._busy.add(connection)
+            if isinstance(line, ssl.SSLSocket):
+                line.do_handshake()
         except BaseException:
-            connection.close()
+            with self._lock:
+                self._busy.discard(connection)
+            line.close()
             raise
         return connection
 
-    def _give_back(self, connection: HTTPConnection, response: HTTPResponse) -> None:
+    def _give_back(self, connection: HTTPConnection, response: HTTPResponse | None) -> None:
         with self._lock:
-            reusable = response.isclosed() and connection.sock is not None and not self._closed
+            self._busy.discard(connection)
+            whole = response is not None and response.isclosed() and connection.sock is not None
+            reusable = whole and not self._closed
             if reusable:
                 self._idle.append(connection)
         if not reusable:
-            response.close()
+            if response is not None:
+                response.close()
             connection.close()
 
     def _all(self, response: HTTPResponse, limit: int) -> bytes:
@@ -273,6 +305,47 @@ class AgentClient:
             return msgspec.json.decode(self._all(response, LARGEST_ANSWER), type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise StoreError(f"{self}: this is no agent, or of another version: {error}") from error
+
+
+def _reach(host: str, port: int, timeout: float, is_aborted: Callable[[], bool]) -> socket.socket:
+    """A TCP connection that does not block.
+
+    It tries again every quarter of a second while earlier attempts stay open: the system itself
+    repeats a lost packet only after a second.
+
+    Raises:
+        TimeoutError: nobody answered within `timeout` seconds.
+        OSError: every address refused, or the attempt was aborted.
+    """
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    failure: OSError | None = None
+    now = time.monotonic()
+    deadline, again, begun = now + timeout, now, 0
+    with ExitStack() as unused, selectors.DefaultSelector() as pending:
+        while now < deadline and not is_aborted():
+            if now >= again or not pending.get_map():
+                if failure is not None and begun >= len(addresses) and not pending.get_map():
+                    raise failure
+                family, kind, protocol, _, address = addresses[begun % len(addresses)]
+                line = socket.socket(family, kind, protocol)
+                unused.callback(line.close)
+                line.setblocking(False)
+                code = line.connect_ex(address)
+                begun, again = begun + 1, now + SYN_AGAIN
+                if code in (0, EINPROGRESS):
+                    pending.register(line, selectors.EVENT_WRITE, line)
+                else:
+                    failure = OSError(code, os.strerror(code))
+            for key, _ in pending.select(min(LOOK, max(0.0, deadline - now))):
+                pending.unregister(key.fileobj)
+                code = key.data.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if not code:
+                    return socket.socket(fileno=key.data.detach())
+                failure = OSError(code, os.strerror(code))
+            now = time.monotonic()
+    if is_aborted():
+        raise ConnectionAbortedError("the request was given up")
+    raise TimeoutError(f"no connection within {timeout:g} s")
 
 
 def _exchange(

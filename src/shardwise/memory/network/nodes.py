@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +15,14 @@ from shardwise.errors import StoreError
 from shardwise.memory.network.client import AgentClient
 from shardwise.memory.node.home import LARGEST_NOTE, read_note, write_note
 from shardwise.memory.node.notes import Card
-from shardwise.memory.node.place import Place
+from shardwise.memory.node.place import ABANDONED, Place
 from shardwise.memory.tls import Tls
 from shardwise.store.store import Buffer
 
 POLL = 0.005
 AT_ONCE = 5.0
 AGAIN = 0.2
+LOOK_ABANDONED = 0.05
 AT_A_TIME = 32
 CALLING, SILENT = 5.0, 30.0
 T = TypeVar("T")
@@ -80,9 +82,22 @@ class Nodes:
             card.node: AgentClient(card, connect_timeout=calling, read_timeout=silent, tls=context)
             for card in others
         }
+        self._closed, self._abandoned = threading.Event(), threading.Event()
+        if others:
+            threading.Thread(target=self._watch, name="shardwise-abandoned", daemon=True).start()
+
+    def _watch(self) -> None:
+        """Interrupt all requests once the snapshot is abandoned: a restore waits for their end."""
+        while not self._closed.wait(LOOK_ABANDONED):
+            if self._place.has(ABANDONED):
+                self._abandoned.set()
+                for client in self._clients.values():
+                    client.abort()
+                return
 
     def close(self) -> None:
         """Let go of the connections."""
+        self._closed.set()
         for client in self._clients.values():
             client.close()
 
@@ -115,7 +130,7 @@ class Nodes:
             except StoreError:
                 self._refuse_gone([node])
                 found = None
-                time.sleep(AGAIN)
+                self._abandoned.wait(AGAIN)
             if found is not None:
                 return found
             if time.monotonic() - last_sign > self._wait:
@@ -177,7 +192,7 @@ class Nodes:
             except StoreError:
                 if time.monotonic() > deadline:
                     raise
-            time.sleep(AGAIN)
+            self._abandoned.wait(AGAIN)
 
     def read_range(self, node: str, name: str, offset: int, out: Buffer) -> Buffer:
         """Fill `out` from a file of a node, and give it.
