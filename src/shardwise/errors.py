@@ -18,7 +18,10 @@ Each error says what is wrong, where, and what to do about it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class ShardwiseError(Exception):
@@ -110,3 +113,40 @@ class RankError(ShardwiseError):
 
 class LostRankError(RankError):
     """Another rank died, or did not answer in time; what it had done by then is not known."""
+
+
+@contextmanager
+def user_code(name: str, call: str) -> Iterator[None]:
+    """Name the key of the state whose own code runs in the block, if it raises.
+
+    The caller's exceptions keep their type, and get a note: `loader: raised by its state_dict()`.
+    Ours become a StateError: a damaged file that `load_state_dict` reads does not make the
+    checkpoint a damaged one.
+
+    Raises:
+        StateError: the code raised a ShardwiseError.
+    """
+    try:
+        yield
+    except StateError as error:
+        raise StateError(f"{name}: {error}").with_traceback(error.__traceback__) from None
+    except ShardwiseError as error:
+        raise StateError(f"{name}: its {call} raised {error!r}") from error
+    except Exception as error:
+        add_note(error, f"{name}: raised by its {call}")
+        raise
+
+
+def add_note(error: Exception, note: str) -> None:
+    """Have tracebacks show a line below the error; Python 3.10 cannot, so there it is logged."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", []), note]
+        logging.getLogger("shardwise").error("%s", note)
+
+
+def described(error: BaseException) -> str:
+    """The type of an error, its message, and its notes: `KeyError: 'x' (loader: raised by …)`."""
+    notes = "; ".join(getattr(error, "__notes__", []))
+    return f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")

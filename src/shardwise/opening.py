@@ -152,7 +152,7 @@ def _read(store: Store, reading: Reading) -> bytes:
     except CheckpointNotFoundError:
         if not isinstance(store, LocalStore) or not store.path.exists() or _is_ours(store):
             raise
-        return reading.described(store.path)
+    return reading.described(store.path)
 
 
 def _is_ours(store: LocalStore) -> bool:

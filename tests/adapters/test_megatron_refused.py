@@ -128,7 +128,6 @@ def failing(weight: torch.Tensor) -> dict[str, Any]:
         (copied, r"model\.weight: .*copied or transposed"),
         (halved, r"model\.weight: .*no sequence of its parts"),
         (lambda _: {"weight": object()}, r"model\.weight: .*has a object there"),
-        (failing, r"model: its sharded_state_dict\(\) raised RuntimeError\('no group'\)"),
     ],
 )
 def test_a_description_that_cannot_be_followed_is_refused(
@@ -136,6 +135,12 @@ def test_a_description_that_cannot_be_followed_is_refused(
 ) -> None:
     with pytest.raises(sw.StateError, match=said):
         sw.save(tmp_path / "c", {"model": MegatronModule(described)})
+
+
+def test_what_a_description_raises_says_of_which_key_it_is(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no group") as caught:
+        sw.save(tmp_path / "c", {"model": MegatronModule(failing)})
+    assert caught.value.__notes__ == ["model: raised by its sharded_state_dict()"]
 
 
 def test_a_module_that_does_its_own_division_is_refused(tmp_path: Path) -> None:

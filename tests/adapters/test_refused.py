@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.testing.threads import run_ranks
 
 
 class Loader:
@@ -46,7 +49,6 @@ def freed(n: int) -> torch.Tensor:
         ({"x": freed(4)}, "x: its storage was freed"),
         ({"x": torch.ones(2, device="meta")}, "x: it is on the meta device"),
         ({"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, "x: nested"),
-        ({"loader": Loader(saves=False)}, r"loader: its state_dict\(\) raised KeyError\('boom'\)"),
         (nn.Linear(2, 2), "the state is a Linear: it must be a dict"),
         ({"x": nn.Linear}, "x"),
     ],
@@ -119,10 +121,90 @@ def test_a_read_only_array_is_saved_without_a_word(tmp_path: Path) -> None:
     assert sw.open(tmp_path)["x"][...].tolist() == list(range(16))  # type: ignore[index]
 
 
-def test_what_a_stateful_raises_names_it(tmp_path: Path) -> None:
+def of_each_rank(_: list[Any], rank: int, world: int) -> object:
+    raise IndexError(f"rank {rank} of {world}")
+
+
+def load_on_two(place: Path, state: Any) -> list[object]:
+    return run_ranks(2, lambda group: sw.load(place, dict(state), group=group))
+
+
+@pytest.mark.parametrize(
+    ("act", "raised", "said"),
+    [
+        (
+            lambda place: sw.save(place / "new", {"a": {"loader": Loader(saves=False)}}),
+            KeyError,
+            "a.loader: raised by its state_dict()",
+        ),
+        (
+            lambda place: sw.save(place / "new", {"own": sw.PerRank(Loader(saves=False))}),
+            KeyError,
+            "own: raised by its state_dict() or capture()",
+        ),
+        (
+            lambda place: sw.load(place, {"loader": Loader()}),
+            KeyError,
+            "loader: raised by its load_state_dict()",
+        ),
+        (
+            lambda place: sw.load(place, {"own": sw.PerRank(Loader())}),
+            KeyError,
+            "own: raised by its load_state_dict() or restore()",
+        ),
+        (
+            lambda place: sw.load(place, {"loader": 0}, rename=lambda name: {}[name]),
+            KeyError,
+            "loader: raised by rename=, which was given this name",
+        ),
+    ],
+)
+def test_what_the_callers_code_raises_keeps_its_type_and_says_of_which_key_it_is(
+    tmp_path: Path, act: Callable[[Path], Any], raised: type[Exception], said: str
+) -> None:
+    sw.save(tmp_path, {"loader": Loader(), "own": sw.PerRank(Loader())})
+    with pytest.raises(raised) as caught:
+        act(tmp_path)
+    assert said in caught.value.__notes__
+
+
+def test_a_per_rank_value_names_its_key_where_the_world_has_another_size(tmp_path: Path) -> None:
+    sw.save(tmp_path, {"own": sw.PerRank(3)})
+    with pytest.raises(sw.StateError, match=r"own: .*saved by 1 rank.*loaded by 2"):
+        load_on_two(tmp_path, {"own": sw.PerRank(0)})
+    with pytest.raises(IndexError, match=r"rank . of 2") as caught:
+        load_on_two(tmp_path, {"own": sw.PerRank(0, resize=of_each_rank)})
+    assert caught.value.__notes__ == ["own: raised by its resize or for_rank()"]
+
+
+def test_a_damaged_file_that_a_stateful_reads_is_no_damage_of_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    class Reads(Loader):
+        def load_state_dict(self, state: Any) -> None:
+            raise sw.CorruptionError("other.bin is damaged")
+
     sw.save(tmp_path, {"loader": Loader()})
-    with pytest.raises(sw.StateError, match=r"loader: its load_state_dict\(\) raised KeyError"):
-        sw.load(tmp_path, {"loader": Loader()})
+    with pytest.raises(sw.StateError, match=r"loader: its load_state_dict.*other.bin is damaged"):
+        sw.load(tmp_path, {"loader": Reads()})
+
+
+def test_a_rename_that_gives_no_name_is_refused(tmp_path: Path) -> None:
+    sw.save(tmp_path, {"x": 1})
+    with pytest.raises(sw.StateError, match="x: rename= gave None"):
+        sw.load(tmp_path, {"x": 0}, rename=lambda _: None)  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize("place", ["none", "file"])
+def test_that_there_is_no_checkpoint_is_all_that_the_traceback_says(
+    tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "file").write_text("no checkpoint")
+    for call in (sw.open, lambda path: sw.load(path, {"x": 0})):
+        with pytest.raises(sw.CheckpointNotFoundError) as caught:
+            call(tmp_path / place)
+        shown = "".join(traceback.format_exception(caught.value))
+        assert shown.count("Traceback") == 1
 
 
 @pytest.mark.parametrize("kind", [nn.Module, dict])

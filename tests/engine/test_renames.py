@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 
 import shardwise as sw
 from shardwise.engine.renames import fitting_renames
@@ -80,13 +83,12 @@ def test_one_that_is_bare_fits_a_wrapped_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("missing", "names"),
     [
-        (["model.w", "model.b"], ["model.module.w", "model.other.b"]),
-        (["model.w", "optimizer.w.m"], ["model.module.w", "optimizer.w.v"]),
+        (["model.w", "model.b"], ["net.w", "other.b"]),  # half of the key each
         (["model.w"], []),
         ([], ["model.module.w"]),
     ],
 )
-def test_nothing_is_suggested_that_does_not_explain_all(
+def test_nothing_is_suggested_that_does_not_find_most_of_a_key(
     missing: list[str], names: list[str]
 ) -> None:
     assert fitting_renames(missing, names, names, ["model", "optimizer"]) == ""
@@ -95,4 +97,64 @@ def test_nothing_is_suggested_that_does_not_explain_all(
 def test_of_several_that_fit_it_is_the_one_below_the_same_key() -> None:
     names = ["ema.w", "ema.b", "model.module.w", "model.module.b"]
     found = fitting_renames(["model.w", "model.b"], names, names, ["model"])
-    assert found == "rename={'model': 'model.module'}"
+    assert found == "rename={'model': 'model.module'} would find all that is missing"
+
+
+def test_names_that_nothing_explains_do_not_hide_what_would_find_the_others() -> None:
+    names = ["net.w", "net.b", "net.c"]
+    found = fitting_renames(
+        ["model.w", "model.b", "model.c", "model.new", "epoch"], [], names, ["model", "epoch"]
+    )
+    assert found == "rename={'model': 'net'} would find 3 of the 5 missing names"
+    wrapped = [f"model.{i}.module.w" for i in range(3)]
+    missing = [*(f"model.{i}.w" for i in range(3)), "epoch"]
+    found = fitting_renames(missing, wrapped, wrapped, ["model", "epoch"])
+    assert found.endswith(" would find 3 of the 4 missing names")
+    assert "*.module.* -> *.*" in found
+
+
+def test_what_fills_something_already_is_never_suggested(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"body": nn.Linear(2, 2)})
+    sw.save(tmp_path / "c", {"model": model})
+    model["head"] = nn.Linear(2, 2)
+    with pytest.raises(sw.MismatchError) as caught:
+        sw.load(tmp_path / "c", {"model": model})
+    assert "rename={" not in caught.value.summary
+
+
+class AppState(Stateful):
+    """As in the tutorial of torch.distributed.checkpoint."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise AssertionError("it is not reached")
+
+
+@pytest.fixture
+def tutorial(tmp_path: Path) -> Path:
+    """A checkpoint as the tutorial of torch.distributed.checkpoint writes it."""
+    dcp.save({"app": AppState(*made())}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    return tmp_path / "dcp"
+
+
+def test_a_new_key_does_not_hide_what_the_tutorial_of_dcp_calls_the_others(tutorial: Path) -> None:
+    model, optimizer = made()
+    state = {"model": model, "optimizer": optimizer, "epoch": 0}
+    with pytest.raises(sw.MismatchError) as caught:
+        sw.load(tutorial, state)
+    rename = {"model": "app.model", "optimizer": "app.optim"}
+    assert f"rename={rename} would find 5 of the 6 missing names" in caught.value.summary
+    assert sw.load(tutorial, state, rename=rename, strict=False).missing == ("epoch",)
+    assert sw.load(tutorial, {"app": {"model": model, "optim": optimizer}}).missing == ()
+
+
+def test_a_stateful_whose_parts_have_names_there_is_to_be_opened_up(tutorial: Path) -> None:
+    with pytest.raises(sw.MismatchError) as caught:
+        sw.load(tutorial, {"app": AppState(*made())})
+    assert '{"app": {"model": …, "optim": …}}' in caught.value.summary

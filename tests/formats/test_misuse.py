@@ -71,6 +71,20 @@ def test_files_that_may_be_parts_are_not_offered_as_wholes(tmp_path: Path) -> No
         sw.open(tmp_path)
 
 
+def test_what_a_function_to_start_from_raises_says_where_it_comes_from(tmp_path: Path) -> None:
+    def start(state: object) -> sw.LoadReport:
+        raise KeyError("weights")
+
+    with (
+        sw.Checkpointer(tmp_path / "run", memory=None, start_from=start) as checkpointer,
+        pytest.raises(KeyError) as caught,
+    ):
+        checkpointer.restore({"x": 0})
+    assert caught.value.__notes__ == [
+        "start_from: raised by this function, which was given the state"
+    ]
+
+
 def test_a_function_to_start_from_gives_a_report(foreign: Path, tmp_path: Path) -> None:
     start = lambda _: None  # noqa: E731
     with (

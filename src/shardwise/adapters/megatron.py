@@ -26,7 +26,7 @@ from shardwise.adapters.stepped import (
     settle,
     stepped_by,
 )
-from shardwise.errors import StateError
+from shardwise.errors import StateError, user_code
 from shardwise.plan.saved import SavedState
 from shardwise.state.leaves import Holdings, TensorLeaf
 from shardwise.state.objects import JsonValue, decode, encode
@@ -143,10 +143,8 @@ class MegatronBinding:
                     states[extra.path] = extra.like(plain)
             if not states:
                 continue
-            try:
+            with user_code(self.name, "load_state_dict(), given its extra state,"):
                 module.load_state_dict(states, strict=False)
-            except Exception as error:
-                raise StateError(f"{self.name}: loading extra state raised {error!r}") from error
 
     def settle(self) -> None:
         """Make the model's weights from those that were loaded. All ranks, when all have."""

@@ -12,7 +12,7 @@ from shardwise.adapters.fsdp1 import flat_parameters, flat_tensors, is_fsdp1, re
 from shardwise.adapters.names import CleanNames, unwrapped
 from shardwise.adapters.parameters import Parameter
 from shardwise.adapters.tensors import tensor_leaf
-from shardwise.errors import StateError
+from shardwise.errors import StateError, user_code
 from shardwise.plan.saved import SavedState
 from shardwise.state.leaves import Holdings, TensorLeaf
 from shardwise.state.objects import JsonValue, decode, encode
@@ -82,16 +82,15 @@ class ModuleBinding:
         """Set the extra state, once the tensors are filled, and what the module only lent."""
         for index, module in enumerate(self._modules):
             if index in self._copies:
-                module.load_state_dict(self._copies[index], strict=False)
+                with user_code(self.name, "load_state_dict()"):
+                    module.load_state_dict(self._copies[index], strict=False)
             for path, part in module.named_modules():
                 raw = f"{path}." if path else ""
                 name = f"{self.name}.{self._clean[index](raw + EXTRA_STATE)}"
                 if name in values:
                     state = decode(values[name], name, allow_pickle=self._allow_pickle)
-                    try:
+                    with user_code(name, "set_extra_state()"):
                         part.set_extra_state(state)
-                    except Exception as error:
-                        raise StateError(f"{name}: set_extra_state() raised {error!r}") from error
 
     def _entries(self, index: int, module: nn.Module) -> Iterator[tuple[str, object]]:
         if is_fsdp1(module):
@@ -99,7 +98,9 @@ class ModuleBinding:
             return
         clean = self._clean[index]
         own = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
-        for path, value in module.state_dict(keep_vars=True).items():
+        with user_code(self.name, "state_dict()"):
+            entries = module.state_dict(keep_vars=True)
+        for path, value in entries.items():
             if isinstance(value, torch.Tensor) and id(value) not in own:
                 # A state_dict hook made it: only load_state_dict brings it back.
                 self._copies.setdefault(index, {})[path] = value

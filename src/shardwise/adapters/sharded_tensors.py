@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.adapters.parameters import FlatPart
-from shardwise.errors import StateError
+from shardwise.errors import StateError, user_code
 from shardwise.layout import Box, boxes_of_range
 
 _EXTRA = re.compile(r"(?:.*\.)?_extra_state\d*")
@@ -148,10 +148,8 @@ def contents_of(name: str, module: nn.Module) -> Contents:
         StateError: what it says leaves out a parameter, or cannot be followed.
     """
     described: Any = module
-    try:
+    with user_code(name, "sharded_state_dict()"):
         found = described.sharded_state_dict(metadata={"non_homogeneous_layers": True})
-    except Exception as error:
-        raise StateError(f"{name}: its sharded_state_dict() raised {error!r}") from error
     tensors: list[Sharded] = []
     extras: list[Extra] = []
     for path, value in found.items():

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shardwise.adapters.tensors import TensorLike, tensor_leaf, tensor_of_array
-from shardwise.errors import StateError
+from shardwise.errors import StateError, user_code
 from shardwise.plan.saved import SavedState
 from shardwise.state.leaves import Holdings, TensorLeaf
 from shardwise.state.objects import JsonValue, decode, encode
@@ -78,10 +78,8 @@ class ObjectBinding:
     def holdings(self) -> Holdings:
         """The encoded value, and the tensors in it."""
         self._found = {}
-        try:
+        with user_code(self.name, "state_dict()"):
             value = self._get()
-        except Exception as error:
-            raise StateError(f"{self.name}: its state_dict() raised {error!r}") from error
         encoded = encode(value, self.name, self._found.__setitem__, allow_pickle=self._allow_pickle)
         leaves = [_leaf(name, value) for name, value in self._found.items()]
         return Holdings(tensors=leaves, objects={self.name: encoded})
@@ -120,10 +118,8 @@ class ObjectBinding:
             value = decode(
                 values[self.name], self.name, self._filled, allow_pickle=self._allow_pickle
             )
-            try:
+            with user_code(self.name, "load_state_dict()"):
                 self._put(value)
-            except Exception as error:
-                raise StateError(f"{self.name}: its load_state_dict() raised {error!r}") from error
 
     def _filled(self, name: str) -> torch.Tensor:
         found = self._found.get(name)
@@ -144,7 +140,9 @@ class PerRankBinding:
 
     def holdings(self) -> Holdings:
         """The encoded value."""
-        encoded = encode(self.value.capture(), self.name, allow_pickle=self._allow_pickle)
+        with user_code(self.name, "state_dict() or capture()"):
+            value = self.value.capture()
+        encoded = encode(value, self.name, allow_pickle=self._allow_pickle)
         return Holdings(per_rank={self.name: encoded})
 
     def targets(self, saved: SavedState, selection: Selection) -> Holdings:
@@ -157,7 +155,10 @@ class PerRankBinding:
     def restore_ranks(self, encoded: list[JsonValue], rank: int, world: int) -> None:
         """Choose this rank's value from those of all saved ranks, and set it."""
         values = [decode(each, self.name, allow_pickle=self._allow_pickle) for each in encoded]
-        self.value.restore(self.value.for_rank(values, rank, world))
+        with user_code(self.name, "resize or for_rank()"):
+            mine = self.value.for_rank(values, rank, world)
+        with user_code(self.name, "load_state_dict() or restore()"):
+            self.value.restore(mine)
 
 
 def _can_be_filled(value: TensorLike | np.ndarray) -> bool:

@@ -21,7 +21,7 @@ from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group, SoloGroup, TorchGroup, own_group
 from shardwise.engine.leftovers import collect_leftovers
 from shardwise.engine.load import LoadReport
-from shardwise.errors import ShardwiseError, StateError, StoreError
+from shardwise.errors import ShardwiseError, StateError, StoreError, add_note
 from shardwise.events import Sink
 from shardwise.manifest.names import step_of_directory
 from shardwise.memory.options import Memory
@@ -263,7 +263,7 @@ class Checkpointer:
         report = restoring.newest(load) if step is None else restoring.of_step(step, load)
         found = report.step if report else None
         if report is None and (start := self._start_from) is not None:
-            loaded = start(state) if callable(start) else load(start)
+            loaded = _started(start, state) if callable(start) else load(start)
             if not isinstance(loaded, LoadReport):
                 raise StateError(f"start_from: it gave {loaded!r}, and not the report of sw.load")
             report = RestoreReport(loaded.step, "start", loaded, (), origins_of(loaded))
@@ -306,6 +306,14 @@ class Checkpointer:
                     collect_leftovers(store)
                     store.remove()  # if it is empty
         return b""
+
+
+def _started(start: Callable[[api.State], LoadReport], state: api.State) -> LoadReport:
+    try:
+        return start(state)
+    except Exception as error:
+        add_note(error, "start_from: raised by this function, which was given the state")
+        raise
 
 
 def _settle_at_exit(reference: weakref.ref[Checkpointer]) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from shardwise import errors
 from shardwise.engine.group import Group
-from shardwise.errors import MismatchError, RankError, ShardwiseError
+from shardwise.errors import MismatchError, RankError, ShardwiseError, described
 
 
 class _Said(msgspec.Struct, array_like=True):
@@ -76,7 +76,7 @@ def _attempt(speak: Callable[[], bytes]) -> tuple[_Said, Exception | None]:
     try:
         return _Said(speak()), None
     except Exception as error:  # it is raised again once the other ranks know
-        return _Said(failure=f"{type(error).__name__}: {error}"), error
+        return _Said(failure=described(error)), error
 
 
 def _answers(

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
-from shardwise.engine.renames import fitting_renames
+from shardwise.engine.renames import fitting_renames, opening_up
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.saved import SavedState
@@ -190,12 +190,12 @@ def _unite(
     for pattern in sorted(set.intersection(*unused)):
         problems[f"{pattern!r} in only= or skip=: no name matches it"] = None
     if problems:
-        fitting = fitting_renames(lost, unexpected, names, targets)
-        hint = f"{fitting} would find all that is missing; " if fitting else ""
+        unclaimed = [names[i] for i in np.flatnonzero(~claimed).tolist()]
+        hint = opening_up(lost, names) or fitting_renames(lost, unexpected, unclaimed, targets)
         accepts = "strict=False accepts missing and unexpected names; " if strict else ""
         raise MismatchError(
-            f"checkpoint and target do not fit; nothing was written. {hint}{accepts}"
-            "rename=, only= and skip= choose and map names:",
+            f"checkpoint and target do not fit; nothing was written. {hint}{'; ' if hint else ''}"
+            f"{accepts}rename=, only= and skip= choose and map names:",
             list(problems),
         )
     if lost or unexpected:

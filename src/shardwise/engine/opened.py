@@ -144,10 +144,10 @@ def read_manifest(store: Store) -> bytes:
     """
     try:
         return store.read(MANIFEST, limit=LARGEST_MANIFEST)
-    except FileNotFoundError as error:
-        raise CheckpointNotFoundError(_not_found(store)) from error
-    except NotADirectoryError as error:
-        raise CheckpointNotFoundError(f"{store} is a file, not a checkpoint") from error
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(_not_found(store)) from None
+    except NotADirectoryError:
+        raise CheckpointNotFoundError(f"{store} is a file, not a checkpoint") from None
     except StoreError as error:
         raise FormatError(str(error)) from error
 

@@ -2,66 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
+from shardwise.plan.saved import renaming
 from shardwise.state.selection import is_below
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts that wrappers of modules add to names: DDP, torch.compile, FSDP1, checkpointing."""
 _MOST_TRIED = 100
+_MOST_PARTS = 4
 
 
 def fitting_renames(
     missing: Collection[str],
     unexpected: Collection[str],
-    names: Collection[str],
+    unclaimed: Collection[str],
     targets: Collection[str],
 ) -> str:
-    """The argument that would help, if all names that are missing have one other beginning in the
-    checkpoint, or it has the parts in them that wrappers add; "" if that is not so.
+    """The argument that would find names that are missing, and how many of them, in words.
+
+    Below each key of the state, names may have another beginning in the checkpoint; or the
+    checkpoint has the parts in its names that wrappers add. "" if neither is so.
 
     Args:
         missing: names of the target that the checkpoint does not have.
         unexpected: names below `targets` that only the checkpoint has.
-        names: all of the checkpoint.
+        unclaimed: all names of the checkpoint that fill nothing.
         targets: the keys of the state.
     """
-    known = set(names)
-    lost: dict[str, list[str]] = {}
-    for name in missing:
-        lost.setdefault(_key_of(name, targets), []).append(name)
-    here_to_there: dict[str, str] = {}
-    for key, each in lost.items():
-        found = next(_beginnings(key, each, known), None)
-        if found is None:
-            return _without_wrappers(missing, unexpected)
-        here_to_there[found[0]] = found[1]
-    if not here_to_there:
+    here_to_there = _beginnings(missing, unclaimed, targets)
+    known = set(unclaimed)
+    rename = renaming(here_to_there)
+    found = sum(rename(name) in known for name in missing)
+    part, unwrapped = _without_wrappers(missing, unexpected)
+    if not found and not unwrapped:
         return ""
+    of = "all that is missing"
+    if max(found, unwrapped) < len(missing):
+        of = f"{max(found, unwrapped)} of the {len(missing)} missing names"
+    if unwrapped > found:
+        return f"{part} would find {of}"
     followers = _followers(here_to_there, unexpected, targets)
     if followers or "" in here_to_there.values():
         # Names within the groups of an optimizer are renamed by a specification alone.
-        return _specification({there: here for here, there in (here_to_there | followers).items()})
-    return f"rename={here_to_there!r}"
+        both = here_to_there | followers
+        return f"{_specification({there: here for here, there in both.items()})} would find {of}"
+    return f"rename={here_to_there!r} would find {of}"
+
+
+def opening_up(missing: Collection[str], names: Collection[str]) -> str:
+    """What to put into the state in place of an object with a state_dict, where the checkpoint has
+    a name for each part of what it holds; "" if there is no such object."""
+    beginnings = {beginning for name in names for beginning, _ in _cuts(name, 0)}
+    for name in missing:
+        if name in beginnings:
+            inner = [each[len(name) + 1 :] for each in names if each.startswith(f"{name}.")]
+            parts = dict.fromkeys(each.partition(".")[0] for each in inner)
+            shown = ", ".join(f'"{part}": …' for part in list(parts)[:_MOST_PARTS])
+            return (
+                f"{name!r} is one value here, and the checkpoint has a name for each part of it: "
+                f'put the parts themselves into the state, as in {{"{name}": {{{shown}}}}}'
+            )
+    return ""
 
 
 def _key_of(name: str, targets: Iterable[str]) -> str:
     return next((key for key in targets if is_below(name, {key})), name)
 
 
-def _beginnings(key: str, lost: Sequence[str], known: set[str]) -> Iterator[tuple[str, str]]:
-    """Beginnings of all of these names, and what the checkpoint has in their place."""
-    first, at = lost[0], len(key)
-    while 0 < at < len(first):
-        here, rest = first[: at + 1], first[at + 1 :]
-        if not all(name.startswith(here) for name in lost):
-            return
-        others = [name[: -len(rest)] for name in known if f".{name}".endswith(f".{rest}")]
-        others.sort(key=lambda there: (not there.startswith(here), there))
-        for there in others[:_MOST_TRIED]:
-            if there != here and all(there + name[len(here) :] in known for name in lost):
-                yield here[:-1], there[:-1]
-        at = first.find(".", at + 1)
+def _beginnings(
+    missing: Iterable[str], unclaimed: Iterable[str], targets: Collection[str]
+) -> dict[str, str]:
+    """For keys of the state: the beginning of missing names, and what the checkpoint has in its
+    place, for most of the key's missing names."""
+    lost: dict[str, list[str]] = {}
+    for name in missing:
+        lost.setdefault(_key_of(name, targets), []).append(name)
+    cut = {
+        key: [each for name in names[:_MOST_TRIED] for each in _cuts(name, len(key))]
+        for key, names in lost.items()
+    }
+    rests = {rest for cuts in cut.values() for _, rest in cuts}
+    beginnings: dict[str, list[str]] = {}
+    for name in unclaimed:
+        for there, rest in [("", name), *_cuts(name, 0)]:
+            if rest in rests:
+                beginnings.setdefault(rest, []).append(there)
+    found: dict[str, str] = {}
+    for key, cuts in cut.items():
+        votes = Counter(
+            (here, there)
+            for here, rest in cuts
+            for there in beginnings.get(rest, [])[:_MOST_TRIED]
+            if there != here
+        )
+        if votes:
+            here, there = min(votes, key=lambda pair: (-votes[pair], *_likelihood(*pair)))
+            if 2 * votes[here, there] > min(len(lost[key]), _MOST_TRIED):
+                found[here] = there
+    return found
+
+
+def _cuts(name: str, least: int) -> Iterator[tuple[str, str]]:
+    """A name cut in two at each of its dots from `least` on."""
+    at = name.find(".", least)
+    while at != -1:
+        yield name[:at], name[at + 1 :]
+        at = name.find(".", at + 1)
+
+
+def _likelihood(here: str, there: str) -> tuple[int, bool, str]:
+    return len(here), not there.startswith(f"{here}."), there
 
 
 def _followers(
@@ -83,8 +135,8 @@ def _followers(
     return followers
 
 
-def _without_wrappers(missing: Iterable[str], unexpected: Iterable[str]) -> str:
-    """For names within which wrappers have added a part."""
+def _without_wrappers(missing: Iterable[str], unexpected: Iterable[str]) -> tuple[str, int]:
+    """For names within which wrappers have added a part, and how many names it finds."""
     added: dict[str, None] = {}
     bare: set[str] = set()
     for name in unexpected:
@@ -93,9 +145,7 @@ def _without_wrappers(missing: Iterable[str], unexpected: Iterable[str]) -> str:
         if len(at) == 1:
             added[parts.pop(at[0])] = None
             bare.add(".".join(parts))
-    if not added or not bare.issuperset(missing):
-        return ""
-    return _specification({f"*.{part}": "*" for part in added})
+    return _specification({f"*.{part}": "*" for part in added}), len(bare.intersection(missing))
 
 
 def _specification(there_to_here: Mapping[str, str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 
-from shardwise.errors import StateError
+from shardwise.errors import StateError, add_note
 from shardwise.manifest.manifest import Manifest, TensorEntry
 
 Rename = Callable[[str], str] | Mapping[str, str]
@@ -23,7 +23,7 @@ def renaming(rename: Rename | None) -> Callable[[str], str]:
     if rename is None:
         return lambda name: name
     if callable(rename):
-        return rename
+        return _named_on_failure(rename)
     if not isinstance(rename, Mapping) or not all(
         isinstance(each, str) for pair in rename.items() for each in pair
     ):
@@ -37,6 +37,22 @@ def renaming(rename: Rename | None) -> Callable[[str], str]:
         return name
 
     return by_prefix
+
+
+def _named_on_failure(rename: Callable[[str], str]) -> Callable[[str], str]:
+    """The caller's function; what it raises, or gives that is no name, says of which name."""
+
+    def renamed(name: str) -> str:
+        try:
+            found = rename(name)
+        except Exception as error:
+            add_note(error, f"{name}: raised by rename=, which was given this name")
+            raise
+        if not isinstance(found, str):
+            raise StateError(f"{name}: rename= gave {found!r}; a name (str) is needed")
+        return found
+
+    return renamed
 
 
 class SavedState:

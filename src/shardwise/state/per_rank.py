@@ -75,9 +75,10 @@ class PerRank:
         if len(values) == world:
             return values[rank]
         if self._resize is None:
+            saved = f"{len(values)} rank{'s' if len(values) > 1 else ''}"
             raise StateError(
-                f"a per-rank value was saved by {len(values)} ranks and is loaded by {world}; "
-                "say what to do: sw.PerRank(value, resize=lambda values, rank, world: …)"
+                f"a value of each rank was saved by {saved} and is loaded by {world}: say which "
+                "value each takes, by sw.PerRank(value, resize=lambda values, rank, world: …)"
             )
         return self._resize(list(values), rank, world)
 

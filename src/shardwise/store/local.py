@@ -107,15 +107,18 @@ class LocalStore:
             flags = os.O_RDWR | os.O_CREAT
             with suppress(FileExistsError):  # it was there, but another removed it
                 self._make()
+        fd = -1
         try:
             fd = os.open(self._path(key), flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except (FileNotFoundError, NotADirectoryError):
-            yield False
-            return
+            pass  # yielding here would chain this error to any that the block raises
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
             raise StoreError(f"{self._path(key)} is a symbolic link: not followed") from error
+        if fd < 0:
+            yield False
+            return
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             held = os.fstat(fd).st_nlink > 0  # else another deleted it before it was locked

@@ -167,9 +167,10 @@ def hold(directory: Path, *, shared: bool) -> Iterator[bool]:
 
     Yields False, at once, where that cannot be had. It is let go also if the process dies.
     """
-    try:
+    fd = -1
+    with suppress(FileNotFoundError):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
+    if fd < 0:
         yield False
         return
     try:
