@@ -65,6 +65,7 @@ FORBIDDEN_NAMES = {"base", "common", "helper", "helpers", "misc", "util", "utils
 MOST_LINES_OF_FILE = 400
 MOST_LINES_OF_FUNCTION = 60
 PUBLIC = [
+    "Best",
     "Box",
     "Checkpoint",
     "CheckpointExistsError",

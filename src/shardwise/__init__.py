@@ -37,12 +37,14 @@ if TYPE_CHECKING:
     from shardwise.memory.options import Memory as Memory
     from shardwise.memory.snapshots.handle import SaveHandle as SaveHandle
     from shardwise.memory.tls import Tls as Tls
+    from shardwise.retention import Best as Best
     from shardwise.retention import Keep as Keep
     from shardwise.state.per_rank import PerRank as PerRank
     from shardwise.state.rng import RngState as RngState
     from shardwise.state.shards import Shards as Shards
 
 _HOMES = {
+    "Best": "retention",
     "Box": "layout",
     "Checkpoint": "checkpoint",
     "CheckpointExistsError": "errors",

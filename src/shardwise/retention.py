@@ -1,77 +1,221 @@
-"""Which checkpoints of a root to keep, and how the others go."""
+"""Which checkpoints of a root to keep, and how the others are removed."""
 
 from __future__ import annotations
 
+import math
+import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
 from itertools import takewhile
-from typing import Literal
+from typing import Literal, SupportsIndex
+
+import msgspec
 
 from shardwise.engine.leftovers import collect_leftovers
 from shardwise.errors import FormatError
-from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
+from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
 from shardwise.store import Store
 
 Metrics = Mapping[str, float | None]
+Duration = str | timedelta
+PlainKeep = dict[str, int | str | dict[str, int | str] | None]
+"""`Keep` as plain values, in the notes of agents."""
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?) ?([smhd])")
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The checkpoints with the best values of a metric, as given to `Checkpointer.save`.
+
+    Args:
+        metric: its name.
+        mode: whether smaller (`"min"`) or larger (`"max"`) values are better.
+        n: how many checkpoints.
+
+    Raises:
+        ValueError: `n` is less than 1, or `mode` is unknown.
+        TypeError: the metric is not a name, or `n` is not an integer.
+    """
+
+    metric: str
+    mode: Literal["min", "max"] = "min"
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.metric, str):
+            raise TypeError(f"Best({self.metric!r}): expected the name of a metric")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"Best(mode={self.mode!r}): expected 'min' or 'max'")
+        object.__setattr__(self, "n", whole_number("Best(n", self.n))
+
+    def ranked(self, metrics: Mapping[int, Metrics]) -> list[int]:
+        """The steps that have this metric, best first; the newer one first where values are equal.
+
+        Metrics that are not finite count as not measured.
+        """
+        sign = 1 if self.mode == "min" else -1
+        values = ((each.get(self.metric), step) for step, each in metrics.items())
+        ranked = sorted((sign * v, -step) for v, step in values if v is not None)
+        return [-negative for _, negative in ranked]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
     """Which checkpoints to keep: those that any rule keeps, and always the newest.
 
-    Without any rule, all are kept.
+    Without any rule, all are kept. Ages and intervals are measured from the time that each
+    checkpoint's manifest records, and from the newest checkpoint's time backwards. A checkpoint
+    whose manifest has no readable time is kept by the rules of time.
+
+    Durations are written as `"90s"`, `"30m"`, `"2h"` or `"7d"`, or given as a `timedelta`.
 
     Args:
-        last: the newest so many.
-        multiple_of: those whose step is a multiple of this.
-        best: those with the best values of this metric, as given to `Checkpointer.save`.
-        best_of: how many of these.
-        mode: whether smaller (`"min"`) or larger (`"max"`) is better.
+        last: keep this many of the newest.
+        multiple_of: keep those whose step is a multiple of this.
+        best: keep those with the best values of a metric.
+        latest_for: keep those that are at most this much older than the newest.
+        every_time: keep one for each such interval: the oldest, then the first one that was saved
+            at least this long after it, and so on.
 
     Raises:
-        ValueError: a number is not positive, or rules do not go together.
+        ValueError: a number or a duration is not positive.
+        TypeError: an argument has the wrong type.
     """
 
     last: int | None = None
     multiple_of: int | None = None
-    best: str | None = None
-    best_of: int = 1
-    mode: Literal["min", "max"] = "min"
+    best: Best | None = None
+    latest_for: Duration | None = None
+    every_time: Duration | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("last", self.last),
-            ("multiple_of", self.multiple_of),
-            ("best_of", self.best_of),
-        ):
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"Keep({name}={value!r}): a whole number from 1 on is needed")
-        if self.best is None and self.best_of != 1:
-            raise ValueError(f"Keep(best_of={self.best_of}) needs best=, the name of a metric")
-        if self.mode not in ("min", "max"):
-            raise ValueError(f"Keep(mode={self.mode!r}): 'min' or 'max' is needed")
+        for name in ("last", "multiple_of"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, whole_number(f"Keep({name}", value))
+        if self.best is not None and not isinstance(self.best, Best):
+            raise TypeError(
+                f"Keep(best={self.best!r}): expected sw.Best, such as "
+                'sw.Best("loss", mode="min", n=1)'
+            )
+        for name in ("latest_for", "every_time"):
+            value = getattr(self, name)
+            if value is not None:
+                seconds = _seconds(f"Keep({name}", value)
+                object.__setattr__(self, name, f"{seconds!r}s")
 
     @property
     def removes(self) -> bool:
-        """Whether there is a rule, so that any go."""
-        return not (self.last is None and self.multiple_of is None and self.best is None)
+        """Whether there is a rule, so that checkpoints are removed at all."""
+        return self != Keep()
 
-    def kept(self, steps: Sequence[int], metrics: Mapping[int, Metrics]) -> set[int]:
-        """Which of these steps are kept."""
+    def kept(self, steps: Mapping[int, Saved]) -> set[int]:
+        """Which of these steps are kept, given when each was saved and its metrics."""
         ordered = sorted(steps)
-        if not self.removes:
+        if not self.removes or not ordered:
             return set(ordered)
         kept = set(ordered[-(self.last or 1) :])
         if self.multiple_of is not None:
             kept |= {step for step in ordered if step % self.multiple_of == 0}
         if self.best is not None:
-            sign = 1 if self.mode == "min" else -1
-            values = ((metrics[step].get(self.best), step) for step in ordered)
-            ranked = sorted((sign * v, -step) for v, step in values if v is not None)
-            kept |= {-negative for _, negative in ranked[: self.best_of]}
+            kept |= set(self.best.ranked({s: steps[s].metrics for s in ordered})[: self.best.n])
+        return kept | self._kept_by_time(ordered, steps)
+
+    def _kept_by_time(self, ordered: Sequence[int], steps: Mapping[int, Saved]) -> set[int]:
+        if self.latest_for is None and self.every_time is None:
+            return set()
+        times = {step: at for step in ordered if (at := steps[step].at) is not None}
+        kept = set(ordered) - times.keys()
+        if self.latest_for is not None and times:
+            oldest = times[max(times)] - _seconds("latest_for", self.latest_for)
+            kept |= {step for step, at in times.items() if at >= oldest}
+        if self.every_time is not None:
+            due = -math.inf
+            for step, at in sorted(times.items(), key=lambda each: (each[1], each[0])):
+                if at >= due:
+                    kept.add(step)
+                    due = at + _seconds("every_time", self.every_time)
         return kept
+
+    @property
+    def needs_manifests(self) -> bool:
+        """Whether a rule depends on what the manifests say."""
+        return any(rule is not None for rule in (self.best, self.latest_for, self.every_time))
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What the rules of retention must know of a checkpoint.
+
+    Attributes:
+        at: when it was saved, in seconds since 1970; None if its manifest does not say.
+        metrics: that were given when it was saved.
+    """
+
+    at: float | None = None
+    metrics: Metrics = field(default_factory=dict)
+
+
+def decode_keep(data: Mapping[str, object]) -> Keep:
+    """Rules from the plain values that `dataclasses.asdict` made of them.
+
+    Raises:
+        msgspec.ValidationError: these are not rules.
+    """
+    return msgspec.convert(data, type=_PlainKeep).rules()
+
+
+class _PlainKeep(msgspec.Struct, forbid_unknown_fields=True):
+    last: int | None = None
+    multiple_of: int | None = None
+    best: Best | None = None
+    latest_for: str | None = None
+    every_time: str | None = None
+
+    def rules(self) -> Keep:
+        return Keep(
+            last=self.last,
+            multiple_of=self.multiple_of,
+            best=self.best,
+            latest_for=self.latest_for,
+            every_time=self.every_time,
+        )
+
+
+def whole_number(what: str, value: object, least: int = 1) -> int:
+    """A number as a user gives it, such as NumPy's integers.
+
+    Raises:
+        TypeError: it is not an integer, or it is a bool.
+        ValueError: it is less than `least`.
+    """
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{what}={value!r}): expected an integer")
+    number = operator.index(value)
+    if number < least:
+        raise ValueError(f"{what}={value!r}): expected at least {least}")
+    return number
+
+
+def _seconds(what: str, duration: Duration) -> float:
+    if isinstance(duration, timedelta):
+        seconds = duration.total_seconds()
+    elif isinstance(duration, str):
+        match = _DURATION.fullmatch(duration)
+        if match is None:
+            raise ValueError(f"{what}={duration!r}): expected a duration, such as '90s' or '2h'")
+        seconds = float(match.group(1)) * _UNITS[match.group(2)]
+    else:
+        raise TypeError(f"{what}={duration!r}): expected a duration, such as '90s' or '2h'")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{what}={duration!r}): expected a duration longer than 0")
+    return seconds
 
 
 def committed_steps(root: Store) -> list[int]:
@@ -100,8 +244,9 @@ def apply_retention(
         The steps that were removed.
     """
     steps = [s for s in committed_steps(root) if s <= newest and s not in damaged]
-    metrics = {s: _metrics(root.at(step_directory(s))) for s in steps if keep.best is not None}
-    kept = keep.kept(steps, metrics) | {newest}
+    needed = keep.needs_manifests
+    known = {s: _saved(root.at(step_directory(s))) if needed else Saved() for s in steps}
+    kept = keep.kept(known) | {newest}
     gone = takewhile(lambda _: is_wanted(), (s for s in steps if s not in kept))
     return [s for s in gone if remove_checkpoint(root.at(step_directory(s)))]
 
@@ -118,8 +263,23 @@ def remove_checkpoint(store: Store) -> bool:
     return True
 
 
-def _metrics(store: Store) -> Metrics:
+def best_step(root: Store, best: Best) -> int | None:
+    """The committed step with the best value of a metric; None if no checkpoint has it."""
+    known = {s: _saved(root.at(step_directory(s))).metrics for s in committed_steps(root)}
+    return next(iter(best.ranked(known)), None)
+
+
+def _saved(store: Store) -> Saved:
     try:
-        return decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST)).metrics
+        manifest = decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
     except (FormatError, OSError):
-        return {}
+        return Saved()
+    return Saved(_time_of(manifest), manifest.metrics)
+
+
+def _time_of(manifest: Manifest) -> float | None:
+    try:
+        at = datetime.fromisoformat(manifest.created)
+    except ValueError:
+        return None
+    return (at if at.tzinfo else at.replace(tzinfo=timezone.utc)).timestamp()

@@ -136,10 +136,10 @@ class Saving:
 
     def _refuse_unranked(self, options: SaveOptions) -> None:
         best = self._settings.keep.best
-        if best is not None and best not in options.metrics:
+        if best is not None and best.metric not in options.metrics:
             raise StateError(
-                f"metrics= has no {best!r}, which Keep chooses by; "
-                'give float("nan") if it was not measured'
+                f"metrics= has no {best.metric!r}, which Keep(best=...) needs: "
+                'pass float("nan") if it was not measured'
             )
 
     def _fence_steps(self, state: Mapping[str, object]) -> None:

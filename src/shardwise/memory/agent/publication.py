@@ -11,7 +11,7 @@ from shardwise.errors import CheckpointExistsError, FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
 from shardwise.manifest.names import MANIFEST, lock_file, step_directory
 from shardwise.memory.node.notes import Draft, Retain
-from shardwise.retention import Keep, apply_retention
+from shardwise.retention import apply_retention, decode_keep
 from shardwise.store import Store, open_store
 
 
@@ -77,7 +77,7 @@ def publication(draft: Draft) -> Iterator[Publication]:
 def retention_of(draft: Draft) -> Retain | None:
     """What is to be removed once it is published; None if checkpoints below its root are kept for
     ever."""
-    if not _rules(draft.keep).removes:
+    if not decode_keep(draft.keep).removes:
         return None
     return Retain(save_id=draft.save_id, step=draft.step, root=draft.root, keep=draft.keep)
 
@@ -93,16 +93,12 @@ def retain(wish: Retain, is_wanted: Callable[[], bool]) -> int:
     """
     removed = apply_retention(
         open_store(wish.root),
-        _rules(wish.keep),
+        decode_keep(wish.keep),
         newest=wish.step,
         damaged=frozenset(),
         is_wanted=is_wanted,
     )
     return len(removed)
-
-
-def _rules(keep: dict[str, int | str | None]) -> Keep:
-    return Keep(**keep)  # type: ignore[arg-type]
 
 
 def _save_at(store: Store) -> str | None:

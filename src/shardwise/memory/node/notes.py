@@ -15,6 +15,7 @@ import msgspec
 from shardwise.errors import FormatError
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory.redundancy.placement import Group, Protection
+from shardwise.retention import PlainKeep
 
 PlainName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")]
 DATA = (".safetensors", ".bin")
@@ -109,7 +110,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
     durable: bool = False
     rescue: bool = False
     overwrite: bool = False
-    keep: dict[str, int | str | None] = {}
+    keep: PlainKeep = {}
     copies: int = 0
     parity: int = 0
     group: int = 8
@@ -156,7 +157,7 @@ class Retain(msgspec.Struct, frozen=True, kw_only=True):
     save_id: str
     step: int
     root: str
-    keep: dict[str, int | str | None]
+    keep: PlainKeep
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,104 @@
+"""Which checkpoints the rules of `Keep` keep."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import shardwise as sw
+from shardwise.manifest.manifest import decode_manifest, encode_manifest
+from shardwise.manifest.names import MANIFEST, step_directory
+from shardwise.retention import Saved, apply_retention, committed_steps, decode_keep
+from shardwise.store import LocalStore
+
+HOUR = 3600.0
+
+
+def at_hours(*hours: float | None) -> dict[int, Saved]:
+    """Steps 1, 2, … saved at these hours."""
+    return {
+        step: Saved(None if hour is None else hour * HOUR)
+        for step, hour in enumerate(hours, start=1)
+    }
+
+
+@pytest.mark.parametrize(
+    ("keep", "hours", "kept"),
+    [
+        (sw.Keep(latest_for="2h"), (0, 1, 2, 3, 4), {3, 4, 5}),
+        (sw.Keep(latest_for=timedelta(minutes=30)), (0, 1, 2), {3}),
+        (sw.Keep(latest_for="90m"), (0, None, 5), {2, 3}),  # unknown age: kept
+        (sw.Keep(latest_for="1h", last=2), (0, 10, 20), {2, 3}),
+        (sw.Keep(every_time="1h"), (0, 0.5, 1, 1.5, 2.25, 3), {1, 3, 5, 6}),
+        (sw.Keep(every_time="3600s"), (0, 0.5, 1, 1.5, 2.25, 3), {1, 3, 5, 6}),
+        (sw.Keep(every_time="1d", latest_for="30m"), (0, 5, 23, 24.5, 25), {1, 4, 5}),
+        (sw.Keep(every_time="1h"), (5, 1, 2), {1, 2, 3}),  # the clock was set back
+    ],
+)
+def test_rules_of_time(keep: sw.Keep, hours: tuple[float | None, ...], kept: set[int]) -> None:
+    steps = at_hours(*hours)
+    assert keep.kept(steps) == kept
+    assert keep.kept({step: steps[step] for step in kept}) == kept  # and again at the next save
+
+
+def test_equal_values_keep_the_newer_and_n_counts() -> None:
+    losses = {1: 2.0, 2: 1.0, 3: None, 4: 1.0, 5: 3.0}
+    steps = {step: Saved(metrics={"loss": loss}) for step, loss in losses.items()}
+    assert sw.Keep(best=sw.Best("loss")).kept(steps) == {4, 5}
+    assert sw.Keep(best=sw.Best("loss", n=3)).kept(steps) == {1, 2, 4, 5}
+    assert sw.Keep(best=sw.Best("loss", mode="max", n=2)).kept(steps) == {1, 5}
+
+
+def test_rules_survive_their_way_to_an_agent() -> None:
+    keep = sw.Keep(
+        last=np.int64(3),  # type: ignore[arg-type]
+        best=sw.Best("loss", mode="max", n=2),
+        latest_for=timedelta(minutes=2),
+        every_time="1.5h",
+    )
+    assert decode_keep(json.loads(msgspec.json.encode(asdict(keep)))) == keep
+    assert keep.latest_for == "120.0s"
+    assert keep.every_time == "5400.0s"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "said"),
+    [
+        ({"last": 0}, ValueError, "at least 1"),
+        ({"last": 2.5}, TypeError, "expected an integer"),
+        ({"last": True}, TypeError, "expected an integer"),
+        ({"best": "loss"}, TypeError, r'sw\.Best\("loss"'),
+        ({"latest_for": "2 weeks"}, ValueError, "'2h'"),
+        ({"latest_for": "0s"}, ValueError, "longer than 0"),
+        ({"every_time": timedelta(0)}, ValueError, "longer than 0"),
+        ({"every_time": 60}, TypeError, "'2h'"),
+    ],
+)
+def test_wrong_rules_are_refused(wrong: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        sw.Keep(**wrong)
+    with pytest.raises(ValueError, match="'min' or 'max'"):
+        sw.Best("loss", mode="least")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least 1"):
+        sw.Best("loss", n=0)
+
+
+def test_the_times_are_those_of_the_manifests(tmp_path: Path) -> None:
+    root = LocalStore(tmp_path)
+    for step, hour in ((1, 0), (2, 1), (3, 2), (4, 4)):
+        sw.save(tmp_path / step_directory(step), {"t": step}, step=step)
+        path = tmp_path / step_directory(step) / MANIFEST
+        created = datetime(2026, 1, 1, hour, tzinfo=timezone.utc).isoformat(timespec="seconds")
+        manifest = msgspec.structs.replace(decode_manifest(path.read_bytes()), created=created)
+        path.write_bytes(encode_manifest(manifest))
+    keep = sw.Keep(latest_for="150m")
+    assert apply_retention(root, keep, newest=4, damaged=frozenset()) == [1, 2]
+    assert committed_steps(root) == [3, 4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [step_directory(s) for s in (3, 4)]
