@@ -69,6 +69,7 @@ FOREIGN: dict[str, tuple[str, int, dict[str, Any]]] = {
     "bfloat16": ("bfloat16", 3, {"bf16": True, "distributed": True}),
     "bfloat16-stages": ("bfloat16", 2, {"bf16": True, "pp": 2}),
     "distributed": ("fully_reshardable", 2, {"pp": 2}),
+    "newer": ("fully_reshardable_0.19", 2, {"pp": 2, "distributed": True}),
     "flattened": ("fully_sharded_model_space", 1, {"distributed": True}),
 }
 STATE = {"model", "optimizer"}

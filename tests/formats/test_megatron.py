@@ -17,7 +17,14 @@ from tests.formats.comparing import assert_same
 from tests.formats.foreign_goldens import opened, unpacked
 from tests.formats.reference import read_tensors
 
-WORLDS = {"plain": 4, "bfloat16": 4, "fully_reshardable": 2, "fully_sharded_model_space": 4}
+WORLDS = {
+    "plain": 4,
+    "bfloat16": 4,
+    "fully_reshardable": 2,
+    "fully_sharded_model_space": 4,
+    "plain_0.19": 4,
+    "fully_reshardable_0.19": 2,
+}
 # What the modules of Megatron's plain layers are called, and what in every checkpoint.
 RENAMED = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -33,7 +40,7 @@ def restored_by_megatron(place: Path, kind: str) -> dict[str, torch.Tensor]:
             name = name.replace(module, key)
         if name.endswith(".param"):
             name = name.replace("optimizer.", "model.").removesuffix(".param")
-        elif kind != "plain":
+        elif not kind.startswith("plain"):
             name = name.replace("model.", "module.")
         found[name] = value
     return found
@@ -101,6 +108,20 @@ def test_without_one_of_its_files_it_is_not_taken_for_dcp(name: str, tmp_path: P
     place = unpacked("megatron_plain", tmp_path)
     (place / name).unlink()
     with pytest.raises(sw.FormatError, match=f"Megatron-Core wrote, 1 is missing: {name}. Copy"):
+        opened(place)
+
+
+@pytest.mark.parametrize("kind", ["plain_0.19", "fully_reshardable_0.19"])
+def test_the_common_state_may_lie_among_the_items(kind: str, tmp_path: Path) -> None:
+    """As Megatron-Core 0.19 has it, which writes no common.pt, and still reads one."""
+    place = unpacked(f"megatron_{kind}", tmp_path)
+    assert not (place / "common.pt").exists()
+    assert not any(entry.name.startswith("common_state") for entry in opened(place).objects)
+    torch.save({"iteration": 7}, place / "common.pt")
+    assert opened(place).step == 7
+    (place / "common.pt").unlink()
+    (place / "metadata.json").unlink()
+    with pytest.raises(sw.FormatError, match=r"wrote, 1 is missing: metadata\.json"):
         opened(place)
 
 

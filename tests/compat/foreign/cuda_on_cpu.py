@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
 from contextlib import nullcontext
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -39,8 +43,25 @@ def tensor_type(tensor: torch.Tensor, *args: Any, of: Any = torch.Tensor.type) -
     return of(tensor, *args) if args else of(tensor).replace("torch.", "torch.cuda.", 1)
 
 
+class Triton(ModuleType):
+    """A stand-in for Triton, which Megatron-Core imports; none of its kernels runs on a CPU."""
+
+    __version__ = "0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "jit":
+            return lambda function=None, **_: function or (lambda given: given)
+        return lambda *_, **__: lambda function: function
+
+
 def install() -> None:
     """Patch torch, for the rest of this process. Call it before Megatron is imported."""
+    if importlib.util.find_spec("triton") is None:
+        importlib.import_module("torch._inductor.compile_fx")  # it asks whether Triton is installed
+        triton = sys.modules["triton"] = Triton("triton")
+        triton.language = sys.modules["triton.language"] = Triton("triton.language")
     cuda: Any = torch.cuda
     cuda.current_device = lambda: "cpu"
     cuda.synchronize = lambda *_, **__: None  # each its own: torch's compiler tells them apart

@@ -5,7 +5,8 @@
 
 KIND is `plain`, `bfloat16`, or how the distributed optimizer is sharded: `fully_reshardable`
 (0.16.1), or `fully_sharded_model_space` (0.12.1, the last that could save it). The second run adds
-`expected.pt`. FusedAdam, which the distributed optimizer needs, is a stand-in (FUSED_ADAM=folder).
+`expected.pt`. Those whose names end in `_0.19` were made by 0.19.2. FusedAdam,
+which the distributed optimizer needs, is a stand-in (FUSED_ADAM=folder).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import msgspec
 
 from shardwise.errors import FormatError
 from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.foreign import Foreign
+from shardwise.formats.foreign import Foreign, ForeignFile
 from shardwise.formats.laying.leaves import Builder
 from shardwise.formats.laying.optimizers import GROUPS, Group
 from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
@@ -28,6 +28,8 @@ from shardwise.formats.tree import Tree
 
 FORMAT = "Megatron-Core torch_dist"
 CONFIG, COMMON = "metadata.json", "common.pt"
+SHARED = "common_state/shard_0_1"
+"""The item that Megatron-Core 0.19 and later have in place of `common.pt`."""
 _LARGEST_CONFIG = 2**20
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _MASTERS = ("fp32_param", "param")  # of the optimizer for half precision, and the distributed one
@@ -36,8 +38,12 @@ _OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 
 
 def recognise(tree: Tree) -> bool:
-    """Whether a place has a file that Megatron-Core writes beside those of DCP."""
-    return METADATA in tree.sizes and (COMMON in tree.sizes or _says_backend(tree))
+    """Whether a place has a file or an item that Megatron-Core adds to those of DCP."""
+    if METADATA not in tree.sizes:
+        return False
+    if COMMON in tree.sizes or _says_backend(tree):
+        return True
+    return CONFIG not in tree.sizes and SHARED.encode() in tree.read(METADATA)
 
 
 def _says_backend(tree: Tree) -> bool:
@@ -57,19 +63,16 @@ def read(tree: Tree) -> Foreign:
     Raises:
         FormatError: it is malformed, lacks a file, or is of another backend.
     """
-    tree.require([CONFIG, COMMON], "Megatron-Core wrote")
+    tree.require([CONFIG], "Megatron-Core wrote")
     _check_backend(tree)
     metadata = read_metadata(tree)
+    if SHARED not in metadata.values:
+        tree.require([COMMON], "Megatron-Core wrote")
     stored = unstacked(unflattened(read_stored(tree, metadata), metadata))
-    number = len(stored.files)
-    with closing(tree.open(COMMON)) as file:
-        part = Part.whole(file, number, f"{tree}/{COMMON}")
-        common = read_torch_file(part, opaque=tree.opaque).value
-    if not isinstance(common, dict):
-        raise FormatError(f"{tree}/{COMMON}: it holds no dict")
-    builder = Builder((*stored.files, tree.file(COMMON)), stored.laid, list(stored.left_out))
+    files, common = _common(tree, stored)
+    builder = Builder((*stored.files, *files), stored.laid, list(stored.left_out))
     parameters = _add_tensors(builder, stored)
-    _add_objects(builder, stored.values)
+    _add_objects(builder, {key: each for key, each in stored.values.items() if key != SHARED})
     for key, value in common.items():
         builder.add_value(f"common.{key}", value)
     _add_groups(builder, common, parameters)
@@ -92,6 +95,26 @@ def _check_backend(tree: Tree) -> None:
             f"{tree}: its backend is {str(backend)[:40]!r}, and only 'torch_dist' is read: load it "
             "with Megatron-Core, and save it as torch_dist"
         )
+
+
+def _common(tree: Tree, stored: Stored) -> tuple[tuple[ForeignFile, ...], dict[Any, Any]]:
+    """What is common to all ranks, and the file that has it, unless it is an item.
+
+    Where there are both, Megatron-Core reads the file.
+    """
+    if COMMON in tree.sizes:
+        files: tuple[ForeignFile, ...] = (tree.file(COMMON),)
+        where = f"{tree}/{COMMON}"
+        with closing(tree.open(COMMON)) as file:
+            part = Part.whole(file, len(stored.files), where)
+            common = read_torch_file(part, opaque=tree.opaque).value
+    else:
+        files, where = (), f"{tree}: {SHARED}"
+        listed = stored.values[SHARED]
+        common = listed[0] if isinstance(listed, list) and len(listed) == 1 else None
+    if not isinstance(common, dict):
+        raise FormatError(f"{where}: a dict of what all ranks have in common is needed there")
+    return files, common
 
 
 def _add_tensors(builder: Builder, stored: Stored) -> dict[str, tuple[int, ...]]:
