@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from shardwise.checkpoint import Checkpoint
 from shardwise.engine.arena import DEFAULT_STAGING_BYTES, Arena
 from shardwise.engine.collection import without_collection
 from shardwise.engine.exchange import exchange
-from shardwise.engine.group import Group, SoloGroup, TorchGroup, moves_cpu_tensors
+from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, moves_cpu_tensors
 from shardwise.engine.load import GroupFilling, LoadReport, plan_filling
 from shardwise.engine.match import Matched, agree_on_match, match
 from shardwise.engine.opened import Opened, read_per_rank
@@ -42,7 +41,6 @@ from shardwise.store import Store, open_store
 Place = str | os.PathLike[str] | Store
 State = MutableMapping[str, object]
 Index = str | os.PathLike[str]
-TIMEOUT = timedelta(minutes=10)
 
 
 def save(

@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.engine import datareader, neighbours
+from shardwise.engine import load as engine_load
+from shardwise.plan.load import Spans
+from shardwise.plan.share import SharedReads, share_reads
 from shardwise.testing import Gang
 
 ROWS, COLUMNS = 64, 4096
@@ -39,10 +46,10 @@ def _columns(count: int) -> tuple[sw.Box, dict[str, object]]:
     return box, {f"t{i}": _part(box, torch.zeros(box.shape)) for i in range(count)}
 
 
-def load_columns(path: str, count: int) -> tuple[int, int]:
+def load_columns(path: str, count: int, prefix: str = "") -> tuple[int, int]:
     """Load them divided by columns; bytes needed and read."""
     box, state = _columns(count)
-    report = sw.load(path, state, staging_bytes=4 << 20)
+    report = sw.load(path, state, staging_bytes=4 << 20, rename=lambda name: prefix + name)
     for i in range(count):
         target = state[f"t{i}"]
         assert isinstance(target, sw.Shards)
@@ -60,8 +67,6 @@ def load_replicas(path: str, count: int) -> int:
 
 def die_while_reading(path: str, count: int, victim: int) -> None:
     """One rank is killed once it has read a few spans."""
-    from shardwise.engine import datareader
-
     if dist.get_rank() == victim:
         calls = iter(range(1000))
         read = datareader.DataReader.read
@@ -119,3 +124,75 @@ def test_a_rank_that_dies_is_noticed_by_those_who_wait_for_it(gang: Gang, saved:
     assert outcomes[1].kind == "died"
     assert {outcomes[rank].kind for rank in (0, 2, 3)} == {"error"}
     assert gang.run(load_replicas, saved, 16, world=2)
+
+
+def load_while(
+    path: str,
+    count: int,
+    victim: int,
+    fault: Callable[[], AbstractContextManager[object]],
+    prefix: str = "",
+) -> None:
+    """Load, while one rank has a fault."""
+    with fault() if dist.get_rank() == victim else nullcontext():
+        load_columns(path, count, prefix)
+
+
+def change_what_is_passed_on() -> AbstractContextManager[object]:
+    """What this rank passes on is no longer what it has read and verified."""
+    publish = neighbours.Rings.publish
+
+    def changed(self: neighbours.Rings, read: int, checksum: int) -> None:
+        self.slot(read)[100] ^= 1
+        publish(self, read, checksum)
+
+    return patch.object(neighbours.Rings, "publish", changed)
+
+
+def plan_other_reads() -> AbstractContextManager[object]:
+    """This rank divides what is read together in another way."""
+    return patch.object(engine_load, "share_reads", _in_small_reads)
+
+
+def _in_small_reads(spans: list[Spans], *, largest_read: object) -> SharedReads:
+    return share_reads(spans, largest_read=65536)
+
+
+def stop_reading() -> AbstractContextManager[object]:
+    """This rank never ends a read in time."""
+    return patch.object(datareader.DataReader, "read", lambda *_: time.sleep(5))
+
+
+def save_foreign(path: Path, count: int) -> str:
+    """The same tensors in a file without checksums."""
+    torch.save({f"t{i}": reference(i) for i in range(count)}, path)
+    return str(path)
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_what_neighbours_pass_on_is_verified(
+    gang: Gang, saved: str, tmp_path: Path, foreign: bool
+) -> None:
+    path = save_foreign(tmp_path / "tensors.pt", 16) if foreign else saved
+    prefix = "model." if foreign else ""
+    gang.run(load_columns, path, 16, prefix, world=2)
+    outcomes = gang.outcomes(load_while, path, 16, 1, change_what_is_passed_on, prefix, world=2)
+    assert "rank 1 passed them on" in str(outcomes[0].exception)
+    assert [each.kind for each in outcomes] == ["error", "error"]
+
+
+def test_ranks_that_plan_other_reads_read_nothing(gang: Gang, saved: str) -> None:
+    outcomes = gang.outcomes(load_while, saved, 16, 1, plan_other_reads, world=3)
+    for each in outcomes:
+        assert "planned other reads than this rank" in str(each.exception)
+
+
+def test_waiting_for_a_rank_ends_and_names_it(gang: Gang, saved: str) -> None:
+    start = time.monotonic()
+    outcomes = gang.outcomes(
+        load_while, saved, 16, 2, stop_reading, world=3, timeout=20.0, group_timeout=2.0
+    )
+    assert time.monotonic() - start < 20
+    said = [str(each.exception) for each in outcomes[:2]]
+    assert any("rank 2: it has not made read" in each and "within 2 s" in each for each in said)
+    assert all("reading together failed" in each for each in said)  # the other may hear of it

@@ -18,7 +18,7 @@ from shardwise.checkpointer.saving import Saving, Settings
 from shardwise.checkpointer.signals import Preemption
 from shardwise.engine.arena import DEFAULT_STAGING_BYTES
 from shardwise.engine.exchange import exchange
-from shardwise.engine.group import Group, SoloGroup, TorchGroup, own_group
+from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, own_group
 from shardwise.engine.leftovers import collect_leftovers
 from shardwise.engine.load import LoadReport
 from shardwise.errors import ShardwiseError, StateError, StoreError, add_note
@@ -76,7 +76,7 @@ class Checkpointer:
         check_replicas: bool = False,
         allow_pickle: bool = False,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
-        timeout: timedelta = api.TIMEOUT,
+        timeout: timedelta = TIMEOUT,
         on_event: Sink | None = None,
     ) -> None:
         if type(save_every) is not int or save_every < 1:

@@ -41,6 +41,7 @@ class DataReader:
             raise CorruptionError(str(error)) from error
         self._mapped = self._file if isinstance(self._file, MappedFile) else None
         self._table: BlockTable | None = None
+        self._verifies = verify
         try:
             if self._file.size != entry.size:
                 raise CorruptionError(
@@ -59,10 +60,35 @@ class DataReader:
         Raises:
             CorruptionError: they are not the bytes that were saved.
         """
-        if is_foreign(self.entry):
-            high = min(high + BEYOND, self.entry.size)
+        high = self._end(high)
         self._fill(low, high, buffer)
         return self.verify(low, buffer[: high - low])
+
+    def checksum(self, data: Buffer) -> int:
+        """What goes with bytes that were read from a foreign file when they are passed on; 0 for
+        files of ours, which have their checksums."""
+        return crc32(data) if self._verifies and is_foreign(self.entry) else 0
+
+    def passed_on(self, low: int, high: int, buffer: Buffer, checksum: int) -> Buffer:
+        """The bytes that `read` would put into `buffer`, where another rank has put them; verified.
+
+        Args:
+            checksum: what that rank's `checksum` has made of them.
+
+        Raises:
+            CorruptionError: they are not the bytes that were saved, or read.
+        """
+        data = buffer[: self._end(high) - low]
+        if self.checksum(data) != checksum:
+            raise CorruptionError(
+                f"{self._where}: bytes {low}:{high} were changed in shared memory after they were "
+                "read"
+            )
+        return self.verify(low, data)
+
+    def _end(self, high: int) -> int:
+        """Where a read ends that is to cover everything up to a byte."""
+        return min(high + BEYOND, self.entry.size) if is_foreign(self.entry) else high
 
     def view(self, low: int, high: int, buffer: Buffer) -> Buffer:
         """The same bytes, where they lie if the file lies in memory; else in `buffer`.

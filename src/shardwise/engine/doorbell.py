@@ -13,8 +13,9 @@ from typing import TypeVar
 from shardwise.errors import LostRankError
 
 LOOK_AROUND = 0.2
-PATIENCE = 600.0
 T = TypeVar("T")
+Awaited = Callable[[], dict[int, str]]
+"""The ranks that are waited for, and what each has not done."""
 
 
 class Doorbell:
@@ -38,14 +39,22 @@ class Doorbell:
         """Wake whoever of this process waits."""
         ring(self.fd)
 
-    def wait(self, look: Callable[[], T | None], alive: Callable[[], None]) -> T:
+    def wait(
+        self,
+        look: Callable[[], T | None],
+        alive: Callable[[], None],
+        timeout: float,
+        awaited: Awaited,
+    ) -> T:
         """Sleep until `look` finds something; it looks again whenever the bell rings.
 
         Args:
             alive: raises if waiting has become pointless; asked every 0.2 s.
+            timeout: how long to wait, in seconds.
+            awaited: says whom this rank waited for.
 
         Raises:
-            LostRankError: nothing moved for ten minutes.
+            LostRankError: it did not come in time; names who was waited for.
         """
         start = time.monotonic()
         while (found := look()) is None:
@@ -53,8 +62,9 @@ class Doorbell:
                 os.read(self._ears, 4096)
                 continue
             alive()
-            if time.monotonic() - start > PATIENCE:
-                raise LostRankError("reading together", {-1: f"no progress in {PATIENCE:.0f} s"})
+            if time.monotonic() - start > timeout:
+                late = {rank: f"{what} within {timeout:.0f} s" for rank, what in awaited().items()}
+                raise LostRankError("reading together", late)
         return found
 
 

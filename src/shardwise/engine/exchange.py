@@ -11,7 +11,7 @@ import msgspec
 
 from shardwise import errors
 from shardwise.engine.group import Group
-from shardwise.errors import MismatchError, RankError, ShardwiseError, described
+from shardwise.errors import LostRankError, MismatchError, RankError, ShardwiseError, described
 
 
 class _Said(msgspec.Struct, array_like=True):
@@ -48,9 +48,28 @@ def exchange(
     Raises:
         ShardwiseError: whatever `answer` raised, on all ranks.
         RankError: `speak` failed on another rank.
+        LostRankError: a rank is gone, or does not answer in time.
         Exception: whatever `speak` raised, on the rank that it failed on.
     """
     mine, error = _attempt(speak)
+    try:
+        heard, central = _meet(group, mine, answer)
+    except LostRankError as lost:
+        if error is None:
+            raise
+        raise error from lost  # what this rank has met says more
+    if error is not None:
+        raise error
+    if central is not None:
+        raise central
+    _raise_failure(heard, doing)
+    return heard.data
+
+
+def _meet(
+    group: Group, mine: _Said, answer: Callable[[list[bytes]], bytes | Sequence[bytes]]
+) -> tuple[_Answer, Exception | None]:
+    """What this rank is answered; and on rank 0, what `answer` raised."""
     said = [
         msgspec.msgpack.decode(data, type=_Said)
         for data in group.gather(msgspec.msgpack.encode(mine))
@@ -63,13 +82,7 @@ def exchange(
     reply = group.broadcast(encoded[0] if len(encoded) == 1 else b"")
     if not reply:  # no answer is empty: each rank has one of its own
         reply = group.scatter(encoded)
-    heard = msgspec.msgpack.decode(reply, type=_Answer)
-    if error is not None:
-        raise error
-    if central is not None:
-        raise central
-    _raise_failure(heard, doing)
-    return heard.data
+    return msgspec.msgpack.decode(reply, type=_Answer), central
 
 
 def _attempt(speak: Callable[[], bytes]) -> tuple[_Said, Exception | None]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shardwise.errors import LostRankError
 
+TIMEOUT = timedelta(minutes=10)
 CONNECTING = timedelta(minutes=1)
 HEAD, LENGTH = 1024, 8
 """Bytes of a message that a collective carries, and of its length therein: most fit into one."""
@@ -37,6 +38,11 @@ class Group(Protocol):
         """What this rank has sent so far."""
         ...
 
+    @property
+    def timeout(self) -> timedelta:
+        """How long ranks wait for each other."""
+        ...
+
     def gather(self, data: bytes) -> list[bytes]:
         """All ranks' data at rank 0; an empty list elsewhere."""
         ...
@@ -56,6 +62,7 @@ class SoloGroup:
     rank = 0
     size = 1
     bytes_sent = 0
+    timeout = TIMEOUT
 
     def gather(self, data: bytes) -> list[bytes]:
         """The data of the only rank."""
@@ -85,6 +92,8 @@ class TorchGroup:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.bytes_sent = 0
+        options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+        self.timeout: timedelta = getattr(options, "_timeout", TIMEOUT)
 
     def close(self) -> None:
         """Let go of a group of its own; nothing if that was done before."""

@@ -203,6 +203,21 @@ def _comparison(leaf: TensorLeaf, first: str) -> TensorLeaf:
     return TensorLeaf(leaf.name, leaf.dtype, leaf.shape, copies, None, finish)
 
 
+class _Message(msgspec.Struct, array_like=True):
+    """All that the ranks of a node need of each other to plan the same shared reads.
+
+    Attributes:
+        are_mapped: whether this rank can read all that it wants where it lies in memory.
+        spans: what it wants to read.
+        largest_reads: the longest read of each file that it can make, which depends on what lies
+            in its memory.
+    """
+
+    are_mapped: bool
+    spans: bytes
+    largest_reads: bytes
+
+
 class GroupFilling:
     """A filling on all ranks of a group: what several ranks of a node want is read once there.
 
@@ -226,7 +241,9 @@ class GroupFilling:
         def speak() -> bytes:
             prepared.append(prepare())
             spans = prepared[0].plan.spans
-            return msgspec.msgpack.encode((_are_mapped(spans, opened), _encode_spans(spans)))
+            largest = opened.largest_reads(arena)
+            message = _Message(_are_mapped(spans, opened), _encode_spans(spans), largest.tobytes())
+            return msgspec.msgpack.encode(message)
 
         self._opened = opened
         self._arena = arena
@@ -245,29 +262,28 @@ class GroupFilling:
             RankError: another rank of the node could not read its part.
         """
         neighbours, opened = self._neighbours, self._opened
-        heard = [
-            msgspec.msgpack.decode(message, type=tuple[bool, bytes])
-            for message in neighbours.messages
-        ]
-        everyone = [_decode_spans(spans) for _, spans in heard]
-        shared = share_reads(everyone, largest_read=opened.largest_reads(self._arena))
-        alone = len(neighbours) == 1 or all(are_mapped for are_mapped, _ in heard)
+        heard = [msgspec.msgpack.decode(each, type=_Message) for each in neighbours.messages]
+        everyone = [_decode_spans(each.spans) for each in heard]
+        largest_reads = [np.frombuffer(each.largest_reads, np.int64) for each in heard]
+        shared = share_reads(everyone, largest_read=np.minimum.reduce(largest_reads))
+        alone = len(neighbours) == 1 or all(each.are_mapped for each in heard)
         if alone or bytes_saved(everyone, shared) < WORTH_SHARING:
             count = len(neighbours)
             return fill(self.filling, opened, self._arena, verify=verify, neighbours=count)
         largest = BLOCK * block_count(int((shared.high - shared.low).max()) + opened.beyond)
         slots = min(self._arena.reads(largest), int(np.bincount(shared.reader).max()))
-        rings = neighbours.rings(shared, slots, largest)
+        rings = neighbours.rings(shared, slots, largest, opened.manifest.files)
         own = shared.reader == neighbours.index
+        wanted = shared.file[shared.wanted[:, neighbours.index]]
         try:
-            readers = _open_readers(shared.file[own], opened, self._cleanup, verify=verify)
+            readers = _open_readers(wanted, opened, self._cleanup, verify=verify)
         except BaseException:
             rings.fail()
             raise
         transfers = self.filling.plan.transfers
         spans = assign_transfers(transfers, shared.file, shared.low, shared.high)
         copies = _copies(self.filling, spans, opened)
-        read_together(spans, copies, readers, rings, self._arena.threads, opened.beyond)
+        read_together(spans, copies, readers, rings, self._arena.threads)
         _finish(self.filling.leaves)
         return int((shared.high - shared.low)[own].sum())
 

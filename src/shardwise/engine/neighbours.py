@@ -5,10 +5,15 @@ reads into its slots, in the common order, and uses those of the others from the
 used again when all who want its content are done with it. As all ranks keep to one order, the
 earliest read that is not done can always go on, so that no ranks wait for each other in a circle.
 Whoever has nothing to do sleeps until another rings its bell.
+
+All ranks compute the shared reads from the same messages. A digest of the result heads each ring,
+and is compared before a byte is read, as ranks that disagree would take each other's slots for
+other bytes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections import deque
@@ -22,22 +27,27 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.engine.doorbell import Doorbell, find_bell, ring
+from shardwise.engine.doorbell import Awaited, Doorbell, T, find_bell, ring
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.pages import allocate_pages, map_pages
 from shardwise.errors import LostRankError, RankError
+from shardwise.manifest.manifest import FileEntry
 from shardwise.plan.share import SharedReads
 from shardwise.store.store import Buffer
 
 READY, FAILED = 1, 2
-BLOCK = 512  # of st_blocks
 LAST = -1
+HEAD, DIGEST = 4096, 16
+"""Bytes before the first slot, which direct reads want aligned, and those of them in use."""
+SUM = 4
+READING = "reading together"
 
 
 class _Card(msgspec.Struct, array_like=True):
     """How to find a rank's memory: by process and file descriptors, on one node."""
 
+    rank: int
     node: str
     process: int
     message: int
@@ -74,6 +84,7 @@ class Neighbours:
 
     Attributes:
         index: this rank's place among them.
+        ranks: the rank in the group of each of them.
         messages: what each of them said.
     """
 
@@ -81,7 +92,7 @@ class Neighbours:
         spoken = _Memory.create("shardwise-message", cleanup)
         self._ring = _Memory.create("shardwise-ring", cleanup)
         self._bell = Doorbell(cleanup)
-        mine = _Card(_node(), os.getpid(), spoken.fd, self._ring.fd, self._bell.fd)
+        mine = _Card(group.rank, _node(), os.getpid(), spoken.fd, self._ring.fd, self._bell.fd)
 
         def say() -> bytes:
             os.write(spoken.fd, speak())
@@ -90,40 +101,62 @@ class Neighbours:
         def introduce(said: list[bytes]) -> list[bytes]:
             cards = [msgspec.msgpack.decode(each, type=_Card) for each in said]
             nodes: dict[str, list[int]] = {}
-            for rank, card in enumerate(cards):
-                nodes.setdefault(card.node, []).append(rank)
+            for card in cards:
+                nodes.setdefault(card.node, []).append(card.rank)
             return [
-                msgspec.msgpack.encode(
-                    (nodes[card.node].index(rank), [cards[each] for each in nodes[card.node]])
-                )
-                for rank, card in enumerate(cards)
+                msgspec.msgpack.encode([cards[rank] for rank in nodes[card.node]]) for card in cards
             ]
 
         answer = exchange(group, "planning a load", say, introduce)
-        self.index, self._cards = msgspec.msgpack.decode(answer, type=tuple[int, list[_Card]])
+        self._cards = msgspec.msgpack.decode(answer, type=list[_Card])
+        self.ranks = [card.rank for card in self._cards]
+        self.index = self.ranks.index(group.rank)
+        self._timeout = group.timeout.total_seconds()
         self._cleanup = cleanup
         self.messages = [self._message(card) for card in self._cards]
 
     def __len__(self) -> int:
         return len(self._cards)
 
-    def rings(self, reads: SharedReads, slots: int, slot_bytes: int) -> Rings:
-        """Map everyone's ring, large enough for these reads."""
+    def rings(
+        self, reads: SharedReads, slots: int, slot_bytes: int, files: Sequence[FileEntry]
+    ) -> Rings:
+        """Map everyone's ring, large enough for these reads.
+
+        Args:
+            reads: what all of them read together; the same on each of them.
+            slots: how many reads a ring holds at a time.
+            slot_bytes: bytes of a slot: whole blocks.
+            files: those that the reads count.
+
+        Raises:
+            RankError: another rank has computed other reads.
+            LostRankError: another rank is gone, or does not answer in time.
+        """
         counts = np.bincount(reads.reader, minlength=len(self)).tolist()
         layout = RingLayout(counts, slots, slot_bytes)
-        sizes = [layout.size(rank) for rank in range(len(self))]
-        os.ftruncate(self._ring.fd, sizes[self.index])
-        allocate_pages(self._ring.fd, sizes[self.index])
+        digest = _digest(reads, layout, files)
+        size = layout.size(self.index)
+        os.ftruncate(self._ring.fd, size)
+        allocate_pages(self._ring.fd, size)
+        os.pwrite(self._ring.fd, digest, 0)
         bells = [find_bell(card.process, card.bell, self._cleanup) for card in self._cards]
         for bell in bells:
             ring(bell)
         maps = []
-        for card, size in zip(self._cards, sizes, strict=True):
+        for index, card in enumerate(self._cards):
             memory = _Memory.of(card.process, card.ring, self._cleanup)
-            self._bell.wait(partial(_has_pages, memory.fd, size), self._alive)
-            maps.append(map_pages(memory.fd, 0, size, writable=True, now=True))
-        wait = partial(self._bell.wait, alive=self._alive)
-        return Rings(reads, self.index, maps, layout, bells, wait)
+            found = self._wait(
+                partial(_digest_of, memory.fd),
+                partial(dict, {card.rank: "it has not prepared its memory"}),
+            )
+            if found != digest:
+                raise RankError(READING, {card.rank: "it has planned other reads than this rank"})
+            maps.append(map_pages(memory.fd, 0, layout.size(index), writable=True, now=True))
+        return Rings(reads, self.index, self.ranks, maps, layout, bells, self._wait)
+
+    def _wait(self, look: Callable[[], T | None], awaited: Awaited) -> T:
+        return self._bell.wait(look, self._alive, self._timeout, awaited)
 
     def _message(self, card: _Card) -> bytes:
         memory = _Memory.of(card.process, card.message, self._cleanup)
@@ -131,14 +164,15 @@ class Neighbours:
 
     def _alive(self) -> None:
         """Raise if one of them is gone."""
-        for rank, card in enumerate(self._cards):
+        for card in self._cards:
             if not Path(f"/proc/{card.process}").exists():
-                raise LostRankError("reading together", {rank: "its process is gone"})
+                raise LostRankError(READING, {card.rank: "its process is gone"})
 
 
 @dataclass(frozen=True, slots=True)
 class RingLayout:
-    """A rank's ring: slots, then a state for each of its reads, then one for each read and user.
+    """A rank's ring: its head, slots, then a checksum and a state for each of its reads, then a
+    state for each read and user.
 
     Attributes:
         counts: of each rank, how many reads it makes.
@@ -150,37 +184,52 @@ class RingLayout:
 
     def size(self, rank: int) -> int:
         """Bytes of a ring."""
-        return self.slots * self.slot_bytes + self.counts[rank] * (1 + len(self.counts))
+        return self.states + self.counts[rank] * (SUM + 1 + len(self.counts))
+
+    @property
+    def states(self) -> int:
+        """Where the slots end."""
+        return HEAD + self.slots * self.slot_bytes
 
 
 class Rings:
     """The rings of all neighbours, and how far each read has come.
 
     Args:
-        maps: the ring of each rank.
-        bells: of each rank; rung when something has changed that it may wait for.
-        wait: sleeps until a look finds something; looks whenever this rank's bell rings.
+        reads: what they read together.
+        index: this rank's place among them.
+        ranks: the rank in the group of each of them, for errors.
+        maps: the ring of each of them.
+        bells: of each of them; rung when something has changed that it may wait for.
+        wait: sleeps until a look finds something; looks whenever this rank's bell rings. Given
+            also what says whom it waits for, should that take too long.
     """
 
     def __init__(
         self,
         reads: SharedReads,
         index: int,
+        ranks: Sequence[int],
         maps: Sequence[Buffer],
         layout: RingLayout,
         bells: Sequence[int],
-        wait: Callable[[Callable[[], int | None]], int],
+        wait: Callable[[Callable[[], int | None], Awaited], int],
     ) -> None:
         self._reads = reads
         self._index = index
+        self._ranks = ranks
         self._layout = layout
         self._bells = bells
         self._wait = wait
         self._maps = maps
-        start = layout.slots * layout.slot_bytes
-        pairs = list(zip(maps, layout.counts, strict=True))
-        self._state = [m[start : start + n] for m, n in pairs]
-        self._done = [m[start + n :].reshape(n, len(maps)) for m, n in pairs]
+        self._sums: list[npt.NDArray[np.uint32]] = []
+        self._state: list[Buffer] = []
+        self._done: list[Buffer] = []
+        for ring_map, n in zip(maps, layout.counts, strict=True):
+            sums, state, done = np.split(ring_map[layout.states :], [SUM * n, (SUM + 1) * n])
+            self._sums.append(sums.view(np.uint32))
+            self._state.append(state)
+            self._done.append(done.reshape(n, len(maps)))
         self._number = _number_by_reader(reads.reader).tolist()
         self._reader = reads.reader.tolist()
         self._mine = np.flatnonzero(reads.reader == index).tolist()
@@ -196,10 +245,11 @@ class Rings:
         its slot. Sleeps while none can. Threads take turns.
 
         Raises:
-            RankError: another rank could not read its part, or is gone.
+            RankError: another rank could not read its part.
+            LostRankError: another rank is gone, or nothing has moved for too long.
         """
         with self._turn:
-            found = self._wait(self._look)
+            found = self._wait(self._look, self._awaited)
             return None if found == LAST else found
 
     def leads(self, read: int) -> bool:
@@ -208,12 +258,21 @@ class Rings:
 
     def slot(self, read: int) -> Buffer:
         """Where a read's bytes are put, and taken from."""
-        at = self._number[read] % self._layout.slots * self._layout.slot_bytes
+        at = HEAD + self._number[read] % self._layout.slots * self._layout.slot_bytes
         memory: Buffer = self._maps[self._reader[read]]
         return memory[at : at + self._layout.slot_bytes]
 
-    def publish(self, read: int) -> None:
-        """The slot of a read of this rank is filled."""
+    def reader_of(self, read: int) -> int:
+        """The rank in the group that makes a read."""
+        return self._ranks[int(self._reader[read])]
+
+    def checksum(self, read: int) -> int:
+        """What its reader said of the bytes in the slot of a read, as `publish` was given it."""
+        return int(self._sums[self._reader[read]][self._number[read]])
+
+    def publish(self, read: int, checksum: int) -> None:
+        """The slot of a read of this rank is filled; a checksum goes with it, or 0."""
+        self._sums[self._index][self._number[read]] = checksum
         self._state[self._index][self._number[read]] = READY
         for user in np.flatnonzero(self._reads.wanted[read]).tolist():
             if user != self._index:
@@ -261,8 +320,21 @@ class Rings:
         reader = self._reader[read]
         state = self._state[reader][self._number[read]]
         if state == FAILED:
-            raise RankError("reading together", {reader: "it could not read what it shares"})
+            raise RankError(READING, {self._ranks[reader]: "it could not read what it shares"})
         return bool(state == READY)
+
+    def _awaited(self) -> dict[int, str]:
+        """Whom this rank waits for, and what for."""
+        found: dict[int, str] = {}
+        for reader, waiting in self._waiting.items():
+            if waiting and reader != self._index:
+                found[self._ranks[reader]] = f"it has not made read {waiting[0]}"
+            elif waiting:
+                before = self._mine[self._number[waiting[0]] - self._layout.slots]
+                late = self._reads.wanted[before] & (self._done[reader][self._number[before]] == 0)
+                for user in np.flatnonzero(late).tolist():
+                    found[self._ranks[user]] = f"it has not taken read {before}"
+        return found
 
 
 def _number_by_reader(reader: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -274,9 +346,22 @@ def _number_by_reader(reader: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return number
 
 
-def _has_pages(fd: int, size: int) -> bool | None:
-    found = os.fstat(fd)
-    return (found.st_size >= size and found.st_blocks * BLOCK >= size) or None
+def _digest(reads: SharedReads, layout: RingLayout, files: Sequence[FileEntry]) -> bytes:
+    """Equal where ranks mean the same by the number of a read, and by a slot."""
+    found = hashlib.blake2b(digest_size=DIGEST)
+    for column in (reads.file, reads.low, reads.high, reads.reader, reads.wanted):
+        found.update(str((column.dtype.str, column.shape)).encode())
+        found.update(np.ascontiguousarray(column).data)
+    found.update(repr((layout.slots, layout.slot_bytes)).encode())
+    for number in np.unique(reads.file).tolist():
+        found.update(msgspec.msgpack.encode(files[number]))
+    return found.digest()
+
+
+def _digest_of(fd: int) -> bytes | None:
+    """What heads a ring, once it is there: it is written when all pages are."""
+    found = os.pread(fd, DIGEST, 0)
+    return found if any(found) else None
 
 
 def _node() -> str:

@@ -47,25 +47,28 @@ def read_alone(spans: Spans, copies: Copies, readers: Readers, arena: Arena, thr
 
 
 def read_together(
-    spans: Spans, copies: Copies, readers: Readers, rings: Rings, threads: int, beyond: int
+    spans: Spans, copies: Copies, readers: Readers, rings: Rings, threads: int
 ) -> None:
     """The same for reads that this node's ranks share; `spans` are those of all of them.
 
+    What another rank has read is verified here once more, where it is taken from.
+
     Args:
-        beyond: how many bytes more each read has.
+        readers: by file number, all files that this rank wants something of.
 
     Raises:
         CorruptionError: as for `read_alone`.
-        RankError: another rank could not read its part, or is gone.
+        RankError: another rank could not read its part.
+        LostRankError: another rank is gone, or nothing has moved for too long.
     """
 
     def serve(span: int) -> None:
         slot = rings.slot(span)
         if rings.leads(span):
             data = _read(spans, span, readers, copies, slot)
-            rings.publish(span)
+            rings.publish(span, readers[int(spans.file[span])].checksum(data))
         else:
-            data = slot[: int(spans.high[span] - spans.low[span]) + beyond]
+            data = _taken(spans, span, readers, rings, slot)
         copies.copy(span, data)
         rings.finish(span)
 
@@ -78,6 +81,15 @@ def read_together(
             raise
 
     _together(work, threads)
+
+
+def _taken(spans: Spans, span: int, readers: Readers, rings: Rings, slot: Buffer) -> Buffer:
+    """What another rank has put into its slot, verified."""
+    file, low, high = (int(c[span]) for c in (spans.file, spans.low, spans.high))
+    try:
+        return readers[file].passed_on(low, high, slot, rings.checksum(span))
+    except CorruptionError as error:
+        raise CorruptionError(f"{error}; rank {rings.reader_of(span)} passed them on") from error
 
 
 def _together(work: Callable[[], None], threads: int) -> None:

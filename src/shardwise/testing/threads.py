@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TypeVar
 
 from shardwise.errors import LostRankError, RankError
@@ -59,6 +60,7 @@ class ThreadGroup:
         self.rank = rank
         self.size = table.size
         self.bytes_sent = 0
+        self.timeout = timedelta(seconds=table.timeout)
         self._table = table
 
     @classmethod

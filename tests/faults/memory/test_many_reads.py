@@ -1,0 +1,96 @@
+"""A state of many reads, restored by ranks in whose memories different files lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.testing import Gang
+from tests.faults.memory.scenario import Cluster, lose
+
+SHAPE = (1000, 768)
+TENSORS = 6
+
+
+def reference(i: int) -> torch.Tensor:
+    """Values that tell where they belong."""
+    return torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float32).reshape(SHAPE) + 1e6 * i
+
+
+def box_of(by: str) -> sw.Box:
+    """What this rank has of each tensor."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if by == "all":
+        return sw.Box((0, 0), SHAPE)
+    axis = 0 if by == "rows" else 1
+    first, last = (SHAPE[axis] * each // world for each in (rank, rank + 1))
+    shape, offset = list(SHAPE), [0, 0]
+    offset[axis], shape[axis] = first, last - first
+    return sw.Box(tuple(offset), tuple(shape))
+
+
+def state_of(box: sw.Box) -> dict[str, sw.Shards]:
+    """Empty tensors."""
+    return {
+        f"t{i}": sw.Shards(SHAPE, torch.float32, [(box, torch.full(box.shape, -1.0))])
+        for i in range(TENSORS)
+    }
+
+
+def save(cluster: Cluster, by: str) -> None:
+    """Save and protect one step, and leave without a word."""
+    cp = cluster.open()
+    box = box_of(by)
+    state = state_of(box)
+    for i, shards in enumerate(state.values()):
+        shards.fragments[0].data.copy_(reference(i)[box.slices()])
+    cp.restore(state)
+    handle = cp.save(5, state)
+    assert handle is not None
+    handle.protected(30.0)
+    cp.close(wait=False)
+
+
+def restore(cluster: Cluster, by: str) -> tuple[int | None, int]:
+    """The step that was restored, and how many values are wrong."""
+    cp = cluster.open()
+    box = box_of(by)
+    state = state_of(box)
+    step = cp.restore(state)
+    assert cp.last_restore is not None
+    assert cp.last_restore.source == "memory"
+    wrong = sum(
+        int((shards.fragments[0].data != reference(i)[box.slices()]).sum())
+        for i, shards in enumerate(state.values())
+    )
+    cp.close(wait=False)
+    return step, wrong
+
+
+@pytest.mark.parametrize(
+    ("node_of", "by", "lost"),
+    [
+        ((0, 1), "columns", ()),
+        ((1, 3), "columns", (2,)),
+        ((0, 1, 2, 3), "columns", ()),
+        ((1, 1, 3, 1), "columns", ()),
+        ((0, 3), "all", ()),
+        ((2, 0, 3), "rows", (1,)),
+    ],
+)
+def test_ranks_whose_memories_differ_restore_every_byte(
+    gang: Gang, root: Path, shm: Path, node_of: tuple[int, ...], by: str, lost: tuple[int, ...]
+) -> None:
+    cluster = Cluster(root=root, shm=shm, nodes=4, options={"parity": 1})
+    gang.run(save, cluster, "rows", world=4)
+    for node in lost:
+        lose(shm / f"node{node}")
+    found = gang.run(
+        restore, replace(cluster, node_of=node_of), by, world=len(node_of), timeout=60.0
+    )
+    assert found == [(5, 0)] * len(node_of)
