@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardwise.convert.conversion import ConversionReport as ConversionReport
     from shardwise.engine.load import LoadReport as LoadReport
     from shardwise.engine.save import SaveReport as SaveReport
+    from shardwise.engine.verify import VerifyReport as VerifyReport
     from shardwise.errors import CheckpointExistsError as CheckpointExistsError
     from shardwise.errors import CheckpointNotFoundError as CheckpointNotFoundError
     from shardwise.errors import CorruptionError as CorruptionError
@@ -72,6 +73,7 @@ _HOMES = {
     "StateError": "errors",
     "StoreError": "errors",
     "Tls": "memory.tls",
+    "VerifyReport": "engine.verify",
     "export": "exporting",
     "load": "api",
     "open": "api",

@@ -2,58 +2,141 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Mapping
-from typing import SupportsIndex
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from shardwise.adapters.optimizers import GROUPS
+from shardwise.adapters.values import saved_tensors
 from shardwise.engine.alike import unlike_replicas
 from shardwise.engine.arena import Arena
 from shardwise.engine.load import fill, plan_filling
 from shardwise.engine.opened import Opened
-from shardwise.engine.verify import verify_files, verify_sums
+from shardwise.engine.selecting import read_selected
+from shardwise.engine.verify import VerifyReport, verify_files, verify_sums
 from shardwise.errors import CorruptionError, MismatchError, StateError
 from shardwise.events import Recorder, Sink
-from shardwise.layout import Box
+from shardwise.layout import Box, selected
+from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Manifest, TensorEntry
+from shardwise.notebook import checkpoint_html, draw_boxes, tensor_html
 from shardwise.plan.saved import SavedState
 from shardwise.state.leaves import Fragment, TensorLeaf
 from shardwise.state.objects import decode
+from shardwise.state.selection import Selection
 
-Index = SupportsIndex | slice | tuple[SupportsIndex | slice, ...]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+IndexArray: TypeAlias = Sequence[int] | npt.NDArray[Any] | torch.Tensor
+IndexPart: TypeAlias = SupportsIndex | slice | EllipsisType | IndexArray
+Index: TypeAlias = IndexPart | tuple[IndexPart, ...]
 
 
 class SavedTensor:
-    """A tensor in a checkpoint. Indexing it with integers and slices reads what they select."""
+    """A tensor in a checkpoint. Nothing is read for its `name`, `shape` and `dtype`.
+
+    `saved[10:20]`, `saved.tensor()`, `numpy.asarray(saved)` and `torch.as_tensor(saved)` read.
+    """
 
     def __init__(self, checkpoint: Checkpoint, entry: TensorEntry) -> None:
         self._checkpoint = checkpoint
+        self._entry = entry
         self.name = entry.name
         self.shape = torch.Size(entry.shape)
         self.dtype: torch.dtype = getattr(torch, entry.dtype)
 
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of its elements."""
+        return self.shape.numel() * DTYPES[self._entry.dtype].itemsize
+
     def __repr__(self) -> str:
         return f"SavedTensor({self.name!r}, {self.dtype}, {list(self.shape)})"
 
-    def __getitem__(self, index: Index | type(...)) -> torch.Tensor:  # type: ignore[valid-type]
-        """Read a part: integers, and slices of step 1; `[...]` or `[:]` reads all of it.
+    def _repr_html_(self) -> str:
+        return tensor_html(self._entry, self._checkpoint.boxes(self.name))
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"{self.name}: a tensor of no dimensions has no length")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, index: Index) -> torch.Tensor:
+        """Read a part, indexed as a tensor of torch is; `[...]` reads all of it.
+
+        The index consists of integers, slices with steps, `...`, and at most one list, array or
+        mask of one dimension. Only what it selects is read, and what lies between two selected
+        parts if that is at most 64 KiB. Beside the result, the host holds at most 64 MiB, or as
+        much as the index selects of one row of the first dimension.
 
         Raises:
             IndexError: the index does not fit the shape.
             CorruptionError: bytes are not those that were saved.
         """
-        if index is Ellipsis:
-            index = ()
-        box, squeezed = _box_of(index, tuple(self.shape))
-        out = torch.empty(box.shape, dtype=self.dtype, device="cpu")
-        if box.size:
-            self._checkpoint.read_into(self.name, box, out)
-        return out[squeezed]
+        parts = index if isinstance(index, tuple) else (index,)
+        plain = tuple(part.cpu() if isinstance(part, torch.Tensor) else part for part in parts)
+        along = selected(plain, self.shape)
+        out = read_selected(self._entry, along, self._checkpoint._fill)
+        return out[
+            tuple(
+                torch.from_numpy(each.then) if isinstance(each.then, np.ndarray) else each.then
+                for each in along
+            )
+        ]
+
+    def tensor(
+        self, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """Read all of it, in its own dtype if none is given."""
+        return self[...].to(device, dtype or self.dtype)
+
+    def __array__(
+        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+    ) -> npt.NDArray[Any]:
+        """Read all of it as a numpy array.
+
+        Raises:
+            ValueError: `copy` is False; reading always makes a new array.
+            TypeError: numpy lacks the tensor's dtype, such as bfloat16, and `dtype` is not given.
+        """
+        if copy is False:
+            raise ValueError(f"{self.name}: it is read from a file, which copies: copy=False fails")
+        try:
+            torch.empty(0, dtype=self.dtype, device="cpu").numpy()
+            known = self.dtype
+        except TypeError as error:
+            if dtype is None:
+                raise TypeError(
+                    f"{self.name}: numpy has no {self.dtype}: pass a dtype, such as "
+                    "numpy.float32, or use .tensor()"
+                ) from error
+            known = torch.complex64 if self.dtype.is_complex else torch.float32
+        array: npt.NDArray[Any] = self.tensor(dtype=known).numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __dlpack__(self, **options: Any) -> object:
+        """Read all of it, for `torch.as_tensor`, `numpy.from_dlpack` and others."""
+        return self[...].__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """The CPU, where it is read to."""
+        return 1, 0
 
 
-class Checkpoint(Mapping[str, object]):
+class Checkpoint(Mapping[str, Any]):
     """The names of a checkpoint, to tensors (`SavedTensor`, read when indexed) and plain values.
 
     Attributes:
@@ -70,6 +153,9 @@ class Checkpoint(Mapping[str, object]):
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path} step={self.step} names={len(self)}>"
+
+    def _repr_html_(self) -> str:
+        return checkpoint_html(self.path, self.manifest)
 
     @property
     def path(self) -> str:
@@ -91,13 +177,27 @@ class Checkpoint(Mapping[str, object]):
         """What a foreign checkpoint has that has no name here, and why; one line each."""
         return self._opened.left_out
 
-    def __getitem__(self, name: str) -> object:
+    def __getitem__(self, name: str) -> Any:
+        """A `SavedTensor`, or a plain value.
+
+        Raises:
+            KeyError: there is neither of this name; suggests others.
+        """
         entry = self._saved.tensor(name)
         if entry is not None:
             return SavedTensor(self, entry)
         if not self._saved.has_object(name):
-            raise KeyError(name)
-        return decode(self._saved.object(name), name, self._whole)
+            raise self._unknown(name)
+        return self._read([name])[name]
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and (
+            self._saved.tensor(name) is not None or self._saved.has_object(name)
+        )
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """What has this name, or `default`."""
+        return self[name] if name in self else default  # noqa: SIM401
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._saved.all_names() if name not in self.manifest.per_rank)
@@ -109,16 +209,58 @@ class Checkpoint(Mapping[str, object]):
         """All tensors by name."""
         return {entry.name: SavedTensor(self, entry) for entry in self.manifest.tensors}
 
+    def state_dict(self, key: str) -> dict[str, Any]:
+        """Read all below a key of the state, by the rest of the names.
+
+        For a module this is what its `load_state_dict` takes, and for a scheduler too.
+
+        Raises:
+            KeyError: nothing is below this key; suggests others.
+            StateError: the key names an optimizer, whose state goes by the names of parameters,
+                or a value that is not a dict.
+            CorruptionError: bytes are not those that were saved.
+        """
+        if key in self:
+            value = self[key]
+            if not isinstance(value, dict):
+                raise StateError(f"{key}: it is a {type(value).__name__}, and not a dict")
+            return value
+        start = f"{key}."
+        names = [name for name in self if name.startswith(start)]
+        if not names:
+            raise self._unknown(key)
+        if f"{start}{GROUPS}" in names:
+            raise StateError(f"{key}: an optimizer: build one, and fill it with shardwise.load")
+        return {name.removeprefix(start): value for name, value in self._read(names).items()}
+
+    def to_dict(self, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> dict[str, Any]:
+        """Read all of it, as nested dicts: `model.0.weight` is `["model"]["0"]["weight"]`.
+
+        Args:
+            only, skip: shell patterns of names, as for `load`.
+
+        Raises:
+            StateError: a value was saved as pickle; or `only` or `skip` is not a list.
+            CorruptionError: bytes are not those that were saved.
+        """
+        selection = Selection.by(only, skip)
+        found = self._read([name for name in self if selection.chooses(name)])
+        nested: dict[str, Any] = {}
+        for name, value in found.items():
+            *above, last = _keys(name, found)
+            here = nested
+            for key in above:
+                here = here.setdefault(key, {})
+            here[last] = value
+        return nested
+
     def boxes(self, name: str) -> list[tuple[Box, int]]:
         """The boxes in which a tensor is stored, and the rank that wrote each.
 
         Raises:
-            KeyError: there is no tensor of this name.
+            KeyError: there is no tensor of this name; suggests others.
         """
-        entry = self._saved.tensor(name)
-        if entry is None:
-            raise KeyError(name)
-        ndim = len(entry.shape)
+        ndim = len(self._tensor(name).shape)
         pieces = self._opened.pieces
         rows = np.flatnonzero(pieces.tensor == self._saved.stored_index(name)).tolist()
         return [
@@ -132,17 +274,32 @@ class Checkpoint(Mapping[str, object]):
             for row in rows
         ]
 
+    def plot(self, name: str, axes: Axes | None = None) -> Axes:
+        """Draw the boxes in which a tensor is stored, each with the number of its rank or file.
+
+        Where more than two dimensions are split, this shows the first two.
+
+        Args:
+            axes: matplotlib's, to draw on; without it, those of a new figure.
+
+        Raises:
+            KeyError: there is no tensor of this name; suggests others.
+            ImportError: matplotlib is not installed.
+        """
+        entry = self._tensor(name)
+        title = f"{name}: {entry.dtype} {list(entry.shape)}"
+        noun = "file" if self._opened.beyond else "rank"
+        return draw_boxes(title, entry.shape, self.boxes(name), noun, axes)
+
     def read_into(self, name: str, box: Box, out: torch.Tensor) -> None:
         """Fill `out`, of the box's shape and the tensor's dtype, from a box of a tensor.
 
         Raises:
-            KeyError: there is no tensor of this name.
+            KeyError: there is no tensor of this name; suggests others.
             StateError: the box is not inside the tensor, or `out` is not of its shape and dtype.
             CorruptionError: bytes are not those that were saved.
         """
-        entry = self._saved.tensor(name)
-        if entry is None:
-            raise KeyError(name)
+        entry = self._tensor(name)
         whole = Box.whole(entry.shape)
         if len(box.shape) != len(entry.shape) or not whole.contains(box):
             raise StateError(f"{name}: {box} is not inside a tensor of shape {list(entry.shape)}")
@@ -151,11 +308,9 @@ class Checkpoint(Mapping[str, object]):
                 f"{name}: {box} of it is {entry.dtype} of shape {list(box.shape)}, which "
                 f"{out.dtype} of shape {list(out.shape)} is not"
             )
-        leaf = TensorLeaf(name, out.dtype, entry.shape, (Fragment(box, out),))
-        filling = plan_filling([leaf], self._saved, self._opened, self._arena)
-        fill(filling, self._opened, self._arena, verify=self.verified)
+        self._fill([TensorLeaf(name, out.dtype, entry.shape, (Fragment(box, out),))])
 
-    def verify(self, on_event: Sink | None = None) -> int:
+    def verify(self, on_event: Sink | None = None) -> VerifyReport:
         """Check every byte of every file against its checksum.
 
         Of a foreign checkpoint only zip archives have any, as `torch.save` and DCP write them;
@@ -164,55 +319,80 @@ class Checkpoint(Mapping[str, object]):
         Args:
             on_event: told of each file as it is done.
 
-        Returns:
-            The bytes that were checked; 0 if there is nothing to check them by.
-
         Raises:
             CorruptionError: a file is missing or cut off, or bytes are not those that were saved.
             MismatchError: replicas differ; names all tensors of which some do.
         """
-        if not self._opened.beyond:
-            return verify_files(self._opened, self._arena, Recorder(on_event))
         recorder = Recorder(on_event)
-        total = 0
-        for checked, altered in verify_sums(self._opened, self._arena, recorder):
+        opened = self._opened
+        if not opened.beyond:
+            checked = verify_files(opened, self._arena, recorder)
+            return VerifyReport(self.path, checked, 0, 0, recorder.seconds())
+        total, checked = sum(file.size for file in self.manifest.files), 0
+        for summed, altered in verify_sums(opened, self._arena, recorder):
             if altered:
                 raise CorruptionError(f"{self.path}: {altered[0]}")
-            total += checked
-        compared, unlike = unlike_replicas(self._opened, self._arena, recorder)
+            checked += summed
+        compared, unlike = unlike_replicas(opened, self._arena, recorder)
         if unlike:
             raise MismatchError(f"{self.path}: replicas differ, of:", unlike)
-        return total + compared
+        return VerifyReport(self.path, checked, compared, total - checked, recorder.seconds())
 
-    def _whole(self, name: str) -> torch.Tensor:
-        value = self[name]
-        if not isinstance(value, SavedTensor):
-            raise StateError(f"{name}: a plain value names it as a tensor, which it is not")
-        return value[...]
+    def _read(self, names: Sequence[str]) -> dict[str, Any]:
+        """Tensors and plain values, read together; tensors that are tied share their memory."""
+        values = {name: self._saved.object(name) for name in names if self._saved.has_object(name)}
+        inside = {each for value in values.values() for each in saved_tensors(value)}
+        wanted = [name for name in names if name not in values and name not in inside]
+        tensors: dict[int, torch.Tensor] = {}
+        leaves = []
+        for name in [*wanted, *sorted(inside)]:
+            entry = self._saved.tensor(name)
+            if entry is None:
+                raise StateError(f"{name}: a plain value names it as a tensor, which it is not")
+            number = self._saved.stored_index(name)
+            if number not in tensors:
+                dtype: torch.dtype = getattr(torch, entry.dtype)
+                data = tensors[number] = torch.empty(entry.shape, dtype=dtype, device="cpu")
+                if data.numel():
+                    whole = Fragment(Box.whole(entry.shape), data)
+                    leaves.append(TensorLeaf(name, dtype, entry.shape, (whole,)))
+        self._fill(leaves)
 
+        def read(name: str) -> torch.Tensor:
+            return tensors[self._saved.stored_index(name)]
 
-def _box_of(index: object, shape: tuple[int, ...]) -> tuple[Box, tuple[int | slice, ...]]:
-    """The box that an index selects, and the index that drops its integers' dimensions."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if len(parts) > len(shape):
-        raise IndexError(f"{len(parts)} indices for a tensor of shape {list(shape)}")
-    offset: list[int] = []
-    extent: list[int] = []
-    squeezed: list[int | slice] = []
-    for dim, n in enumerate(shape):
-        part = parts[dim] if dim < len(parts) else slice(None)
-        if isinstance(part, slice):
-            start, stop, step = part.indices(n)
-            if step != 1:
-                raise IndexError(f"step {step}: only slices of step 1 are read")
-            offset.append(start)
-            extent.append(max(0, stop - start))
-            squeezed.append(slice(None))
+        found = {name: decode(value, name, read) for name, value in values.items()}
+        found |= {name: read(name) for name in wanted}
+        return {name: found[name] for name in names if name in found}
+
+    def _fill(self, leaves: Sequence[TensorLeaf]) -> None:
+        filling = plan_filling(leaves, self._saved, self._opened, self._arena)
+        fill(filling, self._opened, self._arena, verify=self.verified)
+
+    def _tensor(self, name: str) -> TensorEntry:
+        entry = self._saved.tensor(name)
+        if entry is None:
+            raise self._unknown(name)
+        return entry
+
+    def _unknown(self, name: str) -> KeyError:
+        """The error for a name that is not there, with what may have been meant."""
+        if self._saved.below(name):
+            hint = f"; it begins names: state_dict({name!r}) reads all below it"
+        elif name in self.manifest.per_rank:
+            hint = "; each rank has a value of it of its own, which only a load restores"
         else:
-            at = operator.index(part)
-            if not -n <= at < n:
-                raise IndexError(f"index {at} in dimension {dim} of shape {list(shape)}")
-            offset.append(at % n)
-            extent.append(1)
-            squeezed.append(0)
-    return Box(tuple(offset), tuple(extent)), tuple(squeezed)
+            near = " or ".join(map(repr, self._saved.near(name)))
+            hint = f"; did you mean {near}?" if near else ""
+        return KeyError(f"{name!r} is not in {self.path}{hint}")
+
+
+def _keys(name: str, names: Collection[str]) -> list[str]:
+    """The keys of nested dicts that lead to a name: a dot opens one unless a value is there."""
+    keys = [""]
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        keys[-1] = f"{keys[-1]}.{part}" if keys[-1] else part
+        if i + 1 < len(parts) and ".".join(parts[: i + 1]) not in names:
+            keys.append("")
+    return keys

@@ -19,6 +19,7 @@ class Event:
     bytes: int = 0
 
 
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 Sink = Callable[[Event], None]
 
 
@@ -57,3 +58,16 @@ class Recorder:
             sums[event.stage] = sums.get(event.stage, 0.0) + event.seconds
         sums["total"] = time.perf_counter() - self.started
         return sums
+
+
+def size(nbytes: int) -> str:
+    """Bytes in the largest fitting binary unit: `0 B`, `1.50 KiB`, `250 MiB`."""
+    value = float(nbytes)
+    for unit in UNITS:
+        if value < 1000 or unit == UNITS[-1]:
+            break
+        value /= 1024
+    if unit == "B":
+        return f"{nbytes} B"
+    decimals = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{decimals}f} {unit}"

@@ -85,7 +85,7 @@ def test_torchrun_shares_the_work(step: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("✓") == 1
-    assert sw.open(tmp_path / "new").verify() > 0
+    assert sw.open(tmp_path / "new").verify().bytes_checked > 0
 
 
 def test_a_specification_is_followed(run: Run, tmp_path: Path) -> None:

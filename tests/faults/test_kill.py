@@ -77,7 +77,7 @@ def assert_other_noticed(outcome: Outcome, *, committed: bool, where: str) -> No
 def assert_survives(root: Path, step: int, seed: int, *, where: str) -> None:
     """The expected step is restored; the next save succeeds, and leaves nothing else behind."""
     for committed in root.glob("*/manifest.json"):
-        assert sw.open(committed.parent).verify(), where
+        assert sw.open(committed.parent).verify().bytes_checked, where
     found, state = restored(root)
     assert found == step, where
     assert_values(state, seed)

@@ -142,7 +142,7 @@ def test_a_directory_of_accelerate(tmp_path: Path) -> None:
         "random_states_0.pkl",
         "random_states_1.pkl",
     ]
-    assert found.verify() > 0
+    assert found.verify().bytes_checked > 0
 
 
 @pytest.mark.parametrize("safe", [True, False])

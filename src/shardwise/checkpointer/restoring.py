@@ -51,6 +51,11 @@ class RestoreReport:
     skipped: tuple[tuple[int, str], ...]
     origins: dict[str, int]
 
+    def __str__(self) -> str:
+        step = "no step" if self.step is None else f"step {self.step}"
+        skipped = [f"skipped step {number}: {why}" for number, why in self.skipped]
+        return "; ".join([f"restored {step} from {self.source}", str(self.load), *skipped])
+
 
 def origins_of(load: LoadReport, memory: AssembledStore | None = None) -> dict[str, int]:
     """Where the bytes of a load came from: a snapshot in memory, or storage."""

@@ -13,12 +13,12 @@ from rich.text import Text
 from shardwise.cli import wording
 from shardwise.cli.contents import show_facts
 from shardwise.cli.outline import tensor_bytes
-from shardwise.cli.picture import draw, plane, rank_style
+from shardwise.cli.picture import draw, rank_style
 from shardwise.cli.places import Saved
 from shardwise.cli.values import spelled
 from shardwise.engine.datareader import DataReader
 from shardwise.errors import FormatError
-from shardwise.layout import Box
+from shardwise.layout import Box, plane
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.table import Pieces

@@ -6,20 +6,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from itertools import pairwise
 
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-
-
-def size(nbytes: int) -> str:
-    """Bytes in the largest fitting binary unit: `0 B`, `1.50 KiB`, `250 MiB`."""
-    value = float(nbytes)
-    for unit in UNITS:
-        if value < 1000 or unit == UNITS[-1]:
-            break
-        value /= 1024
-    if unit == "B":
-        return f"{nbytes} B"
-    decimals = 2 if value < 10 else 1 if value < 100 else 0
-    return f"{value:.{decimals}f} {unit}"
+from shardwise.events import size as size
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:

@@ -19,7 +19,7 @@ from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened
 from shardwise.errors import CorruptionError
-from shardwise.events import Recorder
+from shardwise.events import Recorder, size
 from shardwise.store import LocalStore
 from shardwise.store.store import Buffer
 
@@ -49,6 +49,15 @@ class ConversionReport:
     resumed: int
     left_out: tuple[str, ...]
     seconds: dict[str, float]
+
+    def __str__(self) -> str:
+        files = f"{self.files} file{'' if self.files == 1 else 's'}"
+        resumed = f"; {self.resumed} of them were there" if self.resumed else ""
+        left = f"; left out: {len(self.left_out)}" if self.left_out else ""
+        return (
+            f"wrote {self.path}: {files}, of which this rank wrote {size(self.bytes_written)}, in "
+            f"{self.seconds['total']:.2f} s{resumed}{left}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

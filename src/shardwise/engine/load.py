@@ -22,6 +22,7 @@ from shardwise.engine.neighbours import Neighbours
 from shardwise.engine.opened import Opened
 from shardwise.engine.read import read_alone, read_together
 from shardwise.errors import MismatchError
+from shardwise.events import size
 from shardwise.layout import Box
 from shardwise.manifest.checksums import BLOCK, block_count
 from shardwise.manifest.manifest import TensorEntry
@@ -58,6 +59,15 @@ class LoadReport:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     seconds: dict[str, float]
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f" step {self.step}"
+        missing = f"; {len(self.missing)} name(s) missing" if self.missing else ""
+        unexpected = f"; {len(self.unexpected)} name(s) left over" if self.unexpected else ""
+        return (
+            f"loaded{step} from {self.path}: {size(self.bytes_needed)}, for which this rank read "
+            f"{size(self.bytes_read)}, in {self.seconds['total']:.2f} s{missing}{unexpected}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from shardwise.engine.planning import Planned, Wish, plan_together
 from shardwise.engine.replicas import check_replicas
 from shardwise.engine.write import write_data_file
 from shardwise.errors import CheckpointExistsError, LostRankError, StoreError
-from shardwise.events import Recorder
+from shardwise.events import Recorder, size
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import MANIFEST, lock_file, new_save_id
 from shardwise.plan.cache import PlanCache
@@ -62,6 +62,14 @@ class SaveReport:
     plan_cached: bool
     bytes_communicated: int
     seconds: dict[str, float]
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f" step {self.step}"
+        files = f"{self.files} file{'' if self.files == 1 else 's'}"
+        return (
+            f"saved{step} to {self.path}: {size(self.bytes_total)} in {files}, of which this rank "
+            f"wrote {size(self.bytes_written)}, in {self.seconds['total']:.2f} s"
+        )
 
 
 class _Written(msgspec.Struct, array_like=True):

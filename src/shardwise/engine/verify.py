@@ -9,8 +9,36 @@ from dataclasses import dataclass
 from shardwise.engine.arena import Arena
 from shardwise.engine.datareader import DataReader
 from shardwise.engine.opened import Opened
-from shardwise.events import Recorder
+from shardwise.events import Recorder, size
 from shardwise.manifest.checksums import BLOCK, Summed, crc32
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a check of a checkpoint that is intact has covered.
+
+    Attributes:
+        path: where it is.
+        bytes_checked: bytes that agree with their checksums.
+        bytes_compared: bytes of further replicas, equal to those that are read.
+        bytes_unchecked: bytes of its files that have no checksum.
+        seconds: by file, and their total.
+    """
+
+    path: str
+    bytes_checked: int
+    bytes_compared: int
+    bytes_unchecked: int
+    seconds: dict[str, float]
+
+    def __str__(self) -> str:
+        compared = f", {size(self.bytes_compared)} of replicas compared"
+        without = f", {size(self.bytes_unchecked)} without checksums"
+        return (
+            f"verified {self.path}: {size(self.bytes_checked)} checked"
+            f"{compared if self.bytes_compared else ''}{without if self.bytes_unchecked else ''}"
+            f", in {self.seconds['total']:.2f} s"
+        )
 
 
 @dataclass(frozen=True, slots=True)

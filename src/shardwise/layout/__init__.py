@@ -2,20 +2,29 @@
 
 from shardwise.layout.box import Box, boxes_of
 from shardwise.layout.flat import RangeBoxes, boxes_of_range, boxes_of_ranges
+from shardwise.layout.indexing import Selected, batches, boxes_of_covers, cover, selected
 from shardwise.layout.mesh import Split, fragments_of_shard
 from shardwise.layout.overlap import Overlaps, find_overlaps
+from shardwise.layout.plane import Plane, plane
 from shardwise.layout.strided import boxes_within, row_major
 
 __all__ = [
     "Box",
     "Overlaps",
+    "Plane",
     "RangeBoxes",
+    "Selected",
     "Split",
+    "batches",
     "boxes_of",
+    "boxes_of_covers",
     "boxes_of_range",
     "boxes_of_ranges",
     "boxes_within",
+    "cover",
     "find_overlaps",
     "fragments_of_shard",
+    "plane",
     "row_major",
+    "selected",
 ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 
 from shardwise.errors import StateError, add_note
 from shardwise.manifest.manifest import Manifest, TensorEntry
 
+MOST_COMPARED = 2000  # each takes about 0.1 ms
 Rename = Callable[[str], str] | Mapping[str, str]
 
 
@@ -99,6 +101,13 @@ class SavedState:
     def below(self, name: str) -> list[str]:
         """The rest, after `name` and a dot, of the names of all tensors and objects below it."""
         return self._children.get(self.saved_name(name), [])
+
+    def near(self, name: str) -> list[str]:
+        """Names in the checkpoint, and keys that names begin with, that are spelled much alike."""
+        names = [*self.all_names()]
+        known = [each for each in names if abs(len(each) - len(name)) <= 3][:MOST_COMPARED]
+        keys = [each.partition(".")[0] for each in names]
+        return difflib.get_close_matches(name, [*dict.fromkeys([*known, *keys])])
 
     def all_names(self) -> Iterable[str]:
         """The names in the checkpoint, as they stand there."""

@@ -1,0 +1,135 @@
+"""What a notebook shows of a checkpoint: tables in HTML, and the boxes of a tensor as a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from shardwise.events import size
+from shardwise.layout import Box, plane
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.manifest import Manifest, ObjectEntry, TensorEntry
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_ROWS = 30
+LONGEST_CELL = 80
+MOST_LABELS = 64
+MOST_LONG_LABELS = 16
+PLOT = "plot() needs matplotlib: pip install 'shardwise[plot]'"
+
+
+def checkpoint_html(path: str, manifest: Manifest) -> str:
+    """A checkpoint in brief: a row for each key of the state."""
+    tensors: dict[str, list[TensorEntry]] = {}
+    values: dict[str, list[ObjectEntry]] = {}
+    for tensor in manifest.tensors:
+        tensors.setdefault(tensor.name.split(".")[0], []).append(tensor)
+    for entry in manifest.objects:
+        values.setdefault(entry.name.split(".")[0], []).append(entry)
+    rows = []
+    for key in dict.fromkeys([*tensors, *values]):
+        held, plain = tensors.get(key, []), values.get(key, [])
+        nbytes = sum(_nbytes(each) for each in held if each.same_as is None)
+        dtypes = ", ".join(sorted({each.dtype for each in held}))
+        alone = len(plain) == 1 and plain[0].name == key
+        shown = str(plain[0].value) if alone else str(len(plain) or "")
+        rows.append((key, str(len(held) or ""), dtypes, size(nbytes) if held else "", shown))
+    facts = {
+        "format": manifest.format,
+        "step": str(manifest.step),
+        "ranks": str(manifest.world_size),
+        "size": size(sum(file.size for file in manifest.files)),
+    }
+    return _table(path, facts, ("key", "tensors", "dtype", "size", "values"), rows)
+
+
+def tensor_html(entry: TensorEntry, boxes: Sequence[tuple[Box, int]]) -> str:
+    """A tensor in brief."""
+    facts = {
+        "dtype": entry.dtype,
+        "shape": str(list(entry.shape)),
+        "size": size(_nbytes(entry)),
+        "boxes": f"{len(boxes)}, of {len({rank for _, rank in boxes})} rank(s) or file(s)",
+    }
+    if entry.same_as is not None:
+        facts["tied to"] = entry.same_as
+    return _table(entry.name, facts, (), ())
+
+
+def draw_boxes(
+    title: str,
+    shape: Sequence[int],
+    boxes: Sequence[tuple[Box, int]],
+    noun: str,
+    axes: Axes | None,
+) -> Axes:
+    """Draw where the boxes of a tensor lie, in the colours of the ranks or files they belong to.
+
+    Args:
+        boxes: each with the number of the rank or file (`noun`) that it belongs to.
+        axes: where to draw; None for a new figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib import pyplot as plt
+        from matplotlib.patches import Rectangle
+    except ImportError as error:
+        raise ImportError(PLOT) from error
+    if axes is None:
+        axes = plt.subplots(layout="constrained")[1]
+    view = plane(shape, [box for box, _ in boxes])
+    numbers = sorted({number for _, number in boxes})
+    few = len(numbers) <= 10
+    palette = mpl.colormaps["tab10" if few else "viridis"]
+    colour = {n: palette(i if few else i / len(numbers)) for i, n in enumerate(numbers)}
+    for (top, left, bottom, right), owner in zip(view.boxes, view.owners, strict=True):
+        number = boxes[owner][1]
+        look: dict[str, Any] = {"facecolor": (*colour[number][:3], 0.6), "edgecolor": "white"}
+        axes.add_patch(Rectangle((left, top), right - left, bottom - top, **look))
+        if len(view.boxes) <= MOST_LABELS:
+            label = f"{noun} {number}" if len(view.boxes) <= MOST_LONG_LABELS else str(number)
+            middle = (left + right) / 2, (top + bottom) / 2
+            axes.text(*middle, label, ha="center", va="center", clip_on=True)
+    axes.set_xlim(0, max(view.width, 1))
+    axes.set_ylim(max(view.height, 1), 0)
+    axes.set_xlabel(f"dimension {view.across}" if shape else "one element")
+    if view.down is None:
+        axes.set_yticks([])
+    else:
+        axes.set_ylabel(f"dimension {view.down}")
+    hidden = f", at 0 of dimensions {list(view.hidden)}" if view.hidden else ""
+    axes.set_title(f"{title}{hidden}")
+    return axes
+
+
+def _cell(text: str) -> str:
+    return escape(text if len(text) <= LONGEST_CELL else text[: LONGEST_CELL - 1] + "…")
+
+
+def _table(
+    title: str, facts: Mapping[str, str], columns: Sequence[str], rows: Sequence[Sequence[str]]
+) -> str:
+    """A title, a line of facts, and a table. All texts are escaped, long ones and tables cut."""
+    line = " · ".join(f"{_cell(name)} {_cell(value)}" for name, value in facts.items())
+    head = "".join(f"<th style='text-align:left'>{_cell(each)}</th>" for each in columns)
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td style='text-align:left'>{_cell(each)}</td>" for each in row)
+        + "</tr>"
+        for row in rows[:MOST_ROWS]
+    )
+    more = len(rows) - MOST_ROWS
+    rest = f"<div>… and {more} more</div>" if more > 0 else ""
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if rows else ""
+    return f"<div><b>{_cell(title)}</b><div>{line}</div>{table}{rest}</div>"
+
+
+def _nbytes(entry: TensorEntry) -> int:
+    return math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
