@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.memory.network.completion import claim
+from shardwise.memory.node import notes
 from shardwise.memory.node.home import Run, write_note
 from shardwise.memory.node.place import Place
 from shardwise.memory.snapshots.rings import peers_of, rings_of
@@ -123,8 +124,11 @@ def test_what_was_begun_to_be_completed_is_not_completed_again(
     (note,) = (each.name for each in step.glob("*.kept-*.json"))
     assert kept.file.startswith(".")
     assert claim(place, note, kept.file[1:], kept.ring) is None
-    write_note(place.path / note, msgspec.structs.replace(kept, file="anew"))
-    (place.path / kept.file[1:]).rename(place.path / "anew")
+    made = notes.kept_file(note)
+    (place.path / kept.file[1:]).rename(place.path / made)
+    assert claim(place, note, kept.file[1:], kept.ring) is not None  # it was killed in between
+    write_note(place.path / note, msgspec.structs.replace(kept, file=made))
+    place.beside(kept.file[1:]).rename(place.path / made)
     assert claim(place, note, kept.file[1:], kept.ring) is not None
     assert claim(place, note, kept.file[1:], kept.ring) is None
 

@@ -15,7 +15,12 @@ from shardwise.memory.node.trainers import Presence
 
 SAVE = "0" * 16
 FILES = [f"r{rank:05d}-{SAVE}.safetensors" for rank in (0, 1)]
-COPYING = {notes.staged(FILES[0]), notes.request("persist", SAVE), notes.copying(FILES[1])}
+COPYING = {
+    FILES[0],
+    notes.staged(FILES[0]),
+    notes.request("persist", SAVE),
+    notes.copying(FILES[1]),
+}
 
 
 @pytest.fixture
@@ -35,6 +40,11 @@ def test_nothing_is_begun_while_another_rank_copies(place: Place) -> None:
     assert due(place, COPYING) == ([], [])
     assert due(place, COPYING - {notes.copying(FILES[1])}) == ([FILES[0]], [SAVE])
     presence.end()
+
+
+def test_a_note_without_its_file_is_nothing_to_do(place: Place) -> None:
+    """The trainer was killed before it moved the file to its place."""
+    assert due(place, {notes.staged(FILES[0])}) == ([], [])
 
 
 def test_a_rank_that_was_lost_as_it_copied_is_not_waited_for(place: Place) -> None:

@@ -157,10 +157,10 @@ def content_of(*memories: Memory) -> Content:
 class Trial:
     """Staging for one rank, without an agent."""
 
-    def __init__(self, directory: Path, *, overlap: bool = True) -> None:
+    def __init__(self, directory: Path, *, overlap: bool = True, run: str = "") -> None:
         self.accelerator = Simulated()
         home = Home(directory)
-        self.run: Run = home.run(new_run())
+        self.run: Run = home.run(run or new_run())
         options = sw.Memory(overlap=overlap, dir=str(directory))
         accelerator: Any = self.accelerator
         self.staging = Staging(home, self.run, 0, options, lambda: None, accelerator)
@@ -359,6 +359,7 @@ def test_agents_begin_once_no_rank_copies(trial: Trial) -> None:
         time.sleep(0.001)
     other = data_file(1, f"{2:016x}")
     (place.path / notes.staged(other)).touch()
+    (place.path / other).touch()
     (place.path / notes.request("persist", f"{2:016x}")).touch()
 
     def signs_now() -> tuple[list[str], list[str]]:

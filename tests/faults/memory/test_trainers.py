@@ -41,7 +41,7 @@ NOTES: list[tuple[int, str, When, bool]] = [
     (0, "draft-", "within", False),
     (0, "draft-", "after", True),
     (1, r"\.staged\.json", "within", False),
-    (1, r"\.staged\.json", "after", True),
+    (1, r"\.staged\.json", "after", False),
 ]
 
 

@@ -39,7 +39,6 @@ from shardwise.store import Store, open_store
 log = logging.getLogger("shardwise.agent")
 W = TypeVar("W")
 FILES_AT_A_TIME = 2
-POLL = 0.002
 AT_ONCE = 0.5
 PATIENCE = 5.0  # with nodes that do not answer, when others are lost
 
@@ -329,11 +328,12 @@ class Following:
 
         def copy(name: str) -> int:
             deadline = time.monotonic() + wish.wait
-            staged = _awaited(place, notes.staged(name), Staged, deadline).file
+            place.expect(name, deadline)  # only then does its note count
+            staged = _read(place.path / notes.staged(name), Staged).file
             data = self.mappings.find(place.path / name, staged.size)
 
             def sealed() -> None:
-                _awaited(place, notes.entry(name), FileEntry, deadline)
+                place.expect(notes.entry(name), deadline)
 
             copy_to_store(data, staged, store, throttle, sealed)
             return staged.size
@@ -373,10 +373,15 @@ class Following:
 
 def _fulfil(request: Path, kind: type[W], work: Callable[[W], int]) -> int:
     """Do what a note asks for."""
-    wish = read_note(request, kind)
-    if wish is None:
-        raise StoreError(f"{request} is gone")
-    return work(wish)
+    return work(_read(request, kind))
+
+
+def _read(path: Path, kind: type[W]) -> W:
+    """A note that is there."""
+    note = read_note(path, kind)
+    if note is None:
+        raise StoreError(f"{path} is gone")
+    return note
 
 
 def attempt(place: Place, work: Callable[[], int]) -> tuple[int, str]:
@@ -388,13 +393,3 @@ def attempt(place: Place, work: Callable[[], int]) -> tuple[int, str]:
         is_usual = isinstance(error, (ShardwiseError, OSError))
         log.log(level, "%s: %s", type(error).__name__, error, exc_info=not is_usual)
         return 0, f"{type(error).__name__}: {error}"
-
-
-def _awaited(place: Place, name: str, kind: type[W], deadline: float) -> W:
-    """A note of this node, once it is there."""
-    while (note := read_note(place.path / name, kind)) is None:
-        place.refuse_abandoned()
-        if time.monotonic() > deadline:
-            raise StoreError(f"{place.path / name} did not appear in time")
-        time.sleep(POLL)
-    return note

@@ -13,7 +13,7 @@ from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
 from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
-from shardwise.memory.network.completion import claim, complete_copy, complete_parity
+from shardwise.memory.network.completion import claim, complete_copy, complete_parity, is_made
 from shardwise.memory.network.nodes import Nodes
 from shardwise.memory.node import notes
 from shardwise.memory.node.mappings import Mappings
@@ -182,9 +182,10 @@ class _Guarding:
             return None
         ((mine, _),) = group.members[at].files
         note = notes.kept(mine, number)
-        while not self._place.has(note):
+        while not is_made(self._place, note):
             lives = is_present(self._place.run, self._entries[mine].rank)
-            if not self._place.has(note) and (not lives or time.monotonic() > self._deadline):
+            late = not lives or time.monotonic() > self._deadline
+            if late and not is_made(self._place, note):
                 return None
             self._place.refuse_abandoned()
             time.sleep(POLL)

@@ -12,6 +12,7 @@ from shardwise.errors import CorruptionError
 from shardwise.manifest.checksums import BLOCK, block_checksums, crc32
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory.network.nodes import Nodes
+from shardwise.memory.node import notes
 from shardwise.memory.node.home import read_note, write_note
 from shardwise.memory.node.notes import Kept
 from shardwise.memory.node.place import Place
@@ -35,12 +36,19 @@ def claim(place: Place, note: str, name: str, group: Group) -> Kept | None:
     """
     kept = read_note(place.path / note, Kept)
     same = kept is not None and msgspec.structs.replace(kept.ring, name=group.name) == group
-    if kept is None or not same or kept.file.startswith("."):
+    made = notes.kept_file(note)
+    if kept is None or not same or not place.has(made):
         return None
     beside = place.beside(name)
     write_note(place.path / note, msgspec.structs.replace(kept, file=beside.name))
-    (place.path / kept.file).rename(beside)
+    (place.path / made).rename(beside)
     return kept
+
+
+def is_made(place: Place, note: str) -> bool:
+    """Whether a rank has made what a note is about: the file is there, or was claimed."""
+    kept = read_note(place.path / note, Kept)
+    return kept is not None and (kept.file.startswith(".") or place.has(kept.file))
 
 
 def complete_copy(data: Buffer, kept: Kept, entry: FileEntry, owner: str, nodes: Nodes) -> bool:

@@ -45,6 +45,8 @@ class Card(msgspec.Struct, frozen=True):
 class Staged(msgspec.Struct, frozen=True):
     """A rank's file lies in memory, but for its checksums.
 
+    The note is written before the file is moved to its place: it counts once the file is there.
+
     Attributes:
         file: its entry in the manifest, but for its checksums.
         slot: the name of its memory when it is free.
@@ -62,6 +64,8 @@ class Staged(msgspec.Struct, frozen=True):
 
 class Kept(msgspec.Struct, frozen=True):
     """A rank has made, from its own replicas, what its node keeps for others, as far as it can.
+
+    The note is written before the file is moved to its place.
 
     Attributes:
         ring: those who protect each other, with their files.
@@ -199,6 +203,12 @@ def kept(data_file: str, number: int) -> str:
     return f"{data_file.removesuffix('.safetensors')}.kept-{number}.json"
 
 
+def kept_file(note: str) -> str:
+    """The name of the file that the note of what a rank keeps for others is about, until the agent
+    claims it."""
+    return f"{note.removesuffix('.json')}.bin"
+
+
 def entry(data_file: str) -> str:
     """The name of the note that a data file has its checksums: its entry in the manifest."""
     return f"{data_file}.entry.json"
@@ -242,7 +252,7 @@ def unsealed(names: Collection[str]) -> list[str]:
     files = [
         f"{name.removesuffix(_STAGED)}.safetensors" for name in names if name.endswith(_STAGED)
     ]
-    return sorted(file for file in files if entry(file) not in names)
+    return sorted(file for file in files if file in names and entry(file) not in names)
 
 
 def done(stage: str, save_id: str) -> str:

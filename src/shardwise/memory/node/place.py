@@ -20,6 +20,7 @@ from shardwise.memory.node.home import Run, hold, read_note
 from shardwise.memory.node.notes import Done, Draft, Kept, Staged
 
 ABANDONED = "abandoned"
+POLL = 0.002
 log = logging.getLogger("shardwise.agent")
 T = TypeVar("T")
 
@@ -75,8 +76,10 @@ class Place:
         return self._whole([name for name in self.named(".json") if name.startswith(prefix)], Draft)
 
     def staged(self) -> list[Staged]:
-        """The files in it that trainers have staged."""
-        return self._whole(self.named(".staged.json"), Staged)
+        """The files in it that trainers have staged. A note whose file is not there does not
+        count: the trainer was killed before it moved the file here."""
+        found = self._whole(self.named(".staged.json"), Staged)
+        return [each for each in found if self.has(each.file.name)]
 
     def age(self) -> float:
         """Seconds since something was staged in it for the last time; 0 if nothing was."""
@@ -154,6 +157,21 @@ class Place:
         if decode_manifest(manifest).save_id != save_id:
             raise StoreError(f"step {self.step} was saved again meanwhile")
         return manifest
+
+    def expect(self, name: str, deadline: float) -> None:
+        """Wait until there is a file of this name.
+
+        Args:
+            deadline: until when, as `time.monotonic` has it.
+
+        Raises:
+            StoreError: it did not appear in time, or the snapshot is abandoned.
+        """
+        while not self.has(name):
+            self.refuse_abandoned()
+            if time.monotonic() > deadline:
+                raise StoreError(f"{self.path / name} did not appear in time")
+            time.sleep(POLL)
 
     def has(self, name: str) -> bool:
         """Whether there is a file of this name."""

@@ -112,10 +112,10 @@ class Keeping:
         sums: dict[str, bytes],
     ) -> None:
         note = notes.kept(self.ring.holders[self.ring.at].file.name, number)
-        file = f"{note.removesuffix('.json')}.bin"
-        slot.path.rename(self.place.path / file)
+        file = notes.kept_file(note)
         kept = Kept(self.ring.group, file, slot.name, block, of, sums)
-        write_note(self.place.path / note, kept)
+        write_note(self.place.path / note, kept)  # first, as for what is staged
+        slot.path.rename(self.place.path / file)
 
 
 class _Reading:

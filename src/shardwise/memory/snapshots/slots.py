@@ -109,13 +109,12 @@ class Slots:
         size = _rounded(nbytes + ROOM)
         wanted = self._free()
         wanted += [self._new_name() for _ in range(self._lacking())]
-        sizes = {name: self._size(name) for name in wanted}
-        growth = {name: size - has if has < nbytes else 0 for name, has in sizes.items()}
-        needed = sum(growth.values())
+        small = [name for name in wanted if self._size(name) < nbytes]
+        needed = sum(max(0, size - self._allocated(name)) for name in small)
         if self._lacks(needed + for_others):
             raise self._too_small(size, needed, for_others)
         for name in wanted:
-            if growth[name]:
+            if name in small:
                 self._allocate(self._directory / name, size)
             self._map(self._directory / name, locked)
         if self._lacks(for_others):  # by now, other ranks have allocated theirs
@@ -192,6 +191,13 @@ class Slots:
         except FileNotFoundError:
             return 0
         return found.st_size if found.st_blocks * BLOCK >= found.st_size else 0
+
+    def _allocated(self, name: str) -> int:
+        """The bytes of the pages that a slot has."""
+        try:
+            return (self._directory / name).stat().st_blocks * BLOCK
+        except FileNotFoundError:
+            return 0
 
     def _lacks(self, nbytes: int) -> bool:
         """Whether there are not so many bytes, nor soon: agents have removed files mapped still."""

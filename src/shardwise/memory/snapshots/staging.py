@@ -270,10 +270,12 @@ class Staging:
             self._streams.wait()
         finally:
             mark.unlink(missing_ok=True)  # before it is staged: whoever is killed then leaves none
-        slot.path.rename(place.path / planned.key)
         entry = planned.entry(content)
         staged = Staged(entry, slot.name, self._options.slots, part.stages, part.epoch)
+        # The note comes first. If this process is killed in between, or the note cannot be
+        # written, the slot is still free, and a note without its file has no effect.
         write_note(place.path / notes.staged(planned.key), staged)
+        slot.path.rename(place.path / planned.key)
 
     def _keep(self, part: Part, ring: Ring, copying: Copying) -> None:
         """Make what this rank keeps for those of its ring."""

@@ -1,0 +1,236 @@
+"""A rank that is killed between any two effects of staging leaves memory that the next one uses."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.engine.content import Content
+from shardwise.engine.memory import Array, HostMemory, Slices
+from shardwise.manifest.checksums import BLOCK
+from shardwise.manifest.manifest import FileEntry
+from shardwise.manifest.names import data_file
+from shardwise.memory.node import notes
+from shardwise.memory.node.home import Home, new_run
+from shardwise.memory.node.place import Place
+from shardwise.memory.node.retire import discard_newer
+from shardwise.memory.snapshots.replicas import Keeping
+from shardwise.memory.snapshots.rings import Holder, Ring
+from shardwise.memory.snapshots.slots import Slot, Slots
+from shardwise.store.store import Buffer
+from tests.memory.test_staging import SIZE, Trial, content_of
+
+TENSORS = 2
+SLOTS = 3  # two that are kept, and one that is written
+SLOT = TENSORS * SIZE + (1 << 20)
+NOTES = 256 << 10
+KEPT = 3 * BLOCK
+CHANGES = {"os.rename", "os.truncate", "os.remove", "os.mkdir"}
+
+
+@pytest.fixture
+def exact(tmp_path: Path) -> Iterator[Path]:
+    """A file system in memory that has room for the slots of a rank, and no more."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a file system")
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    size = SLOTS * (SLOT + 8192) + NOTES
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr!r}")
+    yield directory
+    subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def forked(work: Callable[[], object]) -> int:
+    """Run it in a child; the signal by which that ended, or 0."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "see what the child printed"
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+
+
+def die_before_effect(number: int, directory: Path) -> None:
+    """Be killed before this process changes something below a directory for the nth time."""
+    left = [number]
+
+    def is_change(event: str, args: tuple[Any, ...]) -> bool:
+        if event == "open":
+            path, mode, flags = args
+            writes = bool(flags & (os.O_CREAT | os.O_TRUNC)) or bool(set(mode or "") & set("wax"))
+            return writes and str(path).startswith(str(directory))
+        if event not in CHANGES:
+            return False
+        return isinstance(args[0], int) or str(args[0]).startswith(str(directory))
+
+    def count() -> None:
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if is_change(event, args):
+            count()
+
+    allocate = os.posix_fallocate
+
+    def allocating(fd: int, offset: int, length: int) -> None:
+        count()
+        allocate(fd, offset, length)
+
+    os.posix_fallocate = allocating
+    sys.addaudithook(hook)
+
+
+def trial_of(directory: Path, run: str) -> tuple[Trial, Content]:
+    """Staging of rank 0 of a run, prepared for what it stages."""
+    trial = Trial(directory, overlap=False, run=run)
+    content = content_of(*[HostMemory(torch.full((SIZE,), 7, dtype=torch.uint8))] * TENSORS)
+    trial.staging.prepare(content, None)
+    return trial, content
+
+
+def stage(directory: Path, run: str, *steps: int) -> None:
+    """Stage a rank's own files."""
+    trial, content = trial_of(directory, run)
+    for step in steps:
+        trial.begin(content, step)
+        trial.staging.check()
+        assert trial.staged(content, step) == [7] * TENSORS
+    assert trial.staging.has_free() == (len(steps) < SLOTS)
+
+
+def keep(directory: Path, run: str, *steps: int) -> None:
+    """Make copies of the file of rank 1 from the replicas of rank 0."""
+    here = Home(directory).run(run)
+    slots = Slots(here, "k00000-", "kept", SLOTS)
+    slots.prepare(KEPT)
+
+    def take(nbytes: int, besides: Collection[str]) -> Slot:
+        slot = slots.take(nbytes, besides=besides)
+        assert slot is not None
+        return slot
+
+    def fill(low: int, high: int, out: Buffer) -> None:
+        out[:] = 7
+
+    for step in steps:
+        files = [
+            FileEntry(data_file(rank, f"{step:016x}"), rank, KEPT, 0, KEPT, KEPT, 0)
+            for rank in (0, 1)
+        ]
+        holders = tuple(Holder(each.rank, str(each.rank), "", each) for each in files)
+        place = Place(here, step)
+        place.path.mkdir()
+        with ThreadPoolExecutor(1) as pool:
+            Keeping(Ring(holders, 0, 1, 0), {1: fill}, take, place, pool, 1).keep()
+        (kept,) = place.kept()
+        assert (place.path / kept.file).read_bytes() == b"\7" * KEPT
+    assert slots.has_free() == (len(steps) < SLOTS)
+
+
+def go_on(directory: Path, run: str, work: Callable[..., None]) -> None:
+    """As a restore does: forget what is not whole, and have all slots again."""
+    left = Home(directory).run(run)
+    whole = [each.file.name for each in Place(left, 1).staged()]
+    assert notes.unsealed(Place(left, 1).named("")) == whole
+    discard_newer(left, None)
+    work(directory, run, *range(11, 11 + SLOTS))
+    discard_newer(left, None)
+    assert len(os.listdir(left.free)) == SLOTS
+
+
+def retire(directory: Path, run: str, number: int) -> None:
+    """Stage as much as there is memory for, and be killed as all of it is retired."""
+    stage(directory, run, *range(1, 1 + SLOTS))
+    die_before_effect(number, directory)
+    discard_newer(Home(directory).run(run), None)
+
+
+def die_at(work: Callable[..., None]) -> Callable[[Path, str, int], None]:
+    """Be killed before an effect of this work."""
+
+    def dying(directory: Path, run: str, number: int) -> None:
+        die_before_effect(number, directory)
+        work(directory, run, 1)
+
+    return dying
+
+
+@pytest.mark.parametrize(
+    ("dying", "work"),
+    [(die_at(stage), stage), (die_at(keep), keep), (retire, stage)],
+    ids=["stage", "keep", "retire"],
+)
+def test_memory_is_used_again_after_a_process_was_killed_at_any_point(
+    exact: Path, dying: Callable[[Path, str, int], None], work: Callable[..., None]
+) -> None:
+    """Before each of its effects in turn, from the first slot that it makes to its note."""
+    for number in range(100):
+        run = new_run()
+        ended = forked(partial(dying, exact, run, number))
+        assert forked(partial(go_on, exact, run, work)) == 0
+        shutil.rmtree(Home(exact).run(run).path)
+        if not ended:
+            break
+    assert number > 15, "nothing was counted"
+    assert not ended
+
+
+class Crowded(HostMemory):
+    """While it is copied, others take all the memory that is left."""
+
+    directory: Path
+
+    def read(self, index: Slices, out: Array, *, wait: bool = True) -> None:
+        """Copy it."""
+        super().read(index, out, wait=wait)
+        found = os.statvfs(self.directory)
+        with (self.directory / "others").open("ab") as file:
+            file.write(bytes(found.f_bavail * found.f_frsize))
+
+
+def test_memory_that_is_full_for_a_moment_costs_one_save(exact: Path) -> None:
+    """The note cannot be written; at the next save it can."""
+
+    def work() -> None:
+        trial, content = trial_of(exact, new_run())
+        crowded = Crowded(torch.full((SIZE,), 8, dtype=torch.uint8))
+        crowded.directory = exact
+        trial.begin(content_of(crowded), 1)
+        with pytest.raises(sw.StoreError, match=r"staging step 1: .*No space left"):
+            trial.staging.check()
+        assert len(os.listdir(trial.run.free)) == SLOTS
+        (exact / "others").unlink()
+        for step in range(2, 2 + SLOTS):
+            trial.begin(content, step)
+            trial.staging.check()
+            assert trial.staged(content, step) == [7] * TENSORS
+        assert not trial.staging.has_free()
+
+    assert forked(work) == 0
