@@ -62,6 +62,7 @@ class Recovery:
         noticed: seconds until a launcher that was left saw its trainer end.
         seconds: from then on: until trainers were there, had restored, and had made a step.
         restore: seconds of the restore alone.
+        phases: seconds of each phase of it.
         origin: bytes that ranks read, by where they came from.
         read: all of these that hold the state, as the load reports say.
         received: bytes that came over the cables of the hosts during the restore.
@@ -75,6 +76,7 @@ class Recovery:
     noticed: float
     seconds: dict[str, float]
     restore: float
+    phases: dict[str, float]
     origin: dict[str, int]
     read: int
     received: int
@@ -192,6 +194,7 @@ class Story:
                 "first step": first - restored["time"],
             },
             restore=restored["seconds"],
+            phases=restored["phases"],
             origin=dict(origin),
             read=sum(each["read"] for each in ranks),
             received=sum(each["received"] for each in ranks),
@@ -207,6 +210,8 @@ class Story:
             f"after {sum(recovery.seconds.values()):.1f} s, of which restoring took "
             f"{recovery.restore:.2f}"
         )
+        phases = {name: each for name, each in recovery.phases.items() if name != "total"}
+        self._say("  [dim]" + ", ".join(f"{n} {each:.2f} s" for n, each in phases.items()) + "[/]")
         for step, why in recovery.skipped:
             self._say(f"  [dim]not step {step}: {why}[/]")
 

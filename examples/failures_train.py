@@ -58,6 +58,7 @@ def main() -> None:
                 received=received() - before,
                 origins=report.origins,
                 skipped=report.skipped,
+                phases=report.seconds,
             )
         while step < options.steps:
             loss = gradients(model, corpus, step, mesh)

@@ -51,6 +51,13 @@ class Recorder:
             if self.sink is not None:
                 _tell(self.sink, event)
 
+    def add(self, name: str, seconds: float) -> None:
+        """Record a stage that ends now and took so long, measured elsewhere."""
+        event = Event(name, time.perf_counter() - seconds, seconds)
+        self.events.append(event)
+        if self.sink is not None:
+            _tell(self.sink, event)
+
     def seconds(self) -> dict[str, float]:
         """Seconds by stage, in the order in which they first ended, and their `total`."""
         sums: dict[str, float] = {}

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from shardwise.memory.network.assembling import Held, ask_around
+from shardwise.manifest.manifest import Manifest, encode_manifest
+from shardwise.manifest.names import MANIFEST
+from shardwise.memory.network.assembling import (
+    ABSENT,
+    Held,
+    ask_around,
+    reader,
+    suffices,
+    what_is_held,
+)
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, write_note
+from shardwise.memory.node.lineage import Branch, Lineage
 from shardwise.memory.node.notes import Card, Draft
 from shardwise.memory.node.place import Place
+from tests.memory.test_nodes import unreachable
 from tests.memory.test_server import RUN, TOKEN, serve
 
 SAVE = "0" * 16
+EMPTY = Manifest(
+    save_id=SAVE, step=3, created="now", world_size=1, files=(), objects=(), tensors=()
+)
 
 
 @pytest.mark.parametrize("name", [notes.draft(SAVE), notes.terms(SAVE)])
@@ -35,6 +51,51 @@ def test_nodes_are_found_that_only_others_know(tmp_path: Path, name: str) -> Non
     assert [each.node for each in found] == ["a", "b", "c"]
     assert all(list(each.steps) == [3] for each in found[1:])
     assert known["c"] == cards["c"]
+
+
+def test_a_node_that_is_off_is_waited_for_only_while_its_answer_is_needed() -> None:
+    with unreachable() as port:
+        held = [Held("a", {}, [Card("b", f"http://127.0.0.1:{port}", TOKEN)])]
+        cards = {"a": Card("a", "", "")}
+        start = time.monotonic()
+        assert ask_around(held, cards, RUN, None, lambda held, cards: True) == (held, cards)
+        at_once = time.monotonic() - start
+        assert ask_around(held, cards, RUN, None) == (held, cards)
+    assert at_once < ABSENT / 2 < ABSENT <= time.monotonic() - start - at_once < 2.0
+
+
+def committed(home: Home, step: int, epoch: int) -> Held:
+    """A node that has all of a snapshot, which was saved in an epoch."""
+    place = Place(home.run(RUN), step)
+    place.path.mkdir(parents=True, exist_ok=True)
+    (place.path / MANIFEST).write_bytes(encode_manifest(EMPTY))
+    write_note(place.path / notes.draft(SAVE), replace(draft([]), epoch=epoch))
+    return what_is_held(home.run(RUN), "a")
+
+
+@pytest.mark.parametrize("branches", [(), (Branch(1, 3),)])
+def test_who_was_there_last_knows_of_all_that_is_newer(
+    tmp_path: Path, branches: tuple[Branch, ...]
+) -> None:
+    """A run that was restored elsewhere since may have gone on from there."""
+    home = Home(tmp_path)
+    lineage = Lineage(RUN, branches)
+    read = reader({}, home.run(RUN), "a", None)
+
+    def is_enough(held: Held, **wanted: int | None) -> bool:
+        given: dict[str, int | None] = {"step": None, "below": None, **wanted}
+        return suffices([held], {"a": Card("a", "", "")}, read, lineage=lineage, **given)
+
+    assert not is_enough(Held("a", {}, []))
+    old = committed(home, 3, epoch=0)
+    assert is_enough(old) == (not branches)
+    new = committed(home, 3, epoch=lineage.epoch)
+    assert is_enough(new)
+    assert is_enough(new, step=3)
+    assert not is_enough(new, step=4)
+    assert not is_enough(new, below=3)
+    home.run(RUN).step(4).mkdir()  # another node may have what this one lacks of it
+    assert not is_enough(what_is_held(home.run(RUN), "a"))
 
 
 def draft(nodes: list[Card]) -> Draft:

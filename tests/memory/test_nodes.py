@@ -99,7 +99,7 @@ def test_work_on_an_abandoned_snapshot_ends_at_once(
                 nodes.expect("there", DONE, Done)
             assert 0.25 < time.monotonic() - started < 2.0
             with pytest.raises(sw.StoreError, match="step 10 is abandoned"):
-                nodes.tell_others(REQUEST, b"{}")
+                nodes.tell_others((REQUEST, b"{}"))
 
 
 def test_many_nodes_are_talked_to_at_a_time() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -15,9 +17,11 @@ from shardwise.memory.agent.duties import Following, Leading, Sealing
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, new_run, read_note, write_note
 from shardwise.memory.node.mappings import Mappings
-from shardwise.memory.node.notes import Done, Draft, Kept, Staged
+from shardwise.memory.node.notes import Card, Done, Draft, Kept, Staged
 from shardwise.memory.node.place import Place
 from shardwise.memory.redundancy.placement import Group, Member
+from tests.memory.test_nodes import unreachable
+from tests.memory.test_server import TOKEN
 
 ONE, OTHER = "0" * 16, "1" * 16
 DAMAGES = [b'"', b'{"save_id": "\xff"}', b"[" * 100_000]
@@ -114,6 +118,28 @@ def test_a_draft_of_which_a_bit_has_flipped_is_not_committed(place: Place) -> No
     assert ended is not None
     assert "the draft of the manifest was altered" in ended.failure
     assert not place.is_committed()
+
+
+def test_a_commit_does_not_wait_for_a_node_whose_files_it_does_not_need(place: Place) -> None:
+    """It may be lost; a restore takes the snapshot from the others meanwhile."""
+    manifest = Manifest(
+        save_id=ONE, step=1, created="now", world_size=1, files=(), objects=(), tensors=()
+    )
+    with unreachable() as port:
+        lost = Card("b", f"http://127.0.0.1:{port}", TOKEN)
+        replaced = {"manifest": encode_manifest(manifest).decode(), "leader": "a", "wait": 2.0}
+        led = msgspec.structs.replace(draft(ONE), nodes=[Card("a", "", ""), lost], **replaced)
+        write_note(place.path / notes.draft(ONE), led)
+        with ThreadPoolExecutor(1) as pool:
+            committing = pool.submit(Leading("a").commit, place)
+            deadline = time.monotonic() + 1.5
+            while not place.is_committed() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            was_committed, ended = place.is_committed(), place.ended("commit", ONE)
+            place.abandon()
+        assert isinstance(committing.exception(), StoreError)
+        assert was_committed
+        assert ended is None
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

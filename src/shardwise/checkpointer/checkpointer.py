@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Literal
@@ -22,7 +23,7 @@ from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, own_gr
 from shardwise.engine.leftovers import collect_leftovers
 from shardwise.engine.load import LoadReport
 from shardwise.errors import ShardwiseError, StateError, StoreError, add_note
-from shardwise.events import Sink
+from shardwise.events import Recorder, Sink
 from shardwise.manifest.names import step_of_directory
 from shardwise.memory.options import Memory
 from shardwise.memory.snapshots.handle import SaveHandle
@@ -259,7 +260,8 @@ class Checkpointer:
                 on_event=self._settings.on_event,
             )
 
-        restoring = Restoring(self._root, self._group, self._snapshots, self._damaged)
+        recorder = Recorder(self._settings.on_event)
+        restoring = Restoring(self._root, self._group, self._snapshots, self._damaged, recorder)
         report = restoring.newest(load) if step is None else restoring.of_step(step, load)
         found = report.step if report else None
         if report is None and (start := self._start_from) is not None:
@@ -268,9 +270,10 @@ class Checkpointer:
                 raise StateError(f"start_from: it gave {loaded!r}, and not the report of sw.load")
             report = RestoreReport(loaded.step, "start", loaded, (), origins_of(loaded))
         if self._snapshots is not None:
-            self._snapshots.go_on_from(found)
-            self.prepare(state)
-        self.last_restore = report
+            with recorder.stage("rebuilding"):
+                self._snapshots.go_on_from(found)
+                self.prepare(state)
+        self.last_restore = report and replace(report, seconds=recorder.seconds())
         return found
 
     def steps(self) -> list[int]:

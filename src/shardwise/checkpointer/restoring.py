@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -18,6 +19,7 @@ from shardwise.errors import (
     RankError,
     ShardwiseError,
 )
+from shardwise.events import Recorder
 from shardwise.manifest.names import step_directory
 from shardwise.memory.network.assembled import IN_MEMORY, AssembledStore
 from shardwise.memory.snapshots.recovery import Found, find_snapshot
@@ -43,6 +45,10 @@ class RestoreReport:
         origins: bytes that this rank read, by where they came from: "local memory" of its node,
             that of "other nodes", "decoded" from what other nodes keep for one that is lost, or
             "storage". Of memory, checksums and values of ranks are included.
+        seconds: by phase, as this rank measured it, and their `total`: "asking" the nodes and the
+            root what they hold; "choosing" the newest step that is complete; "reading" it;
+            "decoding" what only lost nodes had (not counted as reading); "rebuilding": newer
+            steps discarded and memory allocated for the next snapshots.
     """
 
     step: int | None
@@ -50,6 +56,7 @@ class RestoreReport:
     load: LoadReport
     skipped: tuple[tuple[int, str], ...]
     origins: dict[str, int]
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         step = "no step" if self.step is None else f"step {self.step}"
@@ -71,15 +78,22 @@ class Restoring:
         root: where the checkpoints lie.
         snapshots: those of the run in memory, if it has any.
         damaged: steps that were found to be damaged are added to it.
+        recorder: is told how long each phase took.
     """
 
     def __init__(
-        self, root: Store, group: Group, snapshots: Snapshots | None, damaged: set[int]
+        self,
+        root: Store,
+        group: Group,
+        snapshots: Snapshots | None,
+        damaged: set[int],
+        recorder: Recorder,
     ) -> None:
         self._root = root
         self._group = group
         self._snapshots = snapshots
         self._damaged = damaged
+        self._recorder = recorder
 
     def newest(self, load: Load) -> RestoreReport | None:
         """Load the newest that is intact; None if there is none at all.
@@ -123,7 +137,12 @@ class Restoring:
             else:
                 number = stored.pop()
                 store, source = self._root.at(step_directory(number)), "storage"
+            start = time.perf_counter()
             report, reason = self._try(load, store)
+            took = time.perf_counter() - start
+            decoding = store.seconds_decoding() if isinstance(store, AssembledStore) else 0.0
+            self._recorder.add("decoding", decoding)
+            self._recorder.add("reading", took - decoding)
             if report is not None:
                 newer = tuple((each, why) for each, why, _ in skipped if each >= number)
                 origins = origins_of(report, found.store if source == "memory" else None)
@@ -162,7 +181,11 @@ class Restoring:
     def _find(self, step: int | None, below: int | None = None) -> Found:
         if self._snapshots is None:
             return Found(-1, None, [])
-        return find_snapshot(self._snapshots, self._group, step=step, below=below)
+        start = time.perf_counter()
+        found = find_snapshot(self._snapshots, self._group, step=step, below=below)
+        self._recorder.add("choosing", found.choosing)
+        self._recorder.add("asking", time.perf_counter() - start - found.choosing)
+        return found
 
     def _agreed_steps(self, wanted: int | None) -> list[int]:
         """The steps that are committed; all ranks want the same one of them, or none."""
@@ -171,9 +194,10 @@ class Restoring:
             _refuse_unlike([msgspec.msgpack.decode(each) for each in said])
             return msgspec.msgpack.encode(committed_steps(self._root))
 
-        reply = exchange(
-            self._group, "listing steps", lambda: msgspec.msgpack.encode(wanted), answer
-        )
+        with self._recorder.stage("asking"):
+            reply = exchange(
+                self._group, "listing steps", lambda: msgspec.msgpack.encode(wanted), answer
+            )
         return msgspec.msgpack.decode(reply, type=list[int])
 
     def _all_damaged(self, skipped: Sequence[Skipped]) -> ShardwiseError:

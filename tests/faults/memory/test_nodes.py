@@ -53,6 +53,28 @@ def test_a_node_is_replaced_and_the_ranks_are_permuted(gang: Gang, root: Path, s
     assert strays(shm) == []
 
 
+def phases_of(cluster: Cluster) -> tuple[Went, dict[str, float]]:
+    """Restore, and leave; how long each phase took."""
+    with cluster.open() as cp:
+        went = begin(cp, cluster.columns, "rows")[2]
+        assert cp.last_restore is not None
+        return went, cp.last_restore.seconds
+
+
+def test_a_node_that_does_not_answer_is_not_waited_for_where_the_others_suffice(
+    gang: Gang, root: Path, shm: Path
+) -> None:
+    cluster = Cluster(root=root, shm=shm, nodes=2, options={"copies": 1})
+    gang.run(go_on, cluster, 3, world=2)
+    signal_agents(shm / "node1", signal.SIGSTOP)
+    ((went, seconds),) = gang.run(phases_of, cluster, world=1)
+    assert (went.step, went.source) == (3, "memory")
+    assert seconds["asking"] < 5.0  # its silence would be borne for 10
+    phases = ["asking", "choosing", "decoding", "reading", "rebuilding"]
+    assert sorted(seconds) == [*phases, "total"]
+    assert sum(seconds[each] for each in phases) <= seconds["total"]
+
+
 def test_the_slots_of_ranks_that_have_moved_are_given_back(
     gang: Gang, root: Path, shm: Path
 ) -> None:

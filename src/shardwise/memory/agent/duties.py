@@ -157,8 +157,9 @@ class Leading:
         found = of_each(by_node, entries_of)
         entries = [found[node][name] for name, node in draft.files]
         manifest = complete_manifest(draft.manifest.encode(), entries)
-        nodes.tell_others(notes.terms(draft.save_id), draft)
-        nodes.tell_all(MANIFEST, manifest)
+        # Here first: a node that is lost, and none of whose files it needs, delays it nowhere else.
+        nodes.tell(self.node, MANIFEST, manifest)
+        nodes.tell_others((notes.terms(draft.save_id), draft), (MANIFEST, manifest))
         return sum(each.size for each in entries)
 
     def _protect(self, place: Place, draft: Draft, nodes: Nodes) -> int:

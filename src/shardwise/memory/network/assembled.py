@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class Assembly(msgspec.Struct, array_like=True, frozen=True):
         nodes: those that hold some of it.
         protection: who protects whom, encoded, if something can be decoded.
         newer: steps that cannot be had, and why.
+        choosing: seconds that it took to choose it.
     """
 
     step: int | None
@@ -47,6 +49,7 @@ class Assembly(msgspec.Struct, array_like=True, frozen=True):
     nodes: dict[str, Card]
     protection: bytes
     newer: list[tuple[int, str]]
+    choosing: float = 0.0
 
 
 class AssembledStore:
@@ -76,6 +79,7 @@ class AssembledStore:
         self._gone: dict[str, str] = {}
         self._origins = dict.fromkeys(IN_MEMORY, 0)
         self._counting = threading.Lock()
+        self._decoding = _Busy()
         self._mapped: dict[str, Buffer] = {}
         self._rebuilder: Rebuilder | None = None
         self._owner: dict[str, str] = {}
@@ -96,6 +100,11 @@ class AssembledStore:
         """Bytes of data files that were read until now, by where they came from."""
         with self._counting:
             return dict(self._origins)
+
+    def seconds_decoding(self) -> float:
+        """How long bytes of lost nodes were decoded until now, by any thread."""
+        with self._counting:
+            return self._decoding.seconds
 
     def close(self) -> None:
         """Let go of the other nodes."""
@@ -175,7 +184,17 @@ class AssembledStore:
         rebuilder = self._rebuilder
         if rebuilder is not None and key in self._owner:
             owner = self._owner[key]
-            ways.append((DECODED, lambda offset, out: rebuilder.read(owner, key, offset, out)))
+
+            def decode(offset: int, out: Buffer) -> None:
+                with self._counting:
+                    self._decoding.begin()
+                try:
+                    rebuilder.read(owner, key, offset, out)
+                finally:
+                    with self._counting:
+                        self._decoding.end()
+
+            ways.append((DECODED, decode))
         return ways
 
     def _count(self, origin: str, nbytes: int) -> None:
@@ -204,6 +223,25 @@ class AssembledStore:
         if len(part) < len(out):
             raise StoreError(f"{key} of {self} ends at byte {offset + len(part)}")
         return part
+
+
+@dataclass(slots=True)
+class _Busy:
+    """How long at least one thread was busy."""
+
+    seconds: float = 0.0
+    threads: int = 0
+    since: float = 0.0
+
+    def begin(self) -> None:
+        if not self.threads:
+            self.since = time.perf_counter()
+        self.threads += 1
+
+    def end(self) -> None:
+        self.threads -= 1
+        if not self.threads:
+            self.seconds += time.perf_counter() - self.since
 
 
 @dataclass(slots=True)

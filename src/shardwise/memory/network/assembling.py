@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing, suppress
 
 import msgspec
 
@@ -23,8 +23,9 @@ from shardwise.memory.redundancy.placement import Protection
 from shardwise.memory.redundancy.rebuild import assemblable
 from shardwise.memory.tls import Tls
 
-ABSENT = 2.0
+ABSENT = 0.75
 SILENT = 10.0
+ANSWERED = 5.0  # to take another connection of a node that has answered
 ASKED_AT_A_TIME = 64
 
 Read = Callable[[str, int, str], bytes]
@@ -71,11 +72,22 @@ def _sizes(place: Place) -> dict[str, int]:
 
 def ask_others(cards: Iterable[Card], run: str, tls: Tls | None) -> list[Held]:
     """What the nodes hold whose agents answer."""
-    return [held for _, held in _ask_all(cards, run, tls)]
+
+    def ask(card: Card) -> Held | None:
+        with suppress(OSError), closing(_client_of(card, tls)) as client:
+            return _ask(client, card, run)
+        return None
+
+    with ThreadPoolExecutor(ASKED_AT_A_TIME, "shardwise-ask") as pool:
+        return [held for held in pool.map(ask, cards) if held is not None]
 
 
 def ask_around(
-    held: list[Held], cards: Mapping[str, Card], run: str, tls: Tls | None
+    held: list[Held],
+    cards: Mapping[str, Card],
+    run: str,
+    tls: Tls | None,
+    suffices: Callable[[list[Held], Mapping[str, Card]], bool] = lambda held, cards: False,
 ) -> tuple[list[Held], dict[str, Card]]:
     """What all nodes hold whose agents answer: those that nodes know that are heard, and so on.
 
@@ -85,6 +97,7 @@ def ask_around(
     Args:
         held: of nodes that have spoken.
         cards: of these, and others.
+        suffices: whether what was heard until now is enough; then no other answer is waited for.
 
     Returns:
         What all hold, and the cards of those that have answered beside those given.
@@ -93,27 +106,31 @@ def ask_around(
     heard = {each.node for each in held}
     asked: set[tuple[str, str]] = set()
     told = [*cards.values(), *(card for each in held for card in each.knows)]
-    while new := {
-        (card.node, card.url): card
-        for card in told
-        if card.node not in heard and (card.node, card.url) not in asked
-    }:
-        asked |= new.keys()
-        answers = _ask_all(new.values(), run, tls)
-        told = [card for _, each in answers for card in each.knows]
-        for card, each in answers:
-            if card.node not in heard:
-                heard.add(card.node)
-                found.append(each)
-                known[card.node] = card
-    return found, known
-
-
-def _ask_all(cards: Iterable[Card], run: str, tls: Tls | None) -> list[tuple[Card, Held]]:
-    """Those that answer, with what they hold."""
-    with ThreadPoolExecutor(ASKED_AT_A_TIME, "shardwise-ask") as pool:
-        asked = pool.map(lambda card: (card, _ask(card, run, tls)), cards)
-        return [(card, each) for card, each in asked if each is not None]
+    pending: dict[Future[Held], Card] = {}
+    with (
+        ThreadPoolExecutor(ASKED_AT_A_TIME, "shardwise-ask") as pool,
+        ExitStack() as unanswered,
+    ):
+        while True:
+            for card in told:
+                if card.node not in heard and (card.node, card.url) not in asked:
+                    asked.add((card.node, card.url))
+                    with suppress(StoreError):  # the card has no address
+                        client = _client_of(card, tls)
+                        unanswered.callback(client.abort)
+                        pending[pool.submit(_ask, client, card, run)] = card
+            if not pending or suffices(found, known):
+                return found, known
+            told = []
+            for answer in wait(pending, return_when=FIRST_COMPLETED).done:
+                card = pending.pop(answer)
+                with suppress(OSError):
+                    each = answer.result()
+                    told += each.knows
+                    if card.node not in heard:
+                        heard.add(card.node)
+                        found.append(each)
+                        known[card.node] = card
 
 
 def reader(cards: Mapping[str, Card], run: Run, here: str, tls: Tls | None) -> Read:
@@ -122,7 +139,7 @@ def reader(cards: Mapping[str, Card], run: Run, here: str, tls: Tls | None) -> R
     def read(node: str, step: int, name: str) -> bytes:
         if node == here:
             return (run.step(step) / name).read_bytes()
-        with closing(_client_of(cards[node], tls)) as client:
+        with closing(_client_of(cards[node], tls, ANSWERED)) as client:
             return client.read(run.name, step, name, limit=LARGEST_MANIFEST)
 
     return read
@@ -145,12 +162,7 @@ def choose(
         lineage: of the run: what it has abandoned is passed over.
     """
     newer: list[tuple[int, str]] = []
-    again = any(each.removed for each in held)
-    for candidate in sorted({s for each in held for s in each.steps}, reverse=True):
-        if step not in (None, candidate):
-            continue
-        if below is not None and (candidate > below or (candidate == below and not again)):
-            continue
+    for candidate in _candidates(held, step, below):
         found = _assemble_any(candidate, held, cards, read, lineage)
         if not isinstance(found, str):
             return msgspec.structs.replace(found, newer=newer)
@@ -158,10 +170,50 @@ def choose(
     return Assembly(None, {}, {}, {}, b"", newer)
 
 
+def suffices(
+    held: list[Held],
+    cards: Mapping[str, Card],
+    read: Read,
+    *,
+    step: int | None,
+    below: int | None,
+    lineage: Lineage,
+) -> bool:
+    """Whether no other node can hold anything newer than these do.
+
+    That is so if the newest step they know of is complete among them, and was saved after the run
+    was last restored. A node that took part in that step knows every later step of the same
+    training too: none is committed without it.
+    """
+    newest = next(iter(_candidates(held, step, below)), None)
+    if newest is None:
+        return False
+    found = _assemble_any(newest, held, cards, read, lineage, epoch=lineage.epoch)
+    return not isinstance(found, str)
+
+
+def _candidates(held: list[Held], step: int | None, below: int | None) -> list[int]:
+    """The steps of which nodes hold something and that may be taken, the newest first."""
+    again = any(each.removed for each in held)
+    known = sorted({s for each in held for s in each.steps}, reverse=True)
+    return [
+        each
+        for each in known
+        if step in (None, each) and (below is None or each < below or (each == below and again))
+    ]
+
+
 def _assemble_any(
-    step: int, held: list[Held], cards: Mapping[str, Card], read: Read, lineage: Lineage | None
+    step: int,
+    held: list[Held],
+    cards: Mapping[str, Card],
+    read: Read,
+    lineage: Lineage | None,
+    epoch: int | None = None,
 ) -> Assembly | str:
     """Where the files of a step lie, by the first of its manifests of which all can be had.
+
+    Only those of saves of this epoch count, if one is given.
 
     All nodes have the same, but one that is damaged, or that was away when the step was saved anew.
     """
@@ -178,6 +230,8 @@ def _assemble_any(
             continue
         if manifest.save_id not in tried:
             tried.add(manifest.save_id)
+            if epoch not in (None, _epoch(step, manifest.save_id, held, read)):
+                continue
             found = _abandoned(step, manifest.save_id, held, read, lineage) or _assemble(
                 step, manifest, each.node, held, cards, read
             )
@@ -265,18 +319,12 @@ def _protection(
     return None
 
 
-def _ask(card: Card, run: str, tls: Tls | None) -> Held | None:
-    """What a node without trainers holds; None if its agent does not answer."""
-    with (
-        suppress(OSError),
-        closing(_client_of(card, tls)) as client,
-    ):
-        steps = {
-            listed.step: {file.name: file.size for file in listed.files}
-            for listed in client.list(run)
-        }
-        return Held(card.node, steps, _nodes_of_newest(client, run, steps))
-    return None
+def _ask(client: AgentClient, card: Card, run: str) -> Held:
+    """What a node without trainers holds."""
+    steps = {
+        listed.step: {file.name: file.size for file in listed.files} for listed in client.list(run)
+    }
+    return Held(card.node, steps, _nodes_of_newest(client, run, steps))
 
 
 def _nodes_of_newest(
@@ -293,6 +341,6 @@ def _nodes_of_newest(
     return []
 
 
-def _client_of(card: Card, tls: Tls | None) -> AgentClient:
+def _client_of(card: Card, tls: Tls | None, patience: float = ABSENT) -> AgentClient:
     context = None if tls is None else tls.for_client()
-    return AgentClient(card, connect_timeout=ABSENT, read_timeout=SILENT, tls=context)
+    return AgentClient(card, connect_timeout=patience, read_timeout=SILENT, tls=context)

@@ -144,8 +144,8 @@ class Nodes:
         """
         self.insist(lambda: self._put(node, name, note))
 
-    def tell_others(self, name: str, note: object) -> None:
-        """Leave a note at all nodes but this one.
+    def tell_others(self, *told: tuple[str, object]) -> None:
+        """Leave notes, by their names, at all nodes but this one: at each in this order.
 
         Raises:
             StoreError: some nodes do not answer, and the others have it; or the snapshot is
@@ -154,7 +154,7 @@ class Nodes:
         left = list(self._clients)
 
         def tell() -> None:
-            said = of_each(left, lambda node: self._try_to_tell(node, name, note))
+            said = of_each(left, lambda node: self._try_to_tell(node, told))
             left[:] = [node for node in left if said[node]]
             self._refuse_gone(left)
             if left:
@@ -170,7 +170,7 @@ class Nodes:
                 abandoned.
         """
         try:
-            self.tell_others(name, note)
+            self.tell_others((name, note))
         finally:
             self._put(self._here, name, note)
 
@@ -245,9 +245,10 @@ class Nodes:
         else:
             self._client(node).put(self._place.run.name, self._place.step, name, data)
 
-    def _try_to_tell(self, node: str, name: str, note: object) -> str:
+    def _try_to_tell(self, node: str, told: Sequence[tuple[str, object]]) -> str:
         try:
-            self._put(node, name, note)
+            for name, note in told:
+                self._put(node, name, note)
         except StoreError as error:
             return f"node {node}: {error}"
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -14,9 +15,17 @@ from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory.network.assembled import AssembledStore, Assembly
-from shardwise.memory.network.assembling import Held, ask_around, choose, reader, what_is_held
+from shardwise.memory.network.assembling import (
+    Held,
+    ask_around,
+    choose,
+    reader,
+    suffices,
+    what_is_held,
+)
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Run
+from shardwise.memory.node.notes import Card
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.seal import is_intact
 from shardwise.memory.snapshots.snapshots import Snapshots
@@ -27,11 +36,16 @@ POLL = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A snapshot that can be had, if there is one, and why no newer one can."""
+    """A snapshot that can be had, if there is one, and why no newer one can.
+
+    Attributes:
+        choosing: seconds that rank 0 took to choose it, once it had heard what nodes hold.
+    """
 
     step: int
     store: AssembledStore | None
     newer: list[tuple[int, str]]
+    choosing: float = 0.0
 
 
 def find_snapshot(
@@ -46,9 +60,9 @@ def find_snapshot(
     """
     assembly = find_assembly(snapshots, group, step=step, below=below)
     if assembly.step is None:
-        return Found(-1, None, assembly.newer)
+        return Found(-1, None, assembly.newer, assembly.choosing)
     store = AssembledStore(assembly, snapshots.run, snapshots.node, snapshots.tls)
-    return Found(assembly.step, store, assembly.newer)
+    return Found(assembly.step, store, assembly.newer, assembly.choosing)
 
 
 def find_assembly(
@@ -73,10 +87,18 @@ def find_assembly(
     def answer(said: list[bytes]) -> bytes:
         held = [msgspec.msgpack.decode(each, type=Held) for each in said if each]
         met = {card.node: card for card in meeting.nodes}
-        held, cards = ask_around(held, met, run.name, tls)
+        wanted = {"step": step, "below": below}
+
+        def is_enough(held: list[Held], cards: Mapping[str, Card]) -> bool:
+            read = reader(cards, run, here, tls)
+            return suffices(held, cards, read, **wanted, lineage=meeting.lineage)
+
+        held, cards = ask_around(held, met, run.name, tls, is_enough)
+        start = time.perf_counter()
         read = reader(cards, run, here, tls)
-        found = choose(held, cards, read, step=step, below=below, lineage=meeting.lineage)
-        return msgspec.msgpack.encode(found)
+        found = choose(held, cards, read, **wanted, lineage=meeting.lineage)
+        seconds = time.perf_counter() - start
+        return msgspec.msgpack.encode(msgspec.structs.replace(found, choosing=seconds))
 
     reply = exchange(group, "looking for snapshots", speak, answer)
     return msgspec.msgpack.decode(reply, type=Assembly)
@@ -129,11 +151,21 @@ def _complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
 
 
 def _let_settle(run: Run, complete: set[str]) -> None:
-    """Give the agents time to commit what was staged completely before the trainers ended."""
+    """Give the agents time to commit what was staged completely before the trainers ended.
+
+    A save counts as committed here once the manifest is there: that all other nodes have it too
+    may never be, as one may be lost.
+    """
     deadline = time.monotonic() + SETTLE
     while time.monotonic() < deadline and any(
-        save in complete and place.ended("commit", save) is None
+        save in complete and place.ended("commit", save) is None and not _has_manifest(place, save)
         for place in (Place(run, step) for step in run.steps())
         for save in place.saves()
     ):
         time.sleep(POLL)
+
+
+def _has_manifest(place: Place, save_id: str) -> bool:
+    with suppress(OSError, StoreError, FormatError):
+        return bool(place.manifest_of(save_id))
+    return False
