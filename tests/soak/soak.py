@@ -133,6 +133,7 @@ class Soak:
             journal=str(self._disk / f"journal-{number}"),
             seed=chance.randrange(1 << 30),
             axis=chance.randrange(2),
+            staging_bytes=chance.choice((1 << 20, 4 << 20, 64 << 20)),
             steps=1000 if kind.ends_training and dying is None else steps,
             overlap=chance.random() < 0.5,
             dies_saving=dying,

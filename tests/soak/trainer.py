@@ -22,6 +22,8 @@ import torch.distributed as dist
 import shardwise as sw
 
 SHAPE = (768, 1152)
+TENSORS = 6
+"""That a rank's file takes many reads, slots of the ranks that read it together, and blocks."""
 EVERY = 20
 SLOTS = 2
 FAILED = 1
@@ -37,7 +39,8 @@ class Orders:
     Attributes:
         cycle: its number, which all that it saves bears.
         nodes: the directory of each rank's node.
-        axis: by which the state is divided.
+        axis: by which the first tensor is divided; the next one is by the other, and so on.
+        staging_bytes: the memory that ranks read into.
         steps: how many to train, unless something ends it before.
         overlap: copy while the training goes on.
         dies_saving: the rank that is killed while it saves, and at which of its steps.
@@ -50,6 +53,7 @@ class Orders:
     journal: str
     seed: int
     axis: int
+    staging_bytes: int
     steps: int
     overlap: bool
     dies_saving: tuple[int, int] | None = None
@@ -88,11 +92,15 @@ def lines_of(journal: Path) -> list[Line]:
     return []
 
 
-def reference(step: int, cycle: int, box: sw.Box) -> torch.Tensor:
-    """Values that tell where, when, and in which cycle they were saved."""
+def index_of(box: sw.Box) -> torch.Tensor:
+    """Values that tell where they belong in a tensor."""
     at = [torch.arange(low, low + size) for low, size in zip(box.offset, box.shape, strict=True)]
-    index = at[0][:, None] * SHAPE[1] + at[1][None, :]
-    return (index + (step * 7919 + cycle * 104729) % 8_000_000).to(torch.float32)
+    return (at[0][:, None] * SHAPE[1] + at[1][None, :]).to(torch.float32)
+
+
+def shift_of(step: int, cycle: int, tensor: int) -> int:
+    """What is added to them: tells when, in which cycle, and in which tensor they were saved."""
+    return (step * 7919 + cycle * 104729 + tensor * 1299709) % 8_000_000
 
 
 def box_of(axis: int) -> sw.Box:
@@ -106,23 +114,24 @@ def box_of(axis: int) -> sw.Box:
 
 
 class State:
-    """A tensor that is divided, one that all have, and numbers: all functions of step and cycle."""
+    """Tensors that are divided, one that all have, and numbers: all functions of step and cycle."""
 
     def __init__(self, axis: int) -> None:
-        self._box = box_of(axis)
-        self._mine = torch.zeros(self._box.shape)
-        self._common = torch.zeros(64, SHAPE[1])
+        boxes = [box_of((axis + i) % 2) for i in range(TENSORS)]
+        boxes.append(sw.Box((0, 0), (64, SHAPE[1])))
+        self._index = [index_of(box) for box in boxes]
+        self._tensors = [torch.zeros(box.shape) for box in boxes]
         self.values: dict[str, Any] = {
-            "mine": sw.Shards(SHAPE, torch.float32, [(self._box, self._mine)]),
-            "common": self._common,
-            "step": -1,
-            "cycle": -1,
+            f"t{i}": sw.Shards(SHAPE, torch.float32, [(box, tensor)])
+            for i, (box, tensor) in enumerate(zip(boxes, self._tensors, strict=True))
+            if i < TENSORS
         }
+        self.values |= {"common": self._tensors[-1], "step": -1, "cycle": -1}
 
     def become(self, step: int, cycle: int) -> None:
         """In place, as an optimizer would."""
-        self._mine.copy_(reference(step, cycle, self._box))
-        self._common.copy_(reference(step, cycle, sw.Box((0, 0), (64, SHAPE[1]))))
+        for i, (index, tensor) in enumerate(zip(self._index, self._tensors, strict=True)):
+            torch.add(index, shift_of(step, cycle, i), out=tensor)
         self.values |= {"step": step, "cycle": cycle}
 
     def wrong(self, step: int) -> str:
@@ -130,14 +139,10 @@ class State:
         said, cycle = self.values["step"], self.values["cycle"]
         if said != step:
             return f"restored step {step}, and it says it is {said}"
-        common = sw.Box((0, 0), (64, SHAPE[1]))
-        for name, found, box in (
-            ("mine", self._mine, self._box),
-            ("common", self._common, common),
-        ):
-            differ = int((found != reference(step, cycle, box)).sum())
+        for i, (index, tensor) in enumerate(zip(self._index, self._tensors, strict=True)):
+            differ = int((tensor != index + shift_of(step, cycle, i)).sum())
             if differ:
-                return f"step {step} of cycle {cycle}: {differ} wrong values in {name}, {box}"
+                return f"step {step} of cycle {cycle}: {differ} wrong values in tensor {i}"
         return ""
 
 
@@ -167,7 +172,12 @@ def attempt(orders: Orders, journal: Journal) -> None:
     )
     keep = sw.Keep(last=2)
     with sw.Checkpointer(
-        orders.root, keep=keep, save_every=EVERY, memory=memory, timeout=TIMEOUT
+        orders.root,
+        keep=keep,
+        save_every=EVERY,
+        memory=memory,
+        staging_bytes=orders.staging_bytes,
+        timeout=TIMEOUT,
     ) as checkpointer:
         journal.write("open")
         state = State(orders.axis)

@@ -18,6 +18,7 @@ from shardwise.errors import (
     MismatchError,
     RankError,
     ShardwiseError,
+    described,
 )
 from shardwise.events import Recorder
 from shardwise.manifest.names import step_directory
@@ -164,19 +165,26 @@ class Restoring:
             failure = error
 
         def speak() -> bytes:
-            damage = str(failure) if isinstance(failure, _DAMAGE) else ""
-            other = failure is not None and not isinstance(failure, (*_DAMAGE, RankError))
+            damage = other = ""
+            if isinstance(failure, _DAMAGE):
+                damage = str(failure)
+            elif failure is not None and not isinstance(failure, RankError):
+                other = described(failure)
             return msgspec.msgpack.encode((damage, other))
 
         def answer(said: list[bytes]) -> bytes:
-            heard = [msgspec.msgpack.decode(each, type=tuple[str, bool]) for each in said]
+            heard = [msgspec.msgpack.decode(each, type=tuple[str, str]) for each in said]
+            failed = {rank: other for rank, (_, other) in enumerate(heard) if other}
             damage = next((text for text, _ in heard if text), "")
-            return b"" if any(other for _, other in heard) else damage.encode()
+            return msgspec.msgpack.encode(("" if failed else damage, failed))
 
-        reason = exchange(self._group, "restoring", speak, answer).decode()
+        reply = exchange(self._group, "restoring", speak, answer)
+        reason, failed = msgspec.msgpack.decode(reply, type=tuple[str, dict[int, str]])
         if failure is not None and not reason:
             raise failure
-        return report, reason
+        if failed:
+            raise RankError("restoring", failed)
+        return (None if reason else report), reason
 
     def _find(self, step: int | None, below: int | None = None) -> Found:
         if self._snapshots is None:

@@ -279,12 +279,16 @@ class Snapshots:
             self._raise_failures()
             self._begun.settle()
             self._begun.await_removal()
-            if self._presence.is_followed():
-                return b"kept"
-            return b"held" if self.run.steps() else b""
+            return msgspec.msgpack.encode(
+                (self._presence.is_followed(), bool(self.run.steps()), self._begun.ends_durable())
+            )
 
-        held = exchange(self._group, "finishing what was begun", speak, max)
-        if not held or (held != b"kept" and self._begun.ends_durable()):
+        def answer(said: list[bytes]) -> bytes:
+            heard = [msgspec.msgpack.decode(each, type=tuple[bool, bool, bool]) for each in said]
+            followed, held, durable = zip(*heard, strict=True)
+            return b"1" if not any(followed) and (all(durable) or not any(held)) else b""
+
+        if exchange(self._group, "finishing what was begun", speak, answer):
             self._give_back()
 
         def tell() -> bytes:
