@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -59,23 +60,114 @@ def test_an_empty_root_restores_nothing(tmp_path: Path) -> None:
 
 
 def test_a_run_starts_from_another_until_it_has_something_of_its_own(tmp_path: Path) -> None:
+    """And goes on with its step."""
     sw.save(tmp_path / "base", state(7), step=100)
+    fill(tmp_path / "root", 50, 100)
     for start in (
         tmp_path / "base",
+        tmp_path / "root",
         lambda target: sw.load(tmp_path / "base", target),
     ):
         target = state(0)
         with sw.Checkpointer(tmp_path / "run", start_from=start, memory=None) as checkpointer:
-            assert checkpointer.restore(target) is None
+            assert checkpointer.restore(target) == 100
             assert checkpointer.last_restore is not None
             assert checkpointer.last_restore.source == "start"
             assert checkpointer.last_restore.step == 100
-    assert target == {"t": target["t"], "step": 7}
+        assert target["step"] == (100 if start == tmp_path / "root" else 7)
     assert target["t"].tolist() == [7.0] * 1000
     with sw.Checkpointer(tmp_path / "run", start_from=start, memory=None) as checkpointer:
         checkpointer.save(1, state(1))
         assert checkpointer.restore(target) == 1
     assert target["t"][0] == 1
+
+
+def training(value: float) -> dict[str, Any]:
+    model = torch.nn.Linear(3, 2)
+    torch.nn.init.constant_(model.weight, value)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_a_run_that_starts_from_weights_alone_begins_at_the_beginning(tmp_path: Path) -> None:
+    base, target = training(1.0), training(2.0)
+    sw.save(tmp_path / "base", base, step=100)
+
+    def weights(state: Any) -> sw.LoadReport:
+        return sw.load(tmp_path / "base", {"model": state["model"]})
+
+    with sw.Checkpointer(tmp_path / "a", start_from=weights, memory=None) as checkpointer:
+        assert checkpointer.restore(target) is None
+        assert checkpointer.last_restore is not None
+        assert checkpointer.last_restore.step == 100
+    assert torch.equal(target["model"].weight, base["model"].weight)
+    start = tmp_path / "base"
+    with sw.Checkpointer(tmp_path / "b", start_from=start, memory=None) as checkpointer:
+        assert checkpointer.restore(target, only=["model.*"]) is None
+        assert checkpointer.restore(target) == 100
+    moments = [each["optimizer"].state_dict()["state"][0]["exp_avg"] for each in (base, target)]
+    assert torch.equal(*moments)
+
+
+def test_restore_chooses_and_converts(tmp_path: Path) -> None:
+    keep = sw.Keep(last=9, best=sw.Best("loss"))
+    with sw.Checkpointer(tmp_path, keep=keep, memory=None) as checkpointer:
+        assert checkpointer.best() is None
+        for step, loss in ((3, 0.5), (4, 0.25), (5, 1.0)):
+            checkpointer.save(step, state(step), metrics={"loss": loss})
+        assert checkpointer.best() == 4
+        target = {"new": torch.zeros(1000, dtype=torch.float64), "step": -1, "other": 1}
+        options: dict[str, Any] = {"rename": {"new": "t"}, "cast": True, "only": ["new", "step"]}
+        assert checkpointer.restore(target, step="best", skip=["step"], **options) == 4
+        assert target["new"].tolist() == [4.0] * 1000
+        assert (target["step"], target["other"]) == (-1, 1)
+        assert checkpointer.restore(target, step=sw.Best("loss", mode="max"), **options) == 5
+        assert (target["step"], target["new"][0]) == (5, 5)
+        assert checkpointer.restore(target, step=np.int64(4), **options) == 4
+        with pytest.raises(sw.CheckpointNotFoundError, match="'accuracy'"):
+            checkpointer.restore(target, step=sw.Best("accuracy"))
+        with pytest.raises(sw.StateError, match="'first'"):
+            checkpointer.restore(target, step="first")  # type: ignore[arg-type]
+    with sw.Checkpointer(tmp_path, memory=None) as checkpointer:
+        for ask in (checkpointer.best, lambda: checkpointer.restore({}, step="best")):
+            with pytest.raises(sw.StateError, match="Keep"):
+                ask()
+
+
+def test_a_chosen_step_that_is_damaged_is_said_to_be(tmp_path: Path) -> None:
+    fill(tmp_path, 1, 2)
+    damage(tmp_path, 1)
+    with (
+        sw.Checkpointer(tmp_path, memory=None) as checkpointer,
+        pytest.raises(sw.CorruptionError, match="step 1: storage"),
+    ):
+        checkpointer.restore(state(0), step=1)
+
+
+def test_a_root_is_opened_and_loaded(tmp_path: Path) -> None:
+    with sw.Checkpointer(tmp_path, memory=None) as checkpointer:
+        for step, loss in ((1, 2.0), (2, 1.0), (3, float("inf"))):
+            checkpointer.save(step, state(step), metrics={"loss": loss})
+    (tmp_path / step_directory(9)).mkdir()  # of a save that was never finished
+    assert sw.open(tmp_path).step == 3
+    assert sw.open(tmp_path).metrics == {"loss": None}
+    assert sw.open(tmp_path, step=sw.Best("loss")).metrics == {"loss": 1.0}
+    target = state(0)
+    for choice, step in (("newest", 3), (np.int32(1), 1), (sw.Best("loss", mode="max"), 1)):
+        assert sw.load(tmp_path, target, step=choice).step == step  # type: ignore[arg-type]
+        assert target["t"].tolist() == [float(step)] * 1000
+    with pytest.raises(sw.CheckpointNotFoundError, match=r"of step 9 \(newest steps: 1, 2, 3\)"):
+        sw.open(tmp_path, step=9)
+    with pytest.raises(sw.StateError, match="leave out step="):
+        sw.open(tmp_path / step_directory(1), step=1)
+    with pytest.raises(sw.StateError, match="'newest'"):
+        sw.open(tmp_path, step="latest")  # type: ignore[arg-type]
+    for each in (1, 2, 3):
+        (tmp_path / step_directory(each) / MANIFEST).unlink()
+    with pytest.raises(sw.CheckpointNotFoundError, match="no save below it was finished"):
+        sw.open(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["*.safetensors", MANIFEST])

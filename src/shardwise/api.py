@@ -10,7 +10,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from shardwise.adapters import Binding, asked_of, bind_state
+from shardwise.adapters import Binding, asked_of, bind_state, optimizer_names
 from shardwise.adapters.deepspeed import EngineBinding
 from shardwise.adapters.megatron import MegatronBinding
 from shardwise.adapters.optimizers import OptimizerBinding
@@ -31,9 +31,10 @@ from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.formats.specification import Specification
 from shardwise.manifest.names import MANIFEST, checked_name
-from shardwise.opening import Reading, open_any, refuse_foreign
+from shardwise.opening import Reading, open_any, place_below, refuse_foreign
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.saved import Rename, SavedState, renaming
+from shardwise.retention import Choice
 from shardwise.state.leaves import Holdings
 from shardwise.state.selection import Selection
 from shardwise.store import Store, open_store
@@ -99,6 +100,7 @@ def load(
     place: Place,
     state: State,
     *,
+    step: Choice = "newest",
     strict: bool = True,
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
@@ -117,12 +119,12 @@ def load(
     """Load a checkpoint into a state, in place, whatever sharding either has. All ranks call it.
 
     Tensors are filled where they lie; optimizer state that does not exist yet is made; plain
-    values are set in the dict that was passed. A state with fewer keys than were saved loads, and
-    reads, only those.
+    values are set in the dict. A state with fewer keys than were saved loads only those.
 
     Args:
-        place: a directory or store that holds a checkpoint; or one of a foreign format.
+        place: a directory or store with a checkpoint, ours or foreign; or the root of a run.
         state: what to fill; see `save`.
+        step: which checkpoint of a root: a step, the `"newest"`, or the best, `sw.Best("loss")`.
         strict: refuse if names are missing from the checkpoint or, below the keys of `state`,
             only in the checkpoint; else report them. Filling no part of a module is an error.
         only, skip: shell patterns of the target's names: fill those that match `only`, if given,
@@ -135,7 +137,7 @@ def load(
         staging_bytes, group, on_event: see `save`.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint.
+        CheckpointNotFoundError: there is no checkpoint, or a root lacks the chosen one.
         FormatError: its manifest cannot be trusted.
         MismatchError: names, shapes or dtypes do not fit; lists them all. Nothing was written.
         CorruptionError: bytes are not those that were saved. The target is partly written.
@@ -153,12 +155,13 @@ def load(
         Reading(spec, index, skip_unknown, format),
     )
     with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
-        return job.run(place, ranks, cleanup)
+        return job.run(entered(place, step, ranks), ranks, cleanup)
 
 
 def open(  # noqa: A001 - shardwise.open
     place: Place,
     *,
+    step: Choice = "newest",
     verify: bool = True,
     spec: Specification | None = None,
     skip_unknown: bool = False,
@@ -168,7 +171,8 @@ def open(  # noqa: A001 - shardwise.open
     """Open a checkpoint for reading by name, without a process group or a model.
 
     Args:
-        place: a directory or store that holds a checkpoint; or one of a foreign format.
+        place: a directory or store with a checkpoint, ours or foreign; or the root of a run.
+        step: which checkpoint of a root: a step, the `"newest"`, or the best, `sw.Best("loss")`.
         verify: check the checksum of every byte that is read; foreign formats have none.
         spec: what its tensors mean, in the language of docs/language.md; see `shardwise.spec`.
         skip_unknown: leave out values in pickles whose classes are not known, and say so in
@@ -179,14 +183,27 @@ def open(  # noqa: A001 - shardwise.open
             once the next time.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint.
+        CheckpointNotFoundError: there is no checkpoint, or a root lacks the chosen one.
         FormatError: its manifest cannot be trusted, or it is of no format that is known here.
     """
-    enter = partial(open_store, place)
     with without_collection():
+        enter = entered(place, step, SoloGroup())
         reading = Reading(spec, index, skip_unknown, format)
         opened = open_any(enter, SoloGroup(), reading=reading)
         return Checkpoint(opened, verify=verify)
+
+
+def entered(place: Place, step: Choice, group: Group) -> Callable[[], Store]:
+    """Gives the store of the checkpoint at a place, or of the chosen one below a root.
+
+    All ranks together.
+
+    Raises:
+        ShardwiseError: as `place_below` says.
+    """
+    enter = partial(open_store, place)
+    below = place_below(enter, step, group)
+    return (lambda: enter().at(below)) if below else enter
 
 
 @contextmanager
@@ -250,14 +267,14 @@ class _Load:
     allow_pickle: bool
     reading: Reading
 
-    def run(self, place: Place, group: Group, cleanup: ExitStack) -> LoadReport:
+    def run(self, chosen: Callable[[], Store], group: Group, cleanup: ExitStack) -> LoadReport:
         """Open, match on all ranks, read, and restore plain values."""
         checked: list[tuple[Selection, Callable[[str], str], Arena]] = []
 
         def enter() -> Store:
             # What may fail on this rank alone fails where the others hear of it.
             checked.append((self.select(), self.rename(), Arena(self.staging_bytes)))
-            store = open_store(place)
+            store = chosen()
             cleanup.enter_context(store.hold(MANIFEST, shared=True))
             return store
 
@@ -298,6 +315,7 @@ class _Load:
             if isinstance(binding, (EngineBinding, MegatronBinding)):
                 binding.settle()
         plan = filling.filling.plan
+        filled = (name for name in optimizer_names(bindings) if found.counts[name][1] > 0)
         return LoadReport(
             path=str(opened.store),
             step=opened.manifest.step,
@@ -306,6 +324,7 @@ class _Load:
             files=len(set(plan.spans.file.tolist())),
             missing=tuple(found.missing),
             unexpected=unexpected,
+            optimizers=tuple(filled),
             seconds=self.recorder.seconds(),
         )
 

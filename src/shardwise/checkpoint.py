@@ -141,6 +141,7 @@ class Checkpoint(Mapping[str, Any]):
 
     Attributes:
         manifest: all that is known of it.
+        metrics: as they were saved; None for those that were not finite.
         verified: whether checksums are checked on reading.
     """
 
@@ -149,6 +150,7 @@ class Checkpoint(Mapping[str, Any]):
         self._saved = SavedState(opened.manifest)
         self._arena = Arena()
         self.manifest: Manifest = opened.manifest
+        self.metrics = opened.manifest.metrics
         self.verified = verify
 
     def __repr__(self) -> str:

@@ -10,9 +10,16 @@ from pathlib import Path
 
 import numpy as np
 
+from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened, open_checkpoint, opened_manifest, read_manifest
-from shardwise.errors import CheckpointExistsError, CheckpointNotFoundError, FormatError, StateError
+from shardwise.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    FormatError,
+    MismatchError,
+    StateError,
+)
 from shardwise.formats.files import ForeignFiles
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.index import MAGIC, decode_index, encode_index
@@ -23,8 +30,9 @@ from shardwise.formats.sums import sums_of
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 from shardwise.manifest.manifest import FileEntry, Manifest
-from shardwise.manifest.names import MANIFEST, made_by_save, step_of_directory
+from shardwise.manifest.names import MANIFEST, made_by_save, step_directory, step_of_directory
 from shardwise.respecified import respecified
+from shardwise.retention import Choice, checked_choice, choose_step
 from shardwise.store import LocalStore, Store
 
 
@@ -92,6 +100,49 @@ def open_any(
     """
     read = partial(_read, reading=reading)
     return reading.specified(open_checkpoint(enter, group, terms, read=read, decode=_decode))
+
+
+def place_below(enter: Callable[[], Store], choice: Choice, group: Group) -> str:
+    """Which directory below a place to read, on all ranks together; "" for the place itself.
+
+    A checkpoint is read itself. Below the root of a run, the chosen step's directory is read.
+
+    Args:
+        enter: gives the place; a failure of it is a failure on all ranks.
+
+    Raises:
+        CheckpointNotFoundError: the root has no such checkpoint.
+        MismatchError: ranks choose differently.
+        StateError: a step is chosen, and the place is a checkpoint itself.
+    """
+    entered: list[Store] = []
+
+    def speak() -> bytes:
+        entered.append(enter())
+        return f"{entered[0]}, step={checked_choice(choice)!r}".encode()
+
+    def answer(said: list[bytes]) -> bytes:
+        if len(set(said)) > 1:
+            asked = [f"rank {rank}: {each.decode()}" for rank, each in enumerate(said)]
+            raise MismatchError("ranks do not open the same checkpoint:", asked)
+        return _place_below(entered[0], checked_choice(choice)).encode()
+
+    return exchange(group, "choosing a checkpoint", speak, answer).decode()
+
+
+def _place_below(store: Store, choice: Choice) -> str:
+    try:
+        names = store.list()
+    except NotADirectoryError:
+        names = []
+    if MANIFEST not in names and any(step_of_directory(name) is not None for name in names):
+        return step_directory(choose_step(store, choice))
+    if choice != "newest" and names:
+        raise StateError(
+            f"step={choice!r}: {store} is not the root of a run, which holds a directory for each "
+            "step; leave out step= to read a checkpoint"
+        )
+    return ""
 
 
 def open_foreign(store: Store, reading: Reading = PLAIN) -> Opened | None:

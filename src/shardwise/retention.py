@@ -15,7 +15,8 @@ from typing import Literal, SupportsIndex
 import msgspec
 
 from shardwise.engine.leftovers import collect_leftovers
-from shardwise.errors import FormatError
+from shardwise.engine.options import checked_step
+from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
 from shardwise.store import Store
@@ -162,6 +163,25 @@ class Saved:
     metrics: Metrics = field(default_factory=dict)
 
 
+Choice = Literal["newest"] | SupportsIndex | Best
+"""Which checkpoint of a root: the newest, that of a step, or the best by a metric."""
+
+
+def checked_choice(step: object) -> Choice:
+    """A choice as a user gives it.
+
+    Raises:
+        StateError: it is not a step, "newest" or a `Best`.
+    """
+    if step == "newest":
+        return "newest"
+    if isinstance(step, Best):
+        return step
+    if isinstance(step, str) or step is None:
+        raise StateError(f"step={step!r}: expected a step, 'newest' or sw.Best(\"loss\")")
+    return checked_step(step)
+
+
 def decode_keep(data: Mapping[str, object]) -> Keep:
     """Rules from the plain values that `dataclasses.asdict` made of them.
 
@@ -263,10 +283,32 @@ def remove_checkpoint(store: Store) -> bool:
     return True
 
 
-def best_step(root: Store, best: Best) -> int | None:
-    """The committed step with the best value of a metric; None if no checkpoint has it."""
-    known = {s: _saved(root.at(step_directory(s))).metrics for s in committed_steps(root)}
-    return next(iter(best.ranked(known)), None)
+def choose_step(root: Store, choice: Choice) -> int:
+    """The committed step of a root that a user chose.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint.
+    """
+    steps = committed_steps(root)
+    found: int | None = None
+    if choice == "newest":
+        what, found = "checkpoint: no save below it was finished", next(reversed(steps), None)
+    elif isinstance(choice, Best):
+        known = {step: _saved(root.at(step_directory(step))).metrics for step in steps}
+        what, found = f"checkpoint with the metric {choice.metric!r}", best_of(choice, known)
+    else:
+        number = checked_step(choice)
+        there = ", ".join(map(str, steps[-5:])) or "none"
+        what, found = f"checkpoint of step {number} (newest steps: {there})", number
+        found = number if number in steps else None
+    if found is None:
+        raise CheckpointNotFoundError(f"{root} has no {what}")
+    return found
+
+
+def best_of(best: Best, metrics: Mapping[int, Metrics]) -> int | None:
+    """The step with the best value; None if no step has the metric."""
+    return next(iter(best.ranked(metrics)), None)
 
 
 def _saved(store: Store) -> Saved:

@@ -45,7 +45,7 @@ def origins(
     data = torch.zeros(box.shape)
     state = {"t": sw.Shards((ROWS, COLUMNS), torch.float32, [(box, data)])}
     with sw.Checkpointer(root, memory=memory_of(shm, WORLD, **options)) as cp:
-        restored = cp.restore(state, step=step, strict=False)
+        restored = cp.restore(state, step="newest" if step is None else step, strict=False)
         assert restored is not None
         assert torch.equal(data, reference(restored)[box.slices()])
         assert cp.last_restore is not None

@@ -68,7 +68,7 @@ def restore_with(path: str, name: str) -> None:
     with sw.Checkpointer(path, memory=None) as checkpointer:
         if name == "close":
             checkpointer.close()
-        step = mine(2, 1) if name == "step" else None
+        step = mine(2, 1) if name == "step" else "newest"
         checkpointer.restore({"x": torch.zeros(3), "loader": Loader()}, step=step)
 
 
@@ -113,7 +113,7 @@ def test_loading(gang: Gang, saved: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["loader", "step", "close"])
 def test_restoring(gang: Gang, saved: str, name: str) -> None:
     said = check(gang, restore_with, f"{saved}-root", name)
-    assert {"loader": "loader", "step": "step 2", "close": "closed"}[name] in said[0]
+    assert {"loader": "loader", "step": "step=2", "close": "closed"}[name] in said[0]
 
 
 def leave_out(path: str) -> str:

@@ -109,6 +109,11 @@ def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
     return sorted(bindings, key=lambda binding: order.get(type(binding), 2))
 
 
+def optimizer_names(bindings: Sequence[Binding]) -> list[str]:
+    """The names of the optimizers among what hangs in a state."""
+    return [binding.name for binding in bindings if isinstance(binding, _OF_OPTIMIZERS)]
+
+
 def asked_of(
     bindings: Sequence[Binding], targets: Sequence[Holdings]
 ) -> dict[str, Collection[str]]:

@@ -6,15 +6,16 @@ import atexit
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Literal
 
 from shardwise import api
-from shardwise.checkpointer.restoring import RestoreReport, Restoring, origins_of
+from shardwise.checkpointer.restoring import RestoreReport, Restoring, Start, chosen, load_start
 from shardwise.checkpointer.saving import Saving, Settings
 from shardwise.checkpointer.signals import Preemption
 from shardwise.engine.arena import DEFAULT_STAGING_BYTES
@@ -22,18 +23,23 @@ from shardwise.engine.exchange import exchange
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, own_group
 from shardwise.engine.leftovers import collect_leftovers
 from shardwise.engine.load import LoadReport
-from shardwise.errors import ShardwiseError, StateError, StoreError, add_note
+from shardwise.errors import (
+    CheckpointNotFoundError,
+    ShardwiseError,
+    StoreError,
+)
 from shardwise.events import Recorder, Sink
+from shardwise.formats.specification import Specification
 from shardwise.manifest.names import step_of_directory
 from shardwise.memory.options import Memory
 from shardwise.memory.snapshots.handle import SaveHandle
 from shardwise.memory.snapshots.snapshots import Snapshots
 from shardwise.opening import refuse_as_root
 from shardwise.plan.cache import PlanCache
-from shardwise.retention import Keep, committed_steps
+from shardwise.plan.saved import Rename
+from shardwise.retention import Choice, Keep, choose_step, committed_steps
 from shardwise.store import LocalStore, Store, open_store
 
-Start = api.Place | Callable[[api.State], LoadReport]
 IN_BACKGROUND = Memory(snapshot_every=0, slots=1)
 """One save is persisted while the next is staged, and that is all that memory is used for."""
 
@@ -53,7 +59,8 @@ class Checkpointer:
             the training goes on; and which snapshots stay there, which `restore` takes where they
             are newer. None: `save` returns when the checkpoint is durable.
         start_from: what `restore` loads where the run has nothing yet: a checkpoint, ours or of a
-            foreign format; or a function of the state, called on all ranks, that loads one.
+            foreign format, or the root of another run; or a function of the state, called on all
+            ranks, that calls `sw.load` and returns its report.
         on_sigterm: `"save"`: after SIGTERM on any rank, the next `save` saves whatever its step,
             and then lets the signal take its course.
         check_replicas, allow_pickle, staging_bytes, on_event: as for `shardwise.save`.
@@ -110,6 +117,13 @@ class Checkpointer:
         except BaseException:
             self._let_go()
             raise
+        self._load = partial(
+            api.load,
+            allow_pickle=allow_pickle,
+            staging_bytes=staging_bytes,
+            group=self._group,
+            on_event=on_event,
+        )
         self._saving = Saving(settings, self._group, self._snapshots, self._damaged)
         _settle_at_exit(weakref.ref(self))
 
@@ -226,55 +240,77 @@ class Checkpointer:
         return self._saving.prepare(state)
 
     def restore(
-        self, state: api.State, *, step: int | None = None, strict: bool = True
+        self,
+        state: api.State,
+        *,
+        step: Choice | Literal["best"] = "newest",
+        strict: bool = True,
+        only: Sequence[str] = (),
+        skip: Sequence[str] = (),
+        rename: Rename | None = None,
+        cast: bool = False,
+        spec: Specification | None = None,
     ) -> int | None:
-        """Load the newest checkpoint that is intact, or that of one step.
+        """Load the newest checkpoint that is intact, or the one that is asked for.
 
-        A checkpoint that is damaged is passed over for the one before it; `last_restore` says
-        why. One that is intact but does not fit the state is an error.
+        With `step="newest"`, a damaged checkpoint is passed over for the one before it;
+        `last_restore` says why. One that is intact but does not fit the state is an error.
+
+        Where the run has no checkpoint yet, this loads what the run starts from (`start_from`).
+        It returns that checkpoint's step, so that the loop goes on with that training; and None
+        if the state has optimizers and none of them was loaded, so that the loop begins anew with
+        the weights.
 
         Args:
             state: as for `shardwise.load`.
-            step: load this step, or fail.
-            strict: as for `shardwise.load`.
+            step: `"newest"`; `"best"`, which is the best by `Keep(best=…)`; a step; or
+                `sw.Best("loss")`.
+            strict, only, skip, rename, cast, spec: as for `shardwise.load`. They also hold for a
+                place in `start_from`.
 
         Returns:
-            The step, or None if the run has no checkpoint yet, whatever it was started from.
+            The step to go on from; None to begin at the beginning.
 
         Raises:
-            CheckpointNotFoundError: `step` was given, and is not there.
-            CorruptionError: there are checkpoints, and all are damaged. The state may be partly
-                written.
+            CheckpointNotFoundError: the chosen checkpoint is not there.
+            CorruptionError: all checkpoints are damaged, or the chosen one is. The state may be
+                partly written.
             MismatchError: checkpoint and state do not fit.
+            StateError: `step="best"` without `Keep(best=…)`.
         """
         self._refuse_closed()
 
+        how = partial(self._load, strict=strict, only=only, skip=skip, rename=rename, cast=cast)
+
         def load(place: api.Place) -> LoadReport:
-            return api.load(
-                place,
-                state,
-                strict=strict,
-                allow_pickle=self._settings.allow_pickle,
-                staging_bytes=self._settings.staging_bytes,
-                group=self._group,
-                on_event=self._settings.on_event,
-            )
+            return how(place, state, spec=spec)
 
         recorder = Recorder(self._settings.on_event)
         restoring = Restoring(self._root, self._group, self._snapshots, self._damaged, recorder)
-        report = restoring.newest(load) if step is None else restoring.of_step(step, load)
-        found = report.step if report else None
-        if report is None and (start := self._start_from) is not None:
-            loaded = _started(start, state) if callable(start) else load(start)
-            if not isinstance(loaded, LoadReport):
-                raise StateError(f"start_from: it gave {loaded!r}, and not the report of sw.load")
-            report = RestoreReport(loaded.step, "start", loaded, (), origins_of(loaded))
+        report = restoring.restore(step, self._settings.keep.best, load)
+        own = begin = report.step if report else None
+        if report is None and self._start_from is not None:
+            report, begin = load_start(self._start_from, state, load, self._group)
         if self._snapshots is not None:
             with recorder.stage("rebuilding"):
-                self._snapshots.go_on_from(found)
+                self._snapshots.go_on_from(own)
                 self.prepare(state)
         self.last_restore = report and replace(report, seconds=recorder.seconds())
-        return found
+        return begin
+
+    def best(self) -> int | None:
+        """The committed step that is best by `Keep(best=…)`, if any has that metric.
+
+        Any rank may ask alone.
+
+        Raises:
+            StateError: this Checkpointer has no `Keep(best=…)`.
+        """
+        rule = chosen("best", self._settings.keep.best)
+        try:
+            return choose_step(self._root, rule)
+        except CheckpointNotFoundError:
+            return None
 
     def steps(self) -> list[int]:
         """The steps that are committed, ascending. Any rank may ask alone."""
@@ -309,14 +345,6 @@ class Checkpointer:
                     collect_leftovers(store)
                     store.remove()  # if it is empty
         return b""
-
-
-def _started(start: Callable[[api.State], LoadReport], state: api.State) -> LoadReport:
-    try:
-        return start(state)
-    except Exception as error:
-        add_note(error, "start_from: raised by this function, which was given the state")
-        raise
 
 
 def _settle_at_exit(reference: weakref.ref[Checkpointer]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -9,6 +10,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from shardwise import api
+from shardwise.adapters import optimizers_in
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport
@@ -18,6 +21,8 @@ from shardwise.errors import (
     MismatchError,
     RankError,
     ShardwiseError,
+    StateError,
+    add_note,
     described,
 )
 from shardwise.events import Recorder
@@ -25,7 +30,7 @@ from shardwise.manifest.names import step_directory
 from shardwise.memory.network.assembled import IN_MEMORY, AssembledStore
 from shardwise.memory.snapshots.recovery import Found, find_snapshot
 from shardwise.memory.snapshots.snapshots import Snapshots
-from shardwise.retention import committed_steps
+from shardwise.retention import Best, Choice, checked_choice, choose_step, committed_steps
 from shardwise.store import Store
 
 _DAMAGE = (CorruptionError, CheckpointNotFoundError)
@@ -39,7 +44,7 @@ class RestoreReport:
     """What a restore did.
 
     Attributes:
-        step: what the run goes on from; None if what it starts from has none.
+        step: of the checkpoint that was loaded; None if it has no step.
         source: where it came from: "memory", "storage", or "start" (`Checkpointer(start_from=…)`).
         load: how it was loaded.
         skipped: newer steps, and why they were not.
@@ -63,6 +68,54 @@ class RestoreReport:
         step = "no step" if self.step is None else f"step {self.step}"
         skipped = [f"skipped step {number}: {why}" for number, why in self.skipped]
         return "; ".join([f"restored {step} from {self.source}", str(self.load), *skipped])
+
+
+Start = api.Place | Callable[[api.State], LoadReport]
+
+
+def chosen(step: object, best: Best | None) -> Choice:
+    """What `step=` of a restore asks for, where "best" stands for a rule.
+
+    Raises:
+        StateError: it is not a choice, or there is no rule.
+    """
+    if step == "best" and best is None:
+        raise StateError(
+            'step="best" needs a rule: pass keep=sw.Keep(best=sw.Best("loss")) to the '
+            'Checkpointer, or step=sw.Best("loss")'
+        )
+    return checked_choice(best if step == "best" else step)
+
+
+def load_start(
+    start: Start, state: api.State, load: Callable[[api.Place], LoadReport], group: Group
+) -> tuple[RestoreReport, int | None]:
+    """Load what a run starts from; also the step to go on from, if it carries on that training.
+
+    It does, unless the state has optimizers and none of them was loaded. All ranks together.
+
+    Raises:
+        StateError: a function did not return the report of `shardwise.load`.
+    """
+    loaded = _call(start, state) if callable(start) else load(start)
+
+    def speak() -> bytes:
+        if not isinstance(loaded, LoadReport):
+            raise StateError(f"start_from returned {loaded!r}: expected the report of sw.load")
+        optimizers = any(True for _ in optimizers_in(state))
+        return b"1" if loaded.optimizers or not optimizers else b""
+
+    carries_on = exchange(group, "starting from another run", speak, max)
+    report = RestoreReport(loaded.step, "start", loaded, (), origins_of(loaded))
+    return report, loaded.step if carries_on else None
+
+
+def _call(start: Callable[[api.State], LoadReport], state: api.State) -> LoadReport:
+    try:
+        return start(state)
+    except Exception as error:
+        add_note(error, "start_from: raised by this function, which was given the state")
+        raise
 
 
 def origins_of(load: LoadReport, memory: AssembledStore | None = None) -> dict[str, int]:
@@ -96,30 +149,57 @@ class Restoring:
         self._damaged = damaged
         self._recorder = recorder
 
-    def newest(self, load: Load) -> RestoreReport | None:
-        """Load the newest that is intact; None if there is none at all.
+    def restore(self, step: object, best: Best | None, load: Load) -> RestoreReport | None:
+        """Load the newest checkpoint that is intact, or the chosen one.
+
+        Args:
+            step: what the user asks for.
+            best: the rule that "best" stands for.
+
+        Returns:
+            None if the newest is asked for, and there is no checkpoint at all.
 
         Raises:
-            CorruptionError: there are some, and all are damaged.
+            StateError: `step` is not a choice.
+            CheckpointNotFoundError: the chosen checkpoint is not there.
+            CorruptionError: there are checkpoints, and all are damaged; or the chosen one is.
         """
-        report, skipped = self._first_intact(self._agreed_steps(None), None, load)
+        choices: list[Choice] = []
+
+        def speak() -> bytes:
+            choices.append(chosen(step, best))
+            return repr(choices[0]).encode()
+
+        def answer(said: list[bytes]) -> bytes:
+            if len(set(said)) > 1:
+                asked = [f"rank {rank}: step={each.decode()}" for rank, each in enumerate(said)]
+                raise MismatchError("ranks do not restore the same step:", asked)
+            if isinstance(choices[0], Best):
+                return msgspec.msgpack.encode([choose_step(self._root, choices[0])])
+            return msgspec.msgpack.encode(committed_steps(self._root))
+
+        with self._recorder.stage("asking"):
+            reply = exchange(self._group, "listing steps", speak, answer)
+        steps = msgspec.msgpack.decode(reply, type=list[int])
+        choice = choices[0]
+        if choice == "newest":
+            return self._newest(steps, load)
+        number = steps[0] if isinstance(choice, Best) else operator.index(choice)
+        return self._of_step(number, [each for each in steps if each == number], load)
+
+    def _newest(self, steps: list[int], load: Load) -> RestoreReport | None:
+        report, skipped = self._first_intact(steps, None, load)
         if report is None and any(tried for _, _, tried in skipped):
             raise self._all_damaged(skipped)
         if report is None and skipped:
             reasons = "; ".join(f"step {number}: {reason}" for number, reason, _ in skipped)
-            warnings.warn(f"nothing can be restored: {reasons}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"nothing can be restored: {reasons}", RuntimeWarning, stacklevel=4)
         return report
 
-    def of_step(self, step: int, load: Load) -> RestoreReport:
-        """Load that of a step.
-
-        Raises:
-            CheckpointNotFoundError: there is none.
-            CorruptionError: it is damaged.
-        """
-        stored = [each for each in self._agreed_steps(step) if each == step]
+    def _of_step(self, step: int, stored: list[int], load: Load) -> RestoreReport:
+        is_stored = bool(stored)
         report, skipped = self._first_intact(stored, step, load)
-        if report is None and not stored:
+        if report is None and not is_stored:
             why = "".join(f"; {reason}" for _, reason, _ in skipped)
             raise CheckpointNotFoundError(f"{self._root} has no checkpoint of step {step}{why}")
         if report is None:
@@ -195,25 +275,6 @@ class Restoring:
         self._recorder.add("asking", time.perf_counter() - start - found.choosing)
         return found
 
-    def _agreed_steps(self, wanted: int | None) -> list[int]:
-        """The steps that are committed; all ranks want the same one of them, or none."""
-
-        def answer(said: list[bytes]) -> bytes:
-            _refuse_unlike([msgspec.msgpack.decode(each) for each in said])
-            return msgspec.msgpack.encode(committed_steps(self._root))
-
-        with self._recorder.stage("asking"):
-            reply = exchange(
-                self._group, "listing steps", lambda: msgspec.msgpack.encode(wanted), answer
-            )
-        return msgspec.msgpack.decode(reply, type=list[int])
-
     def _all_damaged(self, skipped: Sequence[Skipped]) -> ShardwiseError:
         reasons = "\n".join(f"  - step {number}: {reason}" for number, reason, _ in skipped)
         return CorruptionError(f"no checkpoint below {self._root} is intact:\n{reasons}")
-
-
-def _refuse_unlike(steps: Sequence[object]) -> None:
-    if any(step != steps[0] for step in steps):
-        asked = [f"rank {rank}: step {step}" for rank, step in enumerate(steps)]
-        raise MismatchError("ranks do not mean the same step:", asked)

@@ -48,6 +48,7 @@ class LoadReport:
         files: data files that this rank read from.
         missing: wanted names that the checkpoint lacks, left as they were (`strict=False` only).
         unexpected: names of the checkpoint that no rank wanted (`strict=False` only).
+        optimizers: names of the optimizers of which state was loaded on this rank.
         seconds: by stage (open, match, plan, read, restore), and their total.
     """
 
@@ -58,6 +59,7 @@ class LoadReport:
     files: int
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    optimizers: tuple[str, ...]
     seconds: dict[str, float]
 
     def __str__(self) -> str:

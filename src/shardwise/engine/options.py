@@ -48,10 +48,10 @@ def checked_step(step: object) -> int:
         StateError: it is no whole number from 0 on.
     """
     if isinstance(step, bool) or not isinstance(step, SupportsIndex):
-        raise StateError(f"step={step!r}: a whole number is needed")
+        raise StateError(f"step={step!r}: expected an integer, not {type(step).__name__}")
     number = operator.index(step)
     if not 0 <= number < 10**18:
-        raise StateError(f"step {number}: from 0 on, and of at most 18 digits")
+        raise StateError(f"step {number}: expected at least 0 and at most 18 digits")
     return number
 
 

@@ -22,7 +22,7 @@ def go(cluster: Cluster, back_to: int | None, last: int, mark: int) -> tuple[int
     box = box_of(COLUMNS, "rows")
     values = torch.full((box.shape[0], COLUMNS), -1)
     state = {"t": sw.Shards((ROWS, COLUMNS), torch.int64, [(box, values)])}
-    step = cp.restore(state, step=back_to)
+    step = cp.restore(state, step="newest" if back_to is None else back_to)
     assert torch.equal(values, values[0, 0].expand_as(values))
     found = int(values[0, 0])
     report = cp.last_restore
