@@ -37,8 +37,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
 
-    def run(*args: str | Path) -> Ran:
-        result = CliRunner().invoke(app, [str(arg) for arg in args])
+    def run(*args: str | Path, typed: str | None = None) -> Ran:
+        result = CliRunner().invoke(app, [str(arg) for arg in args], input=typed)
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return Ran(result.stdout, result.stderr, result.exit_code)

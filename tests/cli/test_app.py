@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import shardwise
+import shardwise as sw
 from tests.cli.conftest import Run
+from tests.cli.states import save_steps
 
-COMMANDS = ("ls", "inspect", "verify", "diff", "plan-interval")
+COMMANDS = ("ls", "inspect", "verify", "diff", "export", "rm", "plan-interval")
 PROBE = """
 import sys
 from shardwise.cli import main
@@ -42,7 +46,8 @@ def test_help_names_the_commands_and_the_keys(run: Run) -> None:
     for name in COMMANDS:
         shown = run(name, "-h")
         assert shown.status == 0
-        assert "With --json:" in shown.out
+        assert "--json" in shown.out
+        assert max(map(len, shown.out.splitlines())) <= 80
 
 
 def test_the_version_is_told(run: Run) -> None:
@@ -61,7 +66,7 @@ def test_a_root_is_no_checkpoint(run: Run, root: Path, command: str) -> None:
     ran = run(command, root, *([root] if command == "diff" else []))
     newest = root / "step-00000300"
     assert ran.err == (
-        f"shardwise: {root} is a root of checkpoints, not a checkpoint: name one of them; "
+        f"shardwise: {root} is a directory of checkpoints, not a checkpoint: name one of them; "
         f"the newest is {newest}\n"
     )
     assert (ran.out, ran.status) == ("", 2)
@@ -75,7 +80,7 @@ def test_wrong_paths_have_hints(run: Run, root: Path, command: str) -> None:
     for path, hint in [
         (f"{root.parent}/rum", f"does not exist: did you mean {root}?"),
         (f"{root.parent}/no/where", f"nor does {root.parent}/no"),
-        (f"{root}/step-00000500", "still under way, or was never finished"),
+        (f"{root}/step-00000500", "its save still runs, or was cut off"),
         (f"{checkpoint}/manifest.json", f"a checkpoint is a directory: did you mean {checkpoint}?"),
         ("s3://bucket", "no store serves s3://"),
     ]:
@@ -117,14 +122,13 @@ def test_errors_leave_no_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_colour_is_for_terminals(root: Path) -> None:
-    checkpoint = root / "step-00000100"
-    assert "\x1b" not in shell("-m", "shardwise", "inspect", checkpoint).stdout
+def terminal(*args: str | Path, columns: int) -> list[str]:
+    """What a terminal of so many columns is sent, by lines and rewritten lines."""
     ours, theirs = pty.openpty()
     environ = {**os.environ, "PYTHONPATH": str(Path(shardwise.__file__).parents[1])}
-    environ |= {"TERM": "xterm-256color", "COLUMNS": "100"}
+    environ |= {"TERM": "xterm-256color", "COLUMNS": str(columns)}
     environ.pop("NO_COLOR", None)
-    command = [sys.executable, "-m", "shardwise", "inspect", checkpoint]
+    command = [sys.executable, "-m", "shardwise", *map(str, args)]
     child = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environ)
     os.close(theirs)
     shown = b""
@@ -138,7 +142,34 @@ def test_colour_is_for_terminals(root: Path) -> None:
         shown += part
     os.close(ours)
     assert child.wait() == 0
-    assert b"\x1b[" in shown
+    return re.split(r"[\r\n]+|\x1b\[2K", shown.decode())
+
+
+def plain(line: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line)
+
+
+def test_colour_is_for_terminals(root: Path) -> None:
+    checkpoint = root / "step-00000100"
+    assert "\x1b" not in shell("-m", "shardwise", "inspect", checkpoint).stdout
+    assert any("\x1b[" in line for line in terminal("inspect", checkpoint, columns=100))
+
+
+def test_all_fits_80_columns(tmp_path: Path) -> None:
+    long = tmp_path / "run"
+    for step in (100_000, 200_000):
+        save_steps(long, step)
+    metrics = {"loss": 0.123456, "validation_accuracy": 0.5}
+    sw.save(long / "step-00300000", {"x": torch.ones(5000)}, step=300_000, metrics=metrics)
+    lines = [plain(line) for line in terminal("ls", long, columns=80)]
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line for line in lines)
+    assert lines[0].split()[-2:] == ["ranks", "metrics"]
+    (tmp_path / "run" / "step-00100000").rename(tmp_path / "one")
+    bars = [plain(line) for line in terminal("verify", tmp_path / "one", columns=80)]
+    bars = [line for line in bars if "━" in line]
+    assert bars
+    assert max(map(len, bars)) <= 80
 
 
 def test_a_closed_pipe_is_no_error(root: Path) -> None:

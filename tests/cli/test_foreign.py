@@ -32,7 +32,7 @@ def test_it_is_inspected(run: Run, foreign: Path) -> None:
 
 
 def test_it_is_compared_with_what_it_became(run: Run, foreign: Path, tmp_path: Path) -> None:
-    assert run("convert", foreign, tmp_path / "ours").status == 0
+    assert run("export", foreign, tmp_path / "ours", "--to", "native").status == 0
     ran = run("diff", foreign, tmp_path / "ours")
     assert (ran.status, ran.out) == (0, "✓ the same; 1 tensor compared\n"), ran.err
     data = next(foreign.glob("*.distcp"))
@@ -70,11 +70,13 @@ def test_what_has_no_checksums_is_told(run: Run, tmp_path: Path) -> None:
 
 def test_of_several_one_is_chosen(run: Run, foreign: Path, tmp_path: Path) -> None:
     safetensors.torch.save_file({"v": torch.ones(2)}, foreign / "model.safetensors")
-    ran = run("convert", foreign, tmp_path / "ours")
-    assert (ran.status, "format='dcp'" in ran.err) == (1, True), ran.err
+    ran = run("export", foreign, tmp_path / "ours", "--to", "native")
+    assert (ran.status, "--format dcp" in ran.err) == (2, True), ran.err
     ran = run("inspect", foreign, "--format", "hf", "--json")
     assert [each["name"] for each in ran.document["tensors"]] == ["model.v"]
-    assert run("convert", foreign, tmp_path / "ours", "--format", "dcp").status == 0
+    assert (
+        run("export", foreign, tmp_path / "ours", "--to", "native", "--format", "dcp").status == 0
+    )
     assert list(sw.open(tmp_path / "ours").tensors()) == ["model.w"]
 
 

@@ -60,8 +60,8 @@ def test_the_header_and_values_are_shown(run: Run, step: Path) -> None:
     facts = {label: rest for label, rest, *_ in lines[:7]}
     assert facts["checkpoint"] == str(step)
     assert facts["step"] == "300"
-    assert facts["by"] == "1 rank"
-    assert facts["metrics"] == "loss 0.003333"
+    assert facts["ranks"] == "1"
+    assert facts["metrics"] == "loss=0.003333"
     out = run("inspect", step).out
     assert "(0.9, 0.95)" in out
     assert "'cosine'" in out

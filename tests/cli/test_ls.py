@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import shardwise as sw
 from tests.cli.conftest import Run
+
+HEADER = ["step", "state", "saved", "(UTC)", "size", "files", "ranks", "metrics"]
 
 
 def data_file(checkpoint: Path) -> Path:
@@ -37,12 +40,9 @@ def test_all_steps_are_listed_in_order(run: Run, root: Path) -> None:
 def test_the_list_for_people_has_a_line_for_each(run: Run, root: Path) -> None:
     ran = run("ls", root)
     header, *lines = ran.out.splitlines()
-    assert header.split() == [
-        *("step", "saved", "(UTC)", "tensors", "size", "files", "ranks", "metrics", "state")
-    ]
-    assert [line.split()[0] for line in lines] == ["100", "200", "300"]
-    assert all(line.rstrip().endswith("committed") for line in lines)
-    assert "loss 0.005" in lines[1]
+    assert header.split() == HEADER
+    assert [line.split()[:2] for line in lines] == [[s, "committed"] for s in ("100", "200", "300")]
+    assert "loss=0.005" in lines[1]
     assert (ran.err, ran.status) == ("", 0)
 
 
@@ -68,6 +68,32 @@ def test_what_is_not_committed_is_told_from_what_is(run: Run, root: Path) -> Non
     assert "cut off" in out
 
 
+def test_a_file_of_another_size_is_damage(run: Run, root: Path) -> None:
+    data = data_file(root / "step-00000200")
+    size = data.stat().st_size
+    with data.open("r+b") as file:
+        file.truncate(size - 1)
+    lines = run("ls", root, "--json").document["checkpoints"]
+    assert [line["state"] for line in lines] == ["committed", "damaged", "committed"]
+    assert f"{data.name} has {size - 1:,} bytes, not the {size:,}" in lines[1]["problem"]
+
+
+def test_a_foreign_checkpoint_is_named_and_leads_to_inspect(run: Run, tmp_path: Path) -> None:
+    place = tmp_path / "run" / "step_10"
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=place, no_dist=True)
+    torch.save({"w": torch.ones(2)}, tmp_path / "last.pt")
+    for path, kind, leads_to in [
+        (place, "one checkpoint (PyTorch DCP)", place),
+        (tmp_path / "last.pt", "one checkpoint (a file of torch.save)", tmp_path / "last.pt"),
+        (place.parent, "1 of other formats: step_10", place),
+    ]:
+        ran = run("ls", path)
+        assert kind in ran.err
+        assert f"`shardwise inspect {leads_to}`" in ran.err
+        assert (ran.out, ran.status, ran.err.count("\n")) == ("", 2, 1)
+        assert run("inspect", leads_to).status == 0
+
+
 def test_checkpoints_are_listed_whatever_their_directories_are_called(
     run: Run, tmp_path: Path
 ) -> None:
@@ -89,7 +115,7 @@ def test_a_crashed_save_is_seen(run: Run, tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_no_root(run: Run, root: Path) -> None:
     ran = run("ls", root / "step-00000100")
-    assert "is a checkpoint, not a root" in ran.err
+    assert "is a checkpoint, not a directory of checkpoints" in ran.err
     assert (ran.out, ran.status, ran.err.count("\n")) == ("", 2, 1)
 
 
@@ -98,5 +124,5 @@ def test_a_directory_of_other_things_is_said_to_be_one(
     run: Run, tmp_path: Path, as_json: tuple[str, ...]
 ) -> None:
     ran = run("ls", tmp_path, *as_json)
-    assert "holds no checkpoint" in ran.err
+    assert "is not a checkpoint, and has none below it" in ran.err
     assert (ran.out, ran.status) == ("", 2)

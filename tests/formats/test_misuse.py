@@ -178,7 +178,7 @@ def test_a_checkpoint_of_ours_is_no_root_of_a_run(tmp_path: Path) -> None:
 
 def test_of_several_formats_one_is_to_be_chosen(foreign: Path, tmp_path: Path) -> None:
     safetensors.torch.save_file({"v": torch.ones(2)}, foreign / "model.safetensors")
-    with pytest.raises(sw.FormatError, match=r"DCP and Hugging Face: choose by format='dcp' or fo"):
+    with pytest.raises(sw.StateError, match=r"DCP and Hugging Face: choose one by format='dcp'"):
         sw.open(foreign)
     for _ in range(2):  # the index too is of one format
         assert list(sw.open(foreign, format="hf", index=tmp_path / "index")) == ["model.v"]

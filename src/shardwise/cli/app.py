@@ -11,11 +11,12 @@ from typer.core import TyperGroup
 
 import shardwise
 from shardwise.cli.agent import agent
-from shardwise.cli.convert import DEFAULTS, convert
 from shardwise.cli.diff import diff
+from shardwise.cli.export import export
 from shardwise.cli.inspect import inspect
 from shardwise.cli.ls import ls
 from shardwise.cli.plan_interval import plan_interval
+from shardwise.cli.rm import rm
 from shardwise.cli.terminal import complain
 from shardwise.cli.verify import verify
 from shardwise.errors import CorruptionError, ShardwiseError
@@ -26,7 +27,7 @@ PIPE_CLOSED = 141  # as the shell reports SIGPIPE
 
 
 class Commands(TyperGroup):
-    """A group of commands whose errors are one line on stderr, and an exit status."""
+    """Commands whose errors are a message on stderr and an exit status, and no traceback."""
 
     def invoke(self, ctx: Any) -> object:
         """Run the command that was asked for; exit with 1 for damage, 2 for any other error."""
@@ -61,10 +62,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, inspect, verify, diff, plan_interval):
+for command in (ls, inspect, verify, diff, export, rm, plan_interval):
     app.command()(command)
-for name in DEFAULTS:
-    app.command(name)(convert)
 app.add_typer(agent, name="agent")
 
 
@@ -74,10 +73,16 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Look at checkpoints, of shardwise and of other formats, and convert them.
+    """Look at checkpoints, check, compare, export and remove them.
 
-    Exit status: 0 if all is well; 1 if a checkpoint is damaged, or two differ; 2 if the command
-    could not be carried out.
+    Reads checkpoints of shardwise, and of PyTorch DCP, DeepSpeed, Megatron, Hugging Face,
+    Lightning and others (docs/formats.md). `shardwise COMMAND --help` says more of a command.
+
+    \b
+    Exit status:
+      0  success
+      1  a checkpoint is damaged, or two checkpoints differ
+      2  the command failed, or was given wrong arguments
     """
 
 

@@ -107,7 +107,7 @@ def show_header(saved: Saved, console: Console) -> None:
     if manifest.objects:
         held.append(wording.count(len(manifest.objects), "value"))
     if manifest.per_rank:
-        held.append(f"{wording.count(len(manifest.per_rank), 'value')} of each rank")
+        held.append(f"{wording.count(len(manifest.per_rank), 'value')} for each rank")
     files = wording.count(len(manifest.files), "file")
     lines = [
         ("checkpoint", str(saved.store)),
@@ -115,7 +115,7 @@ def show_header(saved: Saved, console: Console) -> None:
         ("format", manifest.format)
         if saved.foreign is not None
         else ("saved", f"{wording.moment(manifest.created)} UTC"),
-        ("by", wording.count(manifest.world_size, "rank")),
+        ("ranks", str(manifest.world_size)),
         ("holds", ", ".join(held)),
         ("size", f"{wording.size(saved.bytes)} in {files}"),
     ]

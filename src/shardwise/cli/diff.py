@@ -14,7 +14,7 @@ from rich.text import Text
 
 from shardwise.cli import wording
 from shardwise.cli.places import checkpoint_at
-from shardwise.cli.terminal import output, print_json
+from shardwise.cli.terminal import AsJson, output, print_json
 from shardwise.cli.values import spelled
 from shardwise.manifest.names import MANIFEST
 
@@ -25,21 +25,21 @@ MOST_NAMES = 20
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="The directory of a checkpoint.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The directory of another.")],
+    a: Annotated[
+        str, typer.Argument(metavar="A", help="A checkpoint, of shardwise or another format.")
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another checkpoint.")],
     everything: Annotated[
-        bool, typer.Option("--all", help="List all differences, however many.")
+        bool, typer.Option("--all", help=f"List all differences, not the first {MOST_NAMES}.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Compare what the checkpoints at A and B hold, down to the byte.
+    """Compare two checkpoints.
 
-    Exits with 1 if they differ: in names, dtypes, shapes, plain values, or the bytes of tensors.
-    How they are sharded makes no difference. Takes little memory, however large they are.
+    Compares names, dtypes, shapes, plain values, and every byte of the tensors. How the tensors
+    are sharded makes no difference. Memory use does not grow with the size of the checkpoints.
 
-    With --json: {"a", "b", "same", "tensors_compared", "only_in_a": [names], "only_in_b":
-    [names], "kinds", "dtypes", "shapes", "values": [{"name", "a", "b"}], "tensors": [{"name",
-    "elements", "differing", "max_abs_difference"}]}; the last is null where it is no number.
+    Exit status: 0 if they are the same, 1 if they differ or one of them is damaged.
     """
     from shardwise.cli.compare import compare  # torch takes a second: only those wait who need it
 
@@ -66,16 +66,16 @@ def _show(found: Comparison, console: Console, most: float) -> None:
     _section(console, "only in a", [(name, Text()) for name in found.only_in_a], most)
     _section(console, "only in b", [(name, Text()) for name in found.only_in_b], most)
     spellings: tuple[tuple[str, list[Unlike], Callable[[Any], str]], ...] = (
-        ("of another kind", found.kinds, str),
-        ("of another dtype", found.dtypes, str),
-        ("of another shape", found.shapes, wording.shape),
-        ("of another value", found.values, spelled),
+        ("different kinds", found.kinds, str),
+        ("different dtypes", found.dtypes, str),
+        ("different shapes", found.shapes, wording.shape),
+        ("different values", found.values, spelled),
     )
     for title, unlike, spell in spellings:
         rows = [(each.name, _both(spell(each.a), spell(each.b))) for each in unlike]
         _section(console, title, rows, most)
     rows = [(each.name, _extent(each)) for each in found.tensors]
-    _section(console, "of other bytes", rows, most)
+    _section(console, "different data", rows, most)
     console.print()
     differences = wording.count(found.differences, "difference")
     console.print(Text(f"{differences}; {compared} compared", "dim"))
@@ -98,7 +98,7 @@ def _section(console: Console, title: str, rows: Sequence[tuple[str, Text]], mos
 
 def _both(a: str, b: str) -> Text:
     if a == b:
-        return Text.assemble((a, "cyan"), ("  in its contents", "dim"))
+        return Text.assemble((a, "cyan"), ("  inside it", "dim"))
     return Text.assemble((a, "red"), ("  →  ", "dim"), (b, "green"))
 
 

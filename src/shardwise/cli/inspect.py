@@ -10,34 +10,36 @@ from shardwise.cli.contents import below, contents, show_header, show_tree
 from shardwise.cli.named import find, show
 from shardwise.cli.outline import leaves, tree
 from shardwise.cli.places import checkpoint_at, trusted_pieces
-from shardwise.cli.terminal import output, print_json
+from shardwise.cli.terminal import AsJson, output, print_json
 
 
 def inspect(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="The directory of a checkpoint.")],
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A checkpoint, of shardwise or another format.")
+    ],
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="A name in it, or the start of names.")
+        str | None,
+        typer.Argument(metavar="NAME", help="A tensor or value, or the beginning of their names."),
     ] = None,
     format: Annotated[  # noqa: A002 - the option's name
         str | None,
-        typer.Option(metavar="FORMAT", help="Which, if foreign checkpoints of several are there."),
+        typer.Option(metavar="FORMAT", help="The format to read, if PATH has several: hf, dcp, …"),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Leave nothing out: collapse no layers, list all boxes.")
+        bool, typer.Option("--all", help="Show every layer and every part of a tensor.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Show what the checkpoint at PATH holds: its names as a tree, or one NAME in full.
+    """Show what a checkpoint holds.
 
-    Layers that are alike are shown once. Of a tensor, the boxes that it is stored in are drawn,
-    with the ranks that wrote them. Reads the manifest, not the data.
+    Without NAME: a tree of all names, with dtypes, shapes and sizes. Layers that are the same are
+    shown once.
 
-    With --json: {"path", "step", "saved_at", "save_id", "world_size", "bytes", "metrics",
-    "files": [{"name", "rank", "bytes"}], "tensors": [{"name", "dtype", "shape", "bytes", "boxes",
-    "same_as"}], "values": [{"name", "value"}], "per_rank": [names]}, where "boxes" counts them;
-    with a NAME only what is below it. Of the NAME of one tensor: {"path", "name", "dtype",
-    "shape", "bytes", "same_as", "boxes": [{"offset", "shape", "rank", "file", "bytes"}]}; of one
-    value: {"path", "name", "value"}; of a value of each rank: {"path", "name", "values"}.
+    With the NAME of a tensor: the parts (boxes) that it is stored in, and the ranks that wrote
+    them. With the NAME of a value: the value. With the beginning of names, such as model.layers:
+    the tree below it.
+
+    Tensor data is not read, so this is fast for checkpoints of any size.
     """
     saved = checkpoint_at(path, format)
     pieces = trusted_pieces(saved)

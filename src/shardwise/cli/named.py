@@ -117,7 +117,7 @@ def show(found: Named, console: Console, *, everything: bool) -> None:
         console.print()
         console.print(Text(_pretty(found.value)))
     else:
-        show_facts([("of each rank", found.name), ("in", found.path)], console)
+        show_facts([("value for each rank", found.name), ("in", found.path)], console)
         console.print()
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
         table.add_column("rank", justify="right")

@@ -73,7 +73,7 @@ class _Draft:
 def leaves(manifest: Manifest) -> list[Leaf]:
     """All that a manifest names: tensors, shared values, and values that each rank has."""
     shared = [Leaf(entry.name, spelled(entry.value)) for entry in manifest.objects]
-    each = [Leaf(name, "a value of each rank") for name in manifest.per_rank]
+    each = [Leaf(name, "one value for each rank") for name in manifest.per_rank]
     return [*map(_tensor_leaf, manifest.tensors), *shared, *each]
 
 

@@ -17,6 +17,9 @@ from shardwise.store import LocalStore, Store, open_store
 if TYPE_CHECKING:
     from shardwise.engine.opened import Opened
 
+MOST_BELOW = 64
+"""Directories below a place that are looked at for what formats they are of."""
+
 
 @dataclass(frozen=True, slots=True)
 class Saved:
@@ -112,17 +115,18 @@ def checkpoints_below(path: str) -> list[Below]:
     """The directories below a root, by step.
 
     Raises:
-        CheckpointNotFoundError: the path is a checkpoint itself, or there are none below it.
+        CheckpointNotFoundError: the path is a checkpoint itself, or there are none of ours below
+            it; says what is there instead.
     """
     store = open_store(path)
     if MANIFEST in _names(store):
         raise CheckpointNotFoundError(
-            f"{store} is a checkpoint, not a root of checkpoints: "
+            f"{store} is a checkpoint, not a directory of checkpoints: "
             f"see `shardwise inspect {store}`, or list the directory above it"
         )
     found = _below(store)
     if not found:
-        raise _nothing(store)
+        raise _foreign_instead(store) or _nothing(store)
     return found
 
 
@@ -148,11 +152,11 @@ def checkpoints_at(path: str) -> list[Below]:
 def _names(store: Store) -> list[str]:
     try:
         return store.list()
-    except NotADirectoryError as error:
-        above = Path(str(store)).parent
-        raise CheckpointNotFoundError(
-            f"{store} is a file; a checkpoint is a directory: did you mean {above}?"
-        ) from error
+    except NotADirectoryError:
+        pass
+    raise _foreign_instead(store) or CheckpointNotFoundError(
+        f"{store} is a file; a checkpoint is a directory: did you mean {Path(str(store)).parent}?"
+    )
 
 
 def _below(root: Store) -> list[Below]:
@@ -173,12 +177,39 @@ def _below(root: Store) -> list[Below]:
     return sorted(found, key=lambda each: each.order)
 
 
+def _foreign_instead(store: Store) -> CheckpointNotFoundError | None:
+    """Say of which other formats a place is, or the directories below it."""
+    if not isinstance(store, LocalStore) or not store.path.exists():
+        return None
+    from shardwise.opening import foreign_formats  # torch takes a second: only here
+
+    formats = foreign_formats(store)
+    if formats:
+        return CheckpointNotFoundError(
+            f"{store} is one checkpoint ({formats}), not a directory of shardwise's checkpoints: "
+            f"see `shardwise inspect {store}`"
+        )
+    below: dict[str, str] = {}
+    for path in sorted(store.path.iterdir())[:MOST_BELOW] if store.path.is_dir() else ():
+        formats = foreign_formats(LocalStore(path)) if path.is_dir() else ""
+        if formats:
+            below[path.name] = formats
+    if not below:
+        return None
+    name, formats = next(reversed(below.items()))
+    return CheckpointNotFoundError(
+        f"{store} has no checkpoints of shardwise below it, but {len(below)} of other formats: "
+        f"{', '.join(list(below)[:3])}{', …' if len(below) > 3 else ''}. Look at one with "
+        f"`shardwise inspect {store.path / name}` ({formats})"
+    )
+
+
 def _no_checkpoint(store: Store) -> CheckpointNotFoundError:
     """Say what there is at a place where a checkpoint was expected."""
     committed = [each for each in _below(store) if each.committed]
     if committed:
         return CheckpointNotFoundError(
-            f"{store} is a root of checkpoints, not a checkpoint: name one of them; "
+            f"{store} is a directory of checkpoints, not a checkpoint: name one of them; "
             f"the newest is {committed[-1].store}"
         )
     return _nothing(store)
@@ -188,11 +219,12 @@ def _nothing(store: Store) -> CheckpointNotFoundError:
     """Say what there is at a place where there is neither a checkpoint nor a root."""
     if any(map(made_by_save, store.list())):
         return CheckpointNotFoundError(
-            f"{store} has no {MANIFEST}: its save is still under way, or was never finished"
+            f"{store} has no {MANIFEST}: its save still runs, or was cut off"
         )
     if not isinstance(store, LocalStore) or store.path.is_dir():
         return CheckpointNotFoundError(
-            f"{store} holds no checkpoint: neither a {MANIFEST}, nor a directory that has one"
+            f"{store} is not a checkpoint, and has none below it: there is no {MANIFEST}, and the "
+            "files are of no other format that is known"
         )
     above = store.path.parent
     if not above.is_dir():

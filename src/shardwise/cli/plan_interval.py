@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.cli.terminal import output, print_json
+from shardwise.cli.terminal import AsJson, output, print_json
 from shardwise.memory.intervals import DAY, Costs, Failures, Plan, Waste, plan_intervals
 
 GROUP = 8
@@ -21,23 +21,26 @@ def _option(metavar: str, text: str) -> Any:
     return typer.Option(metavar=metavar, help=text)
 
 
-Step = Annotated[float, _option("SECONDS", "That a step of the training takes.")]
-Snapshot = Annotated[float, _option("SECONDS", "By which a snapshot in memory slows training.")]
-Persist = Annotated[float, _option("SECONDS", "By which persisting a snapshot slows training.")]
-Redundancy = Annotated[float, _option("SECONDS", "From a snapshot until it is protected.")]
-FromMemory = Annotated[float, _option("SECONDS", "To resume after a failure, from memory.")]
-FromStorage = Annotated[float, _option("SECONDS", "To resume after a failure, from storage.")]
-Nodes = Annotated[int, _option("N", "Nodes that train.")]
-PerDay = Annotated[float | None, _option("X", "Failures of single nodes, in the whole cluster.")]
-NodeMtbf = Annotated[float | None, _option("DAYS", "Instead: between failures of one node.")]
-Lost = Annotated[float, _option("X", "The part of these failures that lose a node's memory.")]
-Group = Annotated[
-    int | None, _option("N", f"Nodes that protect each other; {GROUP} if there are as many.")
+Step = Annotated[float, _option("SECONDS", "Duration of one training step.")]
+Snapshot = Annotated[float, _option("SECONDS", "How long a snapshot in memory delays training.")]
+Persist = Annotated[float, _option("SECONDS", "How long a save to storage delays training.")]
+Redundancy = Annotated[float, _option("SECONDS", "From a snapshot until other nodes protect it.")]
+FromMemory = Annotated[float, _option("SECONDS", "Time to resume from memory after a failure.")]
+FromStorage = Annotated[float, _option("SECONDS", "Time to resume from storage after a failure.")]
+Nodes = Annotated[int, _option("N", "Number of nodes that train.")]
+PerDay = Annotated[float | None, _option("X", "Node failures per day, in the whole cluster.")]
+NodeMtbf = Annotated[
+    float | None, _option("DAYS", "Mean time between failures of one node; instead of the above.")
 ]
-Parity = Annotated[int, _option("N", "Nodes of a group that may be lost at once.")]
+Lost = Annotated[float, _option("X", "Share of the failures in which a node's memory is lost.")]
+Group = Annotated[
+    int | None, _option("N", f"Nodes that protect each other; {GROUP} or, if there are fewer, all.")
+]
+Parity = Annotated[int, _option("N", "How many nodes of a group may be lost at once.")]
 Rebuild = Annotated[float, _option("MINUTES", "From a loss until all is protected again.")]
-Correlated = Annotated[float, _option("X", "Failures that memory never survives, on top.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Correlated = Annotated[
+    float, _option("X", "Further failures per day that no memory survives, as of power.")
+]
 
 
 def plan_interval(
@@ -57,15 +60,15 @@ def plan_interval(
     correlated_per_day: Correlated = 0.0,
     as_json: AsJson = False,
 ) -> None:
-    """Say how often to take snapshots in memory, and how often to persist one.
+    """Compute how often to save.
 
-    Snapshots cost time, but the more there are, the less is done again after a failure. This finds
-    the intervals that waste the least, by the formulas of Young and Daly: from what was measured,
-    and how often nodes fail.
+    Frequent saves cost time; rare saves lose more work when a node fails. From the costs and the
+    failure rate that you give, this computes the intervals that waste the least time, with the
+    formulas of Young and Daly: one for snapshots in memory, one for saves to storage.
 
-    With --json: {"memory": {"steps", "seconds", "waste": {"snapshots", "lost", "restores"}},
-    "storage": likewise, "waste", "failures_per_day", "days_between_losses"}. Waste is a part of
-    the time; losses are those that memory does not survive.
+    \b
+    shardwise plan-interval --step-time 1 --snapshot-cost 0.1 \\
+        --persist-cost 1 --nodes 16 --failures-per-day 3
     """
     try:
         costs = Costs(
@@ -129,7 +132,7 @@ def _show(plan: Plan, console: Console) -> None:
     console.print()
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("wasted time", no_wrap=True)
-    for header in ("snapshots", "work done again", "restores", "in all"):
+    for header in ("saving", "repeated work", "restoring", "total"):
         table.add_column(header, justify="right", no_wrap=True)
     memory, storage = plan.memory.waste, plan.storage.waste
     both = Waste(*(getattr(memory, part) + getattr(storage, part) for part in Waste.__slots__))
@@ -139,9 +142,9 @@ def _show(plan: Plan, console: Console) -> None:
     console.print(table)
     console.print()
     lost = _duration(_days_between_losses(plan) * DAY)
-    console.print(Text(f"A loss that memory does not survive is to be expected every {lost}."))
+    console.print(Text(f"Expect a failure that needs the copy in storage every {lost}."))
     if plan.waste > MUCH:
-        note = "With so much wasted these formulas are too kind: it is more than they say."
+        note = "The formulas hold while little time is wasted: expect more waste than this."
         console.print(Text(note, "yellow"))
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO
+from typing import IO, Annotated
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -17,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 from shardwise.cli import wording
@@ -24,7 +26,11 @@ from shardwise.cli import wording
 UNBOUNDED = 100_000
 """Columns of what is no terminal: nothing is cut off there."""
 
+LONGEST_TASK = 24
+"""Columns for what is being done, so that a bar and its numbers fit into 80."""
+
 Advance = Callable[[str, int], None]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: see docs/cli.md.")]
 
 
 def output() -> Console:
@@ -38,9 +44,9 @@ def diagnostics() -> Console:
 
 
 def complain(message: str) -> None:
-    """Say on stderr what went wrong."""
+    """Say on stderr what went wrong. Lines are not wrapped, so that paths can be copied."""
     said = "\n".join(map(wording.printable, message.split("\n")))
-    diagnostics().print(Text.assemble(("shardwise: ", "bold red"), said))
+    diagnostics().print(Text.assemble(("shardwise: ", "bold red"), said), soft_wrap=True)
 
 
 def print_json(document: object) -> None:
@@ -56,12 +62,18 @@ def progress(total: int) -> Iterator[Advance]:
     Yields a function that takes what is being done, and how many bytes of it are done.
     """
     console = diagnostics()
+    one_line = Column(no_wrap=True)
     bar = Progress(
-        TextColumn("{task.description}", style="dim", markup=False),
-        BarColumn(bar_width=None),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        TextColumn(
+            "{task.description}",
+            style="dim",
+            markup=False,
+            table_column=Column(no_wrap=True, overflow="ellipsis", max_width=LONGEST_TASK),
+        ),
+        BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=10)),
+        DownloadColumn(binary_units=True, table_column=one_line),
+        TransferSpeedColumn(table_column=one_line),
+        TimeRemainingColumn(table_column=one_line),
         console=console,
         transient=True,
         disable=not console.is_terminal,

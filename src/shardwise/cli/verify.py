@@ -12,7 +12,7 @@ from rich.text import Text
 from shardwise.cli import wording
 from shardwise.cli.damage import Damage, ForeignSearch, Search
 from shardwise.cli.places import Below, checkpoints_at, read_manifest, trusted_pieces
-from shardwise.cli.terminal import complain, output, print_json, progress
+from shardwise.cli.terminal import AsJson, complain, output, print_json, progress
 from shardwise.engine.arena import Arena
 from shardwise.errors import FormatError, StateError
 from shardwise.manifest.names import MANIFEST
@@ -35,19 +35,17 @@ class Verdict:
 
 def verify(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A checkpoint, or a directory above several.")
+        str, typer.Argument(metavar="PATH", help="A checkpoint, or a directory of checkpoints.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Check every byte of the checkpoint at PATH, or of all below it.
+    """Check every byte of a checkpoint against its checksums.
 
-    Exits with 1 if anything is damaged, and says which bytes of which file those are, and which
-    tensors they belong to. Saves that were never finished are no damage. Of a foreign checkpoint
-    that is checked which has checksums: zip archives, as torch.save and DCP write them.
+    If something is damaged, this says which bytes of which file they are, and which tensors they
+    belong to. Saves that were cut off are listed, and not checked. Checkpoints of other formats
+    have checksums only in zip archives, as torch.save and PyTorch DCP write them.
 
-    With --json: {"path", "intact", "unfinished": [directories], "checkpoints": [{"path", "step",
-    "intact", "bytes", "files", "damage": [{"file", "start", "stop", "problem", "tensors"}]}]};
-    "start" and "stop" are null where all of a file is lost, "file" is null for the manifest.
+    Exit status: 0 if all is intact, 1 if anything is damaged.
     """
     found = checkpoints_at(path)
     unfinished = [each.name for each in found if not each.committed]

@@ -24,9 +24,9 @@ def moment(created: str) -> str:
 
 
 def metrics(values: dict[str, float | None]) -> str:
-    """Names and values: `loss 0.0123  lr 1e-05`."""
+    """Names and values: `loss=0.0123 lr=1e-05`."""
     shown = {name: "?" if value is None else f"{value:.4g}" for name, value in values.items()}
-    return "  ".join(f"{printable(name)} {value}" for name, value in shown.items())
+    return " ".join(f"{printable(name)}={value}" for name, value in shown.items())
 
 
 def shape(dims: Sequence[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
+from shardwise.errors import CheckpointNotFoundError, StateError
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.readers import (
     accelerate,
@@ -98,8 +98,8 @@ def read_foreign(tree: Tree, format: str | None = None) -> Foreign:  # noqa: A00
 
     Raises:
         CheckpointNotFoundError: no format does, or not this one.
-        FormatError: the one that does finds it malformed; or there are several.
-        StateError: `format` is none.
+        FormatError: the one that does finds it malformed.
+        StateError: there are several, or `format` is not one that is read.
     """
     if format is not None and format not in {reader.key for reader in READERS}:
         known = ", ".join(reader.key for reader in READERS)
@@ -114,8 +114,11 @@ def read_foreign(tree: Tree, format: str | None = None) -> Foreign:  # noqa: A00
         raise CheckpointNotFoundError(_unknown(tree, found))
     if len(wanted) > 1:
         names = " and ".join(reader.name for reader in wanted)
-        choice = " or ".join(f"format={reader.key!r}" for reader in wanted)
-        raise FormatError(f"{tree} has checkpoints of several formats, {names}: choose by {choice}")
+        keys = " or ".join(reader.key for reader in wanted)
+        raise StateError(
+            f"{tree} has checkpoints of several formats, {names}: choose one by "
+            f"format={wanted[0].key!r} (on the command line --format {wanted[0].key}); keys: {keys}"
+        )
     return wanted[0].read(tree)
 
 

@@ -1,4 +1,4 @@
-"""`shardwise convert` and `shardwise export`."""
+"""`shardwise export`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ import safetensors.torch
 import torch
 
 import shardwise as sw
+from shardwise import exporting
+from shardwise.cli.export import FLOATS, FORMATS, LEAST_MEMORY
+from shardwise.convert.conversion import SMALLEST_MEMORY
+from shardwise.convert.targets import TARGETS
 from tests.cli.conftest import Run
 
 
@@ -38,21 +42,24 @@ def test_a_model_is_exported(run: Run, step: Path, tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_converted_and_goes_on(run: Run, step: Path, tmp_path: Path) -> None:
     new = tmp_path / "new"
-    ran = run("convert", step, new, "--json", "--max-file", "1K", "--max-memory", "64MB")
+    sizes = ("--max-file", "1K", "--max-memory", "64MB")
+    ran = run("export", step, new, "--to", "native", "--json", *sizes)
     assert ran.status == 0, ran.err
     assert ran.document["path"] == str(new)
     assert ran.document["files"] == len(list(new.glob("*.safetensors")))
     assert set(sw.open(new)) == set(sw.open(step))
     assert run("verify", new).status == 0
-    ran = run("convert", step, new)
+    ran = run("export", step, new, "--to", "native")
     assert (ran.status, "not empty" in ran.err) == (2, True)
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--max-file", "much"), "no size"),
-        (("--to", "gguf"), "native, hf"),
+        (("--max-file", "much"), "a size is needed, such as 500M"),
+        (("--max-memory", "1K"), "at least 16.0 MiB"),
+        (("--dtype", "bf16"), "bfloat16"),
+        (("--to", "gguf"), "hf, dcp"),
         (("--only", "x"), "no tensor"),
         (("--config", "nowhere.json"), "a file is needed"),
     ],
@@ -60,8 +67,14 @@ def test_a_checkpoint_is_converted_and_goes_on(run: Run, step: Path, tmp_path: P
 def test_wrong_use_is_said(
     run: Run, step: Path, tmp_path: Path, options: tuple[str, str], says: str
 ) -> None:
-    ran = run("convert", step, tmp_path / "new", *options)
+    ran = run("export", step, tmp_path / "new", "--to", "native", *options)
     assert (ran.status, says in ran.err) == (2, True), ran.err
+
+
+def test_it_offers_what_the_library_writes() -> None:
+    assert set(FORMATS) == set(TARGETS)
+    assert set(FLOATS) == set(exporting.FLOATS)
+    assert LEAST_MEMORY == SMALLEST_MEMORY
 
 
 @pytest.mark.ranks
@@ -72,7 +85,8 @@ def test_torchrun_shares_the_work(step: Path, tmp_path: Path) -> None:
             sys.executable,
             "-m",
             *command,
-            "convert",
+            "export",
+            "--to=native",
             str(step),
             str(tmp_path / "new"),
             "--max-file=1K",

@@ -1,0 +1,95 @@
+"""`shardwise rm`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import shardwise as sw
+from shardwise.manifest.names import MANIFEST, lock_file
+from shardwise.store import LocalStore
+from tests.cli.conftest import Run
+
+
+def steps(root: Path) -> list[int]:
+    return [int(path.name[5:]) for path in sorted(root.iterdir())]
+
+
+def damage(checkpoint: Path) -> None:
+    next(checkpoint.glob("*.safetensors")).unlink()
+
+
+def test_steps_are_removed_and_the_others_stay(run: Run, root: Path) -> None:
+    kept = {path: path.read_bytes() for path in (root / "step-00000200").iterdir()}
+    size = sum(path.stat().st_size for path in (root / "step-00000100").glob("*.safetensors"))
+    ran = run("rm", root, "--step", "100", "--step", "300", "--yes", "--json")
+    assert (ran.status, ran.err) == (0, "")
+    assert ran.document["root"] == str(root)
+    assert ran.document["removed"][0] == {"step": 100, "state": "committed", "bytes": size}
+    assert steps(root) == [200]
+    assert {path: path.read_bytes() for path in kept} == kept
+
+
+@pytest.mark.parametrize(("typed", "status"), [("y\n", 0), ("n\n", 2), ("\n", 2), ("", 2)])
+def test_it_asks(run: Run, root: Path, typed: str, status: int) -> None:
+    ran = run("rm", root, "--step", "200", typed=typed)
+    assert ran.status == status
+    assert "step 200, committed" in ran.err
+    assert steps(root) == ([100, 300] if status == 0 else [100, 200, 300])
+    assert ("nothing was removed" in ran.err) == (status == 2)
+
+
+def test_the_only_intact_one_is_removed_by_force_alone(run: Run, root: Path) -> None:
+    damage(root / "step-00000100")
+    (root / "step-00000200" / MANIFEST).unlink()
+    ran = run("rm", root, "--step", "300", "--yes")
+    assert (ran.status, "no intact checkpoint left" in ran.err) == (2, True)
+    assert steps(root) == [100, 200, 300]
+    ran = run("rm", root, "--step", "100", "--step", "200", "--yes")
+    assert ran.status == 0, ran.err
+    assert steps(root) == [300]
+    assert run("rm", root, "--step", "300", "--yes", "--force").status == 0
+    assert steps(root) == []
+
+
+def test_what_is_being_read_stays(run: Run, root: Path) -> None:
+    checkpoint = root / "step-00000100"
+    before = {path: path.read_bytes() for path in checkpoint.iterdir()}
+    with LocalStore(checkpoint).hold(MANIFEST, shared=True) as held:
+        assert held
+        ran = run("rm", root, "--step", "100", "--yes")
+    assert (ran.status, "is being read" in ran.err) == (2, True)
+    assert {path: path.read_bytes() for path in checkpoint.iterdir()} == before
+    assert run("rm", root, "--step", "100", "--yes").status == 0
+
+
+def test_an_unfinished_save_is_removed_unless_it_still_runs(run: Run, root: Path) -> None:
+    checkpoint = root / "step-00000100"
+    (checkpoint / MANIFEST).unlink()
+    with LocalStore(checkpoint).hold(lock_file("0" * 16), shared=False) as held:
+        assert held
+        ran = run("rm", root, "--step", "100", "--yes")
+    assert (ran.status, "a save into it is under way" in ran.err) == (2, True)
+    assert list(checkpoint.glob("*.safetensors"))
+    assert run("rm", root, "--step", "100", "--yes").status == 0
+    assert not checkpoint.exists()
+
+
+def test_files_that_no_save_made_stay(run: Run, root: Path) -> None:
+    (root / "step-00000100" / "notes.txt").write_text("mine")
+    ran = run("rm", root, "--step", "100", "--yes")
+    assert (ran.status, "notes.txt" in ran.out) == (0, True)
+    assert [path.name for path in (root / "step-00000100").iterdir()] == ["notes.txt"]
+
+
+def test_a_step_that_is_not_there_removes_nothing(run: Run, root: Path) -> None:
+    ran = run("rm", root, "--step", "100", "--step", "7", "--yes")
+    assert ran.status == 2
+    assert "has no checkpoint of step 7; the newest are: 100, 200, 300" in ran.err
+    assert steps(root) == [100, 200, 300]
+
+
+def test_a_root_goes_on_without_the_step(run: Run, root: Path) -> None:
+    assert run("rm", root, "--step", "300", "--yes").status == 0
+    assert sw.Checkpointer(root, memory=None).latest() == 200
