@@ -41,7 +41,8 @@ CHILD = """
 import asyncio, socket, sys
 from pathlib import Path
 from typing import Any
-from shardwise.memory.agent.server import create_app, serving
+from shardwise.memory.agent.connections import serving
+from shardwise.memory.agent.server import create_app
 
 async def main():
     app = create_app(Path(sys.argv[1]), sys.argv[2], lambda: None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import socket
 import ssl
@@ -22,8 +23,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import StoreError
-from shardwise.memory.agent import server
-from shardwise.memory.agent.server import create_app, serving
+from shardwise.memory.agent import connections, server
+from shardwise.memory.agent.connections import serving
+from shardwise.memory.agent.server import create_app
 from shardwise.memory.node.home import LARGEST_NOTE, read_note
 from shardwise.memory.node.notes import Persist
 from tests.memory.certificates import Authority
@@ -508,13 +510,124 @@ def test_whoever_guesses_has_to_call_again(served: Served) -> None:
 def test_there_are_not_more_connections_than_there_may_be(tmp_path: Path) -> None:
     with serve(tmp_path, most=3) as one:
         with ExitStack() as stack:
-            kept = [stack.enter_context(one.line("GET /hea")) for _ in range(3)]
-            deadline = time.monotonic() + 5
-            while not is_closed(socket.create_connection(("127.0.0.1", one.port), 0.2)):
-                assert time.monotonic() < deadline
-            kept[0].sendall(b"lth HTTP/1.1\r\nHost: a\r\n\r\n")
-            assert kept[0].recv(1000)
+            for _ in range(3):
+                kept = stack.enter_context(one.line("GET /health HTTP/1.1\r\nHost: a\r\n\r\n"))
+                assert kept.recv(1000).startswith(b"HTTP/1.1 200")
+            assert is_closed(socket.create_connection(("127.0.0.1", one.port), 5))
+            kept.sendall(HEALTH)
+            assert kept.recv(1000).startswith(b"HTTP/1.1 200")
         assert_answers_again(one)
+
+
+HEALTH = f"GET /health HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+
+
+def strangers(stack: ExitStack, one: Served, count: int, address: str) -> list[socket.socket]:
+    """Connections from an address over which nothing is sent."""
+    source = (address, 0)
+    return [
+        stack.enter_context(socket.create_connection(("127.0.0.1", one.port), 5, source))
+        for _ in range(count)
+    ]
+
+
+def test_silent_strangers_keep_nobody_from_being_answered(tmp_path: Path) -> None:
+    with serve(tmp_path, most=20) as one, ExitStack() as stack:
+        used = stack.enter_context(one.line("GET /health HTTP/1.1\r\nHost: a\r\n\r\n"))
+        assert used.recv(1000).startswith(b"HTTP/1.1 200")
+        for number in range(40):
+            strangers(stack, one, 1, f"127.0.0.{2 + number}")
+            assert one.ask("GET", "/health")[0] == 200
+        used.sendall(HEALTH)
+        assert used.recv(1000).startswith(b"HTTP/1.1 200")
+
+
+def test_an_address_has_few_connections_before_it_shows_the_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "MOST_STRANGERS", 3)
+    with serve(tmp_path) as one, ExitStack() as stack:
+        (other,) = strangers(stack, one, 1, "127.0.0.3")
+        *older, _, _, newest = strangers(stack, one, 8, "127.0.0.2")
+        assert all(map(is_closed, older))
+        for line in (other, newest):
+            line.settimeout(0.05)
+            assert not is_closed(line)
+
+
+def test_a_stranger_is_closed_soon_and_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "FIRST_REQUEST", 0.2)
+    with serve(tmp_path) as one, ExitStack() as stack:
+        used = stack.enter_context(one.line("GET /health HTTP/1.1\r\nHost: a\r\n\r\n"))
+        assert used.recv(1000).startswith(b"HTTP/1.1 200")
+        half = stack.enter_context(one.line("GET /health HTTP/1.1\r\nHost: a\r\n"))
+        assert is_closed(half)
+        assert is_closed(strangers(stack, one, 1, "127.0.0.1")[0])
+        used.settimeout(0.05)
+        assert not is_closed(used)
+
+
+def test_unfinished_bodies_take_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MOST_BODIES", 3 << 20)
+    head = f"PUT /runs/{RUN}/{STEP}/{NOTE} HTTP/1.1\r\nHost: a\r\nContent-Length: {2 << 20}\r\n"
+    with serve(tmp_path) as one:
+        with ExitStack() as stack:
+            for _ in range(2):
+                line = stack.enter_context(one.line(head + "\r\n"))
+                line.sendall(b"x" * ((3 << 19) - 10))  # nearly three quarters
+            deadline = time.monotonic() + 10
+            while (status := put(one, 1 << 20)) == 204:
+                assert time.monotonic() < deadline
+            assert status in (503, 0)
+            assert one.ask("GET", "/health")[0] == 200
+        while put(one, 3 << 20) != 204:  # their room is free again
+            assert time.monotonic() < deadline
+
+
+def put(one: Served, size: int) -> int:
+    """The status of a note of so many bytes; 0 if the connection is closed while it is sent."""
+    with suppress(OSError):
+        return one.ask("PUT", f"/runs/{RUN}/{STEP}/{NOTE}", b"x" * size)[0]
+    return 0
+
+
+def test_malformed_requests_are_counted_and_do_not_fill_the_log(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(50):
+        with served.line(f"GET /health HTTP/1.1\r\nHost: a\r\nBad header {number}\r\n\r\n") as line:
+            assert line.recv(1000).startswith(b"HTTP/1.")
+    with served.line("GET /health HTTP/1.1\r\nContent-Length: evil\r\n\r\n") as line:
+        line.recv(1000)
+    said = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert 1 <= len(said) <= 3
+    assert all(record.name == "shardwise.agent" and not record.exc_info for record in said)
+    assert "a request is not valid HTTP" in said[0].getMessage()
+    assert not any("evil" in record.getMessage() for record in said)
+
+
+def test_complaints_are_logged_once_a_minute_with_their_number(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seconds = iter((0.0, 1.0, 59.0, 61.0))
+    complaints = connections.Complaints(lambda: next(seconds))
+
+    def fail() -> None:
+        try:
+            raise ValueError("a fault of ours")
+        except ValueError as error:
+            complaints.exception("Error handling request from %s", "10.0.0.1", exc_info=error)
+
+    for _ in range(4):
+        fail()
+    first, second = caplog.records
+    assert first.exc_info is not None
+    assert second.exc_info is None
+    assert second.getMessage().endswith("Error handling request (ValueError), 4 times by now")
 
 
 def assert_answers_again(one: Served) -> None:
@@ -548,7 +661,7 @@ def test_a_body_that_drips_is_not_waited_for(
 def test_a_handshake_that_never_ends_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "HANDSHAKE", 0.3)
+    monkeypatch.setattr(connections, "HANDSHAKE", 0.3)
     tls = Authority(tmp_path / "authority").issue("node").for_server()
     with (
         serve(tmp_path / "home", tls=tls) as one,

@@ -11,8 +11,6 @@ import hmac
 import os
 import re
 import secrets
-import socket
-import ssl
 import stat
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
@@ -25,18 +23,15 @@ from aiohttp.typedefs import Handler, Middleware
 
 from shardwise.errors import FormatError
 from shardwise.manifest.names import MANIFEST, checked_file, step_of_directory
+from shardwise.memory.agent.connections import STRANGERS
 from shardwise.memory.network.client import LONGEST_WAIT, Health, ListedFile, ListedStep
 from shardwise.memory.node.home import LARGEST_NOTE
 
 LOOK_AROUND = 0.02
 STALLED = 30.0
 SLOWEST = 1 << 20
-QUIET = 90.0
 SLICE = 1 << 23
-ENDING = 2.0
-BACKLOG = 1024
-MOST_CONNECTIONS = 1024
-HANDSHAKE = 10.0
+MOST_BODIES = LARGEST_NOTE
 RUN = "/runs/{run:[0-9a-f]{16}}"
 _TOLD = re.compile(r"(?!draft-|retain-)[a-z]+(-all)?-[0-9a-f]{16}\.json")
 """Requests and outcomes of other nodes. What trainers say, and what an agent asks itself for, it
@@ -68,64 +63,6 @@ def create_app(home: Path, token: str, wake: Callable[[], None]) -> web.Applicat
     return app
 
 
-@asynccontextmanager
-async def serving(
-    app: web.Application,
-    listener: socket.socket,
-    *,
-    tls: ssl.SSLContext | None = None,
-    quiet: float = QUIET,
-    most: int = MOST_CONNECTIONS,
-) -> AsyncIterator[None]:
-    """Serve while the block runs.
-
-    Args:
-        listener: where calls come in; it is closed in the end.
-        tls: certificate and key, to serve https.
-        quiet: seconds until a connection is closed over which no whole request comes.
-        most: as many connections at a time; further ones are closed at once.
-    """
-    runner = web.AppRunner(
-        app,
-        access_log=None,
-        keepalive_timeout=quiet,
-        lingering_time=ENDING,
-        auto_decompress=False,
-        shutdown_timeout=ENDING,
-    )
-    await runner.setup()
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(
-        lambda: _answering(runner, most),
-        sock=listener,
-        backlog=BACKLOG,
-        ssl=tls,
-        ssl_handshake_timeout=None if tls is None else HANDSHAKE,
-    )
-    try:
-        yield
-    finally:
-        server.close()
-        await runner.cleanup()
-
-
-def _answering(runner: web.AppRunner, most: int) -> asyncio.BaseProtocol:
-    """Who answers on a new connection."""
-    server = runner.server
-    if server is None or len(server.connections) >= most:
-        return _Full()
-    return server()
-
-
-class _Full(asyncio.Protocol):
-    """Hangs up."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Tell the one who calls nothing, and keep nothing of it."""
-        if isinstance(transport, asyncio.Transport):
-            transport.abort()
-
-
 class _Desk:
     """Answers requests, and knows who waits for a file to appear."""
 
@@ -133,6 +70,7 @@ class _Desk:
         self._home = home
         self._wake = wake
         self._arrival = asyncio.Event()
+        self._bytes = 0
 
     async def health(self, request: web.Request) -> web.Response:
         with _directory(self._home, "runs") as runs:
@@ -159,15 +97,51 @@ class _Desk:
         run, step, name = _place(request)
         if name != MANIFEST and not _TOLD.fullmatch(name):
             raise web.HTTPBadRequest(text="no other node leaves a note of this name")
-        data = await _body(request)
-        try:
-            await asyncio.to_thread(_write, self._home, run, step, name, data)
-        except OSError as error:
-            text = f"the note cannot be written: {error.strerror}"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise web.HTTPInsufficientStorage(text=text) from error
-            raise web.HTTPInternalServerError(text=text) from error
+        async with self._body(request) as data:
+            try:
+                await asyncio.to_thread(_write, self._home, run, step, name, data)
+            except OSError as error:
+                text = f"the note cannot be written: {error.strerror}"
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise web.HTTPInsufficientStorage(text=text) from error
+                raise web.HTTPInternalServerError(text=text) from error
         return await self.woken(request)
+
+    @asynccontextmanager
+    async def _body(self, request: web.Request) -> AsyncIterator[bytearray]:
+        """All of a request's body, which is as long as was stated, and no longer than a note.
+
+        All bodies together have a limit too: whoever exceeds it may ask again later.
+        """
+        size = request.content_length
+        if size is None:
+            raise web.HTTPLengthRequired
+        if size > LARGEST_NOTE:
+            raise web.HTTPRequestEntityTooLarge(max_size=LARGEST_NOTE, actual_size=size)
+        body = bytearray()
+
+        async def receive() -> None:
+            while len(body) <= size:
+                chunk = await asyncio.wait_for(request.content.readany(), STALLED)
+                if not chunk:
+                    return
+                if self._bytes + len(chunk) > MOST_BODIES:
+                    raise web.HTTPServiceUnavailable(text="too many notes are being sent")
+                self._bytes += len(chunk)
+                body.extend(chunk)
+
+        try:
+            try:
+                await asyncio.wait_for(receive(), STALLED + size / SLOWEST)
+            except asyncio.TimeoutError as error:
+                raise web.HTTPRequestTimeout from error
+            except (ConnectionError, web.RequestPayloadError) as error:
+                raise web.HTTPBadRequest(text="the body was cut off") from error
+            if len(body) != size:
+                raise web.HTTPBadRequest(text=f"the body has not the {size} bytes that were stated")
+            yield body
+        finally:
+            self._bytes -= len(body)
 
     async def woken(self, request: web.Request) -> web.Response:
         arrival, self._arrival = self._arrival, asyncio.Event()
@@ -186,6 +160,7 @@ def _only_with(token: str) -> Middleware:
             refusal = web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"})
             refusal.force_close()
             raise refusal
+        request.app[STRANGERS].remove(request.transport)
         return await handler(request)
 
     return check
@@ -225,30 +200,6 @@ def _wait(request: web.Request) -> float:
 
 def _is_gone(request: web.Request) -> bool:
     return request.transport is None or request.transport.is_closing()
-
-
-async def _body(request: web.Request) -> bytearray:
-    """All of a request's body, which is as long as was stated, and no longer than a note."""
-    size = request.content_length
-    if size is None:
-        raise web.HTTPLengthRequired
-    if size > LARGEST_NOTE:
-        raise web.HTTPRequestEntityTooLarge(max_size=LARGEST_NOTE, actual_size=size)
-    body = bytearray()
-
-    async def receive() -> None:
-        while len(body) <= size and (chunk := await request.content.readany()):
-            body.extend(chunk)
-
-    try:
-        await asyncio.wait_for(receive(), STALLED + size / SLOWEST)
-    except asyncio.TimeoutError as error:
-        raise web.HTTPRequestTimeout from error
-    except (ConnectionError, web.RequestPayloadError) as error:
-        raise web.HTTPBadRequest(text="the body was cut off") from error
-    if len(body) != size:
-        raise web.HTTPBadRequest(text=f"the body has not the {size} bytes that were stated")
-    return body
 
 
 async def _send(request: web.Request, file: BinaryIO) -> web.StreamResponse:

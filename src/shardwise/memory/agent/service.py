@@ -22,10 +22,11 @@ from shardwise.errors import StoreError
 from shardwise.memory.agent import signs
 from shardwise.memory.agent.agent import Agent, listen, undisturbed
 from shardwise.memory.agent.attempts import Duty
+from shardwise.memory.agent.connections import BACKLOG, serving
 from shardwise.memory.agent.duties import Following, Leading, Sealing
 from shardwise.memory.agent.idle import Idle
 from shardwise.memory.agent.keeper import is_attended
-from shardwise.memory.agent.server import BACKLOG, create_app, serving
+from shardwise.memory.agent.server import create_app
 from shardwise.memory.node.home import Home, write_note
 from shardwise.memory.node.identity import last_port, node_name, remember_port, secret_of
 from shardwise.memory.node.interface import LOOPBACK, address_of
