@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shardwise as sw
 from shardwise.errors import FormatError
 from shardwise.formats.catalogue import StoredArray
 from shardwise.formats.foreign import Foreign, ForeignFile
@@ -364,3 +366,18 @@ def test_an_archive_over_4_gib_is_read(tmp_path: Path) -> None:
     found = read_directory(part)["archive/data/0"]
     assert (found.start, found.size) == (after - data, data)
     assert read_torch_file(part).value is None
+
+
+def test_one_wide_tensor_does_not_make_a_table_of_gigabytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows of the table are as wide as the widest tensor."""
+    state = {f"x{i}": torch.zeros(1) for i in range(20)} | {"wide": torch.zeros([1] * 64)}
+    torch.save({"model": state}, tmp_path / "wide.pt")
+    safetensors.torch.save_file(state, tmp_path / "wide.safetensors")
+    monkeypatch.setattr("shardwise.manifest.table.MOST_NUMBERS", 21 * 64 - 1)
+    for name in ("wide.pt", "wide.safetensors"):
+        with pytest.raises(FormatError, match="21 pieces or tensors of up to 64 dimensions"):
+            sw.open(tmp_path / name)
+    monkeypatch.setattr("shardwise.manifest.table.MOST_NUMBERS", 21 * 64)
+    assert len(sw.open(tmp_path / "wide.pt")) == 21

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.manifest.checksums import block_count
+from shardwise.manifest.manifest import decode_manifest, encode_manifest
 from tests.manifest.documents import Document, document_of, sealed, sealed_bytes, state_of
 
 Alter = Callable[[Document], object]
@@ -89,6 +91,21 @@ def run_out_of_the_file(document: Document) -> None:
     tensor(document, "model.weight")["pieces"] = [piece | {"repeat": rule}]
 
 
+def repeat_in_64_dimensions(count: int) -> Alter:
+    """All claims agree with each other, and the file is smaller than they say."""
+
+    def alter(document: Document) -> None:
+        shape = [count, *[1] * 63]
+        rule = {"count": count, "offset": [1, *[0] * 63], "start": 4}
+        piece = {"file": 0, "start": 0, "offset": [0] * 64, "shape": [1] * 64, "repeat": rule}
+        document["tensors"] = [{"name": "w", "dtype": "float32", "shape": shape, "pieces": [piece]}]
+        file = document["files"][0]
+        end = file["data_at"] + 4 * count
+        file |= {"objects_at": end, "checksums_at": end, "size": end + 4 * block_count(end)}
+
+    return alter
+
+
 PIECE = {"file": 0, "start": 0, "offset": [0], "shape": [6]}
 HOSTILE: dict[str, Alter] = {
     "absolute path": change("files", 0, "name", to="/etc/passwd"),
@@ -129,6 +146,8 @@ HOSTILE: dict[str, Alter] = {
         "model.weight", "pieces", to=[PIECE | {"repeat": {"count": 2, "offset": []}}]
     ),
     "repeat without end": repeat_forever,
+    "repeat in many dimensions": repeat_in_64_dimensions(2**24),
+    "repeat in a file that is smaller": repeat_in_64_dimensions(2**17),
     "repeat of absurd count": change_tensor(
         "model.weight", "pieces", to=[PIECE | {"repeat": {"count": 2**40, "offset": [0]}}]
     ),
@@ -175,6 +194,27 @@ def test_a_hostile_manifest_is_refused(name: str, small: Path) -> None:
     finally:
         tracemalloc.stop()
     assert str(small) in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [2**28 + 1, 2**31])
+def test_a_huge_manifest_is_refused_by_its_size(size: int, small: Path) -> None:
+    os.truncate(small / "manifest.json", size)
+    tracemalloc.start()
+    try:
+        with pytest.raises(sw.FormatError, match=f"has {size} bytes; at most {2**28}"):
+            sw.open(small)
+        assert tracemalloc.get_traced_memory()[1] < MOST_MEMORY
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_manifest_that_would_not_be_read_is_not_written(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = decode_manifest((small / "manifest.json").read_bytes())
+    monkeypatch.setattr("shardwise.manifest.manifest.LARGEST_MANIFEST", 1000)
+    with pytest.raises(sw.StateError, match="at most 1000 are read: save large plain values as"):
+        encode_manifest(manifest)
 
 
 def test_what_is_altered_above_was_good_before(small: Path) -> None:

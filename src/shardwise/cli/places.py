@@ -11,7 +11,7 @@ from shardwise.errors import CheckpointNotFoundError, FormatError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, made_by_save, step_of_directory
 from shardwise.manifest.table import Pieces
-from shardwise.manifest.validate import validated_pieces
+from shardwise.manifest.validate import trusted_pieces as stored_pieces
 from shardwise.store import LocalStore, Store, open_store
 
 if TYPE_CHECKING:
@@ -105,10 +105,7 @@ def trusted_pieces(saved: Saved) -> Pieces:
     """
     if saved.foreign is not None:
         return saved.foreign.pieces
-    try:
-        return validated_pieces(saved.manifest)
-    except FormatError as error:
-        raise FormatError(f"{saved.store}: {error}") from error
+    return stored_pieces(saved.store, saved.manifest)
 
 
 def checkpoints_below(path: str) -> list[Below]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, suppress
 
-from shardwise.errors import FormatError
+from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
 from shardwise.manifest.names import MANIFEST, is_lock_file, made_by_save
 from shardwise.store import Store
@@ -48,6 +48,6 @@ def _committed_files(store: Store) -> set[str] | None:
         manifest = decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
     except FileNotFoundError:
         return set()
-    except FormatError:
+    except (FormatError, StoreError):
         return None
     return {file.name for file in manifest.files}

@@ -25,7 +25,7 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.manifest.table import Int, Pieces
-from shardwise.manifest.validate import validated_pieces
+from shardwise.manifest.validate import trusted_pieces
 from shardwise.plan.load import Source
 from shardwise.state.objects import JsonValue
 from shardwise.store import Files, MappedStore, Store
@@ -160,9 +160,9 @@ def opened_manifest(store: Store, data: bytes) -> Opened:
     """
     try:
         manifest = decode_manifest(data)
-        pieces = validated_pieces(manifest)
     except FormatError as error:
         raise FormatError(f"{store}: {error}") from error
+    pieces = trusted_pieces(store, manifest)
     return Opened(store, manifest, pieces, row_major(pieces.shape))
 
 

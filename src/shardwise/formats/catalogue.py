@@ -10,7 +10,7 @@ import numpy as np
 
 from shardwise.formats.foreign import ForeignFile
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.table import Int
+from shardwise.manifest.table import Int, check_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +71,18 @@ Row: TypeAlias = tuple[str, StoredArray, tuple[int, ...]]
 def catalogued(
     files: Sequence[ForeignFile], axes: Mapping[str, int], rows: Iterable[Row]
 ) -> Catalogue:
-    """Arrays that were found one by one, in columns."""
+    """Arrays that were found one by one, in columns.
+
+    Raises:
+        FormatError: they have too many dimensions for so many arrays.
+    """
     rows = list(rows)
     arrays = [array for _, array, _ in rows]
     names = list(dict.fromkeys(name for name, _, _ in rows))
     dtypes = list(dict.fromkeys(array.dtype for array in arrays))
     number = {name: i for i, name in enumerate(names)}
     dims = max((len(array.shape) for array in arrays), default=0)
+    check_width(len(rows), dims)
 
     def column(values: Iterable[int]) -> Int:
         return np.array(list(values), np.int64)

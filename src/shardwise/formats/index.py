@@ -12,7 +12,7 @@ from shardwise.errors import FormatError
 from shardwise.formats.foreign import Foreign, ForeignFile, Laid
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.manifest import LARGEST, ObjectEntry, TensorEntry
-from shardwise.manifest.table import Int, Pieces
+from shardwise.manifest.table import Int, Pieces, check_width
 from shardwise.manifest.validate import MOST_PIECES
 
 MAGIC = b"shardwise-index-1\n"
@@ -114,6 +114,7 @@ def _unpack(table: _Table) -> Laid:
     dims = table.dims
     if len(table.columns) != 3 + 3 * dims:
         raise FormatError(f"the index has {len(table.columns)} columns for {dims} dimensions")
+    check_width(table.rows, dims)
     rows = np.empty((3 + 3 * dims, table.rows), np.int64)
     for row, column in zip(rows, table.columns, strict=True):
         np.cumsum(_inflated(column, 8 * table.rows), out=row)

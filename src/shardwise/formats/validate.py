@@ -15,7 +15,7 @@ from shardwise.formats.laying.lay import widened
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import LARGEST, TensorEntry
 from shardwise.manifest.names import LONGEST_NAME, RESERVED
-from shardwise.manifest.table import Int
+from shardwise.manifest.table import Int, check_width
 from shardwise.manifest.validate import MOST_PIECES, padded_shapes, uncovered
 
 
@@ -29,6 +29,8 @@ def checked(foreign: Foreign) -> Foreign:
     _check_names(foreign)
     _check_tensors(foreign.tensors)
     dims = max((len(tensor.shape) for tensor in foreign.tensors), default=0)
+    for rows in (len(foreign.tensors), len(foreign.laid), len(foreign.replicas)):
+        check_width(rows, dims)
     laid, replicas = widened(foreign.laid, dims), widened(foreign.replicas, dims)
     foreign = replace(foreign, laid=laid, replicas=replicas)
     for each in (laid, replicas):

@@ -8,14 +8,14 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from shardwise.errors import FormatError
+from shardwise.errors import FormatError, StateError
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.names import LONGEST_NAME
-from shardwise.manifest.table import Pieces, Runs
+from shardwise.manifest.table import Pieces, Runs, check_width
 
 VERSION = 1
 LARGEST = 2**62
-LARGEST_MANIFEST = 2**31
+LARGEST_MANIFEST = 2**28
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 Step = Annotated[int, msgspec.Meta(ge=-LARGEST, le=LARGEST)]
@@ -100,6 +100,9 @@ def encode_manifest(manifest: Manifest, tensors: bytes | None = None) -> bytes:
 
     Args:
         tensors: what `encode_tensors` made of `manifest.tensors`, if that was done before.
+
+    Raises:
+        StateError: it would be larger than what is read.
     """
     lines = []
     for field in Manifest.__struct_fields__:
@@ -108,8 +111,7 @@ def encode_manifest(manifest: Manifest, tensors: bytes | None = None) -> bytes:
         else:
             value = msgspec.json.encode(getattr(manifest, field))
         lines.append(f'"{field}":'.encode() + value)
-    body = b"{" + b",\n".join(lines) + b",\n"
-    return body + b'"crc32":%d}\n' % crc32(body)
+    return _sealed(b"{" + b",\n".join(lines) + b",\n")
 
 
 def complete_manifest(draft: bytes, files: Sequence[FileEntry]) -> bytes:
@@ -117,13 +119,13 @@ def complete_manifest(draft: bytes, files: Sequence[FileEntry]) -> bytes:
 
     Raises:
         FormatError: it is no such draft, or was altered.
+        StateError: the manifest would be larger than what is read.
     """
     body = _checked(draft, "the draft of the manifest")
     head, empty, tail = body.partition(b'"files":[],\n')
     if not empty:
         raise FormatError("this is no manifest without files")
-    whole = head + b'"files":' + msgspec.json.encode(list(files)) + b",\n" + tail
-    return whole + b'"crc32":%d}\n' % crc32(whole)
+    return _sealed(head + b'"files":' + msgspec.json.encode(list(files)) + b",\n" + tail)
 
 
 def decode_manifest(data: bytes) -> Manifest:
@@ -146,6 +148,16 @@ def decode_manifest(data: bytes) -> Manifest:
         raise FormatError(f"the manifest is malformed: {error}") from error
 
 
+def _sealed(body: bytes) -> bytes:
+    """All of a manifest but its checksum, and that."""
+    if len(body) >= LARGEST_MANIFEST - 32:
+        raise StateError(
+            f"the manifest would have {len(body)} bytes, and at most {LARGEST_MANIFEST} are read: "
+            "save large plain values as tensors, or as several checkpoints"
+        )
+    return body + b'"crc32":%d}\n' % crc32(body)
+
+
 def _checked(data: bytes, what: str) -> bytes:
     """All but the checksum at the end, which it has."""
     body, marker, tail = data.rpartition(b'"crc32":')
@@ -165,11 +177,12 @@ def piece_runs(manifest: Manifest) -> Runs:
     """The pieces of a manifest in columns, runs not yet expanded.
 
     Raises:
-        FormatError: a piece has not as many dimensions as its tensor.
+        FormatError: a piece has not as many dimensions as its tensor, or they are too many.
     """
     rows = []
     owner = []
     dims = max((len(tensor.shape) for tensor in manifest.tensors), default=0)
+    check_width(sum(max(1, len(tensor.pieces)) for tensor in manifest.tensors), dims)
     for index, tensor in enumerate(manifest.tensors):
         ndim = len(tensor.shape)
         zeros = (0,) * (dims - ndim)

@@ -7,8 +7,27 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.errors import FormatError
+
 Int = npt.NDArray[np.int64]
 SHORTEST_RUN = 3
+MOST_NUMBERS = 2**25
+"""Numbers in a column of offsets or shapes: rows times dimensions."""
+
+
+def check_width(rows: int, dims: int) -> None:
+    """Refuse a table that would take gigabytes; called before it is allocated.
+
+    All rows are as wide as the widest tensor, so that one of 64 dimensions makes all of them wide.
+
+    Raises:
+        FormatError: rows times dimensions exceed `MOST_NUMBERS`.
+    """
+    if rows * dims > MOST_NUMBERS:
+        raise FormatError(
+            f"{rows} pieces or tensors of up to {dims} dimensions exceed the limit: rows times "
+            f"dimensions may be at most {MOST_NUMBERS}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

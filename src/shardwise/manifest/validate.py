@@ -3,41 +3,71 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import closing
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.errors import FormatError
+from shardwise.errors import CorruptionError, FormatError
 from shardwise.manifest.checksums import block_count
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import LARGEST, Manifest, piece_runs
 from shardwise.manifest.names import RESERVED, checked_file, checked_save_id
-from shardwise.manifest.table import Int, Pieces, expand_runs
+from shardwise.manifest.table import Int, Pieces, Runs, check_width, expand_runs
+from shardwise.store import Store
 
 MOST_PIECES = 2**24
+MOST_UNSEEN = 2**22
+"""Pieces times dimensions that are listed before anything shows that there are files for them."""
 MOST_SPLIT_DIMS = 12
 MOST_CORNERS = 2**27
 
 
-def validated_pieces(manifest: Manifest) -> Pieces:
-    """Check everything that a manifest claims that can be checked without its files.
+def trusted_pieces(store: Store, manifest: Manifest) -> Pieces:
+    """The pieces of a checkpoint in a store; see `validated_pieces`.
+
+    Raises:
+        FormatError: its manifest cannot be trusted.
+        CorruptionError: it has more than `MOST_UNSEEN` pieces times dimensions, and a file is
+            missing.
+    """
+
+    def size_of(name: str) -> int:
+        try:
+            with closing(store.open(name)) as file:
+                return file.size
+        except FileNotFoundError:
+            raise CorruptionError(f"{store}: file {name} is missing") from None
+
+    try:
+        return validated_pieces(manifest, size_of)
+    except FormatError as error:
+        raise FormatError(f"{store}: {error}") from error
+
+
+def validated_pieces(manifest: Manifest, size_of: Callable[[str], int] | None = None) -> Pieces:
+    """Check everything that a manifest claims that can be checked without reading its files.
+
+    Args:
+        size_of: gives the size of a file in bytes. It is called only for a manifest with more than
+            `MOST_UNSEEN` pieces times dimensions, which a few `repeat`s can claim, before these
+            are expanded.
 
     Returns:
         Its pieces, every run expanded.
 
     Raises:
         FormatError: a name is unsafe or twice there, a number is absurd, pieces overlap, leave a
-            hole or lie outside their tensor or file, or a tie leads nowhere.
+            hole or lie outside their tensor or file, a tie leads nowhere, or a file does not have
+            its size.
     """
     checked_save_id(manifest.save_id)
     _check_names(manifest)
     _check_files(manifest)
     _check_tensors(manifest)
     runs = piece_runs(manifest)
-    total = sum(runs.count.tolist())
-    if total > MOST_PIECES:
-        raise FormatError(f"manifest claims {total} pieces; at most {MOST_PIECES} are read")
+    _check_claims(manifest, runs, size_of)
     _check_run_ends(runs.first, runs.count, runs.file_step, runs.start_step, runs.offset_step)
     pieces = expand_runs(runs)
     _check_inside(manifest, pieces)
@@ -99,6 +129,30 @@ def _check_tensors(manifest: Manifest) -> None:
             raise FormatError(f"{tensor.name}: is tied to {tensor.same_as!r}, which is not stored")
         if (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
             raise FormatError(f"{tensor.name}: differs in dtype or shape from {tensor.same_as!r}")
+
+
+def _check_claims(manifest: Manifest, runs: Runs, size_of: Callable[[str], int] | None) -> None:
+    """Compare how many pieces there would be with their tensors and files, before they are made."""
+    total = sum(runs.count.tolist())
+    if total > MOST_PIECES:
+        raise FormatError(f"manifest claims {total} pieces; at most {MOST_PIECES} are read")
+    dims = runs.first.offset.shape[1]
+    check_width(total, dims)
+    tensors = manifest.tensors
+    # Floats are wide enough to tell; what is exact is checked once pieces are expanded.
+    claimed = runs.first.shape.prod(axis=1, dtype=np.float64) * runs.count
+    held = np.array([math.prod(t.shape) for t in tensors], np.float64)
+    excess = np.bincount(runs.first.tensor, claimed, len(tensors)) > held * (1 + 1e-6)
+    if excess.any():
+        raise FormatError(f"{tensors[int(np.argmax(excess))].name}: its pieces overlap")
+    itemsize = np.array([DTYPES[t.dtype].itemsize for t in tensors], np.float64)
+    wanted = float((claimed * itemsize[runs.first.tensor]).sum())
+    if wanted > sum(f.objects_at - f.data_at for f in manifest.files) * (1 + 1e-6):
+        raise FormatError("pieces have more bytes than the files: they share bytes, or lie outside")
+    if total * max(1, dims) > MOST_UNSEEN and size_of is not None:
+        for file in manifest.files:
+            if size_of(file.name) != file.size:
+                raise FormatError(f"file {file.name!r} does not have {file.size} bytes")
 
 
 def _check_run_ends(first: Pieces, count: Int, *steps: Int) -> None:

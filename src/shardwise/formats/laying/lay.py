@@ -13,7 +13,7 @@ from shardwise.errors import FormatError
 from shardwise.formats.catalogue import StoredArray
 from shardwise.formats.foreign import Foreign, Laid
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.table import Int, Pieces
+from shardwise.manifest.table import Int, Pieces, check_width
 
 MOST_PARTS = 4096
 """Pieces that an array is cut into whose elements share bytes, as `expand` makes them."""
@@ -25,10 +25,12 @@ def lay(arrays: Sequence[tuple[int, StoredArray]]) -> Laid:
     """Each array as all of a tensor, which is given by its number; empty ones have no piece.
 
     Raises:
-        FormatError: the elements of an array share bytes too often.
+        FormatError: the elements of an array share bytes too often, or the pieces have too many
+            dimensions.
     """
     rows = [row for tensor, array in arrays for row in _rows(tensor, array)]
     dims = max((len(row[3]) for row in rows), default=0)
+    check_width(len(rows), dims)
     places = np.array([row[:3] for row in rows], np.int64).reshape(len(rows), 3)
     offset, stride = (
         _column([row[3] for row in rows], dims),

@@ -16,7 +16,7 @@ from shardwise.formats.readers.dcp.items import Arrays, find_arrays, read_values
 from shardwise.formats.readers.dcp.metadata import METADATA, Item, Metadata
 from shardwise.formats.stored.pickled import Stubs
 from shardwise.formats.tree import Tree
-from shardwise.manifest.table import Int, Pieces
+from shardwise.manifest.table import Int, Pieces, check_width
 
 _RANK = re.compile(r"(?:.*/)?__(\d{1,7})_\d+\.distcp")
 
@@ -109,6 +109,7 @@ class Chunks:
                 self.offsets.append(chunk.offset)
                 shape.append(chunk.shape)
         dims = max((len(each.shape) for each in metadata.tensors.values()), default=0)
+        check_width(len(tensor), dims)
         self.tensor: Int = np.array(tensor, np.int64)
         self.offset = _stack(self.offsets, dims, 0)
         self.shape = _stack(shape, dims, 1)
