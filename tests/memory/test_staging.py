@@ -10,7 +10,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,9 +25,13 @@ from shardwise.engine.memory import DeviceMemory, HostMemory, Memory
 from shardwise.engine.planning import Planned
 from shardwise.layout import Box
 from shardwise.manifest.datafile import lay_out, list_pieces
+from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import data_file
 from shardwise.memory.agent import signs
 from shardwise.memory.agent.attempts import Seen
+from shardwise.memory.network import vigil as vigil_module
+from shardwise.memory.network.nodes import Nodes
+from shardwise.memory.network.vigil import Agents, Vigil
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, Run, new_run
 from shardwise.memory.node.place import Place
@@ -159,7 +165,7 @@ class Trial:
 
     def __init__(self, directory: Path, *, overlap: bool = True, run: str = "") -> None:
         self.accelerator = Simulated()
-        home = Home(directory)
+        self.home = home = Home(directory)
         self.run: Run = home.run(run or new_run())
         options = sw.Memory(overlap=overlap, dir=str(directory))
         accelerator: Any = self.accelerator
@@ -519,3 +525,55 @@ def test_a_part_on_a_cuda_device(tmp_path: Path) -> None:
             data.rename(trial.run.free / f"r00000-{step:08x}.slot")
     finally:
         trial.staging.close()
+
+
+class Unreadable(HostMemory):
+    """Memory that cannot be copied."""
+
+    def read(self, index: tuple[slice, ...], out: np.ndarray, *, wait: bool = True) -> None:
+        raise RuntimeError("out of memory")
+
+
+def test_what_could_not_be_staged_is_told_to_the_agent(trial: Trial) -> None:
+    """Who fails the commit at once, and does not wait for a file that never comes."""
+    copying = trial.begin(content_of(Unreadable(torch.zeros(SIZE, dtype=torch.uint8))))
+    assert copying.wait(BOUND)
+    assert copying.failure == "staging step 1: RuntimeError('out of memory')"
+    place = Place(trial.run, 1)
+    name = data_file(0, f"{1:016x}")
+    with pytest.raises(sw.StoreError, match="out of memory"):
+        place.expect(name, time.monotonic() + BOUND, failed=notes.failed(name))
+    with (
+        closing(Nodes(place, [], "here", BOUND)) as nodes,
+        pytest.raises(sw.StoreError, match=r"node here: staging step 1: .*out of memory"),
+    ):
+        nodes.expect("here", notes.entry(name), FileEntry, failed=notes.failed(name))
+
+
+def test_a_save_that_the_leader_was_never_given_is_not_waited_for(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 was killed before it left a draft, or had no memory for any note."""
+    now = [0.0]
+    monkeypatch.setattr(vigil_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(Home, "has_agent", lambda home: True)
+    place, save_id = Place(trial.run, 1), f"{1:016x}"
+    place.path.mkdir(parents=True)
+
+    def seconds_waited() -> float:
+        """Until it is given up; all of an hour if it is not."""
+        start = now[0]
+        vigil = Vigil(Agents(trial.home, None, None, 60.0), place, save_id)
+        while now[0] - start < 3600:
+            now[0] += 1
+            try:
+                vigil.look(None)
+            except sw.StoreError:
+                break
+        return now[0] - start
+
+    assert 121 < seconds_waited() < 130
+    (place.path / notes.copying(data_file(0, save_id))).touch()
+    assert 600 < seconds_waited() < 730
+    (place.path / notes.draft(save_id)).touch()
+    assert seconds_waited() == 3600

@@ -6,14 +6,17 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.engine.content import Content
 from shardwise.memory.node.notes import Done
 from shardwise.memory.snapshots.handle import Stages
+from shardwise.store.store import Buffer
 from shardwise.testing import Gang
 from tests.faults.memory.scenario import (
     Cluster,
@@ -106,6 +109,48 @@ def test_a_training_outlives_an_agent_that_is_stopped(gang: Gang, root: Path, sh
         left_out = [each for each in logged if "is left out: no slot was free" in each]
         assert {each[:25] for each in left_out} >= {f"the snapshot of step {n} is" for n in (5, 6)}
     assert_tidy(shm, 2)
+
+
+def wait_for_what_cannot_be_staged(cluster: Cluster, failing: int) -> list[str]:
+    """A rank cannot copy its part of step 1: what every wait says, and the next saves."""
+    cp = cluster.open()
+    _, state, _ = begin(cp, cluster.columns, "rows")
+    fill = Content.fill
+
+    def fail(content: Content, low: int, high: int, out: Buffer, *, wait: bool = True) -> None:
+        raise RuntimeError("out of memory")
+
+    if dist.get_rank() == failing:
+        Content.fill = fail  # type: ignore[method-assign]
+    handle = cp.save(1, state)
+    Content.fill = fill  # type: ignore[method-assign]
+    assert handle is not None
+    said = []
+    for wait in (handle.result, handle.committed, handle.protected):
+        with pytest.raises(sw.StoreError) as caught:
+            wait(SECONDS)
+        said.append(str(caught.value))
+    assert handle.done()
+    with pytest.raises(sw.ShardwiseError, match=r"staging step 1: .*out of memory"):
+        cp.save(2, state)
+    with suppress(sw.ShardwiseError):  # ranks that staged theirs are told of the commit, too
+        cp.save(2, state)
+    handle = cp.save(3, state)
+    assert handle is not None
+    handle.result(SECONDS)
+    cp.close()
+    return said
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_every_wait_ends_with_what_a_rank_could_not_stage(
+    gang: Gang, root: Path, shm: Path, failing: int
+) -> None:
+    """Rank 0 leads: without its draft, no agent would ever say what became of the save."""
+    cluster = Cluster(root=root, shm=shm, nodes=2, every=1)
+    for said in gang.run(wait_for_what_cannot_be_staged, cluster, failing, world=2):
+        assert all("staging step 1: RuntimeError('out of memory')" in each for each in said), said
+    assert set(steps_in(root)) in ({3}, {2, 3})
 
 
 def close_though_one_fails(cluster: Cluster) -> tuple[str, str, float]:

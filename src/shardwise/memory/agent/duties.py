@@ -151,7 +151,8 @@ class Leading:
 
         def entries_of(node: str) -> dict[str, FileEntry]:
             return {
-                name: nodes.expect(node, notes.entry(name), FileEntry) for name in by_node[node]
+                name: nodes.expect(node, notes.entry(name), FileEntry, failed=notes.failed(name))
+                for name in by_node[node]
             }
 
         found = of_each(by_node, entries_of)
@@ -329,7 +330,7 @@ class Following:
 
         def copy(name: str) -> int:
             deadline = time.monotonic() + wish.wait
-            place.expect(name, deadline)  # only then does its note count
+            place.expect(name, deadline, failed=notes.failed(name))  # only then its note counts
             staged = _read(place.path / notes.staged(name), Staged).file
             data = self.mappings.find(place.path / name, staged.size)
 

@@ -14,7 +14,7 @@ import msgspec
 from shardwise.errors import StoreError
 from shardwise.memory.network.client import AgentClient
 from shardwise.memory.node.home import LARGEST_NOTE, read_note, write_note
-from shardwise.memory.node.notes import Card
+from shardwise.memory.node.notes import Card, Done
 from shardwise.memory.node.place import ABANDONED, Place
 from shardwise.memory.tls import Tls
 from shardwise.store.store import Buffer
@@ -106,11 +106,14 @@ class Nodes:
         place = self._place
         return self._client(node).read(place.run.name, place.step, name, limit=limit)
 
-    def expect(self, node: str, name: str, kind: type[T], *, asked: str = "") -> T:
+    def expect(
+        self, node: str, name: str, kind: type[T], *, asked: str = "", failed: str = ""
+    ) -> T:
         """A note of a node, once it is there.
 
         Args:
             asked: the note by which it was asked for it; waits for as long as the node has that.
+            failed: the note, a `Done`, that says that it will never come, and why.
 
         Raises:
             StoreError: the node does not answer, the note does not come, or the snapshot is
@@ -121,6 +124,8 @@ class Nodes:
             self._place.refuse_abandoned()
             try:
                 found = self._look(node, name, kind, last_sign + self._wait - time.monotonic())
+                if found is None and failed and (why := self._look(node, failed, Done, 0.0)):
+                    raise _GoneError(f"node {node}: {why.failure}")
                 if found is None and asked:
                     if not self._has(node, asked):
                         raise _GoneError(f"node {node} has discarded the snapshot")
@@ -268,7 +273,7 @@ class Nodes:
         place = self._place
         if node == self._here:
             found = read_note(place.path / name, kind)
-            if found is None:
+            if found is None and left > 0:
                 time.sleep(POLL)
             return found
         try:

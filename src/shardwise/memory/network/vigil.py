@@ -1,15 +1,18 @@
-"""Kept by those who wait for agents: one that is gone, or falls silent, ends the wait."""
+"""Ends waits for agents that nothing will come of: an agent is gone or silent, or has no draft."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from contextlib import closing
 from dataclasses import dataclass
 
 from shardwise.errors import StoreError
 from shardwise.memory.network.client import AgentClient
+from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home
 from shardwise.memory.node.notes import Card
+from shardwise.memory.node.place import Place
 from shardwise.memory.node.spawn import card_of
 from shardwise.memory.tls import Tls
 
@@ -17,6 +20,7 @@ LOOK_AROUND = 0.5
 GONE = 10.0
 BETWEEN_QUESTIONS = 5.0
 NO_ANSWER = 5.0
+LONGEST_COPY = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +41,14 @@ class Agents:
 
 
 class Vigil:
-    """One wait for agents."""
+    """One wait for agents, for what is to become of a save."""
 
-    def __init__(self, agents: Agents) -> None:
+    def __init__(self, agents: Agents, place: Place, save_id: str) -> None:
         self._agents = agents
-        self._looked = self._seen = self._asked = time.monotonic()
+        self._place = place
+        self._save_id = save_id
+        self._begun = self._led = time.monotonic()
+        self._looked = self._seen = self._asked = self._begun
         self._answered: dict[str, float] = {}
         self._pause = min(BETWEEN_QUESTIONS, agents.patience / 4)
 
@@ -50,8 +57,8 @@ class Vigil:
         most.
 
         Raises:
-            StoreError: this node's agent is gone, and nobody has started another; or an agent
-                does not answer.
+            StoreError: this node's agent is gone, and nobody has started another; an agent does
+                not answer; or the one that leads has no draft of the save.
         """
         now = time.monotonic()
         if now - self._looked < min(LOOK_AROUND, self._pause):
@@ -66,14 +73,15 @@ class Vigil:
                 f"(its log: {home.log})"
             )
         if now - self._asked > self._pause:
-            self._ask_all(left)
+            within = min(NO_ANSWER, self._agents.patience)
+            if left is not None:
+                within = max(0.1, min(within, left / 2))
+            self._ask_all(within)
+            self._look_for_draft(within)
             self._asked = time.monotonic()
 
-    def _ask_all(self, left: float | None) -> None:
+    def _ask_all(self, within: float) -> None:
         agents = self._agents
-        within = min(NO_ANSWER, agents.patience)
-        if left is not None:
-            within = max(0.1, min(within, left / 2))
         for card in (card_of(agents.home), agents.leader):
             if card is None:
                 continue
@@ -89,14 +97,48 @@ class Vigil:
                     "go on, or end it: the next one does what is left"
                 )
 
+    def _look_for_draft(self, within: float) -> None:
+        """An agent that has the draft of a save ends it, well or not. Without one nobody does: rank
+        0 has failed, and could not even leave a note of that, or has ended."""
+        names = self._names_at_leader(within)
+        if names is None:
+            return
+        now = time.monotonic()
+        copied = notes.copying(f"-{self._save_id}.safetensors")
+        is_copied = any(name.endswith(copied) for name in names)
+        asked = (notes.draft(self._save_id), notes.request(notes.RETAIN, self._save_id))
+        if any(note in names for note in asked) or (is_copied and now - self._begun < LONGEST_COPY):
+            self._led = now
+        elif now - self._led > 2 * self._agents.patience + 1:
+            raise StoreError(
+                f"the agent that leads has not been given this save for {now - self._led:.0f} s: "
+                "rank 0 could not stage its part, or has ended, or the snapshot was removed; see "
+                "what rank 0 says, and save again"
+            )
+
+    def _names_at_leader(self, within: float) -> Collection[str] | None:
+        """The files of the snapshot on the node that leads; None if that does not answer."""
+        place, leader = self._place, self._agents.leader
+        if leader is None:
+            return place.named("")
+        try:
+            with closing(_client(leader, self._agents.tls, within)) as client:
+                listed = client.list(place.run.name)
+        except StoreError:
+            return None
+        return [file.name for each in listed if each.step == place.step for file in each.files]
+
 
 def silence(card: Card, tls: Tls | None, within: float) -> str:
     """Why an agent does not answer within so many seconds; "" if it does."""
     try:
-        context = None if tls is None else tls.for_client()
-        client = AgentClient(card, connect_timeout=within, read_timeout=within, tls=context)
-        with closing(client):
+        with closing(_client(card, tls, within)) as client:
             client.health()
     except StoreError as error:
         return str(error)
     return ""
+
+
+def _client(card: Card, tls: Tls | None, within: float) -> AgentClient:
+    context = None if tls is None else tls.for_client()
+    return AgentClient(card, connect_timeout=within, read_timeout=within, tls=context)

@@ -188,6 +188,11 @@ def staged(data_file: str) -> str:
     return data_file.removesuffix(".safetensors") + _STAGED
 
 
+def failed(data_file: str) -> str:
+    """The name of the note that a data file will never be staged: `Done`, with the reason."""
+    return f"{data_file.removesuffix('.safetensors')}.failed.json"
+
+
 def copying(data_file: str) -> str:
     """The name of the mark that a rank copies its data file into memory now."""
     return data_file.removesuffix(".safetensors") + _COPYING

@@ -158,17 +158,20 @@ class Place:
             raise StoreError(f"step {self.step} was saved again meanwhile")
         return manifest
 
-    def expect(self, name: str, deadline: float) -> None:
+    def expect(self, name: str, deadline: float, *, failed: str = "") -> None:
         """Wait until there is a file of this name.
 
         Args:
             deadline: until when, as `time.monotonic` has it.
+            failed: the note, a `Done`, that says that it will never come, and why.
 
         Raises:
-            StoreError: it did not appear in time, or the snapshot is abandoned.
+            StoreError: it did not appear in time, or never will, or the snapshot is abandoned.
         """
         while not self.has(name):
             self.refuse_abandoned()
+            if failed and (why := read_note(self.path / failed, Done)) is not None:
+                raise StoreError(why.failure)
             if time.monotonic() > deadline:
                 raise StoreError(f"{self.path / name} did not appear in time")
             time.sleep(POLL)

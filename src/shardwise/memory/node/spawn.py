@@ -19,6 +19,7 @@ from shardwise.memory.options import Memory
 
 POLL = 0.02
 PATIENCE = 60.0
+LONGER = 10.0
 
 
 def agent_of(home: Home, options: Memory) -> Card:
@@ -66,13 +67,34 @@ def _await(home: Home, command: list[str], options: Memory) -> Card:
 
 @contextmanager
 def _alone(home: Home) -> Iterator[None]:
-    """One rank of the node at a time."""
+    """One rank of the node at a time.
+
+    Raises:
+        StoreError: another has the lock for longer than it takes to start an agent.
+    """
     fd = home.open_lock("start.lock")
+    deadline = time.monotonic() + PATIENCE + LONGER
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        while not _locked(fd):
+            if time.monotonic() > deadline:
+                raise StoreError(
+                    f"another process has been starting the agent of {home} for "
+                    f"{PATIENCE + LONGER:.0f} s: end it, if it is stopped (it holds "
+                    f"{home.path / 'start.lock'}), and start again"
+                )
+            time.sleep(POLL)
         yield
     finally:
         os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    """Whether this process has the lock now."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _command(home: Home, options: Memory, address: str) -> list[str]:

@@ -16,11 +16,13 @@ class Begun:
         self._stages = [*(each for each in self._stages if not each.is_over()), stages]
 
     def raise_failure(self) -> None:
-        """Tell of one that has failed, once; the others stay.
+        """Tell of one that has failed, once; the others stay. Of what could not be staged here,
+        `Staging.check` has told.
 
         Raises:
             StoreError: one that is to be persisted has failed; says why.
         """
+        self._stages = [each for each in self._stages if not each.staging_failure]
         for each in list(self._stages):
             is_well = False
             try:
@@ -40,7 +42,8 @@ class Begun:
             StoreError: as for `raise_failure`; or the agent is gone.
         """
         for each in self._stages:
-            if step in (None, each.place.step) and (each.is_durable or not durable):
+            is_meant = step in (None, each.place.step) and (each.is_durable or not durable)
+            if is_meant and not each.staging_failure:
                 each.settle()
 
     def await_removal(self) -> None:
@@ -50,7 +53,8 @@ class Begun:
             StoreError: the agent is gone.
         """
         for each in self._stages:
-            each.await_removal()
+            if not each.staging_failure:
+                each.await_removal()
 
     def ends_durable(self) -> bool:
         """Whether the last one is to be persisted."""

@@ -20,6 +20,7 @@ class Copying:
     Attributes:
         issued: all has been read, or is put on the streams of devices.
         done: nothing more comes of it.
+        failure: why this rank's file was not staged, once it is done; "" if it was.
     """
 
     def __init__(self, total: int, slack: Slack | None) -> None:
@@ -29,6 +30,7 @@ class Copying:
         self._hurried = threading.Event()
         self.issued = threading.Event()
         self.done = threading.Event()
+        self.failure = ""
 
     def paced(self, fill: Fill) -> Fill:
         """The same, where each call waits until it is due, or somebody waits for all."""
@@ -50,6 +52,12 @@ class Copying:
         if self._slack is not None:
             waited = not self.done.is_set()
             self._slack.add(time.monotonic() - self._begun, waited=waited)
+
+    def end(self, failure: str) -> None:
+        """Nothing more comes of it."""
+        self.failure = failure
+        self.issued.set()
+        self.done.set()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing more comes of it, at full speed; whether that is so."""

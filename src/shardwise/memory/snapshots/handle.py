@@ -32,6 +32,7 @@ class Stages:
         told_here: it is this rank that logs such a failure.
         retains: older checkpoints are to go from storage after the last stage; rank 0 waits for
             that, on whose node they do.
+        copying: this rank's part on its way into memory.
     """
 
     agents: Agents
@@ -40,6 +41,7 @@ class Stages:
     stages: tuple[str, ...]
     told_here: bool
     retains: bool = False
+    copying: Copying | None = None
     _known: dict[str, Done] = field(default_factory=dict)
 
     @property
@@ -119,9 +121,15 @@ class Stages:
             done = self._look_up(stage) or Done(save_id=self.save_id, stage=stage)
         if done is not None:
             self._known[stage] = done  # its note goes with the memory of the run
-        if done is not None and done.failure:
-            raise StoreError(f"step {self.place.step}: {stage}: {done.failure}")
+        failure = self.staging_failure if done is None else done.failure
+        if failure:
+            raise StoreError(f"step {self.place.step}: {stage}: {failure}")
         return done
+
+    @property
+    def staging_failure(self) -> str:
+        """Why this rank could not stage its part; "" if it could, or still may."""
+        return "" if self.copying is None else self.copying.failure
 
     def _look_up(self, stage: str) -> Done | None:
         name = notes.outcome(stage, self.save_id)
@@ -137,12 +145,13 @@ class Stages:
         """Wait until a stage has ended.
 
         Raises:
-            StoreError: it has failed; newer ones have taken its place; or the agent of this node
-                is gone, or that or the one that leads does not answer.
+            StoreError: it has failed; newer ones have taken its place; the agent of this node is
+                gone, or that or the one that leads does not answer; or the one that leads was not
+                given the save.
             TimeoutError: `timeout` seconds have passed.
         """
         start = time.monotonic()
-        vigil = Vigil(self.agents)
+        vigil = Vigil(self.agents, self.place, self.save_id)
         pause = POLL[0]
         while (done := self.ended(stage)) is None:
             self.ended("commit")
@@ -188,9 +197,10 @@ class SaveHandle:
         if self._stages is None:
             return True
         try:
-            return self._stages.ended(self._stages.stages[-1]) is not None
+            ended = {stage: self._stages.ended(stage) for stage in self._stages.stages}
         except StoreError:
             return True
+        return None not in ended.values()
 
     def staged(self, timeout: float | None = None) -> None:
         """Wait until the state is copied, and may change.
@@ -198,10 +208,15 @@ class SaveHandle:
         It is when `save` returns, but with `Memory(overlap=True)`.
 
         Raises:
+            StoreError: it could not be copied.
             TimeoutError: `timeout` seconds have passed.
         """
-        if self._copying is not None and not self._copying.wait(timeout):
+        if self._copying is None:
+            return
+        if not self._copying.wait(timeout):
             raise TimeoutError(f"the state is not copied after {timeout:g} s")
+        if self._copying.failure:
+            raise StoreError(self._copying.failure)
 
     def committed(self, timeout: float | None = None) -> None:
         """Wait until the snapshot is whole on all nodes, and what `restore` would take.

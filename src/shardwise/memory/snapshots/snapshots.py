@@ -342,7 +342,6 @@ class Snapshots:
         wanted = ("commit", "protect", "persist") if storing.durable else ("commit", "protect")
         first = self._group.rank == 0
         retains = first and storing.durable and storing.keep.removes
-        stages = Stages(self._agents, place, planned.save_id, wanted, first, retains)
         content, its_ring = self._rings.join(planned)
         draft = None if planned.template is None else self._draft(planned, options, storing)
         part = Part(
@@ -356,6 +355,7 @@ class Snapshots:
         )
         with recorder.stage("stage"):
             staging = self._staging.begin(part)
+        stages = Stages(self._agents, place, planned.save_id, wanted, first, retains, staging)
         self._begun.add(stages)
         report = SaveReport(
             path=str(job.store if storing.durable else place.path),

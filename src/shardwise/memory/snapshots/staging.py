@@ -15,7 +15,7 @@ from shardwise.engine.planning import Planned
 from shardwise.errors import ShardwiseError, StoreError
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, Run, write_note
-from shardwise.memory.node.notes import Draft, Staged
+from shardwise.memory.node.notes import Done, Draft, Staged
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.retire import give_up_failed
 from shardwise.memory.node.room import needed_for_others, taken_for_others
@@ -168,7 +168,10 @@ class Staging:
         self._settle()
         self._streams.begin(part.devices)
         copying = self._under_way = Copying(part.nbytes, self._slack)
-        self._background.submit(self._stage, part, copying)
+        try:
+            self._background.submit(self._stage, part, copying)
+        except RuntimeError:  # the process is ending, and gives threads no more work
+            self._stage(part, copying)
         if not self._options.overlap:
             copying.wait()
         return copying
@@ -219,40 +222,59 @@ class Staging:
         self._others.close()
 
     def _stage(self, part: Part, copying: Copying) -> None:
-        """If it fails, the other ranks hear of it when they next meet."""
-        place, planned = part.place, part.planned
+        """If it fails, this rank raises that at its next save, and the agents fail the commit, so
+        that whoever waits for the save on any rank hears of it."""
+        failure = ""
         try:
-            place.path.mkdir(parents=True, exist_ok=True)
-            if not self.is_prepared:
-                self._prepare(part.content, part.ring)
-            if part.content is not None:
-                self._fill(part, part.content, copying)
+            failure = self._attempt(part, lambda: self._stage_own(part, copying))
+            if failure:
+                self._leave_failure(part, failure)
+            elif part.ring is not None:
+                ring = part.ring
+                self._attempt(part, lambda: self._keep(part, ring, copying))
+            self._wake()
+        finally:
+            self._attempt(part, self._streams.wait)  # until no device copies from it any more
+            copying.end(failure)
+
+    def _stage_own(self, part: Part, copying: Copying) -> None:
+        part.place.path.mkdir(parents=True, exist_ok=True)
+        if not self.is_prepared:
+            self._prepare(part.content, part.ring)
+        if part.content is not None:
+            self._fill(part, part.content, copying)
+        if part.draft is not None:
+            write_note(part.place.path / notes.draft(part.planned.save_id), part.draft)
+        self._wake()
+
+    def _attempt(self, part: Part, work: Callable[[], object]) -> str:
+        """Do a part of the work; why it failed, or ""."""
+        step = part.place.step
+        try:
+            work()
+        except Exception as error:
+            is_usual = isinstance(error, (ShardwiseError, OSError))
+            failure = f"staging step {step}: {error if is_usual else repr(error)}"
+            if isinstance(error, _NoSlotError) and "persist" not in part.stages:
+                # no reason to end a training: the next takes its place
+                log.warning("the snapshot of step %d is left out: %s", step, error)
+            else:
+                self._failure = self._failure or failure
+            return failure
+        return ""
+
+    def _leave_failure(self, part: Part, failure: str) -> None:
+        """Have the agent that leads fail the commit now; it would wait for this rank's file."""
+        place, planned = part.place, part.planned
+        if part.content is None:
+            return
+        done = Done(save_id=planned.save_id, stage="stage", failure=failure)
+        try:
+            write_note(place.path / notes.failed(planned.key), done)
             if part.draft is not None:
                 write_note(place.path / notes.draft(planned.save_id), part.draft)
-            self._wake()
-            if part.ring is not None:
-                self._keep(part, part.ring, copying)
-                self._wake()
-        except _NoSlotError as error:
-            if "persist" in part.stages:
-                self._failure = f"staging step {place.step}: {error}"
-            else:  # no reason to end a training: the next takes its place
-                log.warning("the snapshot of step %d is left out: %s", place.step, error)
-        except (ShardwiseError, OSError) as error:
-            self._failure = f"staging step {place.step}: {error}"
-        except Exception as error:
-            self._failure = f"staging step {place.step}: {error!r}"
-        finally:
-            self._end(copying)
-
-    def _end(self, copying: Copying) -> None:
-        """Let go of a part, once no device copies from it any more."""
-        try:
-            self._streams.wait()
-        except Exception as error:
-            self._failure = self._failure or f"copying from a device: {error!r}"
-        copying.issued.set()
-        copying.done.set()
+        except OSError as error:  # then the commit fails when its time is up
+            log.warning("the agents cannot be told that %s: %s", failure, error)
 
     def _fill(self, part: Part, content: Content, copying: Copying) -> None:
         planned, place = part.planned, part.place
