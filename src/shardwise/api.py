@@ -17,6 +17,7 @@ from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.adapters.overlapping import fillable_leaves
 from shardwise.adapters.values import PerRankBinding
 from shardwise.checkpoint import Checkpoint
+from shardwise.engine.alike import check_sample
 from shardwise.engine.arena import DEFAULT_STAGING_BYTES, Arena
 from shardwise.engine.collection import without_collection
 from shardwise.engine.exchange import exchange
@@ -35,7 +36,7 @@ from shardwise.opening import Reading, open_any, place_below, refuse_foreign
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.saved import Rename, SavedState, renaming
 from shardwise.retention import Choice
-from shardwise.state.leaves import Holdings
+from shardwise.state.leaves import Holdings, TensorLeaf
 from shardwise.state.selection import Selection
 from shardwise.store import Store, open_store
 
@@ -139,7 +140,7 @@ def load(
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or a root lacks the chosen one.
         FormatError: its manifest cannot be trusted.
-        MismatchError: names, shapes or dtypes do not fit; lists them all. Nothing was written.
+        MismatchError: names, shapes or dtypes do not fit, or copies differ. Nothing was written.
         CorruptionError: bytes are not those that were saved. The target is partly written.
         StateError: a plain value cannot be restored.
         RankError: another rank failed.
@@ -173,7 +174,8 @@ def open(  # noqa: A001 - shardwise.open
     Args:
         place: a directory or store with a checkpoint, ours or foreign; or the root of a run.
         step: which checkpoint of a root: a step, the `"newest"`, or the best, `sw.Best("loss")`.
-        verify: check the checksum of every byte that is read; foreign formats have none.
+        verify: check the checksum of every byte that is read. Foreign formats have none; where
+            one stores a tensor several times, a sample of the copies is compared.
         spec: what its tensors mean, in the language of docs/language.md; see `shardwise.spec`.
         skip_unknown: leave out values in pickles whose classes are not known, and say so in
             `left_out`; without it they are an error.
@@ -298,9 +300,7 @@ class _Load:
             found, unexpected = agree_on_match(
                 look, saved, selection, self.state, group, strict=self.options.strict
             )
-        with self.recorder.stage("plan"):
-            prepare = partial(plan_filling, found.leaves, saved, opened, arena)
-            filling = GroupFilling(prepare, opened, arena, group, cleanup)
+        filling = self._planned(found.leaves, saved, opened, arena, group, cleanup)
         counted: list[int] = []
 
         def move() -> bytes:
@@ -327,6 +327,22 @@ class _Load:
             optimizers=tuple(filled),
             seconds=self.recorder.seconds(),
         )
+
+    def _planned(
+        self,
+        leaves: Sequence[TensorLeaf],
+        saved: SavedState,
+        opened: Opened,
+        arena: Arena,
+        group: Group,
+        cleanup: ExitStack,
+    ) -> GroupFilling:
+        """What each rank reads, once copies of it were compared."""
+        if self.options.verify:
+            check_sample(opened, saved, leaves, arena, self.recorder, group)
+        with self.recorder.stage("plan"):
+            prepare = partial(plan_filling, leaves, saved, opened, arena)
+            return GroupFilling(prepare, opened, arena, group, cleanup)
 
     def _orders(self, rename: Callable[[str], str]) -> dict[str, Order]:
         """The order of parameters in optimizers of the state, by their names in the checkpoint."""

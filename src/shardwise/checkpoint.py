@@ -12,13 +12,13 @@ import torch
 
 from shardwise.adapters.optimizers import GROUPS
 from shardwise.adapters.values import saved_tensors
-from shardwise.engine.alike import unlike_replicas
+from shardwise.engine.alike import refuse, unlike_sample
 from shardwise.engine.arena import Arena
 from shardwise.engine.load import fill, plan_filling
 from shardwise.engine.opened import Opened
 from shardwise.engine.selecting import read_selected
-from shardwise.engine.verify import VerifyReport, verify_files, verify_sums
-from shardwise.errors import CorruptionError, MismatchError, StateError
+from shardwise.engine.verify import VerifyReport, verify_all
+from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.layout import Box, selected
 from shardwise.manifest.dtypes import DTYPES
@@ -149,6 +149,7 @@ class Checkpoint(Mapping[str, Any]):
         self._opened = opened
         self._saved = SavedState(opened.manifest)
         self._arena = Arena()
+        self._compared: set[int] = set()
         self.manifest: Manifest = opened.manifest
         self.metrics = opened.manifest.metrics
         self.verified = verify
@@ -300,6 +301,8 @@ class Checkpoint(Mapping[str, Any]):
             KeyError: there is no tensor of this name; suggests others.
             StateError: the box is not inside the tensor, or `out` is not of its shape and dtype.
             CorruptionError: bytes are not those that were saved.
+            MismatchError: a foreign checkpoint stores the tensor several times, and the copies
+                differ. A sample is compared when the tensor is first read.
         """
         entry = self._tensor(name)
         whole = Box.whole(entry.shape)
@@ -315,30 +318,18 @@ class Checkpoint(Mapping[str, Any]):
     def verify(self, on_event: Sink | None = None) -> VerifyReport:
         """Check every byte of every file against its checksum.
 
-        Of a foreign checkpoint only zip archives have any, as `torch.save` and DCP write them;
-        and where it has several replicas of something, they are compared.
+        Of a foreign checkpoint only zip archives have any, as `torch.save` and DCP write them.
+        The report counts the bytes of tensors that have none. Where the checkpoint stores a tensor
+        several times, all bytes of the copies are compared.
 
         Args:
             on_event: told of each file as it is done.
 
         Raises:
             CorruptionError: a file is missing or cut off, or bytes are not those that were saved.
-            MismatchError: replicas differ; names all tensors of which some do.
+            MismatchError: copies of a tensor differ; names all tensors of which some do.
         """
-        recorder = Recorder(on_event)
-        opened = self._opened
-        if not opened.beyond:
-            checked = verify_files(opened, self._arena, recorder)
-            return VerifyReport(self.path, checked, 0, 0, recorder.seconds())
-        total, checked = sum(file.size for file in self.manifest.files), 0
-        for summed, altered in verify_sums(opened, self._arena, recorder):
-            if altered:
-                raise CorruptionError(f"{self.path}: {altered[0]}")
-            checked += summed
-        compared, unlike = unlike_replicas(opened, self._arena, recorder)
-        if unlike:
-            raise MismatchError(f"{self.path}: replicas differ, of:", unlike)
-        return VerifyReport(self.path, checked, compared, total - checked, recorder.seconds())
+        return verify_all(self._opened, self._arena, Recorder(on_event))
 
     def _read(self, names: Sequence[str]) -> dict[str, Any]:
         """Tensors and plain values, read together; tensors that are tied share their memory."""
@@ -368,6 +359,10 @@ class Checkpoint(Mapping[str, Any]):
         return {name: found[name] for name in names if name in found}
 
     def _fill(self, leaves: Sequence[TensorLeaf]) -> None:
+        numbers = {self._saved.stored_index(leaf.name) for leaf in leaves} - self._compared
+        if self.verified and numbers:
+            refuse(self._opened, unlike_sample(self._opened, self._arena, Recorder(), numbers))
+            self._compared |= numbers
         filling = plan_filling(leaves, self._saved, self._opened, self._arena)
         fill(filling, self._opened, self._arena, verify=self.verified)
 

@@ -67,12 +67,13 @@ def export(
         root: formats that hold a model alone have what is below this name, without it; "": all.
         dtype: convert the model's floating-point tensors to it.
         config: the model's configuration, a file that `"hf"` has a copy of as `config.json`.
-        verify, spec, skip_unknown, format, index: as for `open`.
+        verify, spec, skip_unknown, format, index: as for `open`; all of each copy is compared.
         max_memory, max_file: bounds on each rank's host memory, on tensors in a file; in bytes.
 
     Raises:
         CheckpointExistsError: the target holds something else, or another process writes there.
         StateError: an option is none, or the format cannot hold something.
+        MismatchError: the source stores a tensor several times, and the copies differ.
         CorruptionError: the source is damaged; or what was written is not read back as it was.
     """
     recorder = Recorder(on_event)

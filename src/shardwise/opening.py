@@ -12,7 +12,13 @@ import numpy as np
 
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
-from shardwise.engine.opened import Opened, open_checkpoint, opened_manifest, read_manifest
+from shardwise.engine.opened import (
+    Opened,
+    Replicas,
+    open_checkpoint,
+    opened_manifest,
+    read_manifest,
+)
 from shardwise.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -243,7 +249,8 @@ def opened_foreign(tree: Tree, foreign: Foreign) -> Opened:
     pieces = foreign.laid.pieces
     copies = foreign.replicas.pieces
     moved = replace(pieces, tensor=renumber[pieces.tensor])
-    replicas = replace(copies, tensor=renumber[copies.tensor]), foreign.replicas.stride
+    copies = replace(copies, tensor=renumber[copies.tensor])
+    replicas = Replicas(copies, foreign.replicas.stride, foreign.replica_names)
     files = tuple(
         FileEntry(file.name, rank, file.size, 0, file.size, file.size, 0)
         for rank, file in enumerate(foreign.files)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from shardwise.engine.opened import Opened
+from shardwise.engine.opened import Opened, Replicas
 from shardwise.errors import StateError
 from shardwise.formats.catalogue import Catalogue, StoredArray
 from shardwise.formats.foreign import Foreign, ForeignFile, Laid
@@ -35,9 +35,9 @@ def respecified(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
         raise StateError(f"{opened.store}: no specification fits tensors that are means of others")
     catalogue = catalogue_of(opened.manifest.tensors)
     held = _held(opened)
-    upper = lay(spec, _rows(catalogue, np.flatnonzero(~held)), sizes=sizes)
+    upper = _without_means(lay(spec, _rows(catalogue, np.flatnonzero(~held)), sizes=sizes))
     upper = _with(upper, catalogue, np.flatnonzero(held).tolist())
-    laid = _composed(upper, catalogue, opened)
+    laid, _ = _composed(upper, upper.laid, catalogue, opened, (opened.pieces, opened.stride))
     objects = tuple(
         _renamed(each, upper, opened.manifest.tensors) for each in opened.manifest.objects
     )
@@ -49,8 +49,33 @@ def respecified(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
         pieces=laid.pieces,
         stride=laid.stride,
         left_out=left_out,
-        replicas=None,
+        replicas=_replicas(upper, catalogue, opened),
     )
+
+
+def _replicas(upper: Foreign, catalogue: Catalogue, opened: Opened) -> Replicas | None:
+    """Copies of new tensors: old ones that the specification says are equal, and their copies."""
+    held = (opened.pieces, opened.stride)
+    tables: list[tuple[Laid, tuple[str, ...], tuple[Pieces, Int], tuple[str, ...]]]
+    tables = [(upper.replicas, upper.replica_names, held, ())]
+    if opened.replicas is not None:
+        again = (opened.replicas.pieces, opened.replicas.stride)
+        tables.append((upper.laid, (), again, opened.replicas.names))
+        tables.append((upper.replicas, upper.replica_names, again, opened.replicas.names))
+    found: list[Laid] = []
+    names: list[str] = []
+    for table, of_table, below, of_below in tables:
+        if not len(table) or not len(below[0]):
+            continue
+        laid, (left, right) = _composed(upper, table, catalogue, opened, below)
+        found.append(laid)
+        for row, below_row in zip(left.tolist(), right.tolist(), strict=True):
+            name = opened.manifest.tensors[int(below[0].tensor[below_row])].name
+            names.append(of_table[row] if of_table else of_below[below_row] if of_below else name)
+    if not found:
+        return None
+    united = joined(*found)
+    return Replicas(united.pieces, united.stride, tuple(names))
 
 
 def _held(opened: Opened) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -65,6 +90,17 @@ def _held(opened: Opened) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
 
     held = [not values.isdisjoint(above(tensor.name)) for tensor in opened.manifest.tensors]
     return np.array(held, bool)
+
+
+def _without_means(upper: Foreign) -> Foreign:
+    """Means of one value each, as global tensors are of no ranks, as that value."""
+    mean_of = {own: mean for mean, parts in upper.averages.items() for own in parts}
+    tensors = tuple(
+        msgspec.structs.replace(entry, name=mean_of.get(entry.name, entry.name))
+        for entry in upper.tensors
+        if entry.name not in upper.averages  # these stand behind all that have pieces
+    )
+    return replace(upper, tensors=tensors, averages={})
 
 
 def _rows(catalogue: Catalogue, rows: Int) -> Catalogue:
@@ -115,26 +151,36 @@ def catalogue_of(tensors: Sequence[TensorEntry]) -> Catalogue:
     )
 
 
-def _composed(upper: Foreign, catalogue: Catalogue, opened: Opened) -> Laid:
-    """Pieces of new tensors over old ones, whose pieces lie in files, as pieces in files."""
-    new, old = upper.laid.pieces, opened.pieces
+def _composed(
+    upper: Foreign, table: Laid, catalogue: Catalogue, opened: Opened, below: tuple[Pieces, Int]
+) -> tuple[Laid, tuple[Int, Int]]:
+    """Pieces of new tensors over old ones, whose pieces lie in files, as pieces in files.
+
+    Args:
+        table: the pieces of new tensors.
+        below: pieces of old tensors, and their strides.
+
+    Returns:
+        The pieces, and for each the row of `table` and of `below` that it is of.
+    """
+    new, (old, old_strides) = table.pieces, below
     dims = max(catalogue.shape.shape[1], old.offset.shape[1])
     shapes = _wide(catalogue.shape, dims, 1)
     strides = row_major(shapes)
     itemsize = np.array([DTYPES[t.dtype].itemsize for t in opened.manifest.tensors], np.int64)
     first = new.start // itemsize[new.file]
     corner = first[:, None] // strides[new.file] % shapes[new.file]
-    source = _source_dims(upper, shapes, strides)
+    source = _source_dims(upper, table, shapes, strides)
     extent = np.ones((len(new), dims), np.int64)
     rows, at = np.nonzero(source >= 0)
     extent[rows, source[rows, at]] = new.shape[rows, at]
-    _refuse_beyond(upper, corner + extent > shapes[new.file])
+    _refuse_beyond(upper, table, corner + extent > shapes[new.file])
     found = find_overlaps(
         (new.file, corner, extent),
         (old.tensor, _wide(old.offset, dims, 0), _wide(old.shape, dims, 1)),
     )
     left, right = found.left, found.right
-    old_stride = _wide(opened.stride, dims, 0)[right]
+    old_stride = _wide(old_strides, dims, 0)[right]
     within = found.offset - _wide(old.offset, dims, 0)[right]
     start = old.start[right] + (within * old_stride).sum(axis=1) * itemsize[new.file[left]]
     along = source[left]
@@ -145,28 +191,30 @@ def _composed(upper: Foreign, catalogue: Catalogue, opened: Opened) -> Laid:
 
     offset = new.offset[left] + along_source(found.offset - corner[left], 0)
     pieces = Pieces(new.tensor[left], old.file[right], start, offset, along_source(found.shape, 1))
-    return Laid(pieces, along_source(old_stride, 0))
+    return Laid(pieces, along_source(old_stride, 0)), (left, right)
 
 
-def _source_dims(upper: Foreign, shapes: Int, strides: Int) -> Int:
+def _source_dims(upper: Foreign, table: Laid, shapes: Int, strides: Int) -> Int:
     """Of each dimension of each piece the dimension of the old tensor that it runs along, or -1.
 
     Raises:
         StateError: it runs along none.
     """
-    pieces, stride = upper.laid.pieces, upper.laid.stride
+    pieces, stride = table.pieces, table.stride
     runs = pieces.shape > 1
     matches = stride[:, :, None] == strides[pieces.file][:, None, :]
     matches &= (shapes[pieces.file] > 1)[:, None, :]
-    _refuse_beyond(upper, (runs & ~matches.any(axis=2)))
+    _refuse_beyond(upper, table, (runs & ~matches.any(axis=2)))
     found: Int = np.where(runs, matches.argmax(axis=2), -1)
     return found
 
 
-def _refuse_beyond(upper: Foreign, wrong: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> None:
+def _refuse_beyond(
+    upper: Foreign, table: Laid, wrong: np.ndarray[tuple[int, int], np.dtype[np.bool_]]
+) -> None:
     rows = np.flatnonzero(wrong.any(axis=1))
     if len(rows):
-        name = upper.tensors[int(upper.laid.pieces.tensor[rows[0]])].name
+        name = upper.tensors[int(table.pieces.tensor[rows[0]])].name
         raise StateError(
             f"{name}: the specification joins or splits dimensions of a stored tensor in a way "
             "that its shards have not; load it as it is, and reshape it then"

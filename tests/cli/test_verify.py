@@ -52,6 +52,8 @@ def test_an_intact_checkpoint_passes(run: Run, step: Path) -> None:
                 "intact": True,
                 "bytes": data_file(step).stat().st_size,
                 "files": 1,
+                "compared": 0,
+                "unchecked": 0,
                 "damage": [],
             }
         ],

@@ -29,7 +29,7 @@ ON_TWO = (
 PARALLEL = ("experts-zero1", "experts-zero2-bfloat16", "pipeline-zero1", "pipeline-bfloat16")
 CONVERTED = ("zero1-bfloat16", "zero2-float16", "zero3-sub-groups")
 LEGACY = (
-    *("float32", "bfloat16", "distributed", "distributed-bfloat16", "interleaved"),
+    *("float32", "bfloat16", "distributed", "distributed-bfloat16", "interleaved", "untied"),
     *("experts", "experts-distributed"),
 )
 ON_FOUR = ("zero1-bfloat16-optimizer", "zero2-bfloat16", "zero3-sub-groups")

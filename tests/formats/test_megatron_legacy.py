@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import shardwise as sw
 from shardwise.formats.recognise import read_foreign
@@ -12,6 +16,9 @@ from shardwise.formats.validate import checked
 from tests.formats.comparing import assert_same
 from tests.formats.conftest import LEGACY, Checkpoints
 from tests.formats.reference import read_tensors
+
+TIED = ("float32", "interleaved")
+"""Cases of several stages whose output layer is the embedding."""
 
 
 def wanted(expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -36,6 +43,10 @@ def test_all_that_the_ranks_had_is_there(megatron: Checkpoints, case: str) -> No
     assert (foreign.format, foreign.step) == ("legacy Megatron-LM", 2)
     read = read_tensors(tree.path, foreign)
     expected = wanted(megatron.expected(case, 4))
+    if case in TIED:  # the last stage has a copy, under a name of its own
+        for name in [name for name in expected if ".output_layer." in name]:
+            copy = expected.pop(name)
+            assert_same(read[name.replace("output_layer", "embedding.word_embeddings")], copy)
     for name, tensor in expected.items():
         assert_same(read[name], tensor)
     rest = [name for name in read if name not in expected]
@@ -95,6 +106,7 @@ def test_hugging_face_takes_it(megatron: Checkpoints) -> None:
 @pytest.mark.parametrize(
     ("case", "spec", "sizes"),
     [
+        ("untied", "megatron_gpt2", {}),
         ("distributed-bfloat16", "megatron_llama", {"groups": 2}),
         ("experts", "megatron_mixtral", {"groups": 2}),
         ("interleaved", "megatron_gpt2", {}),
@@ -106,8 +118,8 @@ def test_specifications_of_published_models_fit(
     specification = sw.spec(spec, vocab=60, heads=4, **sizes)
     place = megatron.place(case, 4)
     before, found = sw.open(place), sw.open(place, spec=specification)
-    # GPT-2's head is another name of its embedding, and trained by that.
-    apart = {"model.lm_head.weight"} if spec == "megatron_gpt2" else set()
+    # A tied head is another name of the embedding, and trained by that.
+    apart = {"model.lm_head.weight"} if case in TIED else set()
     names = [n for n in found.tensors() if n.startswith("model.") and n not in apart]
     for name in names:
         own = f"optimizer.{name.removeprefix('model.')}.exp_avg"
@@ -121,3 +133,50 @@ def test_specifications_of_published_models_fit(
     q, k, v = (found.tensors()[f"{prefix}{each}_proj.weight"][...] for each in "qkv")
     groups = [q.view(2, 2, 6, 24), k.view(2, 1, 6, 24), v.view(2, 1, 6, 24)]
     assert torch.equal(torch.cat(groups, 1).reshape(-1, 24), qkv)
+
+
+def test_a_head_of_its_own_comes_out_as_one(megatron: Checkpoints, tmp_path: Path) -> None:
+    spec = sw.spec("megatron_gpt2", vocab=60, heads=4)
+    place = megatron.place("untied", 4)
+    expected = megatron.expected("untied", 4)
+    head = expected["output_layer.weight|weight"][:60]
+    embedding = expected["embedding.word_embeddings.weight|weight"][:60]
+    assert not torch.equal(head, embedding)
+    found = sw.open(place, spec=spec).tensors()
+    assert_same(found["model.lm_head.weight"][...], head)
+    assert_same(found["model.transformer.wte.weight"][...], embedding)
+    assert_same(
+        found["optimizer.lm_head.weight.exp_avg"][...],
+        expected["output_layer.weight|exp_avg"][:60],
+    )
+    sw.export(place, tmp_path / "hf", spec=spec, only=["model.*"])
+    assert_same(load_file(tmp_path / "hf" / "model.safetensors")["lm_head.weight"], head)
+
+
+@pytest.mark.parametrize("case", TIED)
+def test_a_tied_head_is_the_embedding(megatron: Checkpoints, case: str) -> None:
+    found = sw.open(megatron.place(case, 4), spec=sw.spec("megatron_gpt2", vocab=60, heads=4))
+    entries = {entry.name: entry for entry in found.manifest.tensors}
+    assert entries["model.lm_head.weight"].same_as == "model.transformer.wte.weight"
+    assert "optimizer.lm_head.weight.exp_avg" not in entries
+    assert found.verify().compared > 0
+
+
+def test_a_copy_of_the_embedding_that_differs_is_refused(
+    megatron: Checkpoints, tmp_path: Path
+) -> None:
+    place = tmp_path / "interleaved"
+    shutil.copytree(megatron.place("interleaved", 4), place)
+    path = place / "iter_0000002" / "mp_rank_00_001" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    state["model1"]["output_layer.weight"][5, 7] += 1
+    torch.save(state, path)
+    for spec in (None, sw.spec("megatron_gpt2", vocab=60, heads=4)):
+        with pytest.raises(sw.MismatchError) as caught:
+            sw.export(place, tmp_path / "out", spec=spec, only=["model.*"])
+        (problem,) = caught.value.problems
+        assert "two copies differ, first at [5, 7]: " in problem
+        assert "mp_rank_00_000/model_optim_rng.pt at byte" in problem
+        assert (
+            "embeddings.weight in iter_0000002/mp_rank_00_001/model_optim_rng.pt at byte" in problem
+        )

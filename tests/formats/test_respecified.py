@@ -83,3 +83,31 @@ def test_what_does_not_fit_is_listed(saved: tuple[Path, dict[str, torch.Tensor]]
     with pytest.raises(MismatchError) as caught:
         opened(saved[0], "norm -> norm [h]\n")
     assert any("up.weight" in problem for problem in caught.value.problems)
+
+
+def test_what_a_specification_declares_equal_is_compared(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    _, tensors = saved
+    text = SPEC.replace("head = up", "head -> up [o i]")
+    equal = {**tensors, "head": tensors["up.weight"].T.contiguous()}
+    sw.save(tmp_path / "equal", dict(equal))
+    checkpoint = opened(tmp_path / "equal", text)
+    assert torch.equal(checkpoint["up"][...], tensors["up.weight"].T)  # type: ignore[index]
+    checkpoint.verify()
+    equal["head"][3, 2] += 1
+    sw.save(tmp_path / "other", dict(equal))
+    for compare in (lambda c: c["up"][...], lambda c: c.verify()):
+        with pytest.raises(MismatchError) as caught:
+            compare(opened(tmp_path / "other", text))
+        (problem,) = caught.value.problems
+        assert "up: two copies differ, first at [3, 2]: " in problem
+        assert ", and head in " in problem
+
+
+def test_a_mean_of_one_value_is_that_value(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    place, tensors = saved
+    text = SPEC.replace("norm -> norm [h]", "norm -> norm [h] average over tp")
+    found = opened(place, f"ranks tp\n{text}")
+    assert torch.equal(found["norm"][...], tensors["norm"])  # type: ignore[index]
+    assert [name for name in found if "#" in name] == []

@@ -59,8 +59,9 @@ def test_a_flipped_bit_is_found(tmp_path: Path, write: Callable[[Path], None], b
     place = tmp_path / "saved"
     write(place)
     events: list[str] = []
-    checked = opened(place).verify(on_event=lambda event: events.append(event.stage)).bytes_checked
-    assert checked >= WEIGHTS.nbytes
+    checked = opened(place).verify(on_event=lambda event: events.append(event.stage))
+    assert checked.bytes_checked >= WEIGHTS.nbytes
+    assert (checked.bytes_compared, checked.bytes_unchecked) == (0, 0)
     assert len(events) == 1
     flip(place, lambda content: content.index(WEIGHTS.numpy().tobytes()) + byte)
     with pytest.raises(sw.CorruptionError, match=r"bytes \d+:\d+ are not .* \(.*w\)$"):
@@ -81,7 +82,8 @@ def test_a_checksum_that_was_left_out_is_none(tmp_path: Path) -> None:
         as_file(tmp_path / "saved")
     finally:
         torch.serialization.set_crc32_options(True)
-    assert opened(tmp_path / "saved").verify().bytes_checked == 0
+    report = opened(tmp_path / "saved").verify()
+    assert (report.bytes_checked, report.bytes_unchecked) == (0, WEIGHTS.nbytes + 7 * 4)
 
 
 def test_a_file_that_is_gone_is_told(tmp_path: Path) -> None:

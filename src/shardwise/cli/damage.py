@@ -30,8 +30,8 @@ Range = tuple[int, int]
 class Damage:
     """Bytes `start:stop` of a file that are not those that were saved, whole blocks.
 
-    `start` and `stop` are None where the file as a whole cannot be trusted, and `file` where that
-    is the manifest. `tensors` are those that have bytes there.
+    `start` and `stop` are None where the file as a whole cannot be trusted; `file` where that is
+    the manifest, or where two copies of a tensor differ. `tensors` are those that have bytes there.
     """
 
     file: str | None
@@ -105,11 +105,13 @@ class Search:
 
 @dataclass(slots=True)
 class ForeignSearch:
-    """A search for damage in what has checksums of a foreign checkpoint.
+    """A search for damage in what has checksums of a foreign checkpoint, and in copies of tensors.
 
     Attributes:
         advance: told the file, and how many more of its bytes were read.
-        bytes, files: what was checked.
+        bytes, files: what was checked by checksums.
+        compared: bytes of copies that were compared.
+        unchecked: bytes of tensors that have no checksum.
     """
 
     opened: Opened
@@ -117,16 +119,21 @@ class ForeignSearch:
     advance: Callable[[str, int], None]
     bytes: int = 0
     files: int = 0
+    compared: int = 0
+    unchecked: int = 0
 
     def run(self) -> Iterator[Damage]:
-        """Read all ranges that have a checksum."""
+        """Read all ranges that have a checksum, and all copies."""
         # Torch takes a second: only those wait who need it.
+        from shardwise.engine.alike import unlike_replicas
         from shardwise.engine.verify import verify_sums
 
-        for summed, altered in verify_sums(self.opened, self.arena, Recorder(self._note)):
-            self.bytes += summed
-            self.files += 1
-            for each in altered:
+        recorder = Recorder(self._note)
+        for checked in verify_sums(self.opened, self.arena, recorder):
+            self.bytes += checked.bytes
+            self.files += checked.bytes > 0
+            self.unchecked += checked.unchecked
+            for each in checked.altered:
                 yield Damage(
                     file=each.file,
                     start=each.start,
@@ -134,6 +141,9 @@ class ForeignSearch:
                     problem="not the bytes that were saved",
                     tensors=each.tensors,
                 )
+        self.compared, unlike = unlike_replicas(self.opened, self.arena, recorder)
+        for problem in unlike:
+            yield Damage(file=None, problem=problem, tensors=[])
 
     def _note(self, event: Event) -> None:
         self.advance(event.stage, event.bytes)

@@ -14,7 +14,7 @@ from shardwise.cli.damage import Damage, ForeignSearch, Search
 from shardwise.cli.places import Below, checkpoints_at, read_manifest, trusted_pieces
 from shardwise.cli.terminal import AsJson, complain, output, print_json, progress
 from shardwise.engine.arena import Arena
-from shardwise.errors import FormatError, StateError
+from shardwise.errors import FormatError
 from shardwise.manifest.names import MANIFEST
 
 if TYPE_CHECKING:
@@ -23,13 +23,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What became of the check of one checkpoint; `bytes` of its data files, 0 if unknown."""
+    """What became of the check of one checkpoint.
+
+    Attributes:
+        intact: None if nothing could be checked.
+        bytes, files: what was checked by checksums; 0 if the manifest cannot be trusted.
+        compared: bytes of copies of tensors that were compared.
+        unchecked: bytes of tensors that have no checksum.
+    """
 
     path: str
     step: int | None
-    intact: bool
+    intact: bool | None
     bytes: int
     files: int
+    compared: int = 0
+    unchecked: int = 0
     damage: list[Damage]
 
 
@@ -43,9 +52,11 @@ def verify(
 
     If something is damaged, this says which bytes of which file they are, and which tensors they
     belong to. Saves that were cut off are listed, and not checked. Checkpoints of other formats
-    have checksums only in zip archives, as torch.save and PyTorch DCP write them.
+    have checksums only in zip archives, as torch.save and PyTorch DCP write them; bytes of tensors
+    without a checksum are counted. Copies of a tensor in such a checkpoint are compared.
 
-    Exit status: 0 if all is intact, 1 if anything is damaged.
+    Exit status: 0 if all is intact, 1 if anything is damaged, 2 if a checkpoint has nothing to
+    check it by.
     """
     found = checkpoints_at(path)
     unfinished = [each.name for each in found if not each.committed]
@@ -57,9 +68,11 @@ def verify(
             verdicts.append(_verdict(each, arena))
             if not as_json:
                 _show(verdicts[-1], console)
-    damaged = sum(not each.intact for each in verdicts)
+    damaged = sum(each.intact is False for each in verdicts)
+    unknown = sum(each.intact is None for each in verdicts)
     if as_json:
-        document = {"path": path, "intact": not damaged, "unfinished": unfinished}
+        intact = False if damaged else None if unknown else True
+        document = {"path": path, "intact": intact, "unfinished": unfinished}
         print_json({**document, "checkpoints": verdicts})
     else:
         for name in unfinished:
@@ -69,6 +82,10 @@ def verify(
         message = f"{damaged} of {total} {'is' if damaged == 1 else 'are'} damaged"
         complain(message)
         raise typer.Exit(1)
+    if unknown:
+        total = wording.count(len(verdicts), "checkpoint")
+        complain(f"{unknown} of {total} could not be checked: there are no checksums")
+        raise typer.Exit(2)
 
 
 def _verdict(below: Below, arena: Arena) -> Verdict:
@@ -97,31 +114,33 @@ def _verdict(below: Below, arena: Arena) -> Verdict:
 
 
 def _foreign_verdict(opened: Opened, arena: Arena) -> Verdict:
-    """That of what a foreign checkpoint has checksums of.
-
-    Raises:
-        StateError: it has none.
-    """
+    """That of what a foreign checkpoint has checksums of."""
     with progress(sum(file.size for file in opened.manifest.files)) as advance:
         found = ForeignSearch(opened, arena, advance)
         damage = list(found.run())
-    if not found.files:
-        raise StateError(f"{opened.store} is no checkpoint of ours: it has no checksums to verify")
+    nothing = not found.files and not found.compared
     return Verdict(
         path=str(opened.store),
         step=opened.manifest.step,
-        intact=not damage,
+        intact=None if nothing else not damage,
         bytes=found.bytes,
         files=found.files,
+        compared=found.compared,
+        unchecked=found.unchecked,
         damage=damage,
     )
 
 
 def _show(verdict: Verdict, console: Console) -> None:
-    mark = ("✓ ", "green") if verdict.intact else ("✗ ", "bold red")
+    marks = {True: ("✓ ", "green"), False: ("✗ ", "bold red"), None: ("? ", "yellow")}
     files = wording.count(verdict.files, "file")
-    detail = f"  {wording.size(verdict.bytes)} in {files}" if verdict.files else ""
-    console.print(Text.assemble(mark, verdict.path, (detail, "dim")))
+    details = [f"{wording.size(verdict.bytes)} in {files}"] if verdict.files else []
+    if verdict.compared:
+        details.append(f"{wording.size(verdict.compared)} of copies compared")
+    if verdict.unchecked:
+        details.append(f"{wording.size(verdict.unchecked)} not checked, without checksums")
+    detail = "".join(f"  {each}" for each in ["; ".join(details)] if each)
+    console.print(Text.assemble(marks[verdict.intact], verdict.path, (detail, "dim")))
     for each in verdict.damage:
         console.print(_told(each))
 

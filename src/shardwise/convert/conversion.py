@@ -12,8 +12,9 @@ from pathlib import Path
 import msgspec
 
 from shardwise.convert.journal import Journal
-from shardwise.convert.output import Output, Sums, Target
+from shardwise.convert.output import Output, Part, Sums, Target
 from shardwise.convert.stream import MarkedSums, Source, write_output
+from shardwise.engine.alike import check_all
 from shardwise.engine.arena import Arena, aligned_buffer
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
@@ -68,7 +69,7 @@ class Conversion:
         folder: a directory that is new, empty, or holds the beginning of the same conversion.
         identity: what is converted, and how.
         max_memory: bound on the host memory that each rank holds, in bytes.
-        verify: check the source's checksums.
+        verify: check the source's checksums, and compare the copies of its tensors.
     """
 
     opened: Opened
@@ -87,8 +88,12 @@ class Conversion:
             CheckpointExistsError: something else is in the folder, or somebody else writes there.
             CorruptionError: bytes of the source are not those that were saved, or what was
                 written is not read back as it was.
+            MismatchError: the source stores a tensor several times, and the copies differ.
             RankError: another rank failed. What is complete stays, and the next run goes on.
         """
+        if self.verify:
+            written = _names(self.target.outputs)
+            check_all(self.opened, written, self.max_memory, self.recorder, self.group)
         journal = Journal(self.folder, self.identity)
         mine = _share(self.target.outputs, self.group.size)[self.group.rank]
         resumed: list[str] = []
@@ -149,6 +154,11 @@ class Conversion:
             output, job = reading
             with self.recorder.stage("verify", output.size):
                 job.result()
+
+
+def _names(outputs: tuple[Output, ...]) -> set[str]:
+    """The tensors that outputs are made of."""
+    return {part.name for each in outputs for part in each.segments if isinstance(part, Part)}
 
 
 def _share(outputs: tuple[Output, ...], ranks: int) -> list[list[Output]]:

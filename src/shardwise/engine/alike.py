@@ -1,78 +1,333 @@
-"""Whether a foreign checkpoint that has several replicas of something has the same in all."""
+"""Whether copies of a tensor that a foreign checkpoint stores several times are equal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
+import torch
 
 from shardwise.engine.arena import Arena
+from shardwise.engine.exchange import exchange
+from shardwise.engine.group import Group
 from shardwise.engine.load import read_boxes
-from shardwise.engine.opened import Opened
+from shardwise.engine.opened import Opened, Replicas
+from shardwise.errors import MismatchError
 from shardwise.events import Recorder
 from shardwise.layout import Box, boxes_of
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.state.leaves import same_bytes
+from shardwise.manifest.table import Int, Pieces
+from shardwise.plan.saved import SavedState
+from shardwise.state.leaves import TensorLeaf, same_bytes
 
 LARGEST_BATCH = 16 << 20
+SAMPLE = 1 << 10
+"""Bytes that a sample compares at each place."""
+PLACES = 4096
+"""Places of a sample, at most."""
+PLACES_EACH = 8
+"""Places of a sample in one copy, at most."""
 
-_Pair = tuple[TensorEntry, TensorEntry, Box]
-"""A tensor, the replica as a tensor of its own name, and a box of both."""
 
+def unlike_replicas(
+    opened: Opened,
+    arena: Arena,
+    recorder: Recorder,
+    *,
+    tensors: Collection[int] | None = None,
+    largest: int = LARGEST_BATCH,
+    share: tuple[int, int] = (0, 1),
+) -> tuple[int, list[str]]:
+    """Compare every byte of every copy with what is read in its place.
 
-def unlike_replicas(opened: Opened, arena: Arena, recorder: Recorder) -> tuple[int, list[str]]:
-    """Compare every replica with what is read in its place.
+    Args:
+        tensors: numbers of the tensors whose copies are compared; None for all.
+        largest: bytes of copies that are held at a time; as many again are held beside them.
+        share: of the batches take this one, and then each that is so many later.
 
     Returns:
-        The bytes of the replicas, and the names of the tensors of which one differs.
+        The bytes of the copies, and for each tensor that has an unequal one where that differs.
     """
-    if opened.replicas is None or not len(opened.replicas[0]):
+    comparison = _comparison(opened)
+    if comparison is None:
         return 0, []
-    pieces, stride = opened.replicas
-    tensors = opened.manifest.tensors
-    rows = [
-        msgspec.structs.replace(tensors[number], name=str(row), same_as=None)
-        for row, number in enumerate(pieces.tensor.tolist())
-    ]
-    apart = replace(
-        opened,
-        manifest=msgspec.structs.replace(opened.manifest, tensors=tuple(rows)),
-        pieces=replace(pieces, tensor=np.arange(len(rows))),
-        stride=stride,
-        parts={},
-    )
-    total = 0
-    unlike: dict[str, None] = {}
-    for batch in _batches(opened, rows):
-        nbytes = sum(box.size * DTYPES[entry.dtype].itemsize for entry, _, box in batch)
-        with recorder.stage("replicas", nbytes):
-            first = read_boxes([(e, box) for e, _, box in batch], opened, arena, verify=True)
-            other = read_boxes([(r, box) for _, r, box in batch], apart, arena, verify=True)
-            for (entry, _, _), a, b in zip(batch, first, other, strict=True):
-                if not same_bytes(a, b):
-                    unlike[entry.name] = None
-        total += nbytes
-    return total, list(unlike)
+    rows = comparison.rows_of(tensors)
+    batches = _batches(comparison.whole(rows, largest), comparison, largest)
+    mine = (batch for number, batch in enumerate(batches) if number % share[1] == share[0])
+    return comparison.run(mine, arena, recorder)
 
 
-def _batches(opened: Opened, rows: list[TensorEntry]) -> Iterator[list[_Pair]]:
-    pieces = opened.replicas[0] if opened.replicas is not None else opened.pieces
-    batch: list[_Pair] = []
-    room = LARGEST_BATCH
-    for row, each in enumerate(rows):
-        entry = opened.manifest.tensors[int(pieces.tensor[row])]
-        ndim = len(entry.shape)
+def unlike_sample(
+    opened: Opened, arena: Arena, recorder: Recorder, tensors: Collection[int]
+) -> list[str]:
+    """Compare a few bytes of copies: `SAMPLE` at each of at most `PLACES` places.
+
+    Args:
+        tensors: numbers of the tensors whose copies are compared.
+
+    Returns:
+        For each tensor that has an unequal copy where that differs.
+    """
+    comparison = _comparison(opened)
+    if comparison is None:
+        return []
+    parts = comparison.sample(comparison.rows_of(tensors))
+    return comparison.run(_batches(parts, comparison, LARGEST_BATCH), arena, recorder)[1]
+
+
+def check_sample(
+    opened: Opened,
+    saved: SavedState,
+    leaves: Sequence[TensorLeaf],
+    arena: Arena,
+    recorder: Recorder,
+    group: Group,
+) -> None:
+    """Compare a sample of the copies of what any rank loads. Rank 0 does so, for all ranks.
+
+    Args:
+        leaves: what this rank loads, by the names of `saved`.
+
+    Raises:
+        MismatchError: on all ranks, if copies differ.
+    """
+    if opened.replicas is None or not len(opened.replicas.pieces):
+        return  # as on all other ranks
+
+    def speak() -> bytes:
+        return np.array([saved.stored_index(leaf.name) for leaf in leaves], "<i8").tobytes()
+
+    def answer(said: list[bytes]) -> bytes:
+        wanted = np.unique(np.concatenate([np.frombuffer(each, "<i8") for each in said]))
+        refuse(opened, unlike_sample(opened, arena, recorder, wanted.tolist()))
+        return b""
+
+    exchange(group, "comparing replicas", speak, answer)
+
+
+def check_all(
+    opened: Opened,
+    names: Iterable[str],
+    max_memory: int,
+    recorder: Recorder,
+    group: Group,
+) -> None:
+    """Compare all bytes of the copies of some tensors, each copy on one of the ranks.
+
+    Args:
+        names: those of the tensors, the same on all ranks.
+        max_memory: bound on the host memory of each rank, in bytes; at least 16 MiB.
+
+    Raises:
+        MismatchError: on all ranks, if copies differ.
+    """
+    if opened.replicas is None or not len(opened.replicas.pieces):
+        return  # as on all other ranks
+
+    def speak() -> bytes:
+        saved, largest = SavedState(opened.manifest), min(LARGEST_BATCH, max_memory // 8)
+        found = unlike_replicas(
+            opened,
+            Arena(2 * largest),
+            recorder,
+            tensors={saved.stored_index(name) for name in names},
+            largest=largest,
+            share=(group.rank, group.size),
+        )
+        return msgspec.msgpack.encode(found[1])
+
+    def answer(said: list[bytes]) -> bytes:
+        found = [line for each in said for line in msgspec.msgpack.decode(each, type=list[str])]
+        refuse(opened, found)
+        return b""
+
+    exchange(group, "comparing replicas", speak, answer)
+
+
+def refuse(opened: Opened, differences: list[str]) -> None:
+    """Refuse a checkpoint whose copies differ.
+
+    Raises:
+        MismatchError: there are differences.
+    """
+    if differences:
+        raise MismatchError(
+            f"{opened.store}: it stores some tensors several times, and the copies differ. Copy "
+            "its files again from where it is whole. If the copies differ there too, a "
+            "specification can take one (`skip`) or their mean (`average over`), and verify=False "
+            "takes the first:",
+            differences,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A box of the copy in row `row`, of the tensor `number`."""
+
+    number: int
+    row: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """What is read of a checkpoint, and its copies, under names that are numbers.
+
+    Attributes:
+        first: tensors, those that make up a mean too, by their numbers.
+        copies: each row of the copies as a tensor.
+    """
+
+    opened: Opened
+    replicas: Replicas
+    first: Opened
+    copies: Opened
+
+    def rows_of(self, tensors: Collection[int] | None) -> list[int]:
+        """The copies of some tensors, and of the tensors whose mean they are."""
+        of = self.replicas.pieces.tensor
+        if tensors is None:
+            return list(range(len(of)))
+        parts = [part for number in tensors for part in self.opened.parts.get(number, ())]
+        wanted = np.array([*tensors, *parts], np.int64)
+        return [int(row) for row in np.flatnonzero(np.isin(of, wanted))]
+
+    def whole(self, rows: Iterable[int], largest: int) -> Iterator[_Part]:
+        """All of some copies, in boxes of at most `largest` bytes."""
+        for row in rows:
+            number, offset, shape = self._place(row)
+            for box in boxes_of(shape, max(1, largest // self.itemsize(number))):
+                at = tuple(a + b for a, b in zip(offset, box.offset, strict=True))
+                yield _Part(number, row, Box(at, box.shape))
+
+    def sample(self, rows: list[int]) -> Iterator[_Part]:
+        """A few boxes of some copies, each along the dimension that lies closest together."""
+        if len(rows) > PLACES:
+            rows = [rows[len(rows) * k // PLACES] for k in range(PLACES)]
+        each = max(1, min(PLACES_EACH, PLACES // max(1, len(rows))))
+        for row in rows:
+            number, offset, shape = self._place(row)
+            length = max(1, SAMPLE // self.itemsize(number))
+            size = math.prod(shape)
+            if size <= each * length:
+                yield _Part(number, row, Box(offset, shape))
+                continue
+            stride = self.replicas.stride[row].tolist()
+            along = min((d for d, n in enumerate(shape) if n > 1), key=lambda d: stride[d])
+            extent = [1] * len(shape)
+            extent[along] = min(shape[along], length)
+            for k in range(each):
+                at = [int(i) for i in np.unravel_index((size - 1) * k // max(1, each - 1), shape)]
+                at[along] = min(at[along], shape[along] - extent[along])
+                place = tuple(a + b for a, b in zip(offset, at, strict=True))
+                yield _Part(number, row, Box(place, tuple(extent)))
+
+    def run(
+        self, batches: Iterable[list[_Part]], arena: Arena, recorder: Recorder
+    ) -> tuple[int, list[str]]:
+        """Read both, and compare."""
+        total = 0
+        unlike: dict[int, str] = {}
+        for batch in batches:
+            nbytes = sum(part.box.size * self.itemsize(part.number) for part in batch)
+            with recorder.stage("replicas", nbytes):
+                boxes = [(self._entry(self.first, part.number), part.box) for part in batch]
+                again = [(self._entry(self.copies, part.row), part.box) for part in batch]
+                first = read_boxes(boxes, self.first, arena, verify=True)
+                other = read_boxes(again, self.copies, arena, verify=True)
+                for part, a, b in zip(batch, first, other, strict=True):
+                    if part.number not in unlike and not same_bytes(a, b):
+                        unlike[part.number] = self._told(part, a, b)
+            total += nbytes
+        return total, list(unlike.values())
+
+    def itemsize(self, number: int) -> int:
+        """Bytes of an element of a tensor."""
+        return DTYPES[self._entry(self.first, number).dtype].itemsize
+
+    def _entry(self, opened: Opened, number: int) -> TensorEntry:
+        return opened.manifest.tensors[number]
+
+    def _place(self, row: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """The tensor of a copy, and where in it the copy lies: offset and shape."""
+        pieces = self.replicas.pieces
+        number = int(pieces.tensor[row])
+        ndim = len(self._entry(self.first, number).shape)
         offset, shape = (column[row, :ndim].tolist() for column in (pieces.offset, pieces.shape))
-        itemsize = DTYPES[entry.dtype].itemsize
-        for part in boxes_of(tuple(shape), LARGEST_BATCH // itemsize):
-            if part.size * itemsize > room:
-                yield batch
-                batch, room = [], LARGEST_BATCH
-            at = tuple(a + b for a, b in zip(offset, part.offset, strict=True))
-            batch.append((entry, each, Box(at, part.shape)))
-            room -= part.size * itemsize
+        return number, tuple(offset), tuple(shape)
+
+    def _told(self, part: _Part, a: torch.Tensor, b: torch.Tensor) -> str:
+        """Both names, and the first place that differs."""
+        mine, other = (each.reshape(-1).view(torch.uint8) for each in (a, b))
+        element = int((mine != other).nonzero()[0]) // self.itemsize(part.number)
+        inside = np.unravel_index(element, part.box.shape) if part.box.shape else ()
+        at = [int(i) + offset for i, offset in zip(inside, part.box.offset, strict=True)]
+        pieces = self.opened.pieces
+        place = np.zeros(pieces.offset.shape[1], np.int64)
+        place[: len(at)] = at
+        holds = (pieces.offset <= place) & (place < pieces.offset + pieces.shape)
+        (row, *_) = np.flatnonzero((pieces.tensor == part.number) & holds.all(axis=1)).tolist()
+        here = self._byte(pieces, self.opened.stride, row, place)
+        there = self._byte(self.replicas.pieces, self.replicas.stride, part.row, place)
+        name, copy = self._names(part)
+        return f"{name}: two copies differ, first at {at}: {here}, and {copy}{there}"
+
+    def _names(self, part: _Part) -> tuple[str, str]:
+        """The name of the tensor, and of the stored array that is its copy, if that is known."""
+        owners = {n: owner for owner, parts in self.opened.parts.items() for n in parts}
+        number = owners.get(part.number, part.number)
+        copy = f"{self.replicas.names[part.row]} in " if self.replicas.names else ""
+        return self.opened.manifest.tensors[number].name, copy
+
+    def _byte(self, pieces: Pieces, stride: Int, row: int, place: Int) -> str:
+        steps = int(((place - pieces.offset[row]) * stride[row]).sum())
+        start = int(pieces.start[row]) + steps * self.itemsize(int(pieces.tensor[row]))
+        file = self.opened.manifest.files[int(pieces.file[row])]
+        return f"{file.name} at byte {file.data_at + start}"
+
+
+def _comparison(opened: Opened) -> _Comparison | None:
+    replicas = opened.replicas
+    if replicas is None or not len(replicas.pieces):
+        return None
+    listed = opened.manifest.tensors
+    owners = {part: number for number, parts in opened.parts.items() for part in parts}
+    entries = [*listed, *(listed[owners[part]] for part in sorted(owners))]
+    of = replicas.pieces.tensor.tolist()
+    copies = replace(replicas.pieces, tensor=np.arange(len(of)))
+    return _Comparison(
+        opened,
+        replicas,
+        _numbered(opened, entries, opened.pieces, opened.stride),
+        _numbered(opened, [entries[number] for number in of], copies, replicas.stride),
+    )
+
+
+def _numbered(opened: Opened, entries: list[TensorEntry], pieces: Pieces, stride: Int) -> Opened:
+    """The same files, with these tensors, whose names are their numbers."""
+    tensors = tuple(
+        msgspec.structs.replace(entry, name=str(number), same_as=None)
+        for number, entry in enumerate(entries)
+    )
+    manifest = msgspec.structs.replace(opened.manifest, tensors=tensors)
+    return replace(opened, manifest=manifest, pieces=pieces, stride=stride, parts={}, replicas=None)
+
+
+def _batches(
+    parts: Iterable[_Part], comparison: _Comparison, largest: int
+) -> Iterator[list[_Part]]:
+    batch: list[_Part] = []
+    room = largest
+    for part in parts:
+        nbytes = part.box.size * comparison.itemsize(part.number)
+        if batch and nbytes > room:
+            yield batch
+            batch, room = [], largest
+        batch.append(part)
+        room -= nbytes
     if batch:
         yield batch

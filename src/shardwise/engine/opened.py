@@ -32,12 +32,27 @@ from shardwise.store import Files, MappedStore, Store
 
 
 @dataclass(frozen=True, slots=True)
+class Replicas:
+    """Further places of a checkpoint that must hold the same bytes as its pieces.
+
+    Attributes:
+        pieces, stride: as those of `Opened`.
+        names: for each row the name of the stored array that it is part of; or empty, if all have
+            the names of their tensors.
+    """
+
+    pieces: Pieces
+    stride: Int
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Opened:
     """A manifest, checked, with its pieces in columns.
 
     Attributes:
         stride: of the pieces, in elements, `(n, D)`.
-        replicas: further places that must hold the same, and their strides.
+        replicas: further places that must hold the same as the pieces.
         left_out: what a foreign checkpoint has that was not taken, and why; one line each.
         sums: gives the checksums that the files of a foreign checkpoint have, by file.
         parts: tensors of which several versions are stored, whose mean they are: by their number,
@@ -50,7 +65,7 @@ class Opened:
     stride: Int
     parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
-    replicas: tuple[Pieces, Int] | None = None
+    replicas: Replicas | None = None
     sums: Callable[[], Iterator[Summed]] | None = None
 
     @property

@@ -6,11 +6,31 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+
+from shardwise.engine.alike import refuse, unlike_replicas
 from shardwise.engine.arena import Arena
 from shardwise.engine.datareader import DataReader
 from shardwise.engine.opened import Opened
+from shardwise.errors import CorruptionError
 from shardwise.events import Recorder, size
 from shardwise.manifest.checksums import BLOCK, Summed, crc32
+from shardwise.manifest.table import Int
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What was checked of a file of a foreign checkpoint.
+
+    Attributes:
+        bytes: those that have a checksum.
+        unchecked: bytes of tensors that have none.
+        altered: those that are not what was saved.
+    """
+
+    bytes: int
+    unchecked: int
+    altered: list[Altered]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +40,8 @@ class VerifyReport:
     Attributes:
         path: where it is.
         bytes_checked: bytes that agree with their checksums.
-        bytes_compared: bytes of further replicas, equal to those that are read.
-        bytes_unchecked: bytes of its files that have no checksum.
+        bytes_compared: bytes of copies of tensors, equal to those that are read.
+        bytes_unchecked: bytes of tensors that have no checksum.
         seconds: by file, and their total.
     """
 
@@ -32,7 +52,7 @@ class VerifyReport:
     seconds: dict[str, float]
 
     def __str__(self) -> str:
-        compared = f", {size(self.bytes_compared)} of replicas compared"
+        compared = f", {size(self.bytes_compared)} of copies compared"
         without = f", {size(self.bytes_unchecked)} without checksums"
         return (
             f"verified {self.path}: {size(self.bytes_checked)} checked"
@@ -56,6 +76,27 @@ class Altered:
             f"{self.file}: bytes {self.start}:{self.stop} are not those that were saved"
             f"{f' ({shown})' if shown else ''}"
         )
+
+
+def verify_all(opened: Opened, arena: Arena, recorder: Recorder) -> VerifyReport:
+    """Check all that has a checksum, and compare all copies of tensors; an event for each file.
+
+    Raises:
+        CorruptionError: a file is missing or cut off, or bytes are not those that were saved.
+        MismatchError: copies of a tensor differ.
+    """
+    total = unchecked = 0
+    if not opened.beyond:
+        total = verify_files(opened, arena, recorder)
+    else:
+        for checked in verify_sums(opened, arena, recorder):
+            if checked.altered:
+                raise CorruptionError(f"{opened.store}: {checked.altered[0]}")
+            total += checked.bytes
+            unchecked += checked.unchecked
+    compared, unlike = unlike_replicas(opened, arena, recorder)
+    refuse(opened, unlike)
+    return VerifyReport(str(opened.store), total, compared, unchecked, recorder.seconds())
 
 
 def verify_files(opened: Opened, arena: Arena, recorder: Recorder) -> int:
@@ -88,13 +129,11 @@ def verify_files(opened: Opened, arena: Arena, recorder: Recorder) -> int:
     return total
 
 
-def verify_sums(
-    opened: Opened, arena: Arena, recorder: Recorder
-) -> Iterator[tuple[int, list[Altered]]]:
+def verify_sums(opened: Opened, arena: Arena, recorder: Recorder) -> Iterator[Checked]:
     """Read what a foreign checkpoint has checksums of; an event for each file that has some.
 
     Returns:
-        For each file the bytes that were checked, and those that are not what was saved.
+        What was checked of each file.
 
     Raises:
         CorruptionError: a file is missing or cut off.
@@ -103,10 +142,43 @@ def verify_sums(
     with ThreadPoolExecutor(arena.threads, "shardwise-verify") as pool:
         for summed in opened.sums() if opened.sums is not None else ():
             number = numbers[summed.file]
-            total = int(summed.ranges[:, 1].sum())
-            with recorder.stage(summed.file, total):
-                altered = list(_altered(opened, number, summed, arena, pool))
-            yield total, altered
+            start, size, _ = summed.ranges.T
+            unchecked = _beside(_held(opened, number), np.stack([start, start + size], axis=1))
+            altered: list[Altered] = []
+            total = int(size.sum())
+            if total:
+                with recorder.stage(summed.file, total):
+                    altered = list(_altered(opened, number, summed, arena, pool))
+            yield Checked(total, unchecked, altered)
+
+
+def _held(opened: Opened, file: int) -> Int:
+    """Ranges of a file that hold tensors, and copies of tensors: `(n, 2)`, first and last + 1."""
+    source, found = opened.source(), [np.zeros((0, 2), np.int64)]
+    tables = [(opened.pieces, opened.stride)]
+    if opened.replicas is not None:
+        tables.append((opened.replicas.pieces, opened.replicas.stride))
+    for pieces, stride in tables:
+        mine = pieces.file == file
+        extent = ((pieces.shape - 1) * stride).sum(axis=1) + 1
+        start = pieces.start[mine]
+        stop = start + (extent * source.itemsize[pieces.tensor])[mine]
+        found.append(np.stack([start, stop], axis=1))
+    return np.concatenate(found)
+
+
+def _beside(ranges: Int, others: Int) -> int:
+    """How many bytes of ranges are in none of some others."""
+    return _length(np.concatenate([ranges, others])) - _length(others)
+
+
+def _length(ranges: Int) -> int:
+    """How many bytes ranges have, those in several of them once."""
+    if not len(ranges):
+        return 0
+    start, stop = ranges[np.argsort(ranges[:, 0], kind="stable")].T
+    before = np.maximum.accumulate(np.concatenate([start[:1], stop[:-1]]))
+    return int(np.maximum(stop - np.maximum(start, before), 0).sum())
 
 
 def _altered(

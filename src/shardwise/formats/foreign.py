@@ -60,6 +60,8 @@ class Foreign:
         tensors: without pieces; those tied to others have `same_as`.
         laid: covers each element of each stored tensor exactly once.
         replicas: further places that must hold the same bytes as `laid` has.
+        replica_names: for each row of `replicas` the name of the stored array that it is part of;
+            or empty, if all have the names of their tensors.
         averages: by name, the tensors whose mean it is; these are in `tensors`, hidden from users.
         objects: plain values, encoded by `shardwise.state.objects`.
         left_out: what there is beside, and why it was not taken; one line each.
@@ -70,6 +72,7 @@ class Foreign:
     tensors: tuple[TensorEntry, ...]
     laid: Laid
     replicas: Laid = field(default_factory=Laid.nothing)
+    replica_names: tuple[str, ...] = ()
     averages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     objects: tuple[ObjectEntry, ...] = ()
     step: int | None = None

@@ -15,7 +15,7 @@ from shardwise.manifest.manifest import LARGEST, ObjectEntry, TensorEntry
 from shardwise.manifest.table import Int, Pieces, check_width
 from shardwise.manifest.validate import MOST_PIECES
 
-MAGIC = b"shardwise-index-1\n"
+MAGIC = b"shardwise-index-2\n"
 MOST_DIMS = 64
 _START = len(MAGIC) + 4
 
@@ -42,6 +42,7 @@ class _Index(msgspec.Struct, frozen=True, array_like=True):
     tensors: tuple[TensorEntry, ...]
     laid: _Table
     replicas: _Table
+    replica_names: tuple[tuple[str, ...], bytes]
     averages: dict[str, tuple[str, ...]]
     objects: tuple[ObjectEntry, ...]
     step: int | None
@@ -57,6 +58,7 @@ def encode_index(foreign: Foreign) -> bytes:
         foreign.tensors,
         _pack(foreign.laid),
         _pack(foreign.replicas),
+        _pack_names(foreign.replica_names),
         dict(foreign.averages),
         foreign.objects,
         foreign.step,
@@ -93,6 +95,7 @@ def decode_index(data: bytes) -> Foreign:
         tensors=index.tensors,
         laid=_unpack(index.laid),
         replicas=_unpack(index.replicas),
+        replica_names=_unpack_names(*index.replica_names, index.replicas.rows),
         averages=index.averages,
         objects=index.objects,
         step=index.step,
@@ -121,6 +124,22 @@ def _unpack(table: _Table) -> Laid:
     parts = rows[3:].reshape(3, dims, table.rows).transpose(0, 2, 1)
     offset, shape, stride = (np.ascontiguousarray(part) for part in parts)
     return Laid(Pieces(rows[0], rows[1], rows[2], offset, shape), stride)
+
+
+def _pack_names(names: tuple[str, ...]) -> tuple[tuple[str, ...], bytes]:
+    """Names, each once, and which of them each row has."""
+    number = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    column = np.array([number[name] for name in names], "<i8")
+    return tuple(number), zlib.compress(column.tobytes(), 1) if names else b""
+
+
+def _unpack_names(names: tuple[str, ...], column: bytes, rows: int) -> tuple[str, ...]:
+    if not names:
+        return ()
+    found = _inflated(column, 8 * rows)
+    if rows and not 0 <= int(found.min()) <= int(found.max()) < len(names):
+        raise FormatError("the index is malformed: a replica has a name that is not there")
+    return tuple(names[i] for i in found.tolist())
 
 
 def _inflated(data: bytes, size: int) -> Int:

@@ -50,7 +50,12 @@ class Specification:
         for name, value in found.values.items():
             builder.add_value(name, value)
         built = builder.build(f"files of ranks, {self.files}")
-        return replace(built, replicas=laid.replicas, averages=laid.averages)
+        return replace(
+            built,
+            replicas=laid.replicas,
+            replica_names=laid.replica_names,
+            averages=laid.averages,
+        )
 
 
 def spec(

@@ -20,7 +20,7 @@ _Ranges = dict[str, list[tuple[int, int]]]
 
 
 def sums_of(tree: Tree, names: Iterable[str]) -> Iterator[Summed]:
-    """The checksums in files; those that have none are left out.
+    """The checksums in each of some files; a file that has none has no ranges.
 
     Raises:
         FormatError: an archive is malformed, or cut off.
@@ -36,8 +36,7 @@ def sums_of(tree: Tree, names: Iterable[str]) -> Iterator[Summed]:
                 places = items.get(base, [])
                 parts = [whole.within(at, size, f"an item at {at}") for at, size in places]
             rows = [row for part in parts for row in _rows(part)]
-        if rows:
-            yield Summed(name, np.array(rows, np.int64))
+        yield Summed(name, np.array(rows, np.int64).reshape(len(rows), 3))
 
 
 def _rows(part: Part) -> Iterator[tuple[int, int, int]]:

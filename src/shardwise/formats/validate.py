@@ -37,6 +37,8 @@ def checked(foreign: Foreign) -> Foreign:
         if len(each) > MOST_PIECES:
             raise FormatError(f"{len(each)} pieces are more than the {MOST_PIECES} that are read")
         _check_pieces(foreign, each)
+    if foreign.replica_names and len(foreign.replica_names) != len(replicas):
+        raise FormatError(f"{len(foreign.replica_names)} names for {len(replicas)} replicas")
     pieces = foreign.laid.pieces
     shapes = _shapes(foreign, pieces.offset.shape[1])
     stored = np.array(

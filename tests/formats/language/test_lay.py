@@ -7,6 +7,7 @@ import pytest
 
 from shardwise.errors import MismatchError
 from shardwise.formats.language import check, lay, parse
+from shardwise.formats.validate import checked
 from tests.formats.language.rankfiles import NOWHERE, Array, catalogue, numbered, read, same
 from tests.formats.reference import read_tensors
 
@@ -313,3 +314,49 @@ def test_all_that_is_wrong_is_told() -> None:
         "kind: some of its arrays are int32, some int64",
         "cut: [6, 2]: 6 of its 12 elements are there, from cut",
     ]
+
+
+def test_names_that_are_tied_and_stored_are_copies() -> None:
+    one, other = numbered(2, 2), numbered(2, 2) + 1
+    ranks = {(0,): {"embed": one}, (1,): {"head": other, "norm": numbered(3)}}
+    text = "ranks pp\nembed -> embed\nhead -> head\nnorm -> norm\nhead = embed"
+    foreign = checked(lay(parse(text), catalogue({"pp": 2}, ranks)))
+    assert {entry.name: entry.same_as for entry in foreign.tensors} == {
+        "embed": None,
+        "head": "embed",
+        "norm": None,
+    }
+    read = read_tensors(NOWHERE, foreign)
+    same(read["head"], one)
+    same(read["norm"], numbered(3))
+    assert foreign.replica_names == ("head",)
+    assert foreign.replicas.pieces.file.tolist() == [1]
+    assert foreign.replicas.pieces.tensor.tolist() == [0]
+
+
+def test_a_tie_may_give_way_to_what_is_stored() -> None:
+    text = "ranks pp\nembed -> embed\nhead -> head\nhead = embed unless stored"
+    ranks = {(0,): {"embed": numbered(2, 2)}, (1,): {"head": numbered(2, 2) + 1}}
+    own = checked(lay(parse(text), catalogue({"pp": 2}, ranks)))
+    assert not len(own.replicas)
+    same(read_tensors(NOWHERE, own)["head"], numbered(2, 2) + 1)
+    tied = checked(lay(parse(text), catalogue({"pp": 1}, {(0,): {"embed": numbered(2, 2)}})))
+    same(read_tensors(NOWHERE, tied)["head"], numbered(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a -> a\nb -> b\na = b\nb = a", "a: is tied to itself"),
+        ("a -> a\nb -> b\nc -> c\na = b\na = c", "a: is tied to c, and to b"),
+        ("a -> a\nb -> b [y x]\nc -> c\nb = a", "b: is int32 [3, 2], tied to a, which is int32"),
+        ("a -> a\nb -> b\nc -> c\nb = d", "d: no tensor has this name, so nothing is tied to it"),
+    ],
+)
+def test_ties_that_make_no_sense_are_refused(text: str, problem: str) -> None:
+    arrays = {name: numbered(2, 3) for name in "abc"}
+    if "[y x]" in text:
+        text = text.replace("b -> b [y x]", "b [x y] -> b [y x]")
+    with pytest.raises(MismatchError) as caught:
+        lay(parse(text), catalogue({}, {(): arrays}))
+    assert any(line.startswith(problem) for line in caught.value.problems), caught.value.problems

@@ -52,6 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {"tp": 2, "pp": 2, "bf16": True, **LLAMA},
     "distributed": {"tp": 2, "pp": 1, "distributed": True, "bucket": 3000},
     "distributed-bfloat16": {"tp": 2, "pp": 2, "bf16": True, "distributed": True, **LLAMA},
+    "untied": {"tp": 2, "pp": 2, "tied": False},
     "interleaved": {"tp": 1, "pp": 2, "vp": 2, "distributed": True},
     "experts": {"tp": 1, "pp": 2, "ep": 2, "experts": 4, **LLAMA},
     "experts-distributed": {"tp": 1, "ep": 2, "experts": 4, "distributed": True, "bf16": True},

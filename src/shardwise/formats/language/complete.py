@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -31,20 +32,26 @@ def complete(assembly: Assembly) -> tuple[Foreign | None, Report]:
     shapes = _shapes(assembly)
     block = _united(assembly.blocks, max((len(s) for s in shapes if s is not None), default=0))
     dtypes = _dtypes(assembly)
+    ties = _ties(assembly, shapes, dtypes)
+    block, tied = _tied_apart(assembly, block, ties)
     block, copies = _first_copies(block, shapes)
-    _check_cover(assembly, block, shapes)
+    copies = _united([copies, tied], block.offset.shape[1])
+    covered = zip(assembly.tensors.names, shapes, strict=True)
+    _check_cover(assembly, block, [None if name in ties else shape for name, shape in covered])
     _check_numbers(assembly)
-    tensors = _entries(assembly, shapes, dtypes)
+    tensors = _entries(assembly, shapes, dtypes, ties)
     report = _report(assembly, tensors, copies)
     if assembly.problems:
         return None, report
     names = list(catalogue.axes)
+    copies = _taken(copies, np.argsort(copies.tensor, kind="stable"))
     foreign = Foreign(
         format=f"rank files, as {spec.text.source} says",
         files=catalogue.files,
         tensors=tensors,
         laid=_laid(assembly, block, shapes),
         replicas=_laid(assembly, copies, shapes),
+        replica_names=tuple(catalogue.names[i] for i in catalogue.name[copies.row].tolist()),
         averages={name: tuple(own) for name, own in assembly.tensors.averages.items()},
         world_size=int(np.prod([catalogue.axes[name] for name in names], dtype=np.int64)),
         left_out=report.skipped,
@@ -170,11 +177,14 @@ def _check_numbers(assembly: Assembly) -> None:
 
 
 def _entries(
-    assembly: Assembly, shapes: list[tuple[int, ...] | None], dtypes: list[str | None]
+    assembly: Assembly,
+    shapes: list[tuple[int, ...] | None],
+    dtypes: list[str | None],
+    ties: Mapping[str, str],
 ) -> tuple[TensorEntry, ...]:
     tensors = assembly.tensors
     found = {
-        name: TensorEntry(name, dtype, shape)
+        name: TensorEntry(name, dtype, shape, same_as=ties.get(name))
         for name, shape, dtype in zip(tensors.names, shapes, dtypes, strict=True)
         if shape is not None and dtype is not None
     }
@@ -184,18 +194,57 @@ def _entries(
             assembly.problems.append(f"{mean}: it is stored, and the mean of others too")
         elif entries:
             found[mean] = TensorEntry(mean, entries[0].dtype, entries[0].shape)
-    for tied, of in _ties(assembly):
+    for tied, of in ties.items():
         if of not in found:
             assembly.problems.append(f"{tied}: is tied to {of}, which is not there")
-        elif tied in found:
-            assembly.problems.append(f"{tied}: is tied to {of}, but stored by itself too")
-        else:
+        elif tied not in found:
             other = found[of]
             found[tied] = TensorEntry(tied, other.dtype, other.shape, same_as=of)
     return tuple(found.values())
 
 
-def _ties(assembly: Assembly) -> Iterator[tuple[str, str]]:
+def _ties(
+    assembly: Assembly, shapes: list[tuple[int, ...] | None], dtypes: list[str | None]
+) -> dict[str, str]:
+    """Names that are tied, and to what; where arrays are stored for both they must fit."""
+    tensors = assembly.tensors
+    named: dict[str, str] = {}
+    for tied, of in _named_ties(assembly):
+        if named.setdefault(tied, of) != of:
+            assembly.problems.append(f"{tied}: is tied to {of}, and to {named[tied]}")
+    found = {}
+    for tied in named:
+        of, passed = named[tied], {tied}
+        while of in named and of not in passed:
+            passed.add(of)
+            of = named[of]
+        if of in passed:
+            assembly.problems.append(f"{tied}: is tied to itself")
+            continue
+        found[tied] = of
+        if tied in tensors.averages or (tied in tensors and of in tensors.averages):
+            assembly.problems.append(f"{tied}: is tied to {of}, and one of them is a mean")
+        elif tied in tensors and of in tensors:
+            mine, other = tensors.index(tied), tensors.index(of)
+            if (shapes[mine], dtypes[mine]) != (shapes[other], dtypes[other]):
+                told = [f"{dtypes[i]} {list(shapes[i] or ())}" for i in (mine, other)]
+                assembly.problems.append(f"{tied}: is {told[0]}, tied to {of}, which is {told[1]}")
+    return found
+
+
+def _tied_apart(assembly: Assembly, block: Block, ties: Mapping[str, str]) -> tuple[Block, Block]:
+    """Boxes without those of tied tensors, and these: copies of what they are tied to."""
+    tensors = assembly.tensors
+    target = np.arange(len(tensors.names))
+    for tied, of in ties.items():
+        if tied in tensors and of in tensors:
+            target[tensors.index(tied)] = tensors.index(of)
+    moved = target[block.tensor]
+    apart = moved != block.tensor
+    return _taken(block, ~apart), replace(_taken(block, apart), tensor=moved[apart])
+
+
+def _named_ties(assembly: Assembly) -> Iterator[tuple[str, str]]:
     averages = assembly.tensors.averages
     hidden = {name for own in averages.values() for name in own}
     names = [name for name in (*assembly.tensors.names, *averages) if name not in hidden]
@@ -205,7 +254,9 @@ def _ties(assembly: Assembly) -> Iterator[tuple[str, str]]:
         if not pairs:
             assembly.problems.append(f"{tie.of}: no tensor has this name, so nothing is tied to it")
         for captured, name in pairs:
-            yield tie.name.fill(captured), name
+            tied = tie.name.fill(captured)
+            if not (tie.unless_stored and tied in assembly.tensors):
+                yield tied, name
 
 
 def _laid(assembly: Assembly, block: Block, shapes: list[tuple[int, ...] | None]) -> Laid:

@@ -87,7 +87,11 @@ def _mapping(cursor: Cursor, found: _Found, at: int) -> None:
     pattern = _pattern(cursor)
     if cursor.take("="):
         name = Template(tuple(p if isinstance(p, str) else Name(p.name) for p in pattern.parts))
-        found.ties.append(Tie(name, _pattern(cursor), at))
+        of = _pattern(cursor)
+        unless = bool(cursor.take("unless"))
+        if unless:
+            cursor.expect("stored", "as in `head = embed unless stored`")
+        found.ties.append(Tie(name, of, unless, at))
     elif cursor.take("like"):
         base = _template(cursor)
         cursor.expect(",", "and how results are renamed, as in `like *, model.* -> optimizer.*`")

@@ -80,10 +80,15 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """Names of tensors that are others under another name."""
+    """Names of tensors that are others under another name.
+
+    Attributes:
+        unless_stored: only names that no array is stored for.
+    """
 
     name: Template
     of: Pattern
+    unless_stored: bool = False
     at: int = field(default=0, compare=False)
 
 

@@ -27,6 +27,8 @@ from shardwise.manifest.table import Int
 
 FORMAT = "legacy Megatron-LM"
 SPEC = "megatron"
+OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+UNTIED = "untie_embeddings_and_output_weights"
 THREADS = 8
 
 Mastered: TypeAlias = Mapping[tuple[int, ...], Mapping[str, str]]
@@ -68,6 +70,7 @@ def read(tree: Tree) -> Foreign:
     return replace(
         builder.build(FORMAT),
         replicas=laid.replicas,
+        replica_names=laid.replica_names,
         step=step if type(step) is int and step >= 0 else None,
         world_size=len(ranks),
     )
@@ -105,18 +108,24 @@ def _mastered(ranks: Sequence[Rank], states: Sequence[State], geometry: Geometry
 
 
 def _rows(rank: Rank, state: State, geometry: Geometry, mastered: Mastered) -> list[Row]:
-    """The arrays of a rank, by the names that the specification has for them."""
+    """The arrays of a rank, by the names that the specification has for them.
+
+    The last pipeline stage of a tied model has a copy of the embedding as its output layer. It
+    gets the embedding's name, as other stages would have it, and is compared with that.
+    """
     rows: list[Row] = []
+    tied = {OUTPUT: EMBEDDING} if rank.args.get(UNTIED) is False else {}
     for number, chunk in enumerate(rank.chunks):
         at = geometry.coordinate(rank, number)
         masters = mastered.get(geometry.chunk(rank, number), {})
         for name, array in chunk.items():
             trained = masters.get(name, array.dtype) == array.dtype
+            name = tied.get(name, name)
             rows.append((name if trained else f"module.{name}", array, at))
     for parameter, arrays in state.arrays.items():
         at = geometry.coordinate(rank, parameter.chunk)
         for key, array in arrays.items():
-            name = parameter.name
+            name = tied.get(parameter.name, parameter.name)
             rows.append((name if key == MASTER else f"optimizer.{name}.{key}", array, at))
     return rows
 
