@@ -8,8 +8,11 @@ import struct
 import sys
 import tracemalloc
 import types
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +20,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from shardwise.errors import FormatError
+from shardwise.formats.readers.dcp.metadata import read_metadata
 from shardwise.formats.stored.allowed import ALLOWED
 from shardwise.formats.stored.opcodes import OPERATIONS
 from shardwise.formats.stored.pickled import Name, Opaque, Record
 from shardwise.formats.stored.pickles import unpickle
 from shardwise.formats.stored.torchtypes import TORCH
+from shardwise.formats.tree import Tree
 
 MOST_MEMORY = 16 << 20
 GADGETS = """
@@ -330,6 +337,39 @@ def test_what_makes_no_sense_is_refused(data: bytes) -> None:
         unpickle(data, "it")
 
 
+MODULUS = sys.hash_info.modulus
+ALIKE = {
+    "integers": [MODULUS * i for i in range(1, 200)],
+    "floats": [2.0 ** (61 * i) for i in range(-16, 16)] + [MODULUS * i for i in range(1, 200)],
+    "tuples of integers": [(MODULUS * i,) for i in range(200)],
+    "numbers in nested tuples": [("x", (MODULUS * i, 1)) for i in range(200)],
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_keys_with_one_hash_are_refused_before_they_are_compared(name: str) -> None:
+    keys = ALIKE[name]
+    assert len({hash(key) for key in keys[-150:]}) == 1
+    values: list[object] = [
+        dict.fromkeys(keys),
+        set(keys),
+        frozenset(keys),
+        OrderedDict.fromkeys(keys),
+    ]
+    pickles = [pickle.dumps(value, protocol) for value in values for protocol in (2, 4)]
+    pickles.append(b"}" + b"".join(pickle.dumps(key, 2)[2:-1] + b"Ns" for key in keys) + b".")
+    for data in pickles:
+        with pytest.raises(FormatError, match="more than 64 keys have the same hash"):
+            unpickle(data, "it")
+
+
+def test_keys_of_all_kinds_are_read() -> None:
+    keys = [0, -1, -2, 2**70, 2**48, 0.5, (1, 2), ("a", 3), b"x", None, True, 1e300, frozenset({1})]
+    value = {"some": dict.fromkeys(keys), "more": [{MODULUS: i} for i in range(100)]}
+    for protocol in (2, 4):
+        assert unpickle(pickle.dumps(value, protocol), "it").value == value
+
+
 def test_state_is_set_on_nothing_that_others_see() -> None:
     for name in (*ALLOWED, *TORCH):
         data = named(name) + b"}" + text("build") + b"Nsb."
@@ -367,3 +407,11 @@ def read_or_refuse(data: bytes) -> None:
         unpickle(data, "it", stubs=TORCH)
     with suppress(FormatError):
         unpickle(data, "it", stubs=TORCH, opaque=True)
+
+
+def test_items_of_dcp_whose_offsets_have_one_hash_are_refused(tmp_path: Path) -> None:
+    offsets = [torch.Size(each) for each in product((0, MODULUS, 2 * MODULUS), repeat=5)]
+    places = {MetadataIndex("w", each): _StorageInfo("__0_0.distcp", 0, 8) for each in offsets}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data=places)))
+    with pytest.raises(FormatError, match="more than 64 keys have the same hash"):
+        read_metadata(Tree(tmp_path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import pickle
+import sys
 from base64 import b64encode
 from typing import Any
 
@@ -111,3 +112,10 @@ def test_lying_lengths_are_refused_before_memory_is_taken() -> None:
         for kind, dtype in (("tensor", "float32"), ("array", "<f4")):
             with pytest.raises(StateError, match=r"^value: this (tensor|array) cannot be read"):
                 decode({"$": kind, "dtype": dtype, "shape": shape, "v": "AAAAAA=="}, "value")
+
+
+def test_keys_with_one_hash_are_refused() -> None:
+    pairs = [[{"$": "int", "v": str(i * sys.hash_info.modulus)}, 0] for i in range(1, 67)]
+    with pytest.raises(StateError, match="more than 64 keys have the same hash"):
+        decode({"$": "dict", "v": pairs}, "value", lambda name: torch.zeros(1))
+    assert len(decode({"$": "dict", "v": pairs[:64]}, "value", lambda name: torch.zeros(1))) == 64  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ import torch
 
 from shardwise.errors import ShardwiseError, StateError
 from shardwise.state.enums import member_fields, member_of
+from shardwise.state.keys import Keys
 from shardwise.state.numbers import (
     Array,
     Fields,
@@ -222,9 +223,11 @@ def _encode_pairs(value: Mapping[object, object], at: _Encoding) -> Fields:
 
 def _decode_pairs(encoded: Fields, at: _Decoding) -> dict[object, object]:
     pairs: dict[object, object] = {}
+    keys = Keys()
     for pair in list_of(encoded["v"]):
         key, item = list_of(pair)
         decoded = _decode(key, at.within("<key>"))
+        keys.add([decoded])
         if decoded in pairs:
             raise ValueError(f"it has the key {str(decoded)[:40]!r} twice")
         pairs[decoded] = _decode(item, at.within(decoded))

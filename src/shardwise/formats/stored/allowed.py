@@ -11,11 +11,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shardwise.formats.stored.pickled import Builder, Name, Opaque, Record, Stubs, records
+from shardwise.state.keys import check_keys
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
-LARGEST_KEY = 4096
-PLAIN_KEYS = frozenset({str, int, bool, float, bytes, type(None)})
 _NUMBERS = re.compile(r"[|<=]?[biufc]\d{1,2}")
 
 
@@ -35,24 +34,6 @@ def set_state(made: object, state: object) -> None:
     elif not isinstance(made, (Opaque, OrderedDict)):
         # An OrderedDict's attributes are the version numbers of modules, and no part of a state.
         raise TypeError(f"a {type(made).__name__} has no attributes to be set")
-
-
-def check_hashable(keys: Iterable[object]) -> None:
-    """Refuse keys whose hash would take all stack or time, as that of nested tuples does.
-
-    Raises:
-        ValueError: one has too many parts.
-    """
-    for key in keys:
-        parts = [key]
-        count = 0
-        while parts:
-            part = parts.pop()
-            count += 1
-            if isinstance(part, tuple):
-                parts += part
-            if count + len(parts) > LARGEST_KEY:
-                raise ValueError(f"a key has more than {LARGEST_KEY} parts")
 
 
 def _fill(array: Array, state: object) -> None:
@@ -115,7 +96,7 @@ def _ordered(pairs: object = ()) -> OrderedDict[Any, Any]:
     if pairs == ():
         return OrderedDict()  # as every tensor has one
     listed = list(_items(pairs))
-    check_hashable(key for key, _ in listed)
+    check_keys(key for key, _ in listed)
     return OrderedDict(listed)
 
 
@@ -145,7 +126,7 @@ def _list(items: object = (), *_: object) -> list[Any]:
 
 def _set(items: object = ()) -> set[Any]:
     listed = _listed(items)
-    check_hashable(listed)
+    check_keys(listed)
     return set(listed)
 
 

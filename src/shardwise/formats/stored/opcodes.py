@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
-from shardwise.formats.stored.allowed import PLAIN_KEYS, check_hashable, set_state
+from shardwise.formats.stored.allowed import set_state
 from shardwise.formats.stored.pickled import Constant, Name, Opaque, Stubs
+from shardwise.state.keys import SAFE_KEYS, Keys
 
 NEWEST = 5
 SENSELESS = (
@@ -46,6 +47,7 @@ class Machine:
         self.memo: dict[int, Any] = {}
         self.names: dict[tuple[str, str], object] = {}
         self.unknown: set[str] = set()
+        self._keys: dict[int, tuple[object, Keys]] = {}
 
     def take(self, at: int, count: int) -> bytes:
         """So many of the bytes."""
@@ -59,6 +61,21 @@ class Machine:
         if end < 0:
             raise CutOffError("it is cut off")
         return self.data[at:end].decode(), end + 1
+
+    def count_keys(self, target: object, keys: Sequence[object]) -> None:
+        """Count keys before a dict or set has them; see `Keys.add`.
+
+        Raises:
+            FormatError: too many have the same hash.
+        """
+        if SAFE_KEYS.issuperset(map(type, keys)):
+            return
+        # It is kept with its counts, so that no other object has its id.
+        _, counted = self._keys.setdefault(id(target), (target, Keys()))
+        try:
+            counted.add(keys)
+        except ValueError as error:
+            raise FormatError(str(error)) from error
 
     def since_mark(self) -> list[Any]:
         """What lies on the stack above the last mark, taken off."""
@@ -240,15 +257,14 @@ def _update(machine: Machine, items: list[Any]) -> None:
         if isinstance(target, Opaque):
             return
         raise FormatError(f"it sets items of a {type(target).__name__}")
-    if not PLAIN_KEYS.issuperset(map(type, keys)):
-        check_hashable(keys)
+    machine.count_keys(target, keys)
     target.update(zip(keys, items[1::2], strict=True))
 
 
 def _add_items(machine: Machine, at: int) -> int:
     items, target = machine.since_mark(), machine.stack[-1]
     if type(target) is set:
-        check_hashable(items)
+        machine.count_keys(target, items)
         target.update(items)
     elif not isinstance(target, Opaque):
         raise FormatError(f"it adds to a {type(target).__name__}")
@@ -257,7 +273,7 @@ def _add_items(machine: Machine, at: int) -> int:
 
 def _frozen_set(machine: Machine, at: int) -> int:
     items = machine.since_mark()
-    check_hashable(items)
+    machine.count_keys(items, items)
     machine.stack.append(frozenset(items))
     return at
 

@@ -13,6 +13,7 @@ from shardwise.formats.stored.torchtypes import TORCH
 from shardwise.formats.tree import Tree
 from shardwise.manifest.manifest import LARGEST
 from shardwise.manifest.validate import MOST_PIECES
+from shardwise.state.keys import check_keys
 
 METADATA = ".metadata"
 MOST_DIMENSIONS = 64
@@ -153,7 +154,9 @@ def _metadata(root: Mapping[str, Any]) -> Metadata:
                 chunks <= MOST_PIECES, f"it has more than the {MOST_PIECES} chunks that are read"
             )
             tensors[name] = _tensor(name, fields)
-    items = dict(_items(root["storage_data"] or {}))
+    listed = list(_items(root["storage_data"] or {}))
+    check_keys(key for key, _ in listed)
+    items = dict(listed)
     known = root.get("planner_data") or {}
     _check(isinstance(known, dict), "paths of names are no dict")
     paths = {name: _path(name, known[name]) for name in (*tensors, *values) if name in known}
@@ -170,6 +173,8 @@ def _tensor(name: str, fields: Mapping[str, Any]) -> ChunkedTensor:
         offset, sizes = _ints(chunk["offsets"], name), _ints(chunk["sizes"], name)
         _check(len(offset) == len(sizes) == len(shape), f"{name}: a chunk has not its dimensions")
         chunks.append(Chunk(offset, sizes))
+    if len(chunks) > 1:
+        check_keys(chunks)
     return ChunkedTensor(dtype, shape, tuple(chunks))
 
 
