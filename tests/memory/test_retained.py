@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 import shardwise as sw
 from shardwise.errors import StoreError
@@ -67,6 +68,26 @@ def test_old_checkpoints_that_cannot_go_fail_the_next_save_and_not_the_one_that_
     target = {"t": 0}
     sw.load(root / step_directory(1), target)
     assert target == {"t": 1}
+
+
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path, shm: Path) -> None:
+    root, memory = tmp_path / "root", sw.Memory(dir=str(shm), snapshot_every=0, wait=10.0)
+    values = torch.arange(1000)
+    with sw.Checkpointer(root, memory=memory) as cp:
+        for step in (1, 2, 3):
+            cp.save(step, {"t": values + step})
+    (data,) = (root / step_directory(3)).glob("*.safetensors")
+    whole = bytearray(data.read_bytes())
+    whole[4000] ^= 1
+    data.write_bytes(whole)
+    found = torch.zeros_like(values)
+    with sw.Checkpointer(root, keep=sw.Keep(last=2), memory=memory) as cp:
+        assert cp.restore({"t": found}) == 2
+        cp.save(4, {"t": values + 4})
+    assert cp.steps() == [2, 3, 4]
+    for step in (2, 4):
+        sw.load(root / step_directory(step), {"t": found})
+        assert torch.equal(found, values + step)
 
 
 def test_publishing_does_not_wait_for_old_checkpoints(tmp_path: Path, shm: Path) -> None:

@@ -20,8 +20,9 @@ from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.manifest.names import step_directory
 from shardwise.memory.options import Memory
+from shardwise.memory.snapshots.draft import Storing
 from shardwise.memory.snapshots.handle import SaveHandle
-from shardwise.memory.snapshots.snapshots import Snapshots, Storing
+from shardwise.memory.snapshots.snapshots import Snapshots
 from shardwise.plan.cache import PlanCache
 from shardwise.retention import Keep, apply_retention
 from shardwise.store import Store
@@ -101,7 +102,8 @@ class Saving:
         with without_collection():
             if self._snapshots is not None:
                 self._fence_steps(state)
-                storing = Storing(durable, settings.keep)
+                damaged = tuple(sorted(self._damaged - {step}))
+                storing = Storing(durable, settings.keep, damaged)
                 handle = self._snapshots.save(prepare, storing, self.plans, recorder)
             else:
                 handle = SaveHandle(save_all(prepare, self._group, self.plans, recorder))

@@ -79,7 +79,13 @@ def retention_of(draft: Draft) -> Retain | None:
     ever."""
     if not decode_keep(draft.keep).removes:
         return None
-    return Retain(save_id=draft.save_id, step=draft.step, root=draft.root, keep=draft.keep)
+    return Retain(
+        save_id=draft.save_id,
+        step=draft.step,
+        root=draft.root,
+        keep=draft.keep,
+        damaged=draft.damaged,
+    )
 
 
 def retain(wish: Retain, is_wanted: Callable[[], bool]) -> int:
@@ -95,7 +101,7 @@ def retain(wish: Retain, is_wanted: Callable[[], bool]) -> int:
         open_store(wish.root),
         decode_keep(wish.keep),
         newest=wish.step,
-        damaged=frozenset(),
+        damaged=frozenset(wish.damaged),
         is_wanted=is_wanted,
     )
     return len(removed)

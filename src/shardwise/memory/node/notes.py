@@ -96,6 +96,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
         durable: whether it is to be persisted in any case.
         rescue: whether it is to be persisted if a trainer is lost.
         keep: rules of retention in storage.
+        damaged: steps in storage that are known to be damaged, and do not count as kept.
         copies, parity, group: how to protect it.
         rings: names of files whose ranks hold the same, and protect each other without the network.
         wait: seconds to wait for a node that does not answer.
@@ -115,6 +116,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
     rescue: bool = False
     overwrite: bool = False
     keep: PlainKeep = {}
+    damaged: list[int] = []
     copies: int = 0
     parity: int = 0
     group: int = 8
@@ -156,12 +158,14 @@ class Retain(msgspec.Struct, frozen=True, kw_only=True):
         step: the one that was published; newer ones are left alone.
         root: where checkpoints are.
         keep: rules of retention.
+        damaged: steps there that are known to be damaged: they do not count, and stay.
     """
 
     save_id: str
     step: int
     root: str
     keep: PlainKeep
+    damaged: list[int] = []
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,18 +5,16 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 
 import msgspec
 
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
-from shardwise.engine.options import SaveOptions
 from shardwise.engine.planning import Planned, Wish, plan_together
 from shardwise.engine.replicas import check_replicas
 from shardwise.engine.save import Save, SaveReport, refuse_existing
 from shardwise.events import Recorder
-from shardwise.manifest.names import data_file, new_save_id
+from shardwise.manifest.names import new_save_id
 from shardwise.memory.agent.guard import gaps
 from shardwise.memory.agent.keeper import Keeper
 from shardwise.memory.network.vigil import Agents
@@ -25,7 +23,7 @@ from shardwise.memory.node.branches import leave_behind, refuse_to_go_back
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.lineage import Lineage, go_on_from
 from shardwise.memory.node.meeting import meet, reaching
-from shardwise.memory.node.notes import Card, Draft
+from shardwise.memory.node.notes import Card
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.predecessors import remove_predecessors
 from shardwise.memory.node.spawn import agent_of
@@ -33,26 +31,13 @@ from shardwise.memory.node.tenants import evict
 from shardwise.memory.node.trainers import Presence, forget_lost
 from shardwise.memory.options import Memory
 from shardwise.memory.snapshots.begun import Begun
+from shardwise.memory.snapshots.draft import Storing, draft_of
 from shardwise.memory.snapshots.handle import SaveHandle, Stages
 from shardwise.memory.snapshots.rings import Rings
 from shardwise.memory.snapshots.staging import Part, Staging
 from shardwise.memory.tls import Tls
 from shardwise.plan.cache import PlanCache
-from shardwise.retention import Keep
 from shardwise.store import Store
-
-
-@dataclass(frozen=True, slots=True)
-class Storing:
-    """What becomes of a snapshot in storage.
-
-    Attributes:
-        durable: it is persisted in any case; otherwise only if a trainer is lost.
-        keep: what is kept there then.
-    """
-
-    durable: bool
-    keep: Keep
 
 
 class Snapshots:
@@ -343,7 +328,12 @@ class Snapshots:
         first = self._group.rank == 0
         retains = first and storing.durable and storing.keep.removes
         content, its_ring = self._rings.join(planned)
-        draft = None if planned.template is None else self._draft(planned, options, storing)
+        draft = None
+        if planned.template is not None:
+            rings = self._rings.files
+            draft = draft_of(
+                planned, options, storing, self._options, self.meeting, str(self._root), rings
+            )
         part = Part(
             place=place,
             planned=planned,
@@ -369,31 +359,3 @@ class Snapshots:
             seconds=recorder.seconds(),
         )
         return SaveHandle(report, stages, staging)
-
-    def _draft(self, planned: Planned, options: SaveOptions, storing: Storing) -> Draft:
-        template = planned.template
-        if template is None:
-            raise RuntimeError("only rank 0 has a draft")
-        node_of = self.meeting.node_of
-        return Draft(
-            save_id=planned.save_id,
-            step=options.step or 0,
-            manifest=template.encode(()).decode(),
-            files=[(data_file(r, planned.save_id), node_of[r]) for r in template.ranks],
-            nodes=self.meeting.nodes,
-            leader=self.node,
-            epoch=self.meeting.lineage.epoch,
-            rings=self._rings.files,
-            root=str(self._root),
-            durable=storing.durable,
-            rescue=self._options.rescue,
-            overwrite=options.overwrite,
-            keep=asdict(storing.keep),
-            copies=self._options.copies,
-            parity=self._options.parity,
-            group=self._options.group,
-            wait=self._options.wait,
-            budget=self._options.budget,
-            bytes_held=template.published.bytes_held,
-            bytes_total=template.published.bytes_stored,
-        )
