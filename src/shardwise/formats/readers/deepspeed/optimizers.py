@@ -123,7 +123,10 @@ def _lay_small(laying: Laying, shards: Sequence[Group]) -> None:
     first = shards[0]
     for key in first.arrays:
         arrays = [array for group in shards for array in group.arrays.get(key, ())]
-        laying.scalars([_name(name, key) for name in first.names], arrays)
+        # Of other numbers each rank may have its own, as a norm of its part of the parameters.
+        laying.scalars(
+            [_name(name, key) for name in first.names], arrays[: None if key == STEP else 1]
+        )
     for key, number in first.numbers.items():
         lay_number(laying, first.names, key, number)
     laying.left_out.extend(first.left_out)

@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwise.errors import FormatError
 from shardwise.formats.catalogue import StoredArray
+from shardwise.formats.readers.deepspeed.agreement import check_counters, check_optimizers
 from shardwise.formats.readers.deepspeed.files import Files, check_modules, check_ranks
 from shardwise.formats.readers.deepspeed.laying import Laying
 from shardwise.formats.readers.deepspeed.modules import Module
@@ -114,8 +115,8 @@ class Ranks:
         values = load(first.values())
         models = {rank: model_state(values[n], f"{tree}/{n}") for rank, n in first.items()}
         others = {rank: name for rank, name in files.model.items() if rank[0]}
-        if any(state.frozen_shapes for state in models.values()):
-            models |= _model_states(tree, others, laying)
+        models |= _model_states(tree, others, laying)
+        check_counters(tree, models.values())
         if others:
             laying.left_out.append(
                 f"buffers of {len(others)} more ranks: each has its own under ZeRO 3; those of the "
@@ -139,6 +140,10 @@ class Ranks:
         for name in files.expert_optimizers.values():
             laying.left_out.append(f"the file {name}: its optimizer's parameters have no names")
         tensor_parallel, stages = _degrees(models[0, 0], files)
+        for stage in range(stages) if optimizers else ():
+            of_stage = range(stage * tensor_parallel, (stage + 1) * tensor_parallel)
+            own = [state for (_, rank), state in sorted(optimizers.items()) if rank in of_stage]
+            laying.left_out += check_optimizers(tree, own)
         return cls(
             str(tree),
             models,

@@ -85,6 +85,7 @@ class OptimizerState:
         gaps: elements of padding after each parameter.
         slices: by parameter, start and length of what the rank has of it; None if not said.
         rest: all else.
+        kind: of the optimizer, as DeepSpeed's configuration names it; None if it does not.
     """
 
     where: str
@@ -97,6 +98,7 @@ class OptimizerState:
     gaps: tuple[tuple[int, ...], ...] | None
     slices: tuple[Mapping[str, tuple[int, int]], ...] | None
     rest: Mapping[str, Any]
+    kind: str | None = None
 
 
 def model_state(value: object, where: str) -> ModelState:
@@ -137,9 +139,11 @@ def optimizer_state(value: object, where: str) -> OptimizerState:
     if not isinstance(outer.get("optimizer_state_dict"), Mapping):
         raise FormatError(f"{where}: these are no optimizer states of ZeRO")
     held = outer["optimizer_state_dict"]
-    if "fp32_flat_groups" in held:
-        return _of_zero_3(held, where)
-    return _of_zero_1_and_2(held, where)
+    read = _of_zero_3 if "fp32_flat_groups" in held else _of_zero_1_and_2
+    config = outer.get("ds_config")
+    said = config.get("optimizer") if isinstance(config, Mapping) else None
+    kind = said.get("type") if isinstance(said, Mapping) else None
+    return replace(read(held, where), kind=kind if isinstance(kind, str) else None)
 
 
 def arrays_of(value: object, where: str) -> dict[str, StoredArray]:

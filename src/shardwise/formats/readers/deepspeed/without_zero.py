@@ -10,7 +10,7 @@ from shardwise.errors import FormatError
 from shardwise.formats.catalogue import StoredArray
 from shardwise.formats.readers.deepspeed.groups import groups_of
 from shardwise.formats.readers.deepspeed.laying import Laying
-from shardwise.formats.readers.deepspeed.optimizers import Settings, lay_group, lay_number
+from shardwise.formats.readers.deepspeed.optimizers import STEP, Settings, lay_group, lay_number
 from shardwise.formats.readers.deepspeed.placements import Placing
 from shardwise.formats.readers.deepspeed.states import ModelState, OptimizerState, Shape, of_torch
 
@@ -133,6 +133,8 @@ def _lay_each(
         for key, item in first.states[number].items():
             full = f"optimizer.{name}.{key}"
             if not isinstance(item, StoredArray):
+                if any(each.states[number].get(key) != item for each in ranks):
+                    laying.left_out.append(f"{full}: ranks differ; the first one's is taken")
                 lay_number(laying, [name], key, item)
                 continue
             found = [each.states[number].get(key) for each in ranks]
@@ -140,7 +142,7 @@ def _lay_each(
             if len(arrays) != len(ranks):
                 raise FormatError(f"{full}: not all tensor-parallel ranks have it")
             if item.shape == ():
-                laying.scalars([full], arrays)
+                laying.scalars([full], arrays if key == STEP else arrays[:1])
             else:
                 _lay_shards(laying, full, arrays, place, parameter=name)
 
