@@ -158,3 +158,26 @@ def test_a_stateful_whose_parts_have_names_there_is_to_be_opened_up(tutorial: Pa
     with pytest.raises(sw.MismatchError) as caught:
         sw.load(tutorial, {"app": AppState(*made())})
     assert '{"app": {"model": …, "optim": …}}' in caught.value.summary
+
+
+def test_a_rename_that_reaches_no_group_of_an_optimizer_leads_to_a_specification(
+    tmp_path: Path,
+) -> None:
+    model, optimizer = made()
+    sw.save(tmp_path / "c", {"model": nn.ModuleDict({"net": model}), "optimizer": optimizer})
+    other, its_optimizer = made()
+    state = {"model": other, "optimizer": its_optimizer}
+    rename = {"model": "model.net"}
+    with pytest.raises(sw.MismatchError, match="not renamed by rename=") as caught:
+        sw.load(tmp_path / "c", state, rename=rename)
+    (said,) = [each for each in caught.value.problems if "sw.spec(" in each]
+    spec = eval(said[said.index("sw.spec(") :], {"sw": sw})
+    assert sw.load(tmp_path / "c", state, rename=rename, spec=spec).missing == ()
+    for one, another in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, another)
+        assert torch.equal(optimizer.state[one]["exp_avg"], its_optimizer.state[another]["exp_avg"])
+
+
+def test_names_that_the_callers_rename_hides_are_not_suggested_as_they_are() -> None:
+    names = ["optimizer.param_groups", "optimizer.net.w.m"]
+    assert fitting_renames(["optimizer.param_groups"], names, names, ["optimizer"]) == ""

@@ -91,6 +91,7 @@ class OptimizerBinding:
         if selection.chooses(groups) and saved.has_object(groups):
             settings = _by_member(saved.object(groups))
             held.problems += _disagreements(groups, held.grouped[groups], settings)
+            held.problems += _renamed(saved.saved_name(groups), held.grouped[groups], settings)
             held.problems += self._strangers(groups, settings)
         return selection.of(held)
 
@@ -290,6 +291,25 @@ def _disagreements(
                     f"with different {keys}"
                 )
                 break
+
+
+def _renamed(
+    name: str, groups: Sequence[GroupedValue], settings: Mapping[str, JsonValue]
+) -> Iterator[str]:
+    """The specification that helps where all members have one more beginning in the checkpoint."""
+    members = [member for group in groups for member in group.members]
+    if not members or any(member in settings for member in members):
+        return
+    first = f".{members[0]}"
+    for there in (each.removesuffix(first) for each in settings if each.endswith(first)):
+        if all(f"{there}.{member}" in settings for member in members):
+            key = name.removesuffix(f".{GROUPS}")
+            text = f"{key}.{there}.* -> {key}.*\n* -> *"
+            yield (
+                f"{name}: it has those of {there}.{members[0]}: names of an optimizer's "
+                f"parameters are not renamed by rename=, but by spec=sw.spec({text!r})"
+            )
+            return
 
 
 def _few(names: Sequence[str]) -> str:

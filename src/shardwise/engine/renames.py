@@ -34,7 +34,7 @@ def fitting_renames(
     here_to_there = _beginnings(missing, unclaimed, targets)
     known = set(unclaimed)
     rename = renaming(here_to_there)
-    found = sum(rename(name) in known for name in missing)
+    found = sum(rename(name) != name and rename(name) in known for name in missing)
     part, unwrapped = _without_wrappers(missing, unexpected)
     if not found and not unwrapped:
         return ""

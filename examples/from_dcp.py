@@ -1,0 +1,79 @@
+"""Continue a training that torch.distributed.checkpoint saved as in PyTorch's tutorial.
+
+There, model and optimizer hang in an `AppState` below the key "app". Here they hang in a dict
+below the same key, and no class is needed. The number of ranks may be another one.
+
+torchrun --standalone --nproc-per-node 2 examples/from_dcp.py --dcp checkpoint --root runs/a
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import shardwise as sw
+
+
+class ToyModel(nn.Module):
+    """The model of the tutorial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1 = nn.Linear(16, 16)
+        self.relu = nn.ReLU()
+        self.net2 = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net2(self.relu(self.net1(x)))
+
+
+def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model, sharded over all ranks by FSDP2, and its optimizer."""
+    torch.manual_seed(0)
+    model = ToyModel()
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """One step on the batch of this number, the same on all ranks."""
+    inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+    optimizer.zero_grad()
+    model(inputs).sum().backward()
+    optimizer.step()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dcp", required=True, help="the checkpoint of the tutorial's script")
+    parser.add_argument("--dcp-step", type=int, default=0, help="the step that it is of")
+    parser.add_argument("--root", required=True, help="where this run saves")
+    parser.add_argument("--steps", type=int, default=20, help="train until this step")
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+
+    model, optimizer = built()
+    state = {"model": model, "optimizer": optimizer, "epoch": 0}  # "epoch" is new
+
+    def start(_: object) -> sw.LoadReport:
+        return sw.load(options.dcp, {"app": {"model": model, "optim": optimizer}})
+
+    # memory=None: each save waits for the disk. Without it, saves go on in the background.
+    with sw.Checkpointer(options.root, save_every=5, memory=None, start_from=start) as checkpointer:
+        step = checkpointer.restore(state)
+        if step is None:  # the tutorial saves no number of its step
+            step = options.dcp_step
+        while step < options.steps:
+            train_step(model, optimizer, step)
+            step += 1
+            checkpointer.save(step, state)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Continue in plain PyTorch what Lightning trained, from the file that it saves by default.
+
+python examples/from_lightning.py --root runs/a \
+    --start "lightning_logs/version_0/checkpoints/epoch=0-step=10.ckpt"
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+
+WITHOUT_MODULE = """
+model.net.*     -> model.*
+optimizer.net.* -> optimizer.*
+*               -> *
+"""  # the names of the LightningModule, and those of the net that was in it
+
+
+class Net(nn.Module):
+    """What the LightningModule had as its attribute `net`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def batch(step: int) -> Tensor:
+    """The inputs of a step."""
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(net: nn.Module, inputs: Tensor) -> Tensor:
+    """How far the net is from the mean of its inputs."""
+    return (net(inputs) - inputs.mean(dim=1, keepdim=True)).square().mean()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--start", required=True, help="the checkpoint of Lightning")
+    parser.add_argument("--root", required=True, help="where this run saves")
+    parser.add_argument("--steps", type=int, default=20, help="train until this step")
+    options = parser.parse_args()
+
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.5)
+    state = {"model": net, "optimizer": optimizer, "scheduler": scheduler}
+
+    def start(state: dict[str, object]) -> sw.LoadReport:
+        return sw.load(options.start, state, spec=sw.spec(WITHOUT_MODULE))
+
+    # memory=None: each save waits for the disk. Without it, saves go on in the background.
+    with sw.Checkpointer(options.root, save_every=5, memory=None, start_from=start) as checkpointer:
+        step = checkpointer.restore(state) or 0  # 10 at first: Lightning counts its steps
+        while step < options.steps:
+            loss_of(net, batch(step)).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            step += 1
+            checkpointer.save(step, state)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""A Trainer of transformers whose checkpoints shardwise saves, also where the model is sharded.
+
+It resumes from its own checkpoints, under another number of ranks too, and from those that the
+Trainer itself saved before.
+
+python examples/hf_trainer.py --output runs/trainer --steps 20
+torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py --output runs/trainer --steps 40
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+import shardwise as sw
+
+
+class ShardwiseTrainer(Trainer):
+    """What is not written here, such as trainer_state.json, the Trainer saves as it always does."""
+
+    def everything(self) -> dict[str, object]:
+        """All that a checkpoint holds, beside the Trainer's own counters."""
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.lr_scheduler,
+            "rng": sw.RngState(),
+        }
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        sw.save(inside(output_dir), self.everything(), step=self.state.global_step)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not _internal_call:  # for a checkpoint; the model is saved with the optimizer
+            super().save_model(output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        pass  # it is saved with the optimizer
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and os.path.isdir(inside(checkpoint)):
+            sw.load(inside(checkpoint), self.everything(), skip=["rng"])
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_from_checkpoint(self, checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        if not os.path.isdir(inside(checkpoint)):  # otherwise it is loaded with the optimizer
+            super()._load_from_checkpoint(checkpoint, model)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and os.path.isdir(inside(checkpoint)):
+            sw.load(inside(checkpoint), {"rng": sw.RngState()})
+        else:
+            super()._load_rng_state(checkpoint)
+
+
+def inside(checkpoint: str) -> str:
+    """Where a checkpoint of the Trainer has ours."""
+    return os.path.join(checkpoint, "shardwise")
+
+
+def trainer_of(kind: type[Trainer], output: str, steps: int) -> Trainer:
+    """A trainer of a tiny GPT-2 on random tokens."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=64,
+        n_positions=16,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    tokens = torch.randint(64, (256, 16))
+    arguments = TrainingArguments(
+        output_dir=output,
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        save_steps=5,
+        lr_scheduler_type="constant",  # else it depends on where the training ends
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    dataset = [{"input_ids": row, "labels": row} for row in tokens]
+    return kind(GPT2LMHeadModel(config), arguments, train_dataset=dataset)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", required=True, help="where checkpoints go")
+    parser.add_argument("--steps", type=int, default=20, help="train until this step")
+    options = parser.parse_args()
+    newest = get_last_checkpoint(options.output) if os.path.isdir(options.output) else None
+    trainer_of(ShardwiseTrainer, options.output, options.steps).train(newest)
+
+
+if __name__ == "__main__":
+    main()

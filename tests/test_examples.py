@@ -1,0 +1,126 @@
+"""The scripts of new users: coming from DCP's tutorial, from Lightning, and with a Trainer."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+
+import shardwise as sw
+from shardwise.testing import Gang
+from tests.formats.foreign_goldens import unpacked
+
+ROOT = Path(__file__).parents[1]
+
+
+def example(name: str) -> ModuleType:
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_main(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *args: str | Path) -> None:
+    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, args)])
+    module.main()
+
+
+def assert_same(here: dict[str, Any], there: dict[str, Any], model: str, optimizer: str) -> None:
+    """Tensors of one checkpoint against those of another, in which the two have other names."""
+    for name, tensor in here.items():
+        key, _, rest = name.partition(".")
+        other = there[f"{model if key == 'model' else optimizer}.{rest}"]
+        assert torch.equal(tensor[...], other[...]), name
+
+
+class AppState(Stateful):
+    """Word for word as in the tutorial."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optim"],
+        )
+
+
+def train_as_in_the_tutorial(folder: Path) -> None:
+    """Ten steps, saved by DCP after five and after ten."""
+    script = example("from_dcp")
+    model, optimizer = script.built()
+    for step in range(10):
+        script.train_step(model, optimizer, step)
+        if step in (4, 9):
+            dcp.save({"app": AppState(model, optimizer)}, checkpoint_id=folder / str(step + 1))
+
+
+@pytest.mark.timeout(300)
+def test_a_training_of_dcps_tutorial_goes_on_under_torchrun(gang: Gang, tmp_path: Path) -> None:
+    gang.run(train_as_in_the_tutorial, tmp_path, world=4)
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = str(ROOT / "examples" / "from_dcp.py")
+    options = ["--dcp", str(tmp_path / "5"), "--dcp-step=5", "--steps=10"]
+    subprocess.run(
+        [sys.executable, "-m", *command, script, *options, "--root", str(tmp_path / "run")],
+        check=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    ours, theirs = sw.open(tmp_path / "run" / "step-00000010"), sw.open(tmp_path / "10")
+    assert (ours["epoch"], len(ours.tensors())) == (0, len(theirs.tensors()))
+    assert_same(ours.tensors(), theirs.tensors(), "app.model", "app.optim")
+
+
+def test_a_training_of_lightning_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = unpacked("lightning", tmp_path / "made")
+    script, run = example("from_lightning"), tmp_path / "run"
+    start = made / "epoch=0-step=10.ckpt"
+    run_main(script, monkeypatch, "--start", start, "--root", run, "--steps", "15")
+    start.unlink()  # from now on, the run goes on from what it saved itself
+    run_main(script, monkeypatch, "--start", start, "--root", run, "--steps", "20")
+    ours, theirs = sw.open(run / "step-00000020"), sw.open(made / "epoch=0-step=20.ckpt")
+    assert len(ours.tensors()) == 16
+    assert_same(ours.tensors(), theirs.tensors(), "model.net", "optimizer.net")
+
+
+def test_a_trainer_of_transformers_goes_on_from_ours_and_from_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("accelerate", reason="the Trainer needs it")
+    from transformers import Trainer
+
+    script = example("hf_trainer")
+    script.trainer_of(script.ShardwiseTrainer, str(tmp_path / "whole"), 10).train()
+    run_main(script, monkeypatch, "--output", tmp_path / "parts", "--steps", "5")
+    run_main(script, monkeypatch, "--output", tmp_path / "parts", "--steps", "10")
+    script.trainer_of(Trainer, str(tmp_path / "stock"), 5).train()
+    run_main(script, monkeypatch, "--output", tmp_path / "stock", "--steps", "10")
+    whole = sw.open(tmp_path / "whole" / "checkpoint-10" / "shardwise").tensors()
+    assert sum(name.startswith("optimizer.") for name in whole) > 50
+    for other in ("parts", "stock"):
+        found = sw.open(tmp_path / other / "checkpoint-10" / "shardwise").tensors()
+        assert found.keys() == whole.keys()
+        assert_same(whole, found, "model", "optimizer")
