@@ -130,6 +130,7 @@ def test_the_newest_comes_from_memory_in_another_sharding(
     root = str(tmp_path / "root")
     gang.run(train, root, str(shm), nodes, 5, 2, world=4)
     assert {each.name for each in Path(root).iterdir()} == {
+        "nodes",
         "run.json",
         "step-00000002",
         "step-00000004",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -33,6 +34,7 @@ from shardwise.memory.snapshots.snapshots import Snapshots
 from shardwise.retention import Best, Choice, checked_choice, choose_step, committed_steps
 from shardwise.store import Store
 
+log = logging.getLogger("shardwise")
 _DAMAGE = (CorruptionError, CheckpointNotFoundError)
 Load = Callable[[Store], LoadReport]
 Skipped = tuple[int, str, bool]
@@ -48,6 +50,8 @@ class RestoreReport:
         source: where it came from: "memory", "storage", or "start" (`Checkpointer(start_from=…)`).
         load: how it was loaded.
         skipped: newer steps, and why they were not.
+        unasked: nodes that the run was on and that could not be asked what they hold, and why, if
+            that may be newer than what was restored.
         origins: bytes that this rank read, by where they came from: "local memory" of its node,
             that of "other nodes", "decoded" from what other nodes keep for one that is lost, or
             "storage". Of memory, checksums and values of ranks are included.
@@ -63,11 +67,14 @@ class RestoreReport:
     skipped: tuple[tuple[int, str], ...]
     origins: dict[str, int]
     seconds: dict[str, float] = field(default_factory=dict)
+    unasked: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         step = "no step" if self.step is None else f"step {self.step}"
         skipped = [f"skipped step {number}: {why}" for number, why in self.skipped]
-        return "; ".join([f"restored {step} from {self.source}", str(self.load), *skipped])
+        unasked = [f"could not ask node {node}: {why}" for node, why in self.unasked.items()]
+        source = f"restored {step} from {self.source}"
+        return "; ".join([source, str(self.load), *skipped, *unasked])
 
 
 Start = api.Place | Callable[[api.State], LoadReport]
@@ -227,7 +234,8 @@ class Restoring:
             if report is not None:
                 newer = tuple((each, why) for each, why, _ in skipped if each >= number)
                 origins = origins_of(report, found.store if source == "memory" else None)
-                return RestoreReport(number, source, report, newer, origins), skipped
+                restored = RestoreReport(number, source, report, newer, origins)
+                return replace(restored, unasked=found.unasked), skipped
             skipped.append((number, f"{source}: {reason}", True))
             if source == "storage":
                 self._damaged.add(number)
@@ -271,6 +279,13 @@ class Restoring:
             return Found(-1, None, [])
         start = time.perf_counter()
         found = find_snapshot(self._snapshots, self._group, step=step, below=below)
+        if found.unasked and step is None and self._group.rank == 0:
+            nodes = "; ".join(f"{node}: {why}" for node, why in found.unasked.items())
+            log.warning(
+                "some nodes of this run could not be asked which snapshots they hold (%s). If "
+                "they hold a newer step than the one that is restored now, that step is given up",
+                nodes,
+            )
         self._recorder.add("choosing", found.choosing)
         self._recorder.add("asking", time.perf_counter() - start - found.choosing)
         return found

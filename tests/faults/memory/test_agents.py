@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.memory.node.home import Home
+from shardwise.memory.node.registry import NODES
 from shardwise.testing import Gang
 from tests.faults.memory import deaths
 from tests.faults.memory.scenario import (
@@ -118,7 +119,8 @@ def test_an_agent_that_dies_when_it_has_published_is_followed_by_one_that_sees_i
 
 def leftovers(root: Path) -> list[str]:
     """What lies in a root beside whole checkpoints."""
-    files = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
+    below = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
+    files = [path for path in below if path.parts[0] != NODES]
     known = {"manifest.json", "run.json"}
     return [str(path) for path in files if path.name not in known and path.suffix != ".safetensors"]
 

@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.testing import Gang
 from tests.faults.memory.deaths import die
-from tests.faults.memory.scenario import Cluster, go_on, steps_in, until
+from tests.faults.memory.scenario import Cluster, begin, go_on, lose, steps_in, train, until
 
 STEPS = 3
 
@@ -27,6 +27,19 @@ def train_and_die(cluster: Cluster) -> None:
         gang.outcomes(
             go_on, cluster, STEPS, world=2, fault=die, at=STEPS, victims=(0, 1), results=False
         )
+
+
+def save_protected(cluster: Cluster) -> None:
+    """Save steps in memory, the last one protected, and leave without a word."""
+    cp = cluster.open()
+    values, state, _ = begin(cp, cluster.columns, "rows")
+    for step in range(1, STEPS + 1):
+        train(values, step)
+        state["step"] = step
+        handle = cp.save(step, state)
+    assert handle is not None
+    handle.protected(20.0)
+    cp.close(wait=False)
 
 
 def slots(shm: Path) -> set[tuple[str, int]]:
@@ -97,3 +110,12 @@ def test_ranks_that_come_back_find_what_others_saved_meanwhile(
         went = gang.run(go_on, cluster, last + 2 * STEPS, world=2)
         assert {(each.step, each.source) for each in went} == {(last, "memory")}
         last += 2 * STEPS
+
+
+def test_nodes_that_know_none_of_the_idle_ones_find_them(gang: Gang, root: Path, shm: Path) -> None:
+    """One is new, and one has lost its memory; what both nodes held is whole on the idle one."""
+    cluster = Cluster(root=root, shm=shm, nodes=2, options={"copies": 1})
+    gang.run(save_protected, cluster, world=2)
+    lose(cluster.directory(0))
+    went = gang.run(go_on, replace(cluster, node_of=(2, 0)), STEPS, world=2)
+    assert {(each.step, each.source) for each in went} == {(STEPS, "memory")}

@@ -26,6 +26,7 @@ from shardwise.manifest.names import MANIFEST, checked_file, step_of_directory
 from shardwise.memory.agent.connections import STRANGERS
 from shardwise.memory.network.client import LONGEST_WAIT, Health, ListedFile, ListedStep
 from shardwise.memory.node.home import LARGEST_NOTE
+from shardwise.memory.node.identity import run_token
 
 LOOK_AROUND = 0.02
 STALLED = 30.0
@@ -151,12 +152,15 @@ class _Desk:
 
 
 def _only_with(token: str) -> Middleware:
+    """Serve whoever knows the secret; and what is of one run, whoever knows the token of that."""
     expected = f"Bearer {token}".encode()
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         said = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not hmac.compare_digest(said, expected):
+        run = request.match_info.get("run", "")
+        of_run = f"Bearer {run_token(token, run)}".encode() if run else expected
+        if not (hmac.compare_digest(said, expected) | hmac.compare_digest(said, of_run)):
             refusal = web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"})
             refusal.force_close()
             raise refusal

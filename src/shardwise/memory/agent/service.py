@@ -32,6 +32,7 @@ from shardwise.memory.node.identity import last_port, node_name, remember_port, 
 from shardwise.memory.node.interface import LOOPBACK, address_of
 from shardwise.memory.node.mappings import Mappings
 from shardwise.memory.node.notes import Card
+from shardwise.memory.node.registry import reenter
 from shardwise.memory.node.retire import retire_replaced
 from shardwise.memory.node.vacancies import Vacancies
 from shardwise.memory.tls import Tls
@@ -128,6 +129,7 @@ async def _serve(home: Home, agent: Agent, card: Card, terms: Terms, address: st
         agent.start()
         agent.wake()
         write_note(home.card, card)
+        threading.Thread(target=_reenter, args=(home, card), daemon=True).start()
         log.info("agent of node %s serves %s at %s", card.node, home, card.url)
         try:
             await _until_ended(home, ended, until_idle=terms.until_idle)
@@ -138,6 +140,13 @@ async def _serve(home: Home, agent: Agent, card: Card, terms: Terms, address: st
     if not finished:
         log.warning("work is left unfinished; the next agent does it again")
     return finished
+
+
+def _reenter(home: Home, card: Card) -> None:
+    """Write down where this agent is now, in the roots of the runs that it keeps."""
+    for name in home.runs():
+        with contextlib.suppress(StoreError):  # it is none of ours
+            reenter(home.run(name), card)
 
 
 async def _until_ended(home: Home, ended: asyncio.Event, *, until_idle: bool) -> None:

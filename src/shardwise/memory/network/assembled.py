@@ -41,6 +41,7 @@ class Assembly(msgspec.Struct, array_like=True, frozen=True):
         protection: who protects whom, encoded, if something can be decoded.
         newer: steps that cannot be had, and why.
         choosing: seconds that it took to choose it.
+        unasked: nodes that could not be asked, and why, if they may hold something newer.
     """
 
     step: int | None
@@ -50,6 +51,7 @@ class Assembly(msgspec.Struct, array_like=True, frozen=True):
     protection: bytes
     newer: list[tuple[int, str]]
     choosing: float = 0.0
+    unasked: dict[str, str] = {}
 
 
 class AssembledStore:

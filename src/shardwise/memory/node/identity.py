@@ -5,6 +5,7 @@ What other nodes and older notes know of an agent is then true of its successor 
 
 from __future__ import annotations
 
+import hmac
 import os
 import re
 import secrets
@@ -43,6 +44,11 @@ def secret_of(home: Home, given: Path | None) -> str:
             "without spaces, such as `openssl rand -hex 32` prints"
         )
     return secret
+
+
+def run_token(secret: str, run: str) -> str:
+    """What others must know to be served the snapshots of one run; the secret does not follow."""
+    return hmac.new(secret.encode(), f"run {run}".encode(), "sha256").hexdigest()
 
 
 def last_port(home: Home) -> int:

@@ -10,6 +10,8 @@ from contextlib import suppress
 
 from shardwise.errors import StoreError
 from shardwise.memory.node.home import Home, Run, hold
+from shardwise.memory.node.identity import node_name
+from shardwise.memory.node.registry import forget
 from shardwise.memory.node.trainers import has_trainers
 
 ASIDE = "vacant-"
@@ -56,5 +58,6 @@ def _remove(home: Home, run: Run) -> None:
     aside = home.path / f"{ASIDE}{secrets.token_hex(4)}"
     with hold(run.path, shared=False) as alone:
         if alone and _is_vacant(run):
+            forget(run, node_name(home))
             run.path.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)

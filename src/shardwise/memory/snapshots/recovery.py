@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -27,6 +27,7 @@ from shardwise.memory.node import notes
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.notes import Card
 from shardwise.memory.node.place import Place
+from shardwise.memory.node.registry import Known
 from shardwise.memory.node.seal import is_intact
 from shardwise.memory.snapshots.snapshots import Snapshots
 
@@ -40,12 +41,15 @@ class Found:
 
     Attributes:
         choosing: seconds that rank 0 took to choose it, once it had heard what nodes hold.
+        unasked: nodes of the run that could not be asked, and why, if they may hold something
+            newer.
     """
 
     step: int
     store: AssembledStore | None
     newer: list[tuple[int, str]]
     choosing: float = 0.0
+    unasked: dict[str, str] = field(default_factory=dict)
 
 
 def find_snapshot(
@@ -60,9 +64,9 @@ def find_snapshot(
     """
     assembly = find_assembly(snapshots, group, step=step, below=below)
     if assembly.step is None:
-        return Found(-1, None, assembly.newer, assembly.choosing)
+        return Found(-1, None, assembly.newer, assembly.choosing, assembly.unasked)
     store = AssembledStore(assembly, snapshots.run, snapshots.node, snapshots.tls)
-    return Found(assembly.step, store, assembly.newer, assembly.choosing)
+    return Found(assembly.step, store, assembly.newer, assembly.choosing, assembly.unasked)
 
 
 def find_assembly(
@@ -86,7 +90,8 @@ def find_assembly(
 
     def answer(said: list[bytes]) -> bytes:
         held = [msgspec.msgpack.decode(each, type=Held) for each in said if each]
-        met = {card.node: card for card in meeting.nodes}
+        known = snapshots.registry.read()
+        met = {card.node: card for card in (*known.cards, *meeting.nodes)}
         wanted = {"step": step, "below": below}
 
         def is_enough(held: list[Held], cards: Mapping[str, Card]) -> bool:
@@ -98,10 +103,23 @@ def find_assembly(
         read = reader(cards, run, here, tls)
         found = choose(held, cards, read, **wanted, lineage=meeting.lineage)
         seconds = time.perf_counter() - start
-        return msgspec.msgpack.encode(msgspec.structs.replace(found, choosing=seconds))
+        unasked = _unasked(known, {each.node for each in held})
+        if unasked and is_enough(held, cards):
+            unasked = {}
+        found = msgspec.structs.replace(found, choosing=seconds, unasked=unasked)
+        return msgspec.msgpack.encode(found)
 
     reply = exchange(group, "looking for snapshots", speak, answer)
     return msgspec.msgpack.decode(reply, type=Assembly)
+
+
+def _unasked(known: Known, heard: set[str]) -> dict[str, str]:
+    """The nodes that the root knows and nobody heard, and why."""
+    silent = {
+        card.node: f"its agent at {card.url} did not answer, or is another by now"
+        for card in known.cards
+    }
+    return {node: why for node, why in {**known.unknown, **silent}.items() if node not in heard}
 
 
 def remove_damaged(place: Place) -> bool:

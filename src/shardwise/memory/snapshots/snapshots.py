@@ -26,6 +26,7 @@ from shardwise.memory.node.meeting import meet, reaching
 from shardwise.memory.node.notes import Card
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.predecessors import remove_predecessors
+from shardwise.memory.node.registry import Enrolment, Registry
 from shardwise.memory.node.spawn import agent_of
 from shardwise.memory.node.tenants import evict
 from shardwise.memory.node.trainers import Presence, forget_lost
@@ -50,6 +51,7 @@ class Snapshots:
 
     Attributes:
         skipped: saves that were left out as no slot was free.
+        registry: the nodes of the run, as its root knows them.
     """
 
     def __init__(self, root: Store, options: Memory, group: Group) -> None:
@@ -60,6 +62,8 @@ class Snapshots:
         self.skipped = 0
         self.home, self.meeting = meet(root, options, group)
         self.run: Run = self.home.run(self.meeting.lineage.run)
+        self.registry = Registry(root, self.run.name)
+        self._enrolment = Enrolment(self.registry)
         self._presence = self._take_its_place()
         self._evict_movers()
         self._rings = Rings(options, self.meeting, group)
@@ -148,6 +152,9 @@ class Snapshots:
             if self._keeper is not None:
                 self._keeper.check()
             card = agent_of(self.home, self._options)
+            if self.is_first_of_node:
+                epoch = self.meeting.lineage.epoch
+                self._enrolment.keep(card, epoch, prunes=self._group.rank == 0)
             brought.append(prepare())
             job = brought[0]
             refuse_to_go_back(self.run, job.options.step or 0, self.meeting.lineage)
@@ -308,6 +315,7 @@ class Snapshots:
         def remove() -> bytes:
             if self.is_first_of_node:
                 shutil.rmtree(self.run.path, ignore_errors=True)
+                self._enrolment.end(self.node)
             return b""
 
         exchange(self._group, "giving memory back", lambda: self._discard(None), lambda _: b"")

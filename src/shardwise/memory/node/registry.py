@@ -1,0 +1,275 @@
+"""The nodes of a run, written down in its root, so that any node that comes back finds them.
+
+<root>/nodes/<node>.json    one file a node, which that node alone writes
+
+A file says where the agent of its node is, and holds a token for the snapshots of this run alone.
+Only its owner may read it. Where the file system has no such permissions, the file has no token,
+and the node is not asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from shardwise.memory.node.home import Run, read_note
+from shardwise.memory.node.identity import run_token
+from shardwise.memory.node.lineage import Epoch
+from shardwise.memory.node.notes import Card
+from shardwise.memory.node.predecessors import ROOT
+from shardwise.store import LocalStore, Store, open_store
+
+NODES = "nodes"
+LARGEST_ENTRY = 1 << 14
+MOST = 1024
+KEPT_FOR = 7 * 86400.0
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+log = logging.getLogger("shardwise")
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A node that may hold snapshots of a run.
+
+    Attributes:
+        card: where its agent is. The token is for this run alone; "" if there is none.
+        run: the run's id.
+        epoch: of the run, when the node last saved.
+        at: when that was, in seconds since 1970.
+    """
+
+    card: Card
+    run: str
+    epoch: Epoch
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a root says about the nodes of a run.
+
+    Attributes:
+        cards: those that can be asked.
+        unknown: those that cannot, and why.
+    """
+
+    cards: list[Card]
+    unknown: dict[str, str] = field(default_factory=dict)
+
+
+class Registry:
+    """The entries of one run.
+
+    Args:
+        root: where the run persists its checkpoints.
+        run: the run's id.
+        clock: seconds since 1970.
+    """
+
+    def __init__(self, root: Store, run: str, clock: Callable[[], float] = time.time) -> None:
+        self._path = root.path / NODES if isinstance(root, LocalStore) else None
+        self._run = run
+        self._clock = clock
+
+    def enter(self, card: Card, epoch: int) -> None:
+        """Write down where a node is, in place of what was known of it.
+
+        Args:
+            card: as the agent gives it, with its secret, which is not written down.
+
+        Raises:
+            OSError: the root cannot be written to.
+        """
+        if self._path is None:
+            return
+        known = msgspec.structs.replace(card, token=run_token(card.token, self._run))
+        entry = Entry(known, self._run, epoch, self._clock())
+        self._path.mkdir(parents=True, exist_ok=True)
+        _write_private(self._path / _file_of(card.node), entry)
+
+    def leave(self, node: str) -> None:
+        """Forget a node, which holds nothing of the run any more.
+
+        Raises:
+            OSError: the root cannot be written to.
+        """
+        if self._path is not None:
+            (self._path / _file_of(node)).unlink(missing_ok=True)
+
+    def prune(self) -> None:
+        """Remove entries of other runs of this root, those that are old, and all beyond `MOST`.
+
+        Raises:
+            OSError: the root cannot be written to.
+        """
+        if self._path is None or not self._path.is_dir():
+            return
+        aged = []
+        for path in self._path.iterdir():
+            with suppress(OSError):
+                aged.append((path.stat().st_mtime, path))
+        now = self._clock()
+        for number, (changed, path) in enumerate(sorted(aged, reverse=True)):
+            if number >= MOST or now - changed > KEPT_FOR or not self._is_ours(path):
+                path.unlink(missing_ok=True)
+
+    def read(self) -> Known:
+        """The nodes that may hold snapshots of the run."""
+        found = Known([])
+        if self._path is None:
+            return found
+        try:
+            names = sorted(os.listdir(self._path))
+        except FileNotFoundError:
+            return found
+        except OSError as error:
+            return Known([], {"all": f"{self._path} cannot be read: {error.strerror}"})
+        for name in [name for name in names if name.endswith(".json")][:MOST]:
+            entry = _read_private(self._path / name)
+            node = name.removesuffix(".json")
+            if isinstance(entry, str):
+                found.unknown[node] = entry
+            elif entry.run == self._run and self._clock() - entry.at < KEPT_FOR:
+                if entry.card.token:
+                    found.cards.append(entry.card)
+                else:
+                    found.unknown[entry.card.node] = "its entry in the root has no token"
+        return found
+
+    def _is_ours(self, path: Path) -> bool:
+        """Whether it is an entry of this run, or of somebody else, who alone can tell."""
+        entry = _read_private(path)
+        return isinstance(entry, str) or entry.run == self._run
+
+
+class Enrolment:
+    """Keeps the entry of a node what is true, while it saves. Never raises: it warns, once.
+
+    Args:
+        registry: of its run.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._entered: tuple[Card, int] | None = None
+        self._warned = False
+
+    def keep(self, card: Card, epoch: int, *, prunes: bool) -> None:
+        """Write down where the node is, if that is not what was written last.
+
+        Args:
+            epoch: of the run, in which it saves.
+            prunes: remove what is old, too.
+        """
+        if self._entered == (card, epoch):
+            return
+        self._entered = card, epoch
+
+        def work() -> None:
+            self._registry.enter(card, epoch)
+            if prunes:
+                self._registry.prune()
+
+        self._attempt(work)
+
+    def end(self, node: str) -> None:
+        """The node holds nothing of the run any more."""
+        self._entered = None
+        self._attempt(lambda: self._registry.leave(node))
+
+    def _attempt(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except OSError as error:
+            if not self._warned:
+                log.warning(
+                    "where this node is cannot be written below the root (%s): a restart on "
+                    "nodes that do not know it will not find its snapshots",
+                    error,
+                )
+            self._warned = True
+
+
+def reenter(run: Run, card: Card) -> None:
+    """Write down where an agent is now, in the entry that its run has of it."""
+    with suppress(OSError, ValueError):
+        path = _entry_of(run, card.node)
+        entry = None if path is None else _read_private(path)
+        if path is not None and isinstance(entry, Entry) and entry.run == run.name:
+            known = msgspec.structs.replace(card, token=run_token(card.token, run.name))
+            if known != entry.card:
+                _write_private(path, msgspec.structs.replace(entry, card=known))
+
+
+def forget(run: Run, node: str) -> None:
+    """Remove the entry of a node that holds nothing of a run any more."""
+    with suppress(OSError, ValueError):
+        path = _entry_of(run, node)
+        entry = None if path is None else _read_private(path)
+        if path is not None and isinstance(entry, Entry) and entry.run == run.name:
+            path.unlink()
+
+
+def _entry_of(run: Run, node: str) -> Path | None:
+    """Where the root of a run on this node has the entry of a node, if that is known."""
+    root = read_note(run.path / ROOT, str)
+    store = None if root is None else open_store(root)
+    return store.path / NODES / _file_of(node) if isinstance(store, LocalStore) else None
+
+
+def _file_of(node: str) -> str:
+    """The name of the entry of a node."""
+    name = node if _PLAIN.fullmatch(node) else hashlib.blake2b(node.encode()).hexdigest()[:32]
+    return f"{name}.json"
+
+
+def _write_private(path: Path, entry: Entry) -> None:
+    """Write an entry, whole, that nobody else may read; without its token where others could."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            if not _is_private(os.fstat(fd)):
+                bare = msgspec.structs.replace(entry.card, token="")
+                entry = msgspec.structs.replace(entry, card=bare)
+                log.warning(
+                    "%s: this file system does not keep files private, so that the secret of "
+                    "node %s is not written there; a restart on other nodes cannot ask it",
+                    path,
+                    entry.card.node,
+                )
+            file.write(msgspec.json.encode(entry))
+            file.flush()
+            os.fsync(fd)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _read_private(path: Path) -> Entry | str:
+    """An entry, or why it cannot be used. One that others can write could name any address."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            if not _is_private(os.fstat(fd)):
+                return f"{path} belongs to another user, or others may read or write it"
+            return msgspec.json.decode(file.read(LARGEST_ENTRY), type=Entry)
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return f"{path} is damaged: {error}"
+
+
+def _is_private(found: os.stat_result) -> bool:
+    mine = found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode)
+    return mine and not stat.S_IMODE(found.st_mode) & 0o077

@@ -1,0 +1,168 @@
+"""What a root says about the nodes of its run: enough to ask them, and no secret for others."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shardwise as sw
+from shardwise.errors import StoreError
+from shardwise.memory.network.client import AgentClient
+from shardwise.memory.node import registry as registry_module
+from shardwise.memory.node.home import Home, write_note
+from shardwise.memory.node.identity import node_name, run_token
+from shardwise.memory.node.notes import Card
+from shardwise.memory.node.predecessors import ROOT
+from shardwise.memory.node.registry import KEPT_FOR, NODES, Enrolment, Registry, forget, reenter
+from shardwise.store import LocalStore
+from tests.faults.memory.scenario import end_agents
+from tests.memory.test_server import RUN, TOKEN, serve
+
+HERE = Card("here-1", "http://127.0.0.1:7311", TOKEN)
+THERE = Card("there/2 – ü", "http://127.0.0.1:7312", TOKEN)
+
+
+@pytest.fixture
+def shm(tmp_path: Path) -> Iterator[Path]:
+    """Where the homes of nodes are, whose agents are ended afterwards."""
+    yield tmp_path / "shm"
+    end_agents(tmp_path / "shm")
+
+
+def test_what_nodes_have_written_is_read_without_their_secrets(tmp_path: Path) -> None:
+    registry = Registry(LocalStore(tmp_path), RUN)
+    assert registry.read().cards == []
+    for card in (HERE, THERE):
+        registry.enter(card, 0)
+    found = registry.read()
+    assert {card.node: card.url for card in found.cards} == {c.node: c.url for c in (HERE, THERE)}
+    assert {card.token for card in found.cards} == {run_token(TOKEN, RUN)}
+    assert not found.unknown
+    for path in (tmp_path / NODES).iterdir():
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert TOKEN not in path.read_text()
+    assert Registry(LocalStore(tmp_path), "f" * 16).read().cards == [], "that is another run"
+    registry.leave(THERE.node)
+    assert [card.node for card in registry.read().cards] == [HERE.node]
+
+
+def test_the_token_of_a_run_is_for_that_run_alone(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    for run in (RUN, "f" * 16):
+        home.run(run).step(1).mkdir(parents=True)
+    with serve(home.path) as served:
+        card = Card("n", f"http://127.0.0.1:{served.port}", run_token(TOKEN, RUN))
+        client = AgentClient(card)
+        assert [each.step for each in client.list(RUN)] == [1]
+        for refused in (client.health, lambda: client.list("f" * 16)):
+            with pytest.raises(StoreError, match="it does not take this token"):
+                refused()
+        client.close()
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o620])
+def test_entries_that_others_may_read_or_write_are_not_believed(tmp_path: Path, mode: int) -> None:
+    """Whoever writes one names the address that a restore reads from."""
+    registry = Registry(LocalStore(tmp_path), RUN)
+    registry.enter(HERE, 0)
+    (path,) = (tmp_path / NODES).iterdir()
+    path.chmod(mode)
+    found = registry.read()
+    assert found.cards == []
+    assert "others may read or write" in found.unknown[HERE.node]
+
+
+def test_no_token_is_written_where_files_are_not_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registry_module, "_is_private", lambda found: False)
+    registry = Registry(LocalStore(tmp_path), RUN)
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        registry.enter(HERE, 0)
+    assert "does not keep files private" in caplog.text
+    (path,) = (tmp_path / NODES).iterdir()
+    assert run_token(TOKEN, RUN) not in path.read_text()
+    assert list(registry.read().unknown) == [HERE.node]
+
+
+def test_what_is_damaged_old_or_of_another_run_is_told_or_goes(tmp_path: Path) -> None:
+    now = [1e9]
+    registry = Registry(LocalStore(tmp_path), RUN, lambda: now[0])
+    registry.enter(HERE, 0)
+    Registry(LocalStore(tmp_path), "f" * 16).enter(THERE, 0)
+    damaged = tmp_path / NODES / "damaged.json"
+    damaged.touch(0o600)
+    assert "is damaged" in registry.read().unknown["damaged"]
+    for path in (tmp_path / NODES).iterdir():
+        os.utime(path, (now[0], now[0]))
+    registry.prune()
+    assert {path.name for path in (tmp_path / NODES).iterdir()} == {"here-1.json", damaged.name}
+    now[0] += KEPT_FOR + 1
+    assert registry.read().cards == []
+    registry.prune()
+    assert not list((tmp_path / NODES).iterdir())
+
+
+def test_a_root_that_cannot_be_written_to_costs_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / NODES).touch()
+    enrolment = Enrolment(Registry(LocalStore(tmp_path), RUN))
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        for epoch in (0, 1):
+            enrolment.keep(HERE, epoch, prunes=True)
+    assert len(caplog.records) == 1
+    assert "where this node is cannot be written below the root" in caplog.text
+
+
+def test_an_agent_that_comes_back_elsewhere_says_so(tmp_path: Path) -> None:
+    run = Home(tmp_path / "shm").run(RUN)
+    registry = Registry(LocalStore(tmp_path / "root"), RUN)
+    moved = Card(HERE.node, "http://127.0.0.1:7399", TOKEN)
+    reenter(run, moved)  # nothing is known of the root
+    run.path.mkdir()
+    write_note(run.path / ROOT, str(LocalStore(tmp_path / "root")))
+    reenter(run, moved)
+    assert registry.read().cards == [], "it never saved"
+    registry.enter(HERE, 0)
+    reenter(run, moved)
+    assert [card.url for card in registry.read().cards] == [moved.url]
+    forget(run, HERE.node)
+    assert registry.read().cards == []
+
+
+def test_a_node_that_only_the_root_knows_is_asked_and_named_if_it_cannot_be(
+    tmp_path: Path, shm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run comes back on nodes that know nothing; the one with the newest is up, then down."""
+
+    def opened(node: str) -> sw.Checkpointer:
+        memory = sw.Memory(dir=str(shm / node), wait=5.0)
+        return sw.Checkpointer(tmp_path / "root", save_every=2, memory=memory)
+
+    def restored(node: str) -> tuple[int | None, str, list[str]]:
+        checkpointer, state = opened(node), {"step": 0}
+        step = checkpointer.restore(state)
+        assert state["step"] == step
+        report = checkpointer.last_restore
+        assert report is not None
+        checkpointer.close(wait=False)
+        assert all(f"could not ask node {each}" in str(report) for each in report.unasked)
+        return step, report.source, list(report.unasked)
+
+    first = opened("first")
+    for step in (2, 3):
+        handle = first.save(step, {"step": step})
+        assert handle is not None
+        handle.result(20.0)
+    first.close(wait=False)
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        assert restored("second") == (3, "memory", [])
+        assert "could not be asked" not in caplog.text
+        end_agents(shm)
+        assert restored("third") == (2, "storage", [node_name(Home(shm / "first"))])
+        assert "could not be asked" in caplog.text
