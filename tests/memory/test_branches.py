@@ -26,6 +26,11 @@ from shardwise.store import LocalStore
 HERE, GONE = "here", "gone"
 
 
+def never(_: Place) -> bool:
+    """Nothing is persisted."""
+    return False
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """A run of which nothing is kept yet."""
@@ -167,6 +172,7 @@ def test_a_step_that_was_saved_again_is_not_abandoned(run: Run) -> None:
     place = Place(run, 7)
     assert is_abandoned(place, went(6))
     file = FileEntry(f"r00000-{'f' * 16}.safetensors", 0, 4, 0, 0, 0, 0)
+    (place.path / file.name).write_bytes(b"data")
     write_note(place.path / notes.staged(file.name), Staged(file, "again.slot", 2, (), 1))
     assert not is_abandoned(place, went(6))
 
@@ -199,7 +205,7 @@ def test_a_node_that_is_idle_gives_memory_of_abandoned_branches_back(
     idle_run: Run, tmp_path: Path
 ) -> None:
     an_idle_node(idle_run, tmp_path / "root", 7)
-    idle = Idle(0.0)
+    idle = Idle(never, 0.0)
     assert not idle.discard(Place(idle_run, 7))
     assert idle.discard(Place(idle_run, 8))
     assert idle_run.steps() == [7]
@@ -210,7 +216,7 @@ def test_a_node_that_is_idle_hears_later_that_its_run_has_gone_back(
     idle_run: Run, tmp_path: Path
 ) -> None:
     store = an_idle_node(idle_run, tmp_path / "root")
-    idle = Idle(0.0)
+    idle = Idle(never, 0.0)
     assert not idle.discard(Place(idle_run, 7))
     go_on_from(store, idle_run.name, 6)
     assert idle.discard(Place(idle_run, 7))
@@ -220,7 +226,7 @@ def test_a_node_is_not_idle_that_has_been_without_trainers_for_a_moment(
     idle_run: Run, tmp_path: Path
 ) -> None:
     an_idle_node(idle_run, tmp_path / "root", 6)
-    idle = Idle(0.2)
+    idle = Idle(never, 0.2)
     assert not idle.discard(Place(idle_run, 7))
     presence = Presence(idle_run, 0)
     time.sleep(0.3)
@@ -234,9 +240,9 @@ def test_a_node_is_not_idle_that_has_been_without_trainers_for_a_moment(
 def test_a_node_with_trainers_gives_nothing_back_by_itself(idle_run: Run, tmp_path: Path) -> None:
     an_idle_node(idle_run, tmp_path / "root", 6)
     presence = Presence(idle_run, 0)
-    assert not Idle(0.0).discard(Place(idle_run, 7))
+    assert not Idle(never, 0.0).discard(Place(idle_run, 7))
     presence.end()
-    assert Idle(0.0).discard(Place(idle_run, 7))
+    assert Idle(never, 0.0).discard(Place(idle_run, 7))
 
 
 @pytest.mark.parametrize("damage", ["gone", "another's", "damaged"])
@@ -250,7 +256,7 @@ def test_a_root_that_says_nothing_of_a_run_costs_it_nothing(
     else:
         text = note.read_text().replace(idle_run.name, new_run())
         note.write_text(text if damage == "another's" else "{")
-    assert not Idle(0.0).discard(Place(idle_run, 7))
+    assert not Idle(never, 0.0).discard(Place(idle_run, 7))
     assert idle_run.steps() == [7, 8]
 
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from shardwise.cli.agent_status import show_status
-from shardwise.cli.terminal import output, print_json
+from shardwise.cli import wording
+from shardwise.cli.agent_status import show_kept, show_status
+from shardwise.cli.terminal import AsJson, output, print_json
+from shardwise.errors import StoreError
+from shardwise.memory.agent.keeper import is_attended
+from shardwise.memory.node.clearing import clear_run, kept_run
 from shardwise.memory.node.home import Home
 from shardwise.memory.node.interface import LOOPBACK
 from shardwise.memory.node.logfile import log_to
+from shardwise.memory.node.spawn import card_of, end_agent
 from shardwise.memory.options import DIRECTORY
 from shardwise.memory.tls import Tls
 
@@ -107,6 +113,93 @@ def status(
         print_json(found)
     else:
         show_status(found, output())
+
+
+@agent.command()
+def clear(
+    directory: Directory = Path(DIRECTORY),
+    run_id: Annotated[
+        list[str] | None,
+        typer.Option("--run", metavar="ID", help="Clear this run. May be given several times."),
+    ] = None,
+    all_runs: Annotated[bool, typer.Option("--all", help="Clear all runs of this node.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Clear runs whose training still runs on this node.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove the snapshots of runs from the memory of this node.
+
+    Without --run or --all, list the runs and remove nothing. Checkpoints in storage stay. A run
+    whose training still runs on this node is refused, unless --force is given; then nothing is
+    removed of the others either. Other nodes keep what they have: run this on each.
+    """
+    home = _home(directory)
+    kept = {name: kept_run(home.run(name)) for name in _runs(home)}
+    unknown = [name for name in run_id or () if name not in kept]
+    if unknown:
+        there = ", ".join(kept) or "none"
+        raise StoreError(f"{home} keeps nothing of run {', '.join(unknown)}; its runs: {there}")
+    chosen = list(kept.values()) if all_runs else [kept[name] for name in run_id or ()]
+    busy = [each.run for each in chosen if each.training]
+    if busy and not force:
+        raise StoreError(
+            f"a trainer of run {', '.join(busy)} runs on this node and would lose its snapshots: "
+            "nothing was removed. End the training first, or pass --force"
+        )
+    for each in chosen:
+        clear_run(home, home.run(each.run), force=force)
+    if as_json:
+        print_json({"runs": list(kept.values()), "cleared": [each.run for each in chosen]})
+        return
+    show_kept(str(home), chosen or list(kept.values()), bool(chosen), output())
+
+
+@agent.command()
+def stop(
+    directory: Directory = Path(DIRECTORY),
+    force: Annotated[
+        bool, typer.Option("--force", help="Stop it although training runs on this node.")
+    ] = False,
+) -> None:
+    """Stop the agent of this node. The snapshots stay, and the next agent takes them over.
+
+    The agent first finishes what it is writing, within 20 seconds. Where training runs on this
+    node, this is refused, unless --force is given: training starts another agent within seconds.
+    """
+    home = _home(directory)
+    card = card_of(home)
+    if card is None and not home.has_agent():
+        raise StoreError(f"no agent runs in {home}")
+    if card is None:
+        raise StoreError(f"the agent of {home} is starting or ending just now: try again")
+    if is_attended(home) and not force:
+        raise StoreError(
+            f"training runs on this node, and would start another agent in place of process "
+            f"{card.process}: end the training first, or pass --force"
+        )
+    end_agent(home, card)
+    output().print(f"stopped the agent of node {wording.printable(card.node)}")
+
+
+def _home(directory: Path) -> Home:
+    """The home in a directory, which is not made here.
+
+    Raises:
+        StoreError: there is none.
+    """
+    if not (directory / f"shardwise-{os.getuid()}").exists():
+        raise StoreError(f"{directory} has no snapshots of this user: is --dir right?")
+    return Home(directory)
+
+
+def _runs(home: Home) -> list[str]:
+    """The ids of the runs of a node; what is not a run is left out."""
+    found = []
+    for name in home.runs():
+        with suppress(StoreError):
+            found.append(home.run(name).name)
+    return found
 
 
 def _tls(certificate: Path | None, key: Path | None, ca: Path | None) -> Tls | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -11,6 +11,7 @@ from rich.text import Text
 from shardwise.cli import wording
 from shardwise.memory.agent.status import STAGES, Behind, NodeStatus, RunStatus, SnapshotStatus
 from shardwise.memory.agent.tensors import TensorsStatus, TensorStatus
+from shardwise.memory.node.clearing import KeptRun
 
 DONE = {"commit": "committed", "protect": "protected", "persist": "persisted"}
 STYLES = {"done": "green", "under way": "yellow", "failed": "bold red", "": "dim"}
@@ -27,6 +28,34 @@ def show_status(node: NodeStatus, console: Console) -> None:
     for run in node.runs:
         console.print()
         _show_run(run, console)
+
+
+def show_kept(home: str, runs: Sequence[KeptRun], cleared: bool, console: Console) -> None:
+    """Print what a node keeps of runs, or what was removed of it."""
+    if not runs:
+        console.print(f"{wording.printable(home)} keeps nothing")
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    for header in ("run", "size", "steps", "in storage", "training", "root"):
+        table.add_column(header, justify="right" if header == "size" else "left", overflow="fold")
+    for each in runs:
+        stored = "–" if each.persisted is None else str(each.persisted)
+        if each.steps and each.persisted != each.steps[-1]:
+            stored = f"[bold red]not {each.steps[-1]}[/]"
+        table.add_row(
+            each.run,
+            wording.size(each.bytes),
+            wording.indices(each.steps) or "–",
+            stored,
+            "yes" if each.training else "no",
+            wording.printable(each.root or "–"),
+        )
+    console.print(table)
+    total = wording.size(sum(each.bytes for each in runs))
+    if cleared:
+        console.print(f"cleared {wording.count(len(runs), 'run')}: {total} freed")
+    else:
+        console.print(f"{total} in all. Nothing was removed: pass --run ID or --all")
 
 
 def _agent(node: NodeStatus) -> Text:

@@ -296,15 +296,15 @@ class Following:
 
         return self._follow(place, notes.RETAIN, Retain, work, told=notes.outcome)
 
-    def watch(self, place: Place) -> bool:
-        """Have the newest snapshot persisted, if a trainer of this node is lost."""
+    def rescue(self, place: Place, why: str) -> bool:
+        """Have a snapshot persisted, unless that is under way or not wanted."""
         save_id = decode_manifest((place.path / MANIFEST).read_bytes()).save_id
         called = [notes.request(each, save_id) for each in ("rescue", "called")]
         if any(map(place.has, [notes.outcome("persist", save_id), *called])):
             return False
         for draft in place.drafts() + place.terms():
             if draft.save_id == save_id and draft.rescue and not draft.durable:
-                log.warning("a trainer is lost: step %d is to be persisted", place.step)
+                log.warning("%s: step %d is to be persisted", why, place.step)
                 self._call_for_rescue(place, draft)
                 return True
         return False

@@ -1,9 +1,11 @@
-"""A node that no rank runs on any more gives back the memory of what its run has abandoned."""
+"""A node that no rank runs on any more gives the memory of its runs back."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import ShardwiseError
@@ -15,54 +17,108 @@ from shardwise.memory.node.predecessors import ROOT
 from shardwise.memory.node.retire import PATIENCE, retire
 from shardwise.memory.node.tenants import evict
 from shardwise.memory.node.trainers import has_trainers
+from shardwise.retention import committed_steps
 from shardwise.store import open_store
 
 BETWEEN_LOOKS = 10.0
+LINGER = 1800.0
+LONGEST = 86400.0
 log = logging.getLogger("shardwise.agent")
 
 
-class Idle:
-    """Looks up, now and then, what the roots of runs without trainers say of their branches.
+@dataclass(slots=True)
+class _Known:
+    """What is known of a run without trainers.
 
-    Args:
-        pause: seconds until a run counts as idle here, and between two looks at its root.
+    Attributes:
+        since: when it was first seen without trainers.
+        looked: when its root was read for the last time, or is to be counted from.
+        reached: whether its root could be read then.
+        lineage: what the root said; None if it is gone, or another run's by now.
+        stored: the newest step in the root; None if there is none, or it was not asked for.
     """
 
-    def __init__(self, pause: float = BETWEEN_LOOKS) -> None:
+    since: float
+    looked: float
+    reached: bool = False
+    lineage: Lineage | None = None
+    stored: int | None = None
+
+
+class Idle:
+    """Discards snapshots of runs that have no trainers on this node.
+
+    A snapshot goes soon if the run has gone on from an older step, as its root says. All of a run
+    go half an hour after its last trainer has left, if the root has their newest step or a newer
+    one, or was removed; otherwise the newest is persisted first. After a day they go in any case.
+
+    Args:
+        persist: has a snapshot persisted, unless that is under way; whether it did anything.
+        pause: seconds between two looks at a root.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        persist: Callable[[Place], bool],
+        pause: float = BETWEEN_LOOKS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._persist = persist
         self._pause = pause
-        self._known: dict[Path, tuple[float, Lineage | None]] = {}
+        self._clock = clock
+        self._known: dict[Path, _Known] = {}
 
     def discard(self, place: Place) -> bool:
-        """Discard a snapshot that is abandoned, and the memory that waits to be staged into."""
-        if has_trainers(place.run):
-            self._known.pop(place.run.path, None)
+        """Discard a snapshot that is no longer needed, and the memory that waits for others."""
+        run = place.run
+        if has_trainers(run):
+            self._known.pop(run.path, None)
             return False
-        lineage = self._lineage(place.run)
-        if lineage is None or not is_abandoned(place, lineage):
+        known = self._look_up(run)
+        if known.lineage is not None and is_abandoned(place, known.lineage):
+            why = "the run went on from an older one"
+        elif (idle := self._clock() - known.since) >= LONGEST or (
+            idle >= LINGER and self._is_in_storage(run, known)
+        ):
+            why = f"no trainer of its run has been here for {idle / 60:.0f} minutes"
+        else:
             return False
         place.abandon()
         if not retire(place, PATIENCE):
             return False
-        evict(place.run, lambda _: False)
-        log.info("step %d is given up: the run went on from an older one", place.step)
+        evict(run, lambda _: False)
+        log.info("run %s: step %d is discarded: %s", run.name, place.step, why)
         return True
 
-    def _lineage(self, run: Run) -> Lineage | None:
-        """Of a run, as it was a little while ago; what is abandoned stays so."""
-        now = time.monotonic()
-        looked, lineage = self._known.setdefault(run.path, (now, None))
-        if now - looked >= self._pause:
-            lineage = _look_up(run)
-            self._known[run.path] = now, lineage
-        return lineage
+    def _is_in_storage(self, run: Run, known: _Known) -> bool:
+        """Whether storage has all that could be needed of a run; if not, that begins."""
+        if not known.reached:
+            return False
+        newest = max((s for s in run.steps() if Place(run, s).is_committed()), default=None)
+        if known.lineage is None or newest is None:
+            return True
+        if known.stored is not None and known.stored >= newest:
+            return True
+        self._persist(Place(run, newest))
+        return False
 
-
-def _look_up(run: Run) -> Lineage | None:
-    """What its root says of a run; None if that is out of reach, or another run's by now."""
-    try:
-        root = read_note(run.path / ROOT, str)
-        lineage = None if root is None else known_lineage(open_store(root))
-    except (ShardwiseError, OSError, ValueError) as error:
-        log.info("run %s: its root cannot be read: %s", run.name, error)
-        return None
-    return lineage if lineage is not None and lineage.run == run.name else None
+    def _look_up(self, run: Run) -> _Known:
+        """A run, and its root as it was a little while ago."""
+        now = self._clock()
+        known = self._known.setdefault(run.path, _Known(now, now))
+        if now - known.looked >= self._pause:
+            known.looked = now
+            try:
+                root = read_note(run.path / ROOT, str)
+                store = None if root is None else open_store(root)
+                lineage = None if store is None else known_lineage(store)
+                known.lineage = lineage if lineage and lineage.run == run.name else None
+                known.stored = None
+                if store is not None and known.lineage is not None and now - known.since >= LINGER:
+                    known.stored = max(committed_steps(store), default=None)
+                known.reached = store is not None
+            except (ShardwiseError, OSError, ValueError) as error:
+                log.info("run %s: its root cannot be read: %s", run.name, error)
+                known.reached = False
+        return known

@@ -99,6 +99,8 @@ def run_agent(directory: Path, terms: Terms) -> bool:
 def _duties(node: str, mappings: Mappings, tls: Tls | None) -> dict[str, Duty]:
     """What there is to do, by the names of the threads that do it."""
     leading, following = Leading(node, tls), Following(node, mappings, tls)
+    rescue = partial(following.rescue, why="a trainer is lost")
+    persist = partial(following.rescue, why="its run has ended")
     return {
         "seal": Duty(signs.of_sealing, undisturbed(Sealing(mappings).seal)),
         "commit": Duty(signs.of_committing, undisturbed(leading.commit)),
@@ -107,9 +109,9 @@ def _duties(node: str, mappings: Mappings, tls: Tls | None) -> dict[str, Duty]:
         "retain": Duty(signs.of_retaining, following.retain),
         "guard": Duty(signs.of_guarding, undisturbed(following.protect)),
         "copy": Duty(signs.of_copying, undisturbed(following.persist)),
-        "watch": Duty(signs.of_watching, undisturbed(following.watch)),
+        "watch": Duty(signs.of_watching, undisturbed(rescue)),
         "retire": Duty(signs.of_retiring, retire_replaced),
-        "idle": Duty(signs.of_idling, Idle().discard),
+        "idle": Duty(signs.of_idling, Idle(undisturbed(persist)).discard),
     }
 
 

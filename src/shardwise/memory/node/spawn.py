@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from shardwise.errors import StoreError
 from shardwise.memory.node.home import Home, read_note
@@ -39,6 +42,32 @@ def agent_of(home: Home, options: Memory) -> Card:
 def card_of(home: Home) -> Card | None:
     """The card of the agent that lives here, if one does."""
     return read_note(home.card, Card) if home.has_agent() else None
+
+
+def end_agent(home: Home, card: Card) -> None:
+    """End the agent that lives here: it finishes what it is writing, for 20 seconds at most.
+
+    Raises:
+        StoreError: it cannot be ended from here, or does not end.
+    """
+    try:
+        command = Path(f"/proc/{card.process}/cmdline").read_bytes().split(b"\0")
+        if card.host != socket.gethostname() or b"agent" not in command:
+            raise StoreError(
+                f"process {card.process} is not the agent of {home}: it may run in another "
+                f"container (of host {card.host}); end it there"
+            )
+        os.kill(card.process, signal.SIGTERM)
+    except (FileNotFoundError, ProcessLookupError):
+        pass  # it has ended just now
+    deadline = time.monotonic() + PATIENCE
+    while home.has_agent():
+        if time.monotonic() > deadline:
+            raise StoreError(
+                f"the agent of {home} (process {card.process}) has not ended in {PATIENCE:.0f} s; "
+                f"its log: {home.log}"
+            )
+        time.sleep(POLL)
 
 
 def _await(home: Home, command: list[str], options: Memory) -> Card:

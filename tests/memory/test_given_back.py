@@ -1,0 +1,173 @@
+"""Runs that have ended leave no memory behind, whatever became of their root."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import shardwise as sw
+from shardwise.memory.agent.duties import Following
+from shardwise.memory.agent.idle import LINGER, LONGEST, Idle
+from shardwise.memory.agent.keeper import attendance
+from shardwise.memory.node.home import Home, Run
+from shardwise.memory.node.identity import node_name
+from shardwise.memory.node.mappings import Mappings
+from shardwise.memory.node.place import Place
+from shardwise.memory.node.vacancies import Vacancies
+from tests.cli.conftest import Run as RunCommand
+from tests.cli.conftest import run as run_command
+from tests.memory.test_keeper import until
+from tests.memory.test_snapshots import shm
+
+__all__ = ["run_command", "shm"]
+
+
+class Node:
+    """A node after its trainer has left; time passes as the test says."""
+
+    def __init__(self, shm: Path) -> None:
+        self.now = 0.0
+        self.home = Home(shm)
+        rescue = Following(node_name(self.home), Mappings()).rescue
+        persist = partial(rescue, why="its run has ended")
+        self._idle = Idle(persist, clock=lambda: self.now)
+
+    @property
+    def run(self) -> Run:
+        """The only one."""
+        (name,) = self.home.runs()
+        return self.home.run(name)
+
+    def after(self, seconds: float) -> int:
+        """How many snapshots are left so many seconds later."""
+        for step in (0.0, seconds):
+            self.now += step
+            for each in reversed(self.run.steps()):
+                self._idle.discard(Place(self.run, each))
+        return len(self.run.steps())
+
+    def is_empty(self) -> bool:
+        """Whether nothing of any run is left."""
+        swept = Vacancies(self.home, 0.0)
+        swept.sweep()
+        return not self.home.runs() and not list(self.home.path.glob("**/*.slot"))
+
+
+def train(root: Path, shm: Path, *, every: int, steps: int = 2, rescue: bool = True) -> None:
+    """Save some steps into memory, and leave without giving it back."""
+    memory = sw.Memory(dir=str(shm), when_full="wait", rescue=rescue)
+    cp = sw.Checkpointer(root, save_every=every, memory=memory)
+    for step in range(1, steps + 1):
+        handle = cp.save(step, {"t": torch.full((1000,), step)})
+        assert handle is not None
+        handle.result(20.0)
+    cp.close(wait=False)
+
+
+def test_a_user_clears_runs_that_have_ended(
+    tmp_path: Path, shm: Path, run_command: RunCommand
+) -> None:
+    train(tmp_path / "one", shm, every=1)
+    home = Home(shm)
+    (one,) = home.runs()
+    memory = sw.Memory(dir=str(shm), when_full="wait")
+    with sw.Checkpointer(tmp_path / "two", save_every=1000, memory=memory) as cp:
+        handle = cp.save(7, {"t": torch.full((1000,), 7)})
+        assert handle is not None
+        handle.result(20.0)
+        (two,) = set(home.runs()) - {one}
+
+        listed = run_command("agent", "clear", "--dir", shm, "--json").document
+        assert listed["cleared"] == []
+        found = {each["run"]: each for each in listed["runs"]}
+        assert {name: (each["steps"], each["persisted"]) for name, each in found.items()} == {
+            one: ([1, 2], 2),
+            two: ([7], None),
+        }
+        assert [found[name]["training"] for name in (one, two)] == [False, True]
+        assert found[one]["root"] == str(tmp_path / "one")
+        assert found[one]["bytes"] > 2 * 8000
+
+        shown = run_command("agent", "clear", "--dir", shm)
+        assert "Nothing was removed" in shown.out
+        assert "not 7" in shown.out
+        refused = run_command("agent", "clear", "--dir", shm, "--all")
+        assert refused.status == 2
+        assert "nothing was removed" in refused.err
+        assert set(home.runs()) == {one, two}
+
+        cleared = run_command("agent", "clear", "--dir", shm, "--run", one)
+        assert cleared.status == 0
+        assert "cleared 1 run" in cleared.out
+        assert home.runs() == [two]
+        assert run_command("agent", "clear", "--dir", shm, "--run", one).status == 2
+
+        forced = run_command("agent", "clear", "--dir", shm, "--all", "--force", "--json")
+        assert forced.document["cleared"] == [two]
+        assert not list(shm.glob("**/*.slot"))
+        assert not list(shm.glob("**/*.safetensors"))
+        cp.close(wait=False)
+
+
+def test_a_user_stops_the_agent_and_the_next_one_goes_on(
+    tmp_path: Path, shm: Path, run_command: RunCommand
+) -> None:
+    assert run_command("agent", "stop", "--dir", shm).status == 2
+    train(tmp_path / "root", shm, every=1000)
+    home = Home(shm)
+    with attendance(home):
+        refused = run_command("agent", "stop", "--dir", shm)
+        assert refused.status == 2
+        assert "training runs on this node" in refused.err
+    assert home.has_agent()
+    stopped = run_command("agent", "stop", "--dir", shm)
+    assert stopped.status == 0
+    assert "stopped the agent" in stopped.out
+    assert not home.has_agent()
+    found = torch.zeros(1000, dtype=torch.int64)
+    with sw.Checkpointer(tmp_path / "root", memory=sw.Memory(dir=str(shm))) as cp:
+        assert cp.restore({"t": found}) == 2
+    assert torch.equal(found, torch.full((1000,), 2))
+
+
+def test_what_storage_has_leaves_memory_half_an_hour_after_the_run(
+    tmp_path: Path, shm: Path
+) -> None:
+    train(tmp_path / "root", shm, every=1)
+    node = Node(shm)
+    assert node.after(LINGER - 1) == 2
+    assert node.after(20.0) == 0
+    assert node.is_empty()
+
+
+def test_what_only_memory_has_is_persisted_first(tmp_path: Path, shm: Path) -> None:
+    root = tmp_path / "root"
+    train(root, shm, every=1000)
+    node = Node(shm)
+    assert node.after(LINGER + 20) == 2
+    until(lambda: list(root.glob("step-*/manifest.json")))
+    found = torch.zeros(1000, dtype=torch.int64)
+    sw.load(root / "step-00000002", {"t": found})
+    assert torch.equal(found, torch.full((1000,), 2))
+    assert node.after(20.0) == 0
+    assert node.is_empty()
+
+
+def test_a_run_whose_root_was_removed_leaves_memory_too(tmp_path: Path, shm: Path) -> None:
+    train(tmp_path / "root", shm, every=1000)
+    shutil.rmtree(tmp_path / "root")
+    node = Node(shm)
+    assert node.after(LINGER - 1) == 2
+    assert node.after(20.0) == 0
+    assert node.is_empty()
+
+
+def test_what_is_not_to_be_persisted_stays_for_a_day(tmp_path: Path, shm: Path) -> None:
+    train(tmp_path / "root", shm, every=1000, rescue=False)
+    node = Node(shm)
+    assert node.after(LONGEST - 1) == 2
+    assert node.after(20.0) == 0
+    assert node.is_empty()
