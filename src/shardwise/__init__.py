@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from shardwise.state.per_rank import PerRank as PerRank
     from shardwise.state.rng import RngState as RngState
     from shardwise.state.shards import Shards as Shards
+    from shardwise.surgery import average as average
+    from shardwise.surgery import merge_lora as merge_lora
 
 _HOMES = {
     "Best": "retention",
@@ -74,8 +76,10 @@ _HOMES = {
     "StoreError": "errors",
     "Tls": "memory.tls",
     "VerifyReport": "engine.verify",
+    "average": "surgery",
     "export": "exporting",
     "load": "api",
+    "merge_lora": "surgery",
     "open": "api",
     "save": "api",
     "spec": "formats.specification",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from shardwise.convert.journal import Journal
-from shardwise.convert.output import Output, Part, Sums, Target
-from shardwise.convert.stream import MarkedSums, Source, write_output
+from shardwise.convert.output import Output, Part, Parts, Sums, Target
+from shardwise.convert.stream import MarkedSums, write_output
 from shardwise.engine.alike import check_all
 from shardwise.engine.arena import Arena, aligned_buffer
 from shardwise.engine.exchange import exchange
@@ -27,6 +28,7 @@ from shardwise.store.store import Buffer
 SMALLEST_MEMORY = 16 << 20
 LARGEST_READ = 32 << 20
 ALIGNMENT = 4096
+Compared = Sequence[tuple[Opened, Collection[str] | None]]
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -69,15 +71,19 @@ class Conversion:
         folder: a directory that is new, empty, or holds the beginning of the same conversion.
         identity: what is converted, and how.
         max_memory: bound on the host memory that each rank holds, in bytes.
-        verify: check the source's checksums, and compare the copies of its tensors.
+        source: makes what parts of tensors are read from; they are read through the arena.
+        compared: checkpoints whose copies of tensors are compared first, and the names of these;
+            None for all that is written.
+        left_out: what of the source was left out before, and why.
     """
 
-    opened: Opened
+    source: Callable[[Arena], Parts]
+    compared: Compared
     target: Target
     folder: Path
     identity: str
     max_memory: int
-    verify: bool
+    left_out: tuple[str, ...]
     group: Group
     recorder: Recorder
 
@@ -91,9 +97,10 @@ class Conversion:
             MismatchError: the source stores a tensor several times, and the copies differ.
             RankError: another rank failed. What is complete stays, and the next run goes on.
         """
-        if self.verify:
-            written = _names(self.target.outputs)
-            check_all(self.opened, written, self.max_memory, self.recorder, self.group)
+        written = _names(self.target.outputs)
+        for opened, names in self.compared:
+            wanted = written if names is None else names
+            check_all(opened, wanted, self.max_memory, self.recorder, self.group)
         journal = Journal(self.folder, self.identity)
         mine = _share(self.target.outputs, self.group.size)[self.group.rank]
         resumed: list[str] = []
@@ -121,14 +128,14 @@ class Conversion:
             files=len(self.target.outputs),
             bytes_written=sum(output.size for output in mine),
             resumed=len(resumed),
-            left_out=(*self.opened.left_out, *self.target.left_out),
+            left_out=(*self.left_out, *self.target.left_out),
             seconds=self.recorder.seconds(),
         )
 
     def _write(self, outputs: list[Output], journal: Journal, resumed: list[str]) -> bytes:
         """Write those that are not complete yet; the sums of all, encoded."""
-        largest = min(LARGEST_READ, self.max_memory // 8) // ALIGNMENT * ALIGNMENT
-        source = Source(self.opened, Arena(largest), verify=self.verify)
+        largest = largest_read(self.max_memory)
+        source = self.source(Arena(largest))
         done: dict[str, list[int]] = {}
         with self.recorder.stage("plan", 2 * sum(output.size for output in outputs)):
             pass  # who shows how far it is wants to know how much there is to do
@@ -161,6 +168,11 @@ def _names(outputs: tuple[Output, ...]) -> set[str]:
     return {part.name for each in outputs for part in each.segments if isinstance(part, Part)}
 
 
+def largest_read(max_memory: int) -> int:
+    """Bytes that are read or written at a time; about six times as many are held."""
+    return min(LARGEST_READ, max_memory // 8) // ALIGNMENT * ALIGNMENT
+
+
 def _share(outputs: tuple[Output, ...], ranks: int) -> list[list[Output]]:
     """Outputs for each rank, by bytes."""
     shares: list[list[Output]] = [[] for _ in range(ranks)]
@@ -172,7 +184,7 @@ def _share(outputs: tuple[Output, ...], ranks: int) -> list[list[Output]]:
     return shares
 
 
-def _write(output: Output, source: Source, folder: Path, largest: int) -> Sums:
+def _write(output: Output, source: Parts, folder: Path, largest: int) -> Sums:
     """Write a file beside its place, and move it there once it is durable."""
     store = _below(LocalStore(folder), output.name)
     name = Path(output.name).name

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
+from shardwise.store.store import Buffer
 
 Sums = Sequence[int]
 """CRC-32 of what lies between the marks of an output."""
@@ -24,6 +26,18 @@ class Part:
     def size(self) -> int:
         """In bytes."""
         return self.box.size * DTYPES[self.dtype].itemsize
+
+
+class Parts(Protocol):
+    """What parts of tensors are read from."""
+
+    def read(self, parts: list[tuple[Part, Buffer]]) -> None:
+        """Fill each buffer with its part.
+
+        Raises:
+            CorruptionError: bytes are not those that were saved.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from shardwise.convert.output import Late, Output, Part, Segment, size_of
+from shardwise.convert.output import Late, Output, Part, Parts, Segment, size_of
 from shardwise.engine.arena import Arena, aligned_buffer
 from shardwise.engine.load import fill, plan_filling
 from shardwise.engine.opened import Opened
@@ -73,7 +73,7 @@ class Source:
             buffer[:] = data.reshape(-1).view(torch.uint8).numpy()
 
 
-def write_output(output: Output, source: Source, file: WritableFile, largest: int) -> list[int]:
+def write_output(output: Output, source: Parts, file: WritableFile, largest: int) -> list[int]:
     """Write an output, and make it durable.
 
     Args:

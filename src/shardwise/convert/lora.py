@@ -1,0 +1,299 @@
+"""What a LoRA adapter changes of the model that it was trained on."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from shardwise.errors import FormatError, MismatchError, StateError
+from shardwise.manifest.manifest import Manifest, TensorEntry
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+HARMLESS_STARTS = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the base as it was."""
+VARIANTS = (
+    "use_dora",
+    "use_qalora",
+    "use_bdlora",
+    "kasa_config",
+    "monteclora_config",
+    "velora_config",
+    "arrow_config",
+    "alora_invocation_tokens",
+    "layer_replication",
+    "trainable_token_indices",
+    "target_parameters",
+)
+"""Settings of PEFT with which an adapter is more, or other, than two factors for each weight."""
+_FACTOR = re.compile(
+    r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[aAbB])"
+    r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?:\.(?P<kind>weight|bias))?"
+)
+_WHOLE = re.compile(r"(?P<module>.+)\.modules_to_save\.[^.]+\.(?P<rest>.+)")
+_PLAIN_PATTERN = re.compile(r"\^?[\w.]+")
+
+
+class AdapterConfig(msgspec.Struct, frozen=True):
+    """What PEFT's `adapter_config.json` says of how an adapter is applied."""
+
+    r: int
+    lora_alpha: float
+    peft_type: str = "LORA"
+    use_rslora: bool = False
+    fan_in_fan_out: bool = False
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+    init_lora_weights: bool | str = True
+
+    def alpha_of(self, module: str) -> float:
+        """The alpha of a module, by its name in the model.
+
+        Raises:
+            StateError: `alpha_pattern` has a pattern that is more than a name.
+        """
+        for pattern, alpha in self.alpha_pattern.items():
+            if not _PLAIN_PATTERN.fullmatch(pattern):
+                raise StateError(f"alpha_pattern has {pattern!r}: only names are understood there")
+            whole = pattern.removeprefix("^")
+            if module == whole or (whole == pattern and module.endswith(f".{pattern}")):
+                return alpha
+        return self.lora_alpha
+
+
+def decode_config(data: bytes, place: str) -> AdapterConfig:
+    """What `adapter_config.json` holds.
+
+    Raises:
+        FormatError: it is malformed.
+        StateError: the adapter is of a kind that cannot be merged.
+    """
+    try:
+        raw = msgspec.json.decode(data, type=dict[str, Any])
+        config = msgspec.convert(raw, AdapterConfig)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"{place}: {error}") from error
+    used = [f"{name}={raw[name]!r:.60}" for name in VARIANTS if raw.get(name)]
+    if config.peft_type != "LORA":
+        used.append(f"peft_type={config.peft_type!r}")
+    if config.init_lora_weights not in HARMLESS_STARTS:
+        used.append(
+            f"init_lora_weights={config.init_lora_weights!r}, which changed the base (save it "
+            "with path_initial_model_for_weight_conversion)"
+        )
+    if used:
+        raise StateError(f"{place}: merging knows plain LoRA, and not {', '.join(used)}")
+    return config
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """Added to a weight: `scaling` × (`b` @ `a`), transposed if the weight is (in, out).
+
+    `base` is the adapter's own copy of the weight, if it has one, as of embeddings.
+    """
+
+    a: str
+    b: str
+    rank: int
+    scaling: float
+    transposed: bool
+    base: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """Added to a bias: `scaling` × the adapter's tensor."""
+
+    name: str
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Taken from the adapter in place of the base's tensor."""
+
+    name: str
+
+
+Change = LowRank | Bias | Whole
+
+
+@dataclass(slots=True)
+class _Factors:
+    """What an adapter has for a module, by the adapter's names."""
+
+    a: TensorEntry | None = None
+    b: TensorEntry | None = None
+    bias: TensorEntry | None = None
+    base: TensorEntry | None = None
+    embedding: bool = False
+
+
+@dataclass(slots=True)
+class _Found:
+    """What an adapter has, by the names of modules and of whole tensors."""
+
+    factors: dict[str, _Factors] = field(default_factory=dict)
+    whole: dict[str, TensorEntry] = field(default_factory=dict)
+
+    def names(self) -> list[str]:
+        """The names of the weights that change."""
+        return [*(f"{module}.weight" for module in self.factors), *self.whole]
+
+
+def changes(
+    adapter: Manifest,
+    base: Manifest,
+    root: str,
+    config: AdapterConfig | None,
+    alpha: float | None,
+) -> dict[str, Change]:
+    """What an adapter changes, by the names of the base's tensors.
+
+    Args:
+        root: the base's model is below this name; "" if names have no such beginning.
+        alpha: in place of what the configuration says.
+
+    Raises:
+        MismatchError: names or shapes do not fit; lists them all.
+        StateError: it is no adapter, or one that cannot be merged.
+    """
+    if config is None and alpha is None:
+        raise StateError("alpha= is needed: there is no adapter_config.json that says it")
+    found = _parsed(adapter.tensors)
+    start = f"{root}." if root else ""
+    there = {e.name.removeprefix(start): e for e in base.tensors if e.name.startswith(start)}
+    cut = _prefix(found.names(), there, root)
+    made: dict[str, Change] = {}
+    problems: list[str] = []
+    for name, factors in found.factors.items():
+        module = name[cut:]
+        try:
+            made |= _of_module(module, factors, there, config, alpha)
+        except MismatchError as error:
+            problems.append(f"{module}: {error.summary}")
+    for name, entry in found.whole.items():
+        target = there[name[cut:]]
+        if target.shape != entry.shape:
+            shapes = f"shape {list(entry.shape)} in the adapter, {list(target.shape)} in the base"
+            problems.append(f"{name[cut:]}: {shapes}")
+        made[target.name] = Whole(entry.name)
+    problems += _tied(made, base)
+    if problems:
+        raise MismatchError("the adapter does not fit the base:", problems)
+    return made
+
+
+def _of_module(
+    module: str,
+    factors: _Factors,
+    there: Mapping[str, TensorEntry],
+    config: AdapterConfig | None,
+    alpha: float | None,
+) -> dict[str, Change]:
+    """What an adapter changes of a module.
+
+    Raises:
+        MismatchError: it does not fit.
+    """
+    weight, bias = there[f"{module}.weight"], there.get(f"{module}.bias")
+    transposed = factors.embedding or (config is not None and config.fan_in_fan_out)
+    problem = _misfit(factors, weight, transposed=transposed)
+    if problem or factors.a is None or factors.b is None:
+        raise MismatchError(problem, [])
+    rank = factors.a.shape[0]
+    if config is not None and not config.rank_pattern and rank != config.r:
+        raise MismatchError(f"its rank is {rank}, and r={config.r} in adapter_config.json", [])
+    own = alpha if alpha is not None else config.alpha_of(module) if config is not None else 0.0
+    scaling = own / (math.sqrt(rank) if config is not None and config.use_rslora else rank)
+    base = None if factors.base is None else factors.base.name
+    a, b = factors.a.name, factors.b.name
+    made: dict[str, Change] = {weight.name: LowRank(a, b, rank, scaling, transposed, base)}
+    if factors.bias is not None:
+        if bias is None or bias.shape != factors.bias.shape:
+            raise MismatchError("the adapter adds to its bias, and the base has none like that", [])
+        made[bias.name] = Bias(factors.bias.name, scaling)
+    return made
+
+
+def _parsed(tensors: Sequence[TensorEntry]) -> _Found:
+    found = _Found()
+    adapters: set[str] = set()
+    for entry in tensors:
+        factor = _FACTOR.fullmatch(entry.name)
+        if factor is None:
+            if "lora_" in entry.name:
+                raise StateError(
+                    f"{entry.name}: merging knows lora_A and lora_B of linear layers and "
+                    "embeddings, and whole tensors (modules_to_save)"
+                )
+            whole = _WHOLE.fullmatch(entry.name)
+            name = f"{whole['module']}.{whole['rest']}" if whole else entry.name
+            found.whole[name.replace(".base_layer.", ".")] = entry
+            continue
+        adapters.add(factor["adapter"] or "")
+        own = found.factors.setdefault(factor["module"], _Factors())
+        own.embedding = own.embedding or bool(factor["embedding"])
+        if factor["kind"] == "bias":
+            own.bias = entry
+        elif factor["side"] in "aA":
+            own.a = entry
+        else:
+            own.b = entry
+    for module, factors in found.factors.items():
+        factors.base = found.whole.pop(f"{module}.weight", None)
+    if len(adapters) > 1:
+        raise StateError(f"there are several adapters: {', '.join(sorted(adapters))}")
+    if not found.factors:
+        raise StateError("there is no adapter: no name ends in lora_A.weight, or the like")
+    return found
+
+
+def _prefix(names: Sequence[str], there: Mapping[str, TensorEntry], root: str) -> int:
+    """How much at the beginning of all names the base's names lack.
+
+    Raises:
+        MismatchError: there is no such beginning.
+    """
+    at = 0
+    while at < len(names[0]) and all(name[:at] == names[0][:at] for name in names):
+        if all(name[at:] in there for name in names):
+            return at
+        dot = names[0].find(".", at)
+        if dot < 0:
+            break
+        at = dot + 1
+    ends = {name.rpartition("base_model.model.")[2]: name for name in names}
+    lost = [end for end in ends if end not in there] or [*ends]
+    raise MismatchError(
+        f"the base has nothing below {root!r} that the adapter could change (root= names the "
+        "model in the base):",
+        lost,
+    )
+
+
+def _misfit(factors: _Factors, weight: TensorEntry, *, transposed: bool) -> str:
+    """Why factors cannot be added to a weight; nothing if they can."""
+    a, b = ((each.shape if each is not None else ()) for each in (factors.a, factors.b))
+    if not a or not b:
+        return "only one of its two factors is there"
+    if weight.dtype not in FLOATS:
+        return f"its weight is {weight.dtype}: only {', '.join(FLOATS)} can be added to"
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not a[0]:
+        return f"its factors have shapes {list(a)} and {list(b)}"
+    product = (a[1], b[0]) if transposed else (b[0], a[1])
+    own = weight.shape if factors.base is None else factors.base.shape
+    if not product == weight.shape == own:
+        return f"its factors make up {list(product)}, and the weight is {list(weight.shape)}"
+    return ""
+
+
+def _tied(made: Mapping[str, Change], base: Manifest) -> Iterator[str]:
+    for entry in base.tensors:
+        if entry.same_as is not None and (entry.name in made or entry.same_as in made):
+            yield f"{entry.name} is tied to {entry.same_as}: merging would change both"

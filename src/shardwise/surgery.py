@@ -1,0 +1,252 @@
+"""average, merge_lora: one checkpoint made of several, streamed in bounded memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import torch.distributed as dist
+
+from shardwise.api import Place, resolved_group
+from shardwise.convert.averaging import Averaged, averaged, checked_weights
+from shardwise.convert.conversion import Compared, ConversionReport, largest_read
+from shardwise.convert.lora import AdapterConfig, changes, decode_config
+from shardwise.convert.merging import Merged
+from shardwise.convert.output import Parts
+from shardwise.convert.request import MAX_FILE, MAX_MEMORY, Request, digest_of
+from shardwise.convert.stream import Source
+from shardwise.engine.arena import Arena
+from shardwise.engine.collection import without_collection
+from shardwise.engine.exchange import exchange
+from shardwise.engine.group import Group
+from shardwise.engine.opened import Opened
+from shardwise.errors import StateError
+from shardwise.events import Recorder, Sink
+from shardwise.formats.specification import Specification
+from shardwise.manifest.manifest import Manifest
+from shardwise.manifest.names import MANIFEST
+from shardwise.opening import PLAIN, Reading, open_any
+from shardwise.state.selection import Selection
+from shardwise.store import LocalStore, Store, open_store
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+LARGEST_CONFIG = 1 << 20
+
+
+def average(
+    places: Sequence[Place],
+    target: str | os.PathLike[str],
+    *,
+    weights: Sequence[float] | None = None,
+    take_first: Sequence[str] = (),
+    to: str = "native",
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    root: str = "model",
+    dtype: str | None = None,
+    config: str | os.PathLike[str] | None = None,
+    verify: bool = True,
+    spec: Specification | None = None,
+    format: str | None = None,  # noqa: A002 - as it is called everywhere
+    max_memory: int = MAX_MEMORY,
+    max_file: int = MAX_FILE,
+    group: dist.ProcessGroup | Group | None = None,
+    on_event: Sink | None = None,
+) -> ConversionReport:
+    """Write the weighted mean of several checkpoints. All ranks call it, and share the work.
+
+    Floating-point tensors are averaged in double precision and rounded once, to the dtype of the
+    first checkpoint. Other tensors must be equal in all checkpoints. Plain values that differ are
+    left out. The result has no metrics, and a step only if all checkpoints have the same.
+
+    Args:
+        places: two checkpoints or more, of the same names and shapes, in any formats.
+        weights: one number for each place; their ratios matter. Equal if not given.
+        take_first: shell patterns: what they match is taken from the first checkpoint.
+        to, only, skip, root, dtype, config, verify, spec, format, max_memory, max_file, group,
+            on_event: as for `export`. `only=["model.*"]` averages the weights alone.
+
+    Raises:
+        MismatchError: names or shapes differ, or tensors that have no mean.
+        CheckpointExistsError, StateError, CorruptionError: as for `export`.
+    """
+    request = Request(target, to, only, skip, root, dtype, config, max_memory, max_file)
+    with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
+        job = _Job(request, verify, ranks, Recorder(on_event), cleanup)
+        return job.average(places, weights, take_first, Reading(spec, format=format))
+
+
+def merge_lora(
+    base: Place,
+    adapter: Place,
+    target: str | os.PathLike[str],
+    *,
+    alpha: float | None = None,
+    to: str = "native",
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    root: str = "model",
+    dtype: str | None = None,
+    config: str | os.PathLike[str] | None = None,
+    verify: bool = True,
+    spec: Specification | None = None,
+    format: str | None = None,  # noqa: A002 - as it is called everywhere
+    max_memory: int = MAX_MEMORY,
+    max_file: int = MAX_FILE,
+    group: dist.ProcessGroup | Group | None = None,
+    on_event: Sink | None = None,
+) -> ConversionReport:
+    """Write a model with a LoRA adapter merged into its weights. All ranks call it together.
+
+    A weight becomes `weight + alpha / r * (B @ A)`, computed in single precision (double if the
+    base is) and rounded once, to the base's dtype. What the adapter holds whole (PEFT's
+    `modules_to_save`, biases) takes the place of the base's.
+
+    Args:
+        base: the checkpoint that the adapter was trained on, in any format.
+        adapter: a directory that PEFT saved; or any checkpoint of tensors `….lora_A` and
+            `….lora_B`, in either case, with or without `.weight`, whose names end as the base's do.
+        alpha: scales the adapter, with 1 / r; by default the `lora_alpha` of PEFT's
+            `adapter_config.json`.
+        to, only, skip, root, dtype, config, verify, spec, format, max_memory, max_file, group,
+            on_event: as for `export`. They concern the base, whose model is below `root`.
+
+    Raises:
+        MismatchError: the adapter does not fit the base; lists all names.
+        CheckpointExistsError, StateError, CorruptionError: as for `export`.
+    """
+    request = Request(target, to, only, skip, root, dtype, config, max_memory, max_file)
+    with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
+        job = _Job(request, verify, ranks, Recorder(on_event), cleanup)
+        return job.merge(base, adapter, alpha, Reading(spec, format=format))
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One call on one rank."""
+
+    request: Request
+    verify: bool
+    group: Group
+    recorder: Recorder
+    cleanup: ExitStack
+
+    def average(
+        self,
+        places: Sequence[Place],
+        weights: Sequence[float] | None,
+        take_first: Sequence[str],
+        reading: Reading,
+    ) -> ConversionReport:
+        """Write the mean of several checkpoints."""
+
+        def check() -> None:
+            Selection.by(take_first, ())
+            if isinstance(places, str) or len(places) < 2:
+                raise StateError(f"{places!r}: a list of two checkpoints or more is needed")
+            checked_weights(weights, len(places))
+
+        terms = f"{weights}, {take_first}"
+        self._agree(check)
+        with self.recorder.stage("open"):
+            opened = [self._open(place, f"{terms}, {i}", reading) for i, place in enumerate(places)]
+        found = {str(each.store): each for each in opened}
+        if len(found) < len(opened):
+            raise StateError("a checkpoint is there twice: give it a larger weight instead")
+        selection = Selection.by(self.request.only, self.request.skip)
+        manifests = {name: each.manifest for name, each in found.items()}
+        manifest, left_out = averaged(manifests, selection, take_first)
+
+        def source(arena: Arena) -> Parts:
+            sources = {n: Source(each, arena, verify=self.verify) for n, each in found.items()}
+            shares = checked_weights(weights, len(sources))
+            return Averaged(sources, shares, take_first, largest_read(self.request.max_memory))
+
+        what = f"average {[digest_of(each) for each in opened]}, {terms}"
+        left = [*left_out, *(line for each in opened for line in each.left_out)]
+        compared: Compared = [(each, None) for each in opened]
+        return self._write(manifest, source, compared, what, left)
+
+    def merge(
+        self, base: Place, adapter: Place, alpha: float | None, reading: Reading
+    ) -> ConversionReport:
+        """Write a model with an adapter merged into it."""
+        with self.recorder.stage("open"):
+            opened = self._open(base, f"{alpha}", reading)
+            config = self._adapter_config(adapter)
+            added = self._open(partial(_weights_at, adapter), f"{alpha}", PLAIN)
+        changed = changes(added.manifest, opened.manifest, self.request.root, config, alpha)
+
+        def source(arena: Arena) -> Parts:
+            ours, theirs = (Source(each, arena, verify=self.verify) for each in (opened, added))
+            return Merged(ours, theirs, changed, largest_read(self.request.max_memory))
+
+        what = f"merge {digest_of(opened)}, {digest_of(added)}, {config}, {alpha}"
+        manifest = msgspec.structs.replace(opened.manifest, metrics={})
+        compared: Compared = [(opened, None), (added, [e.name for e in added.manifest.tensors])]
+        left = [*opened.left_out, *added.left_out]
+        return self._write(manifest, source, compared, what, left)
+
+    def _agree(self, check: Callable[[], None]) -> None:
+        """Check on all ranks; what is wrong on one is an error on all."""
+
+        def speak() -> bytes:
+            check()
+            return b""
+
+        exchange(self.group, "checking options", speak, lambda _: b"")
+
+    def _open(self, place: Place | Callable[[], Place], terms: str, reading: Reading) -> Opened:
+        def enter() -> Store:
+            self.request.check()
+            store = open_store(place() if callable(place) else place)
+            self.cleanup.enter_context(store.hold(MANIFEST, shared=True))
+            return store
+
+        return open_any(enter, self.group, f"{self.request.terms}, {terms}", reading)
+
+    def _adapter_config(self, adapter: Place) -> AdapterConfig | None:
+        """What PEFT says of an adapter, read by rank 0; None if PEFT did not save it."""
+
+        def answer(_: list[bytes]) -> bytes:
+            folder = _folder_of(adapter)
+            if folder is None or ADAPTER_CONFIG not in folder.list():
+                return b""
+            return folder.read(ADAPTER_CONFIG, limit=LARGEST_CONFIG)
+
+        data = exchange(self.group, f"reading {ADAPTER_CONFIG}", lambda: b"", answer)
+        return decode_config(data, f"{adapter}: {ADAPTER_CONFIG}") if data else None
+
+    def _write(
+        self,
+        manifest: Manifest,
+        source: Callable[[Arena], Parts],
+        compared: Compared,
+        what: str,
+        left_out: Sequence[str],
+    ) -> ConversionReport:
+        left = [*dict.fromkeys(left_out)]
+        compared = compared if self.verify else []
+        return self.request.run(manifest, source, compared, what, left, self.group, self.recorder)
+
+
+def _folder_of(adapter: Place) -> LocalStore | None:
+    """The directory that an adapter is in, if it is on this machine."""
+    store = open_store(adapter)
+    if not isinstance(store, LocalStore):
+        return None
+    return LocalStore(store.path.parent) if store.path.is_file() else store
+
+
+def _weights_at(adapter: Place) -> Place:
+    """The file of an adapter that PEFT saved, or the place itself."""
+    store = open_store(adapter)
+    if isinstance(store, LocalStore) and store.path.is_dir():
+        found = [name for name in ADAPTER_WEIGHTS if name in store.list()]
+        return store.path / found[0] if found else adapter
+    return adapter
