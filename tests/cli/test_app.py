@@ -17,7 +17,10 @@ import shardwise as sw
 from tests.cli.conftest import Run
 from tests.cli.states import save_steps
 
-COMMANDS = ("ls", "inspect", "verify", "diff", "export", "rm", "plan-interval")
+COMMANDS = (
+    *("ls", "inspect", "verify", "diff", "export", "average", "merge-lora", "rm"),
+    "plan-interval",
+)
 PROBE = """
 import sys
 from shardwise.cli import main

@@ -12,8 +12,8 @@ import safetensors.torch
 import torch
 
 import shardwise as sw
-from shardwise import exporting
 from shardwise.cli.export import FLOATS, FORMATS, LEAST_MEMORY
+from shardwise.convert import request
 from shardwise.convert.conversion import SMALLEST_MEMORY
 from shardwise.convert.targets import TARGETS
 from tests.cli.conftest import Run
@@ -73,7 +73,7 @@ def test_wrong_use_is_said(
 
 def test_it_offers_what_the_library_writes() -> None:
     assert set(FORMATS) == set(TARGETS)
-    assert set(FLOATS) == set(exporting.FLOATS)
+    assert set(FLOATS) == set(request.FLOATS)
     assert LEAST_MEMORY == SMALLEST_MEMORY
 
 

@@ -17,6 +17,7 @@ from shardwise.cli.inspect import inspect
 from shardwise.cli.ls import ls
 from shardwise.cli.plan_interval import plan_interval
 from shardwise.cli.rm import rm
+from shardwise.cli.surgery import average, merge_lora
 from shardwise.cli.terminal import complain
 from shardwise.cli.verify import verify
 from shardwise.errors import CorruptionError, ShardwiseError
@@ -62,7 +63,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, inspect, verify, diff, export, rm, plan_interval):
+for command in (ls, inspect, verify, diff, export, average, merge_lora, rm, plan_interval):
     app.command()(command)
 app.add_typer(agent, name="agent")
 
@@ -73,7 +74,7 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Look at checkpoints, check, compare, export and remove them.
+    """Look at checkpoints, check, compare, export, combine and remove them.
 
     Reads checkpoints of shardwise, and of PyTorch DCP, DeepSpeed, Megatron, Hugging Face,
     Lightning and others (docs/formats.md). `shardwise COMMAND --help` says more of a command.

@@ -25,7 +25,7 @@ UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 LEAST_MEMORY = 16 << 20
 
 
-def _option(metavar: str, text: str) -> Any:
+def option(metavar: str, text: str) -> Any:
     return typer.Option(metavar=metavar, help=text)
 
 
@@ -33,37 +33,37 @@ Source = Annotated[
     str, typer.Argument(metavar="SRC", help="A checkpoint, of shardwise or another format.")
 ]
 Folder = Annotated[str, typer.Argument(metavar="DST", help="The directory to write; a new one.")]
-To = Annotated[str, _option("FORMAT", "The format to write: one of the above.")]
+To = Annotated[str, option("FORMAT", "The format to write: one of the above.")]
 Only = Annotated[
-    list[str] | None, _option("PATTERN", "Write only names that match: 'model.*'. Repeatable.")
+    list[str] | None, option("PATTERN", "Write only names that match: 'model.*'. Repeatable.")
 ]
 Skip = Annotated[
-    list[str] | None, _option("PATTERN", "Leave out names that match: 'optimizer.*'. Repeatable.")
+    list[str] | None, option("PATTERN", "Leave out names that match: 'optimizer.*'. Repeatable.")
 ]
-Root = Annotated[str, _option("NAME", "Where the model is in SRC: names below it are the model's.")]
+Root = Annotated[str, option("NAME", "Where the model is in SRC: names below it are the model's.")]
 DType = Annotated[
     str | None,
-    _option("DTYPE", "Convert the model's floats: bfloat16, float16, float32 or float64."),
+    option("DTYPE", "Convert the model's floats: bfloat16, float16, float32 or float64."),
 ]
 Spec = Annotated[
     str | None,
-    _option("FILE", "A specification of what SRC's tensors mean, or the name of one that ships."),
+    option("FILE", "A specification of what SRC's tensors mean, or the name of one that ships."),
 ]
-Files = Annotated[str | None, _option("PATTERN", "With --spec: the ranks' files, as r{tp}.pt.")]
+Files = Annotated[str | None, option("PATTERN", "With --spec: the ranks' files, as r{tp}.pt.")]
 Let = Annotated[
-    list[str] | None, _option("NAME=N", "With --spec: a number that it declares. Repeatable.")
+    list[str] | None, option("NAME=N", "With --spec: a number that it declares. Repeatable.")
 ]
 SkipUnknown = Annotated[
     bool,
     typer.Option("--skip-unknown", help="Leave out values in pickles whose classes are unknown."),
 ]
-Format = Annotated[str | None, _option("FORMAT", "The format to read, if SRC has several.")]
+Format = Annotated[str | None, option("FORMAT", "The format to read, if SRC has several.")]
 Index = Annotated[
-    str | None, _option("FILE", "Keep in FILE what is found of SRC, to open it faster next time.")
+    str | None, option("FILE", "Keep in FILE what is found of SRC, to open it faster next time.")
 ]
-Config = Annotated[str | None, _option("FILE", "With --to hf: the model's config.json, to copy.")]
-Memory = Annotated[str, _option("SIZE", "How much memory each process may use.")]
-File = Annotated[str, _option("SIZE", "How large each file may get.")]
+Config = Annotated[str | None, option("FILE", "With --to hf: the model's config.json, to copy.")]
+Memory = Annotated[str, option("SIZE", "How much memory each process may use.")]
+File = Annotated[str, option("SIZE", "How large each file may get.")]
 
 
 def export(
@@ -102,9 +102,9 @@ def export(
     """
     from shardwise import exporting
 
-    _check("--to", to, FORMATS)
-    _check("--dtype", dtype or FLOATS[0], FLOATS)
-    with _ranks() as is_first, _shown() as on_event:
+    check_option("--to", to, FORMATS)
+    check_option("--dtype", dtype or FLOATS[0], FLOATS)
+    with ranks() as is_first, shown() as on_event:
         report = exporting.export(
             source,
             target,
@@ -118,15 +118,15 @@ def export(
             skip_unknown=skip_unknown,
             format=format,
             index=index,
-            max_memory=_bytes("--max-memory", max_memory, LEAST_MEMORY),
-            max_file=_bytes("--max-file", max_file, 1),
+            max_memory=size_option("--max-memory", max_memory, LEAST_MEMORY),
+            max_file=size_option("--max-file", max_file, 1),
             on_event=on_event if is_first else None,
         )
     if is_first:
-        _report(report, as_json=as_json)
+        show_report(report, as_json=as_json)
 
 
-def _report(report: ConversionReport, *, as_json: bool) -> None:
+def show_report(report: ConversionReport, *, as_json: bool) -> None:
     if as_json:
         print_json(report)
         return
@@ -140,7 +140,7 @@ def _report(report: ConversionReport, *, as_json: bool) -> None:
 
 
 @contextmanager
-def _shown() -> Iterator[Sink]:
+def shown() -> Iterator[Sink]:
     """A bar of how far the conversion is, once it is known how much there is to do."""
     with ExitStack() as bars:
         advance: list[Advance] = []
@@ -155,7 +155,7 @@ def _shown() -> Iterator[Sink]:
 
 
 @contextmanager
-def _ranks() -> Iterator[bool]:
+def ranks() -> Iterator[bool]:
     """The processes that torchrun has started, if it has; yields whether this is the first."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield True
@@ -185,12 +185,12 @@ def _specification(spec: str | None, files: str | None, let: list[str]) -> Speci
     return specification(spec, files=files, **sizes)
 
 
-def _check(option: str, given: str, known: Sequence[str]) -> None:
+def check_option(option: str, given: str, known: Sequence[str]) -> None:
     if given not in known:
         raise typer.BadParameter(f"{option} {given}: one of {', '.join(known)} is needed")
 
 
-def _bytes(option: str, text: str, least: int) -> int:
+def size_option(option: str, text: str, least: int) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise typer.BadParameter(f"{option} {text}: a size is needed, such as 500M or 5G")
