@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +18,7 @@ import shardwise as sw
 from shardwise.errors import CheckpointExistsError, StoreError
 from shardwise.manifest.names import step_directory
 from shardwise.memory.agent.duties import Leading
+from shardwise.memory.agent.keeper import attendance, is_attended
 from shardwise.memory.network.assembling import what_is_held
 from shardwise.memory.network.vigil import Agents
 from shardwise.memory.node import notes, retire
@@ -22,8 +26,10 @@ from shardwise.memory.node.home import Home, write_note
 from shardwise.memory.node.notes import Done, Draft
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.retire import ENDED
+from shardwise.memory.snapshots.copying import Copying
 from shardwise.memory.snapshots.handle import Stages
 from tests.memory.test_snapshots import end_agents, shm
+from tests.memory.test_sweep import forked
 
 __all__ = ["shm"]
 
@@ -154,6 +160,61 @@ def test_a_child_that_was_forked_ends_while_a_copy_is_under_way(tmp_path: Path, 
     command = [sys.executable, "-c", FORK, str(tmp_path / "root"), str(shm)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("is_in_memory", [True, False])
+def test_a_checkpointer_is_refused_in_a_forked_child_and_stays_the_parents(
+    tmp_path: Path, shm: Path, is_in_memory: bool
+) -> None:
+    """A child of a fork has no thread that would copy anything, so that it waited for ever."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    state = {"model": model, "optimizer": optimizer}
+    options = memory(shm, overlap=True) if is_in_memory else None
+    checkpointer = sw.Checkpointer(tmp_path / "root", memory=options, on_sigterm="save")
+    handle = checkpointer.save(1, state)
+    assert handle is not None
+
+    def child() -> None:
+        signal.alarm(30)
+        for use in (
+            lambda: checkpointer.save(2, state),
+            lambda: checkpointer.restore(state),
+            lambda: checkpointer.prepare(state),
+            lambda: checkpointer.close(),
+        ):
+            with pytest.raises(sw.ShardwiseError, match="is a forked child"):
+                use()
+        optimizer.step()  # nobody copies the child's state
+        with checkpointer:
+            pass
+        assert checkpointer.steps() in ([], [1])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert forked(child) == signal.SIGTERM
+    if is_in_memory:
+        assert is_attended(Home(shm))
+    handle.result(20.0)
+    again = checkpointer.save(2, state)
+    assert again is not None
+    again.result(20.0)
+    checkpointer.close()
+    assert checkpointer.steps() == [1, 2]
+
+
+def test_a_forked_child_waits_for_no_copy_and_keeps_no_lock(tmp_path: Path) -> None:
+    copying = Copying(1, None)
+    home = Home(tmp_path)
+
+    def child() -> None:
+        with pytest.raises(StoreError, match="wait in the parent"):
+            copying.wait()
+        attending.close()
+
+    with ExitStack() as attending:
+        attending.enter_context(attendance(home))
+        assert forked(child) == 0
+        assert is_attended(home)
 
 
 def test_of_several_checkpointers_of_a_root_the_last_one_saves(tmp_path: Path, shm: Path) -> None:

@@ -43,6 +43,7 @@ from shardwise.store import LocalStore, Store, open_store
 IN_BACKGROUND = Memory(snapshot_every=0, slots=1)
 """One save is persisted while the next is staged, and that is all that memory is used for."""
 
+LONGEST_LAST_SAVE = 600.0
 log = logging.getLogger("shardwise")
 
 
@@ -106,6 +107,7 @@ class Checkpointer:
         self._damaged: set[int] = set()
         self._preemption = Preemption() if on_sigterm == "save" else None
         self._closed = False
+        self._process = os.getpid()
         self.last_restore: RestoreReport | None = None
         self._start_from = start_from
         self._own: TorchGroup | None = None
@@ -136,7 +138,8 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._close(wait=kind is None, failed=kind is not None)
+        if os.getpid() == self._process:  # a child that was forked leaves all to its parent
+            self._close(wait=kind is None, failed=kind is not None)
 
     def close(self, *, wait: bool = True) -> None:
         """Let go of what the ranks talk over, and of signals: one that came too late for a save
@@ -147,7 +150,10 @@ class Checkpointer:
 
         Raises:
             StoreError: something that was begun has failed.
+            ShardwiseError: this process was forked from the one that made the Checkpointer, whose
+                it stays.
         """
+        self._refuse_forked()
         self._close(wait=wait, failed=False)
 
     def _close(self, *, wait: bool, failed: bool) -> None:
@@ -221,7 +227,7 @@ class Checkpointer:
             return None
         handle = self._saving.save(step, state, metrics, durable=durable, overwrite=overwrite)
         if handle is not None and preempted and self._preemption is not None:
-            handle.result()
+            self._await_last(handle)
             self._preemption.deliver()
         return handle
 
@@ -320,6 +326,14 @@ class Checkpointer:
         """The newest of them, if there is any."""
         return next(reversed(self.steps()), None)
 
+    def _await_last(self, handle: SaveHandle) -> None:
+        """Wait for a save after which the signal that asked for it takes its course, for a bounded
+        time: the agents go on with it in any case."""
+        try:
+            handle.result(LONGEST_LAST_SAVE)
+        except TimeoutError as error:
+            log.error("the save after a signal is left to the agents: %s", error)
+
     def _is_preempted(self) -> bool:
         """Whether any rank was told to end."""
         if self._preemption is None:
@@ -331,7 +345,16 @@ class Checkpointer:
 
         return bool(exchange(self._group, "asking for signals", lambda: mine, answer))
 
+    def _refuse_forked(self) -> None:
+        if os.getpid() != self._process:
+            raise ShardwiseError(
+                f"the Checkpointer of {self._root} was made by process {self._process}, and this "
+                f"is a forked child, process {os.getpid()}, which has none of its threads: save "
+                "and restore in the parent, or make a Checkpointer of another root here"
+            )
+
     def _refuse_closed(self) -> None:
+        self._refuse_forked()
         if self._closed:
             raise ShardwiseError(f"the Checkpointer of {self._root} is closed")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -18,13 +19,15 @@ class Preemption:
         if threading.current_thread() is not threading.main_thread():
             raise ValueError("on_sigterm: only the main thread can be told of signals")
         self.pending = False
+        self._process = os.getpid()
         self._stopped = False
         self._handler = self._note  # one bound method, to be known again
         self._before = signal.signal(signal.SIGTERM, self._handler) or signal.SIG_DFL
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.pending = True
-        if self._stopped:  # another handler, installed after this one, has given it back
+        # A forked child saves nothing. After `stop`, another handler has given this one back.
+        if os.getpid() != self._process or self._stopped:
             self._pass_on()
 
     def stop(self) -> None:

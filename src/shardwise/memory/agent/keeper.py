@@ -146,12 +146,14 @@ class _Round:
 @contextmanager
 def attendance(home: Home) -> Iterator[None]:
     """Have the agent know, while the block runs, that training runs beside it."""
+    process = os.getpid()
     with _attending(home) as fd:
         fcntl.flock(fd, fcntl.LOCK_SH)
         try:
             yield
         finally:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # processes that were forked hold it too
+            if os.getpid() == process:  # forked children hold the same lock, and do not let it go
+                fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def is_attended(home: Home) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
+from shardwise.errors import StoreError
 from shardwise.memory.snapshots.pace import Pace, Slack
 from shardwise.memory.snapshots.stage import Fill
 from shardwise.store.store import Buffer
@@ -27,10 +29,15 @@ class Copying:
         self._slack = slack
         self._pace = None if slack is None else Pace(total, slack.target())
         self._begun = time.monotonic()
+        self._process = os.getpid()
         self._hurried = threading.Event()
         self.issued = threading.Event()
         self.done = threading.Event()
         self.failure = ""
+
+    def is_elsewhere(self) -> bool:
+        """Whether this process was forked since: it has a state of its own, that nobody copies."""
+        return os.getpid() != self._process
 
     def paced(self, fill: Fill) -> Fill:
         """The same, where each call waits until it is due, or somebody waits for all."""
@@ -60,6 +67,15 @@ class Copying:
         self.done.set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing more comes of it, at full speed; whether that is so."""
+        """Wait until nothing more comes of it, at full speed; whether that is so.
+
+        Raises:
+            StoreError: this process was forked meanwhile: its parent copies, and cannot tell it.
+        """
         self.hurry()
+        if self.is_elsewhere() and not self.done.is_set():
+            raise StoreError(
+                f"the copy is made by process {self._process}, and this is a forked child, which "
+                "never hears of it: wait in the parent"
+            )
         return self.done.wait(timeout)

@@ -182,7 +182,7 @@ class Staging:
         On the host, it waits until it is copied; on devices, their current streams do.
         """
         copying = self._under_way
-        if copying is None:
+        if copying is None or copying.is_elsewhere():
             return
         copying.hurry()
         copying.issued.wait()
