@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from functools import lru_cache, partial
-from math import prod
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.parameter import is_lazy
 
 from shardwise.errors import LayoutError, StateError
-from shardwise.layout import Box, Split, fragments_of_shard
+from shardwise.layout import Box, MeshShard, Split, fragments_of_shard, splits_of
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.state.leaves import Fragment, TensorLeaf
 from shardwise.state.shards import Shards
@@ -129,24 +128,15 @@ def _boxes(shape: tuple[int, ...], splits: tuple[Split, ...]) -> tuple[list[tupl
 def _splits(
     mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> tuple[Split, ...] | None:
-    """How placements split a tensor, in the order of the splits; None if one is no sharding.
-
-    A strided placement whose factor is the number of later splits of its dimension was made after
-    them, as FSDP does to what tensor parallelism has sharded; it is a plain split then, and last.
-    """
+    """How placements split a tensor, in the order of the splits; None if one is no sharding."""
     if not all(isinstance(placement, _KNOWN) for placement in placements):
         return None
-    sharded = [(i, p) for i, p in enumerate(placements) if isinstance(p, (Shard, _StridedShard))]
-    splits: list[Split] = []
-    afterwards: list[Split] = []
-    for i, placement in sharded:
-        later = prod(mesh[j] for j, other in sharded if j > i and other.dim == placement.dim)
-        strides = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-        if strides > 1 and strides == later:
-            afterwards.insert(0, Split(placement.dim, mesh[i], coordinate[i]))
-        else:
-            splits.append(Split(placement.dim, mesh[i], coordinate[i], strides))
-    return (*splits, *afterwards)
+    shards = [
+        MeshShard(i, p.dim, int(p.split_factor) if isinstance(p, _StridedShard) else 1)
+        for i, p in enumerate(placements)
+        if isinstance(p, (Shard, _StridedShard))
+    ]
+    return splits_of(mesh, coordinate, shards)
 
 
 def _identity(tensor: torch.Tensor, fragments: tuple[Fragment, ...]) -> object:

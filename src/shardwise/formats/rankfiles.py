@@ -13,6 +13,7 @@ import numpy as np
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
 from shardwise.formats.catalogue import Catalogue, StoredArray, catalogued
+from shardwise.formats.stored.dtensors import DTENSORS, StoredShard
 from shardwise.formats.stored.pickled import Record
 from shardwise.formats.stored.ranges import Part
 from shardwise.formats.stored.safetensors import is_safetensors, read_header
@@ -93,11 +94,13 @@ def _read(tree: Tree, name: str, number: int) -> _File:
         part = Part.whole(file, number, f"{tree}/{name}")
         if is_safetensors(part.read(0, min(64, part.size))):
             return _File(read_header(part).arrays, {})
-        value = read_torch_file(part, opaque=True).value
+        value = read_torch_file(part, stubs=DTENSORS, opaque=True).value
     arrays: dict[str, StoredArray] = {}
     values: dict[str, Any] = {}
     for path, leaf in _leaves(value, ""):
-        if isinstance(leaf, StoredArray):
+        if isinstance(leaf, StoredShard):
+            arrays[path] = leaf.local
+        elif isinstance(leaf, StoredArray):
             arrays[path] = leaf
         else:
             values[path] = leaf
@@ -124,4 +127,4 @@ def _holds_arrays(value: object) -> bool:
         return any(map(_holds_arrays, value.values()))
     if isinstance(value, (list, tuple)):
         return any(map(_holds_arrays, value))
-    return isinstance(value, StoredArray)
+    return isinstance(value, (StoredArray, StoredShard))

@@ -13,6 +13,7 @@ from shardwise.formats.readers import (
     huggingface,
     huggingface_shards,
     lightning,
+    torchranks,
     torchsave,
     torchsnapshot,
 )
@@ -47,7 +48,13 @@ READERS: tuple[Reader, ...] = (
     Reader("megatron", megatron.FORMAT, megatron.recognise, megatron.read, ("dcp",)),
     Reader("bytecheckpoint", bytecheckpoint.FORMAT, bytecheckpoint.recognise, bytecheckpoint.read),
     Reader("torchsnapshot", torchsnapshot.FORMAT, torchsnapshot.recognise, torchsnapshot.read),
-    Reader("lightning", lightning.FORMAT, lightning.recognise, lightning.read, ("dcp", "torch")),
+    Reader(
+        "lightning",
+        lightning.FORMAT,
+        lightning.recognise,
+        lightning.read,
+        ("dcp", "torch", "torch-ranks"),
+    ),
     Reader("dcp", dcp.FORMAT, dcp.recognise, dcp.read, ("torch",)),
     Reader(
         "deepspeed",
@@ -55,7 +62,7 @@ READERS: tuple[Reader, ...] = (
         deepspeed.recognise,
         deepspeed.read,
         # Its own converter writes beside it; trainers, the weights of lower precision once more.
-        ("deepspeed-universal", "torch", "hf"),
+        ("deepspeed-universal", "torch", "torch-ranks", "hf"),
     ),
     Reader(
         "deepspeed-universal",
@@ -66,7 +73,13 @@ READERS: tuple[Reader, ...] = (
     Reader(
         "megatron-legacy", megatron_legacy.FORMAT, megatron_legacy.recognise, megatron_legacy.read
     ),
-    Reader("accelerate", accelerate.FORMAT, accelerate.recognise, accelerate.read, ("hf",)),
+    Reader(
+        "accelerate",
+        accelerate.FORMAT,
+        accelerate.recognise,
+        accelerate.read,
+        ("hf", "torch-ranks"),
+    ),
     Reader(
         "hf-shards",
         huggingface_shards.FORMAT,
@@ -75,6 +88,7 @@ READERS: tuple[Reader, ...] = (
         ("hf",),
     ),
     Reader("hf", huggingface.FORMAT, huggingface.recognise, huggingface.read),
+    Reader("torch-ranks", torchranks.FORMAT, torchranks.recognise, torchranks.read),
     Reader("torch", torchsave.FORMAT, torchsave.recognise, torchsave.read),
 )
 

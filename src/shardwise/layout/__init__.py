@@ -3,13 +3,14 @@
 from shardwise.layout.box import Box, boxes_of
 from shardwise.layout.flat import RangeBoxes, boxes_of_range, boxes_of_ranges
 from shardwise.layout.indexing import Selected, batches, boxes_of_covers, cover, selected
-from shardwise.layout.mesh import Split, fragments_of_shard
+from shardwise.layout.mesh import MeshShard, Split, fragments_of_shard, splits_of
 from shardwise.layout.overlap import Overlaps, find_overlaps
 from shardwise.layout.plane import Plane, plane
 from shardwise.layout.strided import boxes_within, row_major
 
 __all__ = [
     "Box",
+    "MeshShard",
     "Overlaps",
     "Plane",
     "RangeBoxes",
@@ -27,4 +28,5 @@ __all__ = [
     "plane",
     "row_major",
     "selected",
+    "splits_of",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,42 @@ class Split:
     parts: int
     index: int
     strides: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShard:
+    """A placement of a DTensor: a dimension of the mesh splits `dim` of the tensor.
+
+    `strides` is the split factor of a `_StridedShard`, and 1 of a `Shard`.
+    """
+
+    mesh_dim: int
+    dim: int
+    strides: int = 1
+
+
+def splits_of(
+    mesh: Sequence[int], coordinate: Sequence[int], shards: Sequence[MeshShard]
+) -> tuple[Split, ...]:
+    """How the placements of a DTensor split it, in the order of the splits.
+
+    A strided placement whose factor is the number of later splits of its dimension was made after
+    them, as FSDP does to what tensor parallelism has sharded; it is a plain split then, and last.
+    """
+    splits: list[Split] = []
+    afterwards: list[Split] = []
+    for shard in shards:
+        at = shard.mesh_dim
+        later = math.prod(
+            mesh[other.mesh_dim]
+            for other in shards
+            if other.mesh_dim > at and other.dim == shard.dim
+        )
+        if shard.strides > 1 and shard.strides == later:
+            afterwards.insert(0, Split(shard.dim, mesh[at], coordinate[at]))
+        else:
+            splits.append(Split(shard.dim, mesh[at], coordinate[at], shard.strides))
+    return (*splits, *afterwards)
 
 
 def fragments_of_shard(shape: tuple[int, ...], splits: Sequence[Split]) -> list[tuple[Box, Box]]:
@@ -55,15 +92,15 @@ def fragments_of_shard(shape: tuple[int, ...], splits: Sequence[Split]) -> list[
 def _apply(intervals: list[Interval], split: Split) -> list[Interval]:
     total = sum(stop - start for start, stop in intervals)
     taken: list[Interval] = []
-    for run_start, run_stop in _chunks(0, total, split.strides):
-        start, stop = _chunks(run_start, run_stop, split.parts)[split.index]
+    for run in range(split.strides):
+        start, stop = _chunk(*_chunk(0, total, split.strides, run), split.parts, split.index)
         taken += _cut(intervals, start, stop)
     return _joined(taken)
 
 
-def _chunks(start: int, stop: int, parts: int) -> list[Interval]:
+def _chunk(start: int, stop: int, parts: int, index: int) -> Interval:
     size = -(-(stop - start) // parts)
-    return [(min(start + i * size, stop), min(start + (i + 1) * size, stop)) for i in range(parts)]
+    return min(start + index * size, stop), min(start + (index + 1) * size, stop)
 
 
 def _cut(intervals: list[Interval], start: int, stop: int) -> list[Interval]:

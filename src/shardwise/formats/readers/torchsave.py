@@ -5,9 +5,8 @@ from __future__ import annotations
 from contextlib import closing
 
 from shardwise.formats.foreign import Foreign
-from shardwise.formats.laying.lay import with_ties
-from shardwise.formats.laying.leaves import foreign_of
-from shardwise.formats.laying.nested import nested_leaves
+from shardwise.formats.laying.ranks import lay_ranks
+from shardwise.formats.stored.dtensors import DTENSORS
 from shardwise.formats.stored.ranges import Part
 from shardwise.formats.stored.torchfile import is_torch_file, read_torch_file
 from shardwise.formats.tree import Tree
@@ -29,10 +28,11 @@ def read(tree: Tree) -> Foreign:
     What is no dict is called `value`.
 
     Raises:
-        FormatError: it is malformed, or holds what is not read from pickles.
+        FormatError: it is malformed, holds what is not read from pickles, or has a DTensor of which
+            other ranks have the rest.
     """
     name = tree.only or ""
     with closing(tree.open(name)) as file:
-        contents = read_torch_file(Part.whole(file, 0, str(tree)), opaque=tree.opaque)
-    state = contents.value if isinstance(contents.value, dict) else {"value": contents.value}
-    return with_ties(foreign_of(nested_leaves(state, (tree.file(name),)), FORMAT))
+        part = Part.whole(file, 0, str(tree))
+        value = read_torch_file(part, stubs=DTENSORS, opaque=tree.opaque).value
+    return lay_ranks([(0, value)], (tree.file(name),), str(tree), FORMAT, lambda *_: True)

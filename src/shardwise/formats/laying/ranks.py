@@ -1,0 +1,239 @@
+"""States that ranks saved each for itself, with DTensors: as one state of global tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from shardwise.errors import FormatError
+from shardwise.formats.catalogue import StoredArray
+from shardwise.formats.foreign import Foreign, ForeignFile, Laid
+from shardwise.formats.laying.lay import joined, lay_boxes, with_ties
+from shardwise.formats.laying.leaves import foreign_of
+from shardwise.formats.laying.nested import nested_leaves
+from shardwise.formats.laying.optimizers import Path, is_of_optimizer
+from shardwise.formats.stored.dtensors import StoredShard
+from shardwise.formats.stored.pickled import Record
+from shardwise.manifest.table import Pieces
+
+_COUNTERS = ("step", "global_step", "iteration", "epoch")
+_OWN = object()
+"""In place of a value that each rank has of its own."""
+
+Box = tuple[tuple[int, ...], StoredArray]
+Saved = tuple[int, Any]
+"""What a rank has at a path, and the number of its file."""
+SameBytes = Callable[[StoredArray, StoredArray], bool]
+LARGEST_RANDOM_STATE = 2**16
+
+
+def lay_ranks(
+    states: Sequence[Saved],
+    files: tuple[ForeignFile, ...],
+    where: str,
+    format: str,  # noqa: A002 - as it is called in Foreign
+    same_bytes: SameBytes,
+) -> Foreign:
+    """One state of the states of all ranks, named as `foreign_of` names one.
+
+    DTensors are put together. Tensors that are none must be the same on all ranks, and are
+    compared as all replicas are. Values that differ are left out, unless they are of an optimizer
+    or count steps.
+
+    Args:
+        states: each with the number of its file.
+        where: what the files are, for messages.
+        same_bytes: compares small arrays of two files, as states of random generators are.
+
+    Raises:
+        FormatError: shards are missing, or ranks' states are not of one save.
+    """
+    merging = _Merging(files, where, same_bytes)
+    state = merging.merged(tuple(states), ())
+    if state is _OWN:
+        raise FormatError(f"{where}: each rank has another value, and none is a dict")
+    left_out = [f"{'.'.join(map(str, path))}: each rank has one of its own" for path in merging.own]
+    leaves = nested_leaves(state if isinstance(state, dict) else {"value": state}, files)
+    return merging.placed(with_ties(foreign_of(replace(leaves, left_out=left_out), format)))
+
+
+@dataclass(slots=True)
+class _Merging:
+    """Goes through the states of all ranks at once.
+
+    A global tensor is a `StoredArray` of a file below 0 at first, which is its number.
+    """
+
+    files: tuple[ForeignFile, ...]
+    where: str
+    same_bytes: SameBytes
+    shards: list[tuple[StoredShard, ...]] = field(default_factory=list)
+    numbers: dict[tuple[StoredShard, ...], int] = field(default_factory=dict)
+    copies: dict[StoredArray, list[StoredArray]] = field(default_factory=dict)
+    own: list[Path] = field(default_factory=list)
+
+    def merged(self, values: tuple[Saved, ...], path: Path) -> Any:
+        """What all ranks have at a path, as one."""
+        first = values[0][1]
+        if all(isinstance(value, dict) for _, value in values):
+            return self._merged_dicts(values, path)
+        if any(isinstance(value, StoredShard) for _, value in values):
+            return self._global(values, path)
+        if any(isinstance(value, StoredArray) for _, value in values):
+            return self._replicated(values, path)
+        listed = isinstance(first, (list, tuple)) and not hasattr(first, "_fields")
+        if listed and all(type(v) is type(first) and len(v) == len(first) for _, v in values):
+            items = [
+                self.merged(tuple((file, value[i]) for file, value in values), (*path, i))
+                for i in range(len(first))
+            ]
+            return _OWN if any(item is _OWN for item in items) else type(first)(items)
+        differing = next((file for file, value in values[1:] if not _same(value, first)), None)
+        if differing is None:
+            return first
+        if is_of_optimizer(path) or (path and path[-1] in _COUNTERS):
+            raise self._unlike(path, values[0][0], differing, "differs")
+        self.own.append(path)
+        return _OWN
+
+    def _merged_dicts(self, values: tuple[Saved, ...], path: Path) -> dict[Any, Any]:
+        made: dict[Any, Any] = type(values[0][1])()
+        for key in dict.fromkeys(key for _, value in values for key in value):
+            part = key if isinstance(key, int) else str(key)
+            having = tuple((file, value[key]) for file, value in values if key in value)
+            merged = self.merged(having, (*path, part))
+            if merged is not _OWN:
+                made[key] = merged
+        return made
+
+    def _global(self, values: tuple[Saved, ...], path: Path) -> StoredArray:
+        shards = tuple(value for _, value in values if isinstance(value, StoredShard))
+        first = shards[0]
+        terms = first.shape, first.mesh, first.shards, first.local.dtype
+        for file, value in values:
+            if not isinstance(value, StoredShard):
+                raise self._unlike(path, values[0][0], file, "is a DTensor in one of the two")
+            if (value.shape, value.mesh, value.shards, value.local.dtype) != terms:
+                raise self._unlike(path, values[0][0], file, "has another shape or placement")
+        self._check_whole(shards, path)
+        number = self.numbers.setdefault(shards, len(self.shards))
+        if number == len(self.shards):
+            self.shards.append(shards)
+        stride = tuple(prod(first.shape[i + 1 :]) for i in range(len(first.shape)))
+        return StoredArray(-1 - number, 0, first.local.dtype, first.shape, stride)
+
+    def _check_whole(self, shards: tuple[StoredShard, ...], path: Path) -> None:
+        first = shards[0]
+        split = sorted({shard.mesh_dim for shard in first.shards})
+        seen = {tuple(each.coordinate[dim] for dim in split) for each in shards}
+        wanted = prod(first.mesh[dim] for dim in split)
+        if len(seen) == wanted or not prod(first.shape):
+            return
+        name = ".".join(map(str, path))
+        if len(self.files) == 1:
+            raise FormatError(
+                f"{self.where} has only a part of {name}, a DTensor of shape {list(first.shape)}: "
+                f"the part of one of {prod(first.mesh)} ranks. Open the directory that holds the "
+                "files of all ranks"
+            )
+        ranges = product(*(range(first.mesh[dim]) for dim in split))
+        missing = next(at for at in ranges if at not in seen)
+        raise FormatError(
+            f"{self.where}: {name} is not whole: of its {wanted} shards {len(seen)} are there, and "
+            f"the one at {missing} of mesh dimensions {tuple(split)} is missing. Copy the files of "
+            "all ranks into this directory"
+        )
+
+    def _replicated(self, values: tuple[Saved, ...], path: Path) -> Any:
+        arrays = [value for _, value in values if isinstance(value, StoredArray)]
+        first = arrays[0]
+        for file, value in values:
+            if not isinstance(value, StoredArray) or (value.dtype, value.shape) != (
+                first.dtype,
+                first.shape,
+            ):
+                raise self._unlike(
+                    path, values[0][0], file, "is no DTensor, and has another shape or dtype"
+                )
+        if len(arrays) > 1 and _may_be_random_state(first):
+            if not all(self.same_bytes(first, other) for other in arrays[1:]):
+                self.own.append(path)
+                return _OWN
+        elif len(arrays) > 1:
+            self.copies.setdefault(first, arrays[1:])
+        return first
+
+    def _unlike(self, path: Path, one: int, other: int, how: str) -> FormatError:
+        names = f"{self.files[one].name} and {self.files[other].name}"
+        return FormatError(
+            f"{self.where}: {'.'.join(map(str, path))} {how}: {names}. Files of different saves "
+            "make no checkpoint; what only its program understands is read with a specification"
+        )
+
+    def placed(self, foreign: Foreign) -> Foreign:
+        """The same, with the pieces of shards in place of global tensors, and replicas."""
+        pieces, stride = foreign.laid.pieces, foreign.laid.stride
+        boxes: list[tuple[int, tuple[int, ...], StoredArray]] = []
+        copies: list[tuple[int, tuple[int, ...], StoredArray]] = []
+        for row in np.flatnonzero(pieces.file < 0).tolist():
+            tensor, seen = int(pieces.tensor[row]), set[tuple[int, ...]]()
+            for shard in self.shards[-1 - int(pieces.file[row])]:
+                for offset, part in _parts(shard):
+                    (copies if offset in seen else boxes).append((tensor, offset, part))
+                    seen.add(offset)
+        owners = {
+            (int(f), int(s)): int(t)
+            for f, s, t in zip(pieces.file, pieces.start, pieces.tensor, strict=True)
+        }
+        for first, others in self.copies.items():
+            tensor_of_first = owners.get((first.file, first.start))
+            if tensor_of_first is not None:
+                zeros = (0,) * len(first.shape)
+                copies += [(tensor_of_first, zeros, other) for other in others]
+        keep = pieces.file >= 0
+        kept = Laid(
+            Pieces(
+                pieces.tensor[keep],
+                pieces.file[keep],
+                pieces.start[keep],
+                pieces.offset[keep],
+                pieces.shape[keep],
+            ),
+            stride[keep],
+        )
+        return replace(foreign, laid=joined(kept, lay_boxes(boxes)), replicas=lay_boxes(copies))
+
+
+def _may_be_random_state(array: StoredArray) -> bool:
+    small = prod(array.shape) <= LARGEST_RANDOM_STATE
+    return array.dtype == "uint8" and len(array.shape) == 1 and small
+
+
+def _parts(shard: StoredShard) -> list[Box]:
+    """The boxes of a shard: where each lies in the tensor, and in the file."""
+    local = shard.local
+    found = []
+    for there, here in shard.boxes():
+        moved = sum(o * s for o, s in zip(here.offset, local.stride, strict=True))
+        start = local.start + moved * local.itemsize
+        found.append((there.offset, replace(local, start=start, shape=here.shape)))
+    return found
+
+
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Record):
+        return _same((one.name, one.args, one.fields), (other.name, other.args, other.fields))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
+    return bool(one == other) or (one != one and other != other)
