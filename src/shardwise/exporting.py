@@ -9,7 +9,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from shardwise.api import Index, Place, resolved_group
+from shardwise.api import Index, Place, entered, resolved_group
 from shardwise.convert.conversion import ConversionReport
 from shardwise.convert.request import MAX_FILE, MAX_MEMORY, Request, digest_of
 from shardwise.convert.stream import Source
@@ -19,7 +19,8 @@ from shardwise.events import Recorder, Sink
 from shardwise.formats.specification import Specification
 from shardwise.manifest.names import MANIFEST
 from shardwise.opening import Reading, open_any
-from shardwise.store import Store, open_store
+from shardwise.retention import Choice
+from shardwise.store import Store
 
 
 def export(
@@ -27,6 +28,7 @@ def export(
     target: str | os.PathLike[str],
     *,
     to: str = "hf",
+    step: Choice = "newest",
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
     root: str = "model",
@@ -42,21 +44,19 @@ def export(
     group: dist.ProcessGroup | Group | None = None,
     on_event: Sink | None = None,
 ) -> ConversionReport:
-    """Write a checkpoint anew, in our format or another. All ranks call it, and share the work.
+    """Write a checkpoint in another format. All ranks call it, and share the work.
 
-    If it is broken off, the same call goes on with it. All that was written is read again before
-    the files that make it a checkpoint are.
+    If it is interrupted, the same call goes on. What was written is read again and compared.
 
     Args:
-        place: a checkpoint, of ours or of a foreign format.
+        place: a checkpoint, of ours or of a foreign format; or the root of a run.
         target: a new directory.
         to: `"hf"` (safetensors), `"dcp"` (torch.distributed.checkpoint), `"torch"` (one file of
             torch.save), `"deepspeed-universal"` (for ZeRO 1, 2 and 3), or `"native"`.
         only, skip, group, on_event: as for `load`; the first two choose what is written.
         root: formats that hold a model alone have what is below this name, without it; "": all.
-        dtype: convert the model's floating-point tensors to it.
-        config: the model's configuration, a file that `"hf"` has a copy of as `config.json`.
-        verify, spec, skip_unknown, format, index: as for `open`; all of each copy is compared.
+        dtype, config: converts the model's floats; a file that `"hf"` copies as `config.json`.
+        step, verify, spec, skip_unknown, format, index: as for `open`; copies are compared whole.
         max_memory, max_file: bounds on each rank's host memory, on tensors in a file; in bytes.
 
     Raises:
@@ -68,15 +68,16 @@ def export(
     recorder = Recorder(on_event)
     request = Request(target, to, only, skip, root, dtype, config, max_memory, max_file)
     with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
+        choose = entered(place, step, ranks)
 
         def enter() -> Store:
             request.check()
-            store = open_store(place)
+            store = choose()
             cleanup.enter_context(store.hold(MANIFEST, shared=True))
             return store
 
-        reading = Reading(spec, index, skip_unknown, format)
         with recorder.stage("open"):
+            reading = Reading(spec, index, skip_unknown, format)
             opened = open_any(enter, ranks, request.terms, reading)
         source = partial(Source, opened, verify=verify)
         compared = [(opened, None)] if verify else []

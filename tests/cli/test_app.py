@@ -64,14 +64,27 @@ def test_wrong_use_exits_with_two(run: Run, args: tuple[str, ...]) -> None:
     assert "Error" in ran.err
 
 
-@pytest.mark.parametrize("command", ["inspect", "diff"])
-def test_a_root_is_no_checkpoint(run: Run, root: Path, command: str) -> None:
-    ran = run(command, root, *([root] if command == "diff" else []))
-    newest = root / "step-00000300"
+def test_of_a_root_the_newest_is_read_or_a_step(run: Run, root: Path) -> None:
+    (root / "step-00000400").mkdir()  # a save that was cut off
+    assert run("inspect", root, "--json").document["step"] == 300
+    assert run("inspect", root, "--step", "100", "--json").document["step"] == 100
+    assert run("diff", root, root / "step-00000300").status == 0
+    ran = run("inspect", root, "--step", "7")
+    assert (ran.out, ran.status) == ("", 2)
     assert ran.err == (
-        f"shardwise: {root} is a directory of checkpoints, not a checkpoint: name one of them; "
-        f"the newest is {newest}\n"
+        f"shardwise: {root} has no checkpoint of step 7 (newest steps: 100, 200, 300)\n"
     )
+    ran = run("inspect", root / "step-00000100", "--step", "100")
+    assert (ran.status, "leave out --step" in ran.err) == (2, True)
+
+
+@pytest.mark.parametrize("command", ["inspect", "diff"])
+def test_checkpoints_below_other_names_are_named(
+    run: Run, root: Path, tmp_path: Path, command: str
+) -> None:
+    (root / "step-00000300").rename(tmp_path / "final")
+    ran = run(command, tmp_path, *([root] if command == "diff" else []))
+    assert f"name one of them; the newest is {tmp_path / 'final'}\n" in ran.err
     assert (ran.out, ran.status) == ("", 2)
 
 

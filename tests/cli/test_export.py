@@ -49,6 +49,8 @@ def test_a_checkpoint_is_converted_and_goes_on(run: Run, step: Path, tmp_path: P
     assert ran.document["files"] == len(list(new.glob("*.safetensors")))
     assert set(sw.open(new)) == set(sw.open(step))
     assert run("verify", new).status == 0
+    assert run("export", step.parent, tmp_path / "of", "--to=native", "--step=200").status == 0
+    assert run("diff", tmp_path / "of", new).status == 0
     ran = run("export", step, new, "--to", "native")
     assert (ran.status, "not empty" in ran.err) == (2, True)
 

@@ -26,9 +26,9 @@ MOST_NAMES = 20
 
 def diff(
     a: Annotated[
-        str, typer.Argument(metavar="A", help="A checkpoint, of shardwise or another format.")
+        str, typer.Argument(metavar="A", help="A checkpoint; of a directory of several the newest.")
     ],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another checkpoint.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another checkpoint, of any format.")],
     everything: Annotated[
         bool, typer.Option("--all", help=f"List all differences, not the first {MOST_NAMES}.")
     ] = False,

@@ -30,10 +30,13 @@ def option(metavar: str, text: str) -> Any:
 
 
 Source = Annotated[
-    str, typer.Argument(metavar="SRC", help="A checkpoint, of shardwise or another format.")
+    str, typer.Argument(metavar="SRC", help="A checkpoint, or a directory of checkpoints.")
+]
+Step = Annotated[
+    int | None, option("N", "If SRC is a directory of checkpoints: the step; else the newest.")
 ]
 Folder = Annotated[str, typer.Argument(metavar="DST", help="The directory to write; a new one.")]
-To = Annotated[str, option("FORMAT", "The format to write: one of the above.")]
+To = Annotated[str, option("FORMAT", "The format: hf, dcp, torch, deepspeed-universal or native.")]
 Only = Annotated[
     list[str] | None, option("PATTERN", "Write only names that match: 'model.*'. Repeatable.")
 ]
@@ -70,6 +73,7 @@ def export(
     source: Source,
     target: Folder,
     to: To = "hf",
+    step: Step = None,
     only: Only = None,
     skip: Skip = None,
     root: Root = "model",
@@ -109,6 +113,7 @@ def export(
             source,
             target,
             to=to,
+            step="newest" if step is None else step,
             only=only or (),
             skip=skip or (),
             root=root,

@@ -15,11 +15,15 @@ from shardwise.cli.terminal import AsJson, output, print_json
 
 def inspect(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A checkpoint, of shardwise or another format.")
+        str, typer.Argument(metavar="PATH", help="A checkpoint, or a directory of checkpoints.")
     ],
     name: Annotated[
         str | None,
         typer.Argument(metavar="NAME", help="A tensor or value, or the beginning of their names."),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Of a directory of checkpoints: the step; else the newest."),
     ] = None,
     format: Annotated[  # noqa: A002 - the option's name
         str | None,
@@ -41,7 +45,7 @@ def inspect(
 
     Tensor data is not read, so this is fast for checkpoints of any size.
     """
-    saved = checkpoint_at(path, format)
+    saved = checkpoint_at(path, format, step)
     pieces = trusted_pieces(saved)
     if name is not None:
         found = find(saved, pieces, name)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.errors import CheckpointNotFoundError, FormatError
+from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
-from shardwise.manifest.names import MANIFEST, made_by_save, step_of_directory
+from shardwise.manifest.names import MANIFEST, made_by_save, step_directory, step_of_directory
 from shardwise.manifest.table import Pieces
 from shardwise.manifest.validate import trusted_pieces as stored_pieces
+from shardwise.retention import Choice, choose_step
 from shardwise.store import LocalStore, Store, open_store
 
 if TYPE_CHECKING:
@@ -60,20 +61,45 @@ class Below:
         return (-1 if self.step is None else self.step, self.name)
 
 
-def checkpoint_at(path: str, format: str | None = None) -> Saved:  # noqa: A002 - as in `open`
-    """The checkpoint at a path; `format` says which, where foreign ones of several lie there.
+def checkpoint_at(
+    path: str,
+    format: str | None = None,  # noqa: A002 - as in `open`
+    step: int | None = None,
+) -> Saved:
+    """The checkpoint at a path; of the root of a run the newest, or that of a step.
+
+    Args:
+        format: which to read where foreign ones of several lie there.
 
     Raises:
         CheckpointNotFoundError: there is none; says what there is, and what may have been meant.
+        StateError: a step is given, and the path is no root.
         FormatError: its manifest cannot be trusted.
     """
-    store = open_store(path)
+    store = _chosen(open_store(path), step)
     foreign = _foreign_at(store, format)
     if foreign is not None:
         return Saved(store, foreign.manifest, foreign)
     if MANIFEST not in _names(store):
         raise _no_checkpoint(store)
     return read_manifest(store)
+
+
+def _chosen(store: Store, step: int | None) -> Store:
+    """What `sw.open` opens: a step's directory below a root, else the place itself."""
+    try:
+        names = store.list()
+    except NotADirectoryError:
+        names = []
+    if MANIFEST not in names and any(step_of_directory(name) is not None for name in names):
+        choice: Choice = "newest" if step is None else step
+        return store.at(step_directory(choose_step(store, choice)))
+    if step is not None and names:
+        raise StateError(
+            f"--step {step}: {store} is not a directory of checkpoints, with one for each step; "
+            "leave out --step"
+        )
+    return store
 
 
 def _foreign_at(store: Store, format: str | None = None) -> Opened | None:  # noqa: A002
