@@ -54,7 +54,9 @@ LAYERS_OF_FORMATS = (
 )
 LAYERS_OF_CHECKPOINTER = (
     ("checkpointer",),
-    ("saving", "restoring", "signals"),
+    ("saving", "restoring"),
+    ("settings",),
+    ("signals",),
 )
 TESTING = "testing"  # may import anything, and nothing imports it
 AGENT = "memory.agent.service"  # it has a process of its own, which is to be small

@@ -175,6 +175,7 @@ def attempt(orders: Orders, journal: Journal) -> None:
         orders.root,
         keep=keep,
         save_every=EVERY,
+        at_end=False,
         memory=memory,
         staging_bytes=orders.staging_bytes,
         timeout=TIMEOUT,

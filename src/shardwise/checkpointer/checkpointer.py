@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -16,8 +17,9 @@ from typing import Literal
 
 from shardwise import api
 from shardwise.checkpointer.restoring import RestoreReport, Restoring, Start, chosen, load_start
-from shardwise.checkpointer.saving import Saving, Settings
-from shardwise.checkpointer.signals import Preemption
+from shardwise.checkpointer.saving import Saving
+from shardwise.checkpointer.settings import Settings, check_options, root_of, signals_of
+from shardwise.checkpointer.signals import Then
 from shardwise.engine.arena import DEFAULT_STAGING_BYTES
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, own_group
@@ -26,6 +28,7 @@ from shardwise.engine.load import LoadReport
 from shardwise.errors import (
     CheckpointNotFoundError,
     ShardwiseError,
+    StateError,
     StoreError,
 )
 from shardwise.events import Recorder, Sink
@@ -37,13 +40,12 @@ from shardwise.memory.snapshots.snapshots import Snapshots
 from shardwise.opening import refuse_as_root
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.saved import Rename
-from shardwise.retention import Choice, Keep, choose_step, committed_steps
-from shardwise.store import LocalStore, Store, open_store
+from shardwise.retention import Choice, Keep, choose_step, committed_steps, whole_number
+from shardwise.store import LocalStore
 
 IN_BACKGROUND = Memory(snapshot_every=0, slots=1)
 """One save is persisted while the next is staged, and that is all that memory is used for."""
 
-LONGEST_LAST_SAVE = 600.0
 log = logging.getLogger("shardwise")
 
 
@@ -62,14 +64,24 @@ class Checkpointer:
         start_from: what `restore` loads where the run has nothing yet: a checkpoint, ours or of a
             foreign format, or the root of another run; or a function of the state, called on all
             ranks, that calls `sw.load` and returns its report.
-        on_sigterm: `"save"`: after SIGTERM on any rank, the next `save` saves whatever its step,
-            and then lets the signal take its course.
+        at_end: leaving the `with` block, or `close()`, saves the last step that `save` was called
+            with, if it is not in the root yet. The state must be as it was at that call: nothing
+            is saved if an optimizer has stepped since.
+        save_on: after one of these signals on any rank, the next `save` saves whatever its step,
+            and waits until that is durable. Then `preempted` is True.
+        then: what follows. `"deliver"`: the signal has its usual effect, on every rank.
+            `"requeue"`: `save` returns, after `scontrol requeue` for this Slurm job. `"return"`:
+            `save` returns.
+        on_failure: what follows if storage fails a save. `"raise"`: an error on all ranks.
+            `"warn"`: it is logged, `save` returns None, and the training goes on.
         check_replicas, allow_pickle, staging_bytes, on_event: as for `shardwise.save`.
         timeout: how long ranks wait for each other, before they raise.
 
     Raises:
-        ValueError: `save_every` is not positive, `on_sigterm` is unknown, or signals cannot be
-            handled because this is not the main thread.
+        TypeError: an option has the wrong type.
+        ValueError: `save_every` is not positive, an option is unknown, signals cannot be handled
+            because this is not the main thread, or there is no Slurm job to requeue.
+        StateError: the root is a file.
         CheckpointExistsError: the root is a checkpoint itself, and no `start_from` was given.
     """
 
@@ -81,31 +93,33 @@ class Checkpointer:
         save_every: int = 1,
         memory: Memory | None = IN_BACKGROUND,
         start_from: Start | None = None,
-        on_sigterm: Literal["save"] | None = None,
+        at_end: bool = True,
+        save_on: Iterable[signal.Signals] = (),
+        then: Then = "deliver",
+        on_failure: Literal["raise", "warn"] = "raise",
         check_replicas: bool = False,
         allow_pickle: bool = False,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         timeout: timedelta = TIMEOUT,
         on_event: Sink | None = None,
     ) -> None:
-        if type(save_every) is not int or save_every < 1:
-            raise ValueError(f"save_every={save_every!r}: a whole number from 1 on is needed")
-        if on_sigterm not in (None, "save"):
-            raise ValueError(f"on_sigterm={on_sigterm!r}: 'save' or None is needed")
-        self._root = _root_of(root, everywhere=memory is not None)
+        check_options(keep, memory, start_from, save_on, then, on_failure)
+        self._root = root_of(root, everywhere=memory is not None)
         settings = Settings(
             root=self._root,
             keep=keep or Keep(),
-            save_every=save_every,
+            save_every=whole_number("Checkpointer(save_every", save_every),
             memory=memory,
             check_replicas=check_replicas,
             allow_pickle=allow_pickle,
             staging_bytes=staging_bytes,
             on_event=on_event,
+            at_end=at_end,
+            on_failure=on_failure,
         )
         self._settings = settings
         self._damaged: set[int] = set()
-        self._preemption = Preemption() if on_sigterm == "save" else None
+        self._signals = signals_of(save_on, then)
         self._closed = False
         self._process = os.getpid()
         self.last_restore: RestoreReport | None = None
@@ -160,11 +174,27 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
+        try:
+            if wait:
+                self._saving.save_last()
+        except BaseException:
+            wait, failed = False, True
+            raise
+        finally:
+            self._end(wait=wait, failed=failed)
+
+    def _end(self, *, wait: bool, failed: bool) -> None:
         if not wait:
             self._leave()  # first, as others may be waiting for this rank
         try:
+            if wait and self._settings.on_failure == "warn":
+                self._saving.report_failures()
             if self._snapshots is not None:
                 self._snapshots.close(wait=wait, failed=failed)
+        except StoreError as error:
+            if self._settings.on_failure == "raise":
+                raise
+            log.error("not everything is durable: %s", error)
         finally:
             self._saving.close()
             self._let_go()
@@ -185,9 +215,14 @@ class Checkpointer:
 
     def _let_go(self) -> None:
         self._leave()
-        preemption, self._preemption = self._preemption, None
-        if preemption is not None:
-            preemption.stop()
+        if self._signals is not None:
+            self._signals.stop()
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a save was made because of a signal, the same on all ranks. The training should
+        end then: leave the loop."""
+        return self._signals is not None and self._signals.acted
 
     @property
     def plans(self) -> PlanCache:
@@ -201,19 +236,22 @@ class Checkpointer:
         *,
         metrics: Mapping[str, float] | None = None,
         overwrite: bool = False,
+        force: bool = False,
     ) -> SaveHandle | None:
         """Save the state of a step, if it is due; then remove what is no longer kept.
 
         Args:
-            step: the training step, not negative.
+            step: the training step, an integer that is not negative.
             state: as for `shardwise.save`.
             metrics: numbers to keep beside it; `Keep(best=…)` chooses by them (give
             `float("nan")` where it was not measured).
             overwrite: replace a checkpoint of this step; without it, that is an error, unless
                 `restore` found it to be damaged.
+            force: save the step to the root whether it is due or not.
 
         Returns:
-            A handle, or None if the step was not due, or there was no slot for its snapshot.
+            A handle, or None if the step was not due, there was no slot for its snapshot, or
+            storage failed and `on_failure` is "warn".
 
         Raises:
             StateError: the step is no whole number from 0 on, ranks do not agree on it, or
@@ -221,14 +259,12 @@ class Checkpointer:
             ShardwiseError: as `shardwise.save` says; or a durable one has failed since.
         """
         self._refuse_closed()
-        preempted = self._is_preempted()
-        durable = preempted or self._settings.is_durable(step)
-        if not durable and not self._settings.is_snapshot(step):
-            return None
+        received = 0 if self._signals is None else self._signals.received(self._group)
+        durable = force or received > 0 or self._settings.is_durable(step)
         handle = self._saving.save(step, state, metrics, durable=durable, overwrite=overwrite)
-        if handle is not None and preempted and self._preemption is not None:
-            self._await_last(handle)
-            self._preemption.deliver()
+        if received and self._signals is not None:
+            self._saving.settle(handle)
+            self._signals.finish(received, self._group)
         return handle
 
     def prepare(self, state: api.State) -> int:
@@ -262,10 +298,9 @@ class Checkpointer:
         With `step="newest"`, a damaged checkpoint is passed over for the one before it;
         `last_restore` says why. One that is intact but does not fit the state is an error.
 
-        Where the run has no checkpoint yet, this loads what the run starts from (`start_from`).
-        It returns that checkpoint's step, so that the loop goes on with that training; and None
-        if the state has optimizers and none of them was loaded, so that the loop begins anew with
-        the weights.
+        Where the run has no checkpoint yet, this loads what the run starts from (`start_from`),
+        and returns the step of that; or None, to begin at the beginning with its weights, if the
+        state has optimizers and none of them was loaded.
 
         Args:
             state: as for `shardwise.load`.
@@ -291,6 +326,7 @@ class Checkpointer:
         def load(place: api.Place) -> LoadReport:
             return how(place, state, spec=spec)
 
+        self._saving.forget_last()
         recorder = Recorder(self._settings.on_event)
         restoring = Restoring(self._root, self._group, self._snapshots, self._damaged, recorder)
         report = restoring.restore(step, self._settings.keep.best, load)
@@ -323,27 +359,8 @@ class Checkpointer:
         return committed_steps(self._root)
 
     def latest(self) -> int | None:
-        """The newest of them, if there is any."""
-        return next(reversed(self.steps()), None)
-
-    def _await_last(self, handle: SaveHandle) -> None:
-        """Wait for a save after which the signal that asked for it takes its course, for a bounded
-        time: the agents go on with it in any case."""
-        try:
-            handle.result(LONGEST_LAST_SAVE)
-        except TimeoutError as error:
-            log.error("the save after a signal is left to the agents: %s", error)
-
-    def _is_preempted(self) -> bool:
-        """Whether any rank was told to end."""
-        if self._preemption is None:
-            return False
-        mine = b"1" if self._preemption.pending else b""
-
-        def answer(said: list[bytes]) -> bytes:
-            return max(said)
-
-        return bool(exchange(self._group, "asking for signals", lambda: mine, answer))
+        """The newest committed step, if there is any."""
+        return max(self.steps(), default=None)
 
     def _refuse_forked(self) -> None:
         if os.getpid() != self._process:
@@ -359,6 +376,8 @@ class Checkpointer:
             raise ShardwiseError(f"the Checkpointer of {self._root} is closed")
 
     def _collect(self, _: list[bytes]) -> bytes:
+        if isinstance(self._root, LocalStore) and self._root.path.is_file():
+            raise StateError(f"the root {self._root} is a file: expected a directory")
         if self._start_from is None:
             refuse_as_root(self._root)
         for name in self._root.list():
@@ -379,14 +398,3 @@ def _settle_at_exit(reference: weakref.ref[Checkpointer]) -> None:
             checkpointer._settle()
 
     atexit.register(settle)
-
-
-def _root_of(place: api.Place, *, everywhere: bool) -> Store:
-    """The root's store; `everywhere`: agents must be able to open it by its name too."""
-    if everywhere and not isinstance(place, (str, os.PathLike, LocalStore)):
-        raise StoreError(
-            f"{place}: the root must be a path or URL, which the agents that persist saves can "
-            "open; or save while the training waits, with memory=None"
-        )
-    store = open_store(place)
-    return LocalStore(store.path.absolute()) if isinstance(store, LocalStore) else store

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import logging
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
@@ -11,44 +14,35 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise import api
 from shardwise.adapters import optimizers_in
+from shardwise.checkpointer.settings import Settings
 from shardwise.engine.collection import without_collection
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
-from shardwise.engine.options import SaveOptions, checked_step, is_due
+from shardwise.engine.options import SaveOptions, checked_step
 from shardwise.engine.save import Save, save_all
-from shardwise.errors import StateError
-from shardwise.events import Recorder, Sink
+from shardwise.errors import LostRankError, RankError, ShardwiseError, StateError, StoreError
+from shardwise.events import Recorder
 from shardwise.manifest.names import step_directory
-from shardwise.memory.options import Memory
 from shardwise.memory.snapshots.draft import Storing
 from shardwise.memory.snapshots.handle import SaveHandle
 from shardwise.memory.snapshots.snapshots import Snapshots
 from shardwise.plan.cache import PlanCache
-from shardwise.retention import Keep, apply_retention
+from shardwise.retention import apply_retention
 from shardwise.store import Store
 
+LONGEST_LAST_SAVE = 600.0  # seconds
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What a `Checkpointer` was asked for; see there."""
+log = logging.getLogger("shardwise")
 
-    root: Store
-    keep: Keep
-    save_every: int
-    memory: Memory | None
-    check_replicas: bool
-    allow_pickle: bool
-    staging_bytes: int
-    on_event: Sink | None
 
-    def is_durable(self, step: object) -> bool:
-        """Whether this step is saved to the root."""
-        return is_due(step, self.save_every)
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """The last call of `save`, if its step is not saved to the root."""
 
-    def is_snapshot(self, step: object) -> bool:
-        """Whether this step is kept in memory."""
-        in_memory = self.memory is not None and self.memory.snapshot_every
-        return bool(in_memory) and is_due(step, in_memory)
+    step: int
+    state: api.State
+    metrics: Mapping[str, float] | None
+    overwrite: bool
 
 
 class Saving:
@@ -69,6 +63,9 @@ class Saving:
         self._snapshots = snapshots
         self._damaged = damaged
         self._fenced: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
+        self._watched: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
+        self._last: _Last | None = None
+        self._has_stepped = False
         self.plans = PlanCache()
 
     def save(
@@ -83,11 +80,112 @@ class Saving:
         """Save a step, then remove checkpoints that are no longer kept.
 
         Args:
-            durable: save it to the root; otherwise only into memory.
+            durable: save it to the root; otherwise only into memory, if its step is due there.
 
         Returns:
-            None if there was no slot for its snapshot.
+            None if there was nothing to do, there was no slot for its snapshot, or it failed and
+            `on_failure` is "warn".
         """
+        before, self._last = self._last, None
+        this = _Last(step, state, metrics, overwrite)
+        handle = self._tried(this, durable=True) if durable else None
+        is_saved = handle is not None
+        if not is_saved and self._settings.is_snapshot(step):
+            handle = self._tried(this, durable=False)
+        if self._settings.at_end and not is_saved:
+            self._last = this
+            if before is None or before.state is not state:
+                self._watch(state)
+            self._has_stepped = False
+        return handle
+
+    def settle(self, handle: SaveHandle | None) -> None:
+        """Wait until a save is durable, for a bounded time: agents go on with it in any case.
+
+        What fails is raised, or logged if `on_failure` is "warn".
+        """
+        try:
+            if handle is not None:
+                handle.result(LONGEST_LAST_SAVE)
+        except TimeoutError as error:
+            log.error("the save after a signal is left to the agents: %s", error)
+        except StoreError as error:
+            if self._settings.on_failure == "raise":
+                raise
+            log.error("a save failed: %s", error)
+
+    def report_failures(self) -> None:
+        """Wait until all that was begun is durable or has failed, and log what has failed."""
+        snapshots = self._snapshots
+        while snapshots is not None and (error := _unsettled(snapshots)) is not None:
+            log.error("a save failed: %s", error)
+            if snapshots.take_failure() is None:  # nothing more is known: no agent answers
+                return
+
+    def forget_last(self) -> None:
+        """Save no step at the end but those to come."""
+        self._last = None
+
+    def save_last(self) -> None:
+        """Save the last step that `save` was called with to the root, if it is not there.
+
+        Its snapshot is persisted, if there is one. Otherwise the state is saved as it is now,
+        unless an optimizer has stepped since that call.
+        """
+        last, self._last = self._last, None
+        if last is None:
+            return
+        removes = self._settings.keep.removes
+        if self._snapshots is not None and self._snapshots.persist(last.step, removes=removes):
+            return
+        stepped = b"1" if self._has_stepped else b""
+        if exchange(self._group, "saving the last step", lambda: stepped, max):
+            if self._group.rank == 0:
+                log.warning(
+                    "step %d is not saved at the end: an optimizer has stepped since save(%d, …); "
+                    "call save after the last step, or pass at_end=False",
+                    *(last.step, last.step),
+                )
+            return
+        best = self._settings.keep.best
+        if best is not None and best.metric not in (last.metrics or {}):
+            metrics = {**(last.metrics or {}), best.metric: math.nan}
+            last = replace(last, metrics=metrics)
+        self._tried(last, durable=True)
+
+    def _tried(self, last: _Last, *, durable: bool) -> SaveHandle | None:
+        """Save; what fails in storage ends nothing if `on_failure` is "warn"."""
+        if self._settings.on_failure == "raise":
+            return self._save(last, durable=durable)
+        while self._snapshots is not None and (earlier := self._snapshots.take_failure()):
+            log.error("an earlier save failed, and the training goes on: %s", earlier)
+        handle: SaveHandle | None = None
+        failure: Exception | None = None
+        try:
+            handle = self._save(last, durable=durable)
+        except LostRankError:
+            raise
+        except (ShardwiseError, OSError) as error:  # it is raised below, or logged
+            failure = error
+
+        def speak() -> bytes:
+            if failure is None or isinstance(failure, RankError):
+                return b""
+            if not is_of_storage(failure):
+                raise failure
+            return f"{type(failure).__name__}: {failure}".encode()
+
+        reason = exchange(self._group, "judging a save", speak, max).decode()
+        if failure is not None and not reason:
+            raise failure
+        if reason:
+            if self._group.rank == 0:
+                log.error("step %s is not saved, and the training goes on: %s", last.step, reason)
+            return None
+        return handle
+
+    def _save(self, last: _Last, *, durable: bool) -> SaveHandle | None:
+        step, state, metrics, overwrite = last.step, last.state, last.metrics, last.overwrite
         settings = self._settings
         recorder = Recorder(settings.on_event)
         overwrite = overwrite or step in self._damaged
@@ -127,8 +225,19 @@ class Saving:
 
     def close(self) -> None:
         """Remove the hooks from optimizers."""
-        for hook in self._fenced.values():
+        for hook in [*self._fenced.values(), *self._watched.values()]:
             hook.remove()
+
+    def _watch(self, state: api.State) -> None:
+        """Note from now on when an optimizer in the state steps."""
+        for optimizer in optimizers_in(state):
+            if optimizer not in self._watched:
+                note = weakref.WeakMethod(self._note_step)
+                hook = optimizer.register_step_post_hook(lambda *_, note=note: _call(note))
+                self._watched[optimizer] = hook
+
+    def _note_step(self) -> None:
+        self._has_stepped = True
 
     def _job(self, state: api.State, store: Store, options: SaveOptions) -> Save:
         held = api.held_by(state, allow_pickle=self._settings.allow_pickle)
@@ -163,3 +272,24 @@ class Saving:
             return b""
 
         exchange(self._group, "removing old checkpoints", lambda: b"", answer)
+
+
+def is_of_storage(error: Exception) -> bool:
+    """Whether an error says that storage failed, rather than that a save was wrong."""
+    return isinstance(error, StoreError) or (
+        isinstance(error, OSError) and not isinstance(error, ShardwiseError)
+    )
+
+
+def _unsettled(snapshots: Snapshots) -> StoreError | None:
+    try:
+        snapshots.settle()
+    except StoreError as error:
+        return error
+    return None
+
+
+def _call(note: weakref.WeakMethod[Callable[[], None]]) -> None:
+    method = note()
+    if method is not None:
+        method()

@@ -156,6 +156,7 @@ def plan_together(
     recorder: Recorder,
     *,
     rings: Rings | None = None,
+    check_room: Callable[[int], None] | None = None,
 ) -> Planned | None:
     """Agree on a save and plan it; called by all ranks. None if rank 0 does not admit it.
 
@@ -164,6 +165,7 @@ def plan_together(
         admit: on rank 0, takes all ranks' notes and gives an id for the save, or "".
         plans: of earlier saves.
         rings: on rank 0, who is told of whose shares; the same for the same fingerprints.
+        check_room: on rank 0, takes the tensor bytes of the save, and raises if they have no room.
 
     Raises:
         ShardwiseError: as `shardwise.save` says, on every rank.
@@ -172,7 +174,7 @@ def plan_together(
 
     def ask() -> bytes:
         with recorder.stage("describe"):
-            wishes.append(_Planning(prepare(), group, plans, rings))
+            wishes.append(_Planning(prepare(), group, plans, rings, check_room))
         with recorder.stage("plan"):
             return wishes[0].request()
 
@@ -189,7 +191,15 @@ def plan_together(
 class _Planning:
     """One rank's part in planning a save."""
 
-    def __init__(self, wish: Wish, group: Group, plans: PlanCache, rings: Rings | None) -> None:
+    def __init__(
+        self,
+        wish: Wish,
+        group: Group,
+        plans: PlanCache,
+        rings: Rings | None,
+        check_room: Callable[[int], None] | None,
+    ) -> None:
+        self._check_room = check_room or (lambda nbytes: None)
         self._wish = wish
         self._group = group
         self._plans = plans
@@ -219,6 +229,9 @@ class _Planning:
         save_id = admit([request.note for request in requests])
         plan = self._identify([request.fingerprint for request in requests])
         cached = all(plan in request.plans for request in requests)
+        known = self._plans.get(plan) if cached and save_id else None
+        if known is not None and known.published is not None:
+            self._check_room(known.published.bytes_stored)
         first_with = {request.values: i for i, request in reversed(list(enumerate(requests)))}
         speakers = set(first_with.values())
         return [
@@ -269,6 +282,7 @@ class _Planning:
 
         def answer(encoded: list[bytes]) -> list[bytes]:
             told, mine = self._plan_all(encoded)
+            self._check_room(mine.bytes_stored)
             published.append(mine)
             return told
 

@@ -22,7 +22,7 @@ from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import MANIFEST, lock_file, new_save_id
 from shardwise.plan.cache import PlanCache
 from shardwise.state.leaves import Holdings
-from shardwise.store import Store
+from shardwise.store import BoundedStore, Store
 
 LOCK_ATTEMPTS = 8  # a lock is lost to a collector that comes between its making and its locking
 
@@ -108,7 +108,10 @@ def save_all(
         def admit(_: list[bytes]) -> str:
             return _take_possession(brought[0], cleanup)
 
-        planned = plan_together(wish, admit, group, plans, recorder)
+        def check_room(nbytes: int) -> None:
+            refuse_if_full(brought[0].store, nbytes)
+
+        planned = plan_together(wish, admit, group, plans, recorder, check_room=check_room)
         if planned is None:
             raise RuntimeError("a save was neither admitted nor refused")
         save = _Save(brought[0], arenas[0], planned, group, recorder)
@@ -232,6 +235,20 @@ def refuse_existing(job: Save) -> None:
     """
     if not job.options.overwrite and MANIFEST in job.store.list():
         raise _exists(job.store)
+
+
+def refuse_if_full(store: Store, nbytes: int) -> None:
+    """Refuse a save whose storage has no room for it, before anything is written.
+
+    Raises:
+        StoreError: it has less room than the tensors take.
+    """
+    free = store.free_bytes() if isinstance(store, BoundedStore) else None
+    if free is not None and free < nbytes:
+        raise StoreError(
+            f"{store}: no room for this save: its tensors take {nbytes:,} bytes, and {free:,} are "
+            "free; free some space, or keep fewer checkpoints"
+        )
 
 
 def _exists(store: Store) -> CheckpointExistsError:

@@ -1,10 +1,19 @@
 """Keys to bytes: where checkpoints lie."""
 
 from shardwise.store.local import LocalStore
-from shardwise.store.store import Files, MappedFile, MappedStore, ReadableFile, Store, WritableFile
+from shardwise.store.store import (
+    BoundedStore,
+    Files,
+    MappedFile,
+    MappedStore,
+    ReadableFile,
+    Store,
+    WritableFile,
+)
 from shardwise.store.url import open_store
 
 __all__ = [
+    "BoundedStore",
     "Files",
     "LocalStore",
     "MappedFile",

@@ -94,6 +94,12 @@ class LocalStore:
         with suppress(FileNotFoundError):
             os.rmdir(self.path)
 
+    def free_bytes(self) -> int | None:
+        """What the file system has left for this user; None if it does not say."""
+        there = next(each for each in (self.path, *self.path.parents) if each.exists())
+        found = os.statvfs(there)
+        return found.f_bavail * found.f_frsize if found.f_blocks else None
+
     def sync(self) -> None:
         """Sync the directory."""
         _sync(self.path)

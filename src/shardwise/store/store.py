@@ -148,3 +148,12 @@ class MappedStore(Store, Protocol):
     def is_mapped(self, key: str) -> bool:
         """Whether `open` gives this file as a `MappedFile`."""
         ...
+
+
+@runtime_checkable
+class BoundedStore(Store, Protocol):
+    """A store that knows how much it has room for."""
+
+    def free_bytes(self) -> int | None:
+        """The bytes that can still be written; None if that is not known."""
+        ...

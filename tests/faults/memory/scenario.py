@@ -75,7 +75,8 @@ class Cluster:
         directory = self.directory(self.node())
         directory.mkdir(exist_ok=True)
         given = {"dir": str(directory), "when_full": "wait", "wait": WAIT, **self.options}
-        return sw.Checkpointer(self.root, save_every=self.every, memory=sw.Memory(**given))
+        memory = sw.Memory(**given)
+        return sw.Checkpointer(self.root, save_every=self.every, memory=memory, at_end=False)
 
 
 class Logged(logging.Handler):

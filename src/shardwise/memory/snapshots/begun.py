@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from shardwise.memory.node import notes
+from shardwise.memory.node.home import write_note
+from shardwise.memory.node.notes import Done
 from shardwise.memory.snapshots.handle import Stages
 
 
@@ -59,3 +64,25 @@ class Begun:
     def ends_durable(self) -> bool:
         """Whether the last one is to be persisted."""
         return bool(self._stages) and self._stages[-1].is_durable
+
+    def has_last(self, step: int) -> bool:
+        """Whether the last one is of this step, and can still be persisted."""
+        return bool(self._stages) and self._stages[-1].place.step == step
+
+    def persist_last(self, *, retains: bool, leads: bool) -> None:
+        """Have the last one persisted, once it is committed.
+
+        Args:
+            retains: older checkpoints are to be removed after it.
+            leads: this rank's node leads the save, and asks its agent.
+
+        Raises:
+            StoreError: it was not committed.
+        """
+        last = self._stages[-1]
+        last.wait("commit", None)
+        if leads:
+            note = notes.request("rescue", last.save_id)
+            write_note(last.place.path / note, Done(save_id=last.save_id, stage="rescue"))
+        stages = ("commit", "protect", "persist")
+        self._stages[-1] = replace(last, stages=stages, retains=retains)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -12,7 +13,8 @@ from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.planning import Planned, Wish, plan_together
 from shardwise.engine.replicas import check_replicas
-from shardwise.engine.save import Save, SaveReport, refuse_existing
+from shardwise.engine.save import Save, SaveReport, refuse_existing, refuse_if_full
+from shardwise.errors import StoreError
 from shardwise.events import Recorder
 from shardwise.manifest.names import new_save_id
 from shardwise.memory.agent.guard import gaps
@@ -173,7 +175,11 @@ class Snapshots:
                 return ""
             return new_save_id()
 
-        planned = self._plan(wish, admit, plans, recorder)
+        room = partial(refuse_if_full, self._root) if storing.durable else None
+        form = self._rings.form
+        planned = plan_together(
+            wish, admit, self._group, plans, recorder, rings=form, check_room=room
+        )
         if planned is None:
             self.skipped += 1
             return None
@@ -192,7 +198,10 @@ class Snapshots:
             job = prepare()
             return Wish(held=job.held, options=job.options, place=str(job.store))
 
-        planned = self._plan(wish, lambda _: new_save_id(), plans, recorder)
+        form = self._rings.form
+        planned = plan_together(
+            wish, lambda _: new_save_id(), self._group, plans, recorder, rings=form
+        )
         if planned is None:
             raise RuntimeError("a plan was neither admitted nor refused")
         content, its_ring = self._rings.join(planned)
@@ -205,15 +214,6 @@ class Snapshots:
         with recorder.stage("allocate"):
             exchange(self._group, "allocating slots", speak, lambda _: b"")
         return allocated[0]
-
-    def _plan(
-        self,
-        wish: Callable[[], Wish],
-        admit: Callable[[list[bytes]], str],
-        plans: PlanCache,
-        recorder: Recorder,
-    ) -> Planned | None:
-        return plan_together(wish, admit, self._group, plans, recorder, rings=self._rings.form)
 
     def fence(self) -> None:
         """Wait until what is being copied is copied."""
@@ -304,6 +304,35 @@ class Snapshots:
         """
         self._staging.check()
         self._begun.settle(durable=True)
+
+    def persist(self, step: int, *, removes: bool) -> bool:
+        """Have the last snapshot persisted, if it is of this step, and say whether it is.
+
+        All ranks together. `close` waits for it. Then older checkpoints are removed, if `removes`.
+        """
+        leads = self._group.rank == 0
+
+        def speak() -> bytes:
+            self.fence()
+            return b"1" if self._begun.has_last(step) else b""
+
+        def request() -> bytes:
+            self._begun.persist_last(retains=leads and removes, leads=leads)
+            self.home.wake()
+            return b""
+
+        if not exchange(self._group, "looking for the last snapshot", speak, min):
+            return False
+        exchange(self._group, "persisting the last snapshot", request, lambda _: b"")
+        return True
+
+    def take_failure(self) -> StoreError | None:
+        """A failure in the background since the last save, which the caller reports instead."""
+        try:
+            self._raise_failures()
+        except StoreError as error:
+            return error
+        return None
 
     def _give_back(self) -> None:
         """Leave nothing of the run in memory. All ranks together."""

@@ -1,0 +1,98 @@
+"""What a `Checkpointer` was asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from shardwise import api
+from shardwise.checkpointer.signals import Signals, Then
+from shardwise.engine.options import is_due
+from shardwise.errors import StoreError
+from shardwise.events import Sink
+from shardwise.memory.options import Memory
+from shardwise.retention import Keep
+from shardwise.store import LocalStore, Store, open_store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a `Checkpointer` was asked for; see there."""
+
+    root: Store
+    keep: Keep
+    save_every: int
+    memory: Memory | None
+    check_replicas: bool
+    allow_pickle: bool
+    staging_bytes: int
+    on_event: Sink | None
+    at_end: bool
+    on_failure: Literal["raise", "warn"]
+
+    def is_durable(self, step: object) -> bool:
+        """Whether this step is saved to the root."""
+        return is_due(step, self.save_every)
+
+    def is_snapshot(self, step: object) -> bool:
+        """Whether this step is kept in memory."""
+        in_memory = self.memory is not None and self.memory.snapshot_every
+        return bool(in_memory) and is_due(step, in_memory)
+
+
+def check_options(
+    keep: object,
+    memory: object,
+    start_from: object,
+    save_on: object,
+    then: object,
+    on_failure: object,
+) -> None:
+    """Check the types of what a `Checkpointer` was given.
+
+    Raises:
+        TypeError: one has the wrong type.
+        ValueError: a word is unknown.
+    """
+    if keep is not None and not isinstance(keep, Keep):
+        raise TypeError(f"keep={keep!r}: expected sw.Keep, such as sw.Keep(last=3)")
+    if memory is not None and not isinstance(memory, Memory):
+        raise TypeError(f"memory={memory!r}: expected sw.Memory(...) or None")
+    if start_from is not None and not (
+        callable(start_from) or isinstance(start_from, (str, os.PathLike, Store))
+    ):
+        raise TypeError(f"start_from={start_from!r}: expected a path, a store or a function")
+    if isinstance(save_on, (int, str)) or not isinstance(save_on, Iterable):
+        raise TypeError(f"save_on={save_on!r}: expected a list, such as [signal.SIGTERM]")
+    if then not in get_args(Then):
+        raise ValueError(f"then={then!r}: expected 'deliver', 'requeue' or 'return'")
+    if on_failure not in ("raise", "warn"):
+        raise ValueError(f"on_failure={on_failure!r}: expected 'raise' or 'warn'")
+
+
+def root_of(place: api.Place, *, everywhere: bool) -> Store:
+    """The root's store; `everywhere`: agents must be able to open it by its name too."""
+    if everywhere and not isinstance(place, (str, os.PathLike, LocalStore)):
+        raise StoreError(
+            f"{place}: the root must be a path or URL, which the agents that persist saves can "
+            "open; or save while the training waits, with memory=None"
+        )
+    store = open_store(place)
+    return LocalStore(store.path.absolute()) if isinstance(store, LocalStore) else store
+
+
+def signals_of(save_on: Iterable[int], then: Then) -> Signals | None:
+    """The signals to be noted; None if there are none.
+
+    Raises:
+        ValueError: as `Signals` says, or there is no Slurm job to requeue.
+    """
+    numbers = tuple(save_on)
+    if not numbers:
+        return None
+    job = os.environ.get("SLURM_JOB_ID")
+    if then == "requeue" and not job:
+        raise ValueError("then='requeue': SLURM_JOB_ID is not set, as it is in every Slurm job")
+    return Signals(numbers, then, job)

@@ -1,0 +1,144 @@
+"""Saves that storage fails, and trainings that go on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.store import LocalStore
+from shardwise.testing import Gang
+from tests.memory.test_snapshots import shm
+
+__all__ = ["shm"]
+MB = 1 << 20
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a file system is not permitted")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def state(value: float) -> dict[str, Any]:
+    """1 MiB."""
+    return {"t": torch.full((MB // 4,), float(value))}
+
+
+def fill_up(directory: Path) -> Path:
+    """Leave less than 1 MiB free."""
+    found = os.statvfs(directory)
+    path = directory / "filler"
+    path.write_bytes(bytes(found.f_bavail * found.f_frsize - MB // 2))
+    return path
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_without_room_begins_nothing_and_the_next_one_works(
+    small: Path, shm: Path, caplog: pytest.LogCaptureFixture, background: bool
+) -> None:
+    caplog.set_level(logging.WARNING, "shardwise")
+    memory = sw.Memory(dir=str(shm), snapshot_every=0, slots=1, wait=20.0) if background else None
+    root = small / "run"
+    with sw.Checkpointer(root, memory=memory, on_failure="warn") as cp:
+        handle = cp.save(1, state(1))
+        assert handle is not None
+        handle.result()
+        filler = fill_up(small)
+        assert cp.save(2, state(2)) is None
+        assert "step 2 is not saved, and the training goes on" in caplog.text
+        assert "its tensors take 1,048,576 bytes, and " in caplog.text
+        assert not (root / "step-00000002").exists()
+        filler.unlink()
+        assert cp.save(3, state(3)) is not None
+    target = state(0)
+    assert sw.load(root, target).step == 3
+    assert target["t"].tolist() == [3.0] * (MB // 4)
+    cp = sw.Checkpointer(root, memory=memory)
+    fill_up(small)
+    with pytest.raises(sw.StoreError, match="no room for this save"):
+        cp.save(4, state(4))
+    cp.close()
+    assert cp.steps() == [1, 3]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_disk_that_fills_up_while_it_is_written(
+    small: Path,
+    shm: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    background: bool,
+) -> None:
+    caplog.set_level(logging.WARNING, "shardwise")
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda self: None)
+    memory = sw.Memory(dir=str(shm), snapshot_every=0, slots=1, wait=20.0) if background else None
+    root = small / "run"
+    root.mkdir()
+    filler = fill_up(small)
+    with sw.Checkpointer(root, memory=memory, on_failure="warn") as cp:
+        handle = cp.save(1, state(1))
+        assert (handle is not None) == background
+        if handle is not None:
+            with pytest.raises(sw.StoreError, match="No space left"):
+                handle.result()
+        filler.unlink()
+        assert cp.save(2, state(2)) is not None
+    assert "No space left" in caplog.text
+    assert sw.open(root).step == 2
+    sw.open(root).verify()
+
+
+def test_a_step_that_storage_has_no_room_for_is_kept_in_memory(small: Path, shm: Path) -> None:
+    """And persisted at the end, when there is room."""
+    memory = sw.Memory(dir=str(shm), when_full="wait", wait=20.0)
+    with sw.Checkpointer(small / "run", memory=memory, on_failure="warn") as cp:
+        filler = fill_up(small)
+        handle = cp.save(1, state(1))
+        assert handle is not None
+        handle.committed(20.0)
+        assert cp.steps() == []
+        filler.unlink()
+    assert cp.steps() == [1]
+
+
+def save_wrongly(root: str, background: bool) -> list[str]:
+    """On a rank: what storage fails on rank 1 is logged, what is wrong there is raised."""
+    said = []
+    memory = None if not background else sw.Memory(snapshot_every=0, slots=1, dir=root)
+    with sw.Checkpointer(root, memory=memory, on_failure="warn") as cp:
+        if dist.get_rank() == 1:
+            create = LocalStore.create
+
+            def fail(self: LocalStore, key: str, size: int) -> Any:
+                LocalStore.create = create  # type: ignore[method-assign]
+                raise OSError("the disk of rank 1 is gone")
+
+            LocalStore.create = fail  # type: ignore[method-assign]
+        value = state(1) | {"mine": sw.PerRank(dist.get_rank())}
+        said.append(str(cp.save(1, value)))
+        try:
+            cp.save(2, {"t": dist.get_rank()})
+        except sw.ShardwiseError as error:
+            said.append(type(error).__name__)
+        said.append(str(cp.save(3, value) is not None))
+    return [*said, str(cp.steps())]
+
+
+def test_all_ranks_go_on_or_none_does(gang: Gang, tmp_path: Path) -> None:
+    expected = ["None", "MismatchError", "True", "[3]"]
+    assert gang.run(save_wrongly, str(tmp_path), False, world=2) == [expected] * 2
