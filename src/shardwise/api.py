@@ -285,7 +285,7 @@ class _Load:
             opened = open_any(enter, group, terms, self.reading)
         selection, rename, arena = checked[0]
         opened = with_names_by_position(opened, partial(self._orders, rename), group)
-        saved = SavedState(opened.manifest, rename)
+        saved = SavedState(opened.manifest, rename, opened.absent)
         bindings: list[Binding] = []
 
         def look() -> Matched:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -87,6 +88,7 @@ class Reading:
 
 
 PLAIN = Reading()
+log = logging.getLogger("shardwise")
 
 
 def open_any(
@@ -105,7 +107,10 @@ def open_any(
             does not fit.
     """
     read = partial(_read, reading=reading)
-    return reading.specified(open_checkpoint(enter, group, terms, read=read, decode=_decode))
+    opened = open_checkpoint(enter, group, terms, read=read, decode=_decode)
+    for name, file in opened.absent.items() if group.rank == 0 else ():
+        log.warning("%s: %s is missing, so that there is no %s", opened.store, file, name)
+    return reading.specified(opened)
 
 
 def place_below(enter: Callable[[], Store], choice: Choice, group: Group) -> str:
@@ -267,4 +272,15 @@ def opened_foreign(tree: Tree, foreign: Foreign) -> Opened:
     )
     held, stride = ForeignFiles(tree, foreign.files), foreign.laid.stride
     sums = partial(sums_of, tree, [file.name for file in foreign.files if file.content is None])
-    return Opened(held, manifest, moved, stride, parts, foreign.left_out, replicas, sums)
+    lacking = (f"{name}: {said} is missing" for name, said in foreign.absent.items())
+    return Opened(
+        held,
+        manifest,
+        moved,
+        stride,
+        parts,
+        (*foreign.left_out, *lacking),
+        foreign.absent,
+        replicas,
+        sums,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -41,12 +42,14 @@ def test_bytecheckpoint_has_groups_step_and_extra_state(tmp_path: Path) -> None:
 
 
 def test_torchsnapshot_has_values_and_replicas(tmp_path: Path) -> None:
-    foreign = opened(unpacked("torchsnapshot", tmp_path))
+    place = unpacked("torchsnapshot", tmp_path)
+    foreign = opened(place)
     values = {entry.name: decode(entry.value, entry.name) for entry in foreign.objects}
     assert values["more.flags"] == [True, {"x": b"12"}]
     assert (values["more.epoch"], values["more.rate"], values["more.name"]) == (2, 0.5, "a/b")
     assert values["optimizer.param_groups"][0]["params"] == [0, 1, 2, 3, 4]
-    assert len(foreign.replicas) == 15 - 2
+    assert len(foreign.replicas) == 15 - 2 + 4  # and shards that both ranks have
+    assert sw.open(place).verify().bytes_compared > 0
     assert not foreign.left_out
 
 
@@ -81,3 +84,49 @@ def test_a_lying_snapshot_is_refused(
     file.write_text(json.dumps(manifest))
     with pytest.raises(sw.FormatError, match=complaint):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_bytecheckpoint_without_its_optimizer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, whole: bool
+) -> None:
+    place = unpacked("bytecheckpoint", tmp_path) / "global_step_3"
+    (place / "optimizer" / ".metadata").unlink()
+    if whole:
+        shutil.rmtree(place / "optimizer")
+    with caplog.at_level("WARNING", logger="shardwise"):
+        found = sw.open(place)
+    assert "optimizer/.metadata is missing, so that there is no optimizer" in caplog.text
+    assert "optimizer: optimizer/.metadata is missing" in found.left_out
+    shapes = {name: tensor.shape for name, tensor in found.tensors().items()}
+    state = {name.removeprefix("model."): torch.zeros(shape) for name, shape in shapes.items()}
+    moments = {"0.weight": {"exp_avg": torch.zeros(shapes["model.0.weight"])}}
+    with pytest.raises(sw.MismatchError, match=r"optimizer/\.metadata is missing, which would"):
+        sw.load(place, {"model": state, "optimizer": moments})
+    sw.load(place, {"model": state})
+
+
+def test_torchsnapshot_shards_of_several_ranks_are_copies(tmp_path: Path) -> None:
+    place = unpacked("torchsnapshot", tmp_path)
+    listed = json.loads((place / ".snapshot_metadata").read_text())
+    path, entry = next(
+        (path, entry)
+        for path, entry in listed["manifest"].items()
+        if entry["type"] == "ShardedTensor"
+    )
+    again = json.loads(json.dumps(entry))
+    shard = again["shards"][0]
+    location = place / shard["tensor"]["location"]
+    start, stop = shard["tensor"]["byte_range"] or (0, location.stat().st_size)
+    content = location.read_bytes()[start:stop]
+    shard["tensor"] |= {"location": "copy", "byte_range": None}
+    again["shards"] = [shard]
+    listed["manifest"][path.replace("0/", "7/", 1)] = again
+    (place / ".snapshot_metadata").write_text(json.dumps(listed))
+    (place / "copy").write_bytes(content)
+    before = len(opened(unpacked("torchsnapshot", tmp_path / "other")).replicas)
+    assert len(opened(place).replicas) == before + 1
+    sw.open(place).verify()
+    (place / "copy").write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(sw.MismatchError, match="and copy at byte 0"):
+        sw.open(place).verify()

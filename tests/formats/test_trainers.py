@@ -106,7 +106,7 @@ def test_a_directory_of_lightning(tmp_path: Path, count: int) -> None:
     assert_loads(place, (model, optimizer, scheduler))
     assert ("optimizer_1.param_groups" in sw.open(place)) == (count == 2)
     with sw.Checkpointer(tmp_path / "run", memory=None, start_from=place) as checkpointer:
-        assert checkpointer.restore({"model": trained(0)[0]}) is None
+        assert checkpointer.restore({"model": trained(0)[0]}) == 3
         assert checkpointer.last_restore is not None
         assert checkpointer.last_restore.step == 3
 
@@ -216,3 +216,84 @@ def test_weights_that_ranks_wrote_are_refused(tmp_path: Path) -> None:
     torch.save({"_flat_param": torch.ones(3)}, tmp_path / "pytorch_model_fsdp_rank0.bin")
     with pytest.raises(sw.FormatError, match="SHARDED_STATE_DICT"):
         sw.open(tmp_path)
+
+
+def assert_lacks(
+    caplog: pytest.LogCaptureFixture, place: Path, file: str, names: dict[str, Any], missing: str
+) -> sw.Checkpoint:
+    """Opening says that a file is missing, and so does a load that wants what is in it."""
+    with caplog.at_level("WARNING", logger="shardwise"):
+        found = sw.open(place)
+    assert any(file in message for message in caplog.messages), caplog.messages
+    assert any(line.startswith(f"{missing}: {file}") for line in found.left_out), found.left_out
+    for strict in (True, False):
+        with pytest.raises(sw.MismatchError, match=f"{file}.* is missing") as caught:
+            sw.load(place, names, strict=strict)
+        assert caught.value.problems
+    return found
+
+
+def trainer_directory(place: Path, saved: Trained) -> None:
+    model, optimizer, scheduler = saved
+    safetensors.torch.save_file(model.state_dict(), place / "model.safetensors")
+    torch.save(optimizer.state_dict(), place / "optimizer.pt")
+    torch.save(scheduler.state_dict(), place / "scheduler.pt")
+    torch.save({"python": (3, (1, 2), None)}, place / "rng_state.pth")
+    (place / "trainer_state.json").write_text(json.dumps({"global_step": 30, "epoch": 0.5}))
+
+
+@pytest.mark.parametrize("others", [[], ["scheduler.pt", "rng_state.pth"], ["trainer_state.json"]])
+def test_a_trainer_without_its_optimizer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, others: list[str]
+) -> None:
+    saved = trained()
+    trainer_directory(tmp_path, saved)
+    for name in ("optimizer.pt", *others):
+        (tmp_path / name).unlink()
+    model, optimizer, _ = trained(0)
+    names = {"model": model, "optimizer": optimizer}
+    found = assert_lacks(caplog, tmp_path, "optimizer.pt", names, "optimizer")
+    assert found.step == (None if "trainer_state.json" in others else 30)
+    sw.load(tmp_path, {"model": model})
+    assert torch.equal(model[0].weight, saved[0][0].weight)  # type: ignore[index]
+
+
+def test_a_trainer_without_its_scheduler(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer_directory(tmp_path, trained())
+    (tmp_path / "scheduler.pt").unlink()
+    found = sw.open(tmp_path)
+    assert "scheduler: scheduler.pt is missing" in found.left_out
+    with pytest.raises(sw.MismatchError, match=r"scheduler\.pt is missing, which would have sched"):
+        sw.load(tmp_path, {"scheduler": trained(0)[2]})
+
+
+def test_accelerate_without_its_optimizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, _, scheduler = trained()
+    place = tmp_path / "pytorch_model_fsdp_0"
+    dcp.save({"model": model.state_dict()}, checkpoint_id=place, no_dist=True)
+    torch.save(scheduler.state_dict(), tmp_path / "scheduler.bin")
+    other, its_optimizer, _ = trained(0)
+    names = {"model": other, "optimizer": its_optimizer}
+    assert_lacks(caplog, tmp_path, "optimizer_0/.metadata", names, "optimizer")
+
+
+def test_a_directory_of_lightning_without_its_other_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer, _ = trained()
+    named = torch.optim.AdamW(model.named_parameters())
+    named.load_state_dict(optimizer.state_dict())
+    state = {"state_dict": model.state_dict(), "optimizer_0": named.state_dict()}
+    dcp.save(state, checkpoint_id=tmp_path / "step.ckpt", no_dist=True)
+    other, its_optimizer, _ = trained(0)
+    names = {"model": other, "optimizer": its_optimizer}
+    assert_lacks(caplog, tmp_path / "step.ckpt", "meta.pt", names, "optimizer")
+
+
+def test_an_index_knows_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    trainer_directory(tmp_path / "saved", trained())
+    (tmp_path / "saved" / "optimizer.pt").unlink()
+    for _ in range(2):
+        found = sw.open(tmp_path / "saved", index=tmp_path / "index")
+        assert "optimizer: optimizer.pt is missing" in found.left_out

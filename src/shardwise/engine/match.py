@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -154,14 +155,20 @@ def agree_on_match(
         )
 
     def answer(said: list[bytes]) -> bytes:
-        return msgspec.msgpack.encode(_unite(names, said, targets, strict=strict))
+        told = partial(_lacking, saved)
+        return msgspec.msgpack.encode(_unite(names, said, targets, told, strict=strict))
 
     reply = exchange(group, "matching names", speak, answer)
     return matched[0], msgspec.msgpack.decode(reply, type=tuple[str, ...])
 
 
 def _unite(
-    names: list[str], said: list[bytes], targets: Collection[str], *, strict: bool
+    names: list[str],
+    said: list[bytes],
+    targets: Collection[str],
+    lacking: Callable[[Iterable[str]], str],
+    *,
+    strict: bool,
 ) -> list[str]:
     claimed = np.zeros(len(names), bool)
     scope = np.zeros(len(names), bool)
@@ -194,8 +201,8 @@ def _unite(
         hint = opening_up(lost, names) or fitting_renames(lost, unexpected, unclaimed, targets)
         accepts = "strict=False accepts missing and unexpected names; " if strict else ""
         raise MismatchError(
-            f"checkpoint and target do not fit; nothing was written. {hint}{'; ' if hint else ''}"
-            f"{accepts}rename=, only= and skip= choose and map names:",
+            f"checkpoint and target do not fit; nothing was written. {lacking(lost)}"
+            f"{hint}{'; ' if hint else ''}{accepts}rename=, only= and skip= choose and map names:",
             list(problems),
         )
     if lost or unexpected:
@@ -205,6 +212,16 @@ def _unite(
             _counted(unexpected, "in the checkpoint only"),
         )
     return unexpected
+
+
+def _lacking(saved: SavedState, lost: Iterable[str]) -> str:
+    """Which missing files would have had names that were lost, as a sentence."""
+    absent = saved.absent
+    names = [saved.saved_name(name) for name in lost]
+    roots = [root for root in absent if any(is_below(name, {root}) for name in names)]
+    files = ", ".join(dict.fromkeys(absent[root] for root in roots))
+    what = " and ".join(roots)
+    return f"{files} is missing, which would have {what}: copy it too. " if roots else ""
 
 
 def _unfilled(counts: Iterable[Mapping[str, tuple[int, int]]]) -> list[str]:

@@ -54,6 +54,7 @@ class Opened:
         stride: of the pieces, in elements, `(n, D)`.
         replicas: further places that must hold the same as the pieces.
         left_out: what a foreign checkpoint has that was not taken, and why; one line each.
+        absent: files that a foreign checkpoint lacks, by the name that what is in them would have.
         sums: gives the checksums that the files of a foreign checkpoint have, by file.
         parts: tensors of which several versions are stored, whose mean they are: by their number,
             the numbers that the pieces of these have, which are beyond those of the manifest.
@@ -65,6 +66,7 @@ class Opened:
     stride: Int
     parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    absent: Mapping[str, str] = field(default_factory=dict)
     replicas: Replicas | None = None
     sums: Callable[[], Iterator[Summed]] | None = None
 

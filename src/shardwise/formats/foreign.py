@@ -65,6 +65,8 @@ class Foreign:
         averages: by name, the tensors whose mean it is; these are in `tensors`, hidden from users.
         objects: plain values, encoded by `shardwise.state.objects`.
         left_out: what there is beside, and why it was not taken; one line each.
+        absent: files that such a checkpoint usually has, and this one lacks: by the name that what
+            is in them would have, as `{"optimizer": "optimizer.pt"}`.
     """
 
     format: str
@@ -78,3 +80,4 @@ class Foreign:
     step: int | None = None
     world_size: int = 1
     left_out: tuple[str, ...] = ()
+    absent: Mapping[str, str] = field(default_factory=dict)

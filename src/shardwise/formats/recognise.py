@@ -62,7 +62,7 @@ READERS: tuple[Reader, ...] = (
         deepspeed.recognise,
         deepspeed.read,
         # Its own converter writes beside it; trainers, the weights of lower precision once more.
-        ("deepspeed-universal", "torch", "torch-ranks", "hf"),
+        ("deepspeed-universal", "torch", "torch-ranks", "accelerate", "hf"),
     ),
     Reader(
         "deepspeed-universal",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
+from types import MappingProxyType
 
 from shardwise.errors import StateError, add_note
 from shardwise.manifest.manifest import Manifest, TensorEntry
@@ -58,13 +59,21 @@ def _named_on_failure(rename: Callable[[str], str]) -> Callable[[str], str]:
 
 
 class SavedState:
-    """What a checkpoint holds, asked for by the names of the target."""
+    """What a checkpoint holds, asked for by the names of the target.
+
+    Args:
+        absent: files that it lacks, by the name that what is in them would have.
+    """
 
     def __init__(
-        self, manifest: Manifest, saved_name: Callable[[str], str] = lambda name: name
+        self,
+        manifest: Manifest,
+        saved_name: Callable[[str], str] = lambda name: name,
+        absent: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.manifest = manifest
         self.saved_name = saved_name
+        self.absent = absent
         self._tensors = {tensor.name: i for i, tensor in enumerate(manifest.tensors)}
         self._objects = {entry.name: entry.value for entry in manifest.objects}
 

@@ -65,7 +65,9 @@ def test_a_root_with_universal_ones_only_is_recognised(
 @pytest.mark.parametrize(
     ("lost", "said"),
     [
-        ("zero/first.weight/fp32.pt", "zero/first.weight/fp32.pt is missing"),
+        ("zero/first.weight/fp32.pt", "1 is missing: zero/first.weight/fp32.pt"),
+        ("zero/first.weight/exp_avg.pt", "1 is missing: zero/first.weight/exp_avg.pt"),
+        ("zero/first.weight/step.pt", "1 is missing: zero/first.weight/step.pt"),
         ("zero/optimizer_state.pt", "has no file 'zero/optimizer_state.pt'"),
     ],
 )
@@ -75,5 +77,32 @@ def test_a_lost_file_is_told(
     place = tmp_path / "copy"
     shutil.copytree(checkpoints.place(CONVERTED[0]) / "universal", place)
     (place / lost).unlink()
+    with pytest.raises(FormatError, match=said):
+        universal.read(Tree(place))
+
+
+@pytest.mark.parametrize("case", CONVERTED)
+def test_a_key_that_is_lost_of_all_parameters_is_told(
+    checkpoints: Checkpoints, tmp_path: Path, case: str
+) -> None:
+    place = tmp_path / "copy"
+    shutil.copytree(checkpoints.place(case) / "universal", place)
+    for path in place.glob("zero/*/exp_avg_sq.pt"):
+        path.unlink()
+    with pytest.raises(FormatError, match=r"missing: zero/embedding\.weight/exp_avg_sq\.pt"):
+        universal.read(Tree(place))
+
+
+@pytest.mark.parametrize("key", ["fp32", "exp_avg", "exp_avg_sq"])
+def test_a_state_of_another_shape_is_told(
+    checkpoints: Checkpoints, tmp_path: Path, key: str
+) -> None:
+    place = tmp_path / "copy"
+    shutil.copytree(checkpoints.place(CONVERTED[0]) / "universal", place)
+    path = place / "zero" / "first.weight" / f"{key}.pt"
+    held = torch.load(path)
+    held["param"] = held["param"][:-1].clone()
+    torch.save(held, path)
+    said = rf"{key}.pt: it is of shape \[6, 5\], and its parameter of shape \[7, 5\]"
     with pytest.raises(FormatError, match=said):
         universal.read(Tree(place))

@@ -39,6 +39,7 @@ _FILE = re.compile(
 _SHOWS = re.compile(
     rf"{FSDP_MODEL}\.bin|{FSDP_MODEL}_0/{re.escape(METADATA)}|{OPTIMIZER}\.(?:bin|pt)"
 )
+_NOTED = re.compile(rf"{re.escape(TRAINER)}|scheduler\.(?:bin|pt)")
 _RANDOM = re.compile(r"(?:random_states|rng_state)(?:_(\d{1,7}))?\.(?:pkl|pth)")
 _OF_RANK = re.compile(rf"{FSDP_MODEL}(?:_\d+)?_rank\d+\.bin")
 _FURTHER = re.compile(r"(?:pytorch_)?model_\d+\.(?:bin|safetensors)")
@@ -46,8 +47,15 @@ _LARGEST_STATE = 2**28
 
 
 def recognise(tree: Tree) -> bool:
-    """Whether a place has an optimizer, or weights of FSDP, as accelerate names them."""
-    return tree.only is None and any(map(_SHOWS.fullmatch, tree.sizes))
+    """Whether a place has an optimizer, or weights of FSDP, as accelerate names them.
+
+    Or published weights, and beside them what is of a run: its optimizer was not copied, or not
+    saved.
+    """
+    if tree.only is not None:
+        return False
+    noted = any(_NOTED.fullmatch(name) or _RANDOM.fullmatch(name) for name in tree.sizes)
+    return any(map(_SHOWS.fullmatch, tree.sizes)) or (noted and huggingface.recognise(tree))
 
 
 def read(tree: Tree) -> Foreign:
@@ -83,7 +91,31 @@ def read(tree: Tree) -> Foreign:
         format=FORMAT,
         step=step if type(step) is int and step >= 0 else None,
         world_size=max(world_size(found.files), ranks),
+        absent=_absent(tree),
     )
+
+
+def _absent(tree: Tree) -> dict[str, str]:
+    """Files that are not there, though others show that they were written."""
+    kinds = {match[1] for name in tree.sizes for match in _matches(name)}
+    trainer = TRAINER in tree.sizes or "scheduler.pt" in tree.sizes
+    absent = {}
+    if FSDP_MODEL not in kinds and not huggingface.recognise(tree):
+        absent["model"] = "the file of the model's weights (as model.safetensors)"
+    if OPTIMIZER not in kinds:
+        folder = f"{FSDP_MODEL}_0/{METADATA}" in tree.sizes
+        file = "optimizer.pt" if trainer else "optimizer.bin"
+        absent[OPTIMIZER] = f"{OPTIMIZER}_0/{METADATA}" if folder else file
+    elif trainer and "scheduler" not in kinds:
+        absent["scheduler"] = "scheduler.pt"
+    if trainer and TRAINER not in tree.sizes:
+        absent["trainer_state"] = TRAINER
+    return absent
+
+
+def _matches(name: str) -> Iterator[re.Match[str]]:
+    """What a name of a part has matched."""
+    yield from filter(None, (_FOLDER.fullmatch(name), _FILE.fullmatch(name)))
 
 
 def _parts(tree: Tree) -> Iterator[partial[Leaves]]:

@@ -70,11 +70,17 @@ def read(tree: Tree) -> Foreign:
         files += (tree.file(name),)
     if len(ranks) > 1:
         left_out.append(f"extra_state of {len(ranks) - 1} ranks: that of rank {ranks[0]} is taken")
+    lacking = [part for part in PARTS if f"{part}/{METADATA}" not in tree.sizes]
     folded = fold(values, [path for path, _, _ in tensors])
     foreign = foreign_of(Leaves(files, tensors, laid, folded, left_out), FORMAT)
     step = _STEP.fullmatch(tree.path.resolve().name)
     world = max(world_size(files), len(ranks))
-    return replace(foreign, step=int(step[1]) if step else None, world_size=world)
+    return replace(
+        foreign,
+        step=int(step[1]) if step else None,
+        world_size=world,
+        absent={part: f"{part}/{METADATA}" for part in lacking},
+    )
 
 
 def _geometries(metadata: Metadata) -> dict[tuple[str, tuple[int, ...] | None], StoredArray]:

@@ -107,7 +107,7 @@ class _Snapshot:
         self._boxes: dict[tuple[Path, tuple[int, ...]], StoredArray] = {}
         self._values: dict[Path, Any] = {}
         self._rank: dict[Path, int] = {}
-        self._again: list[tuple[Path, StoredArray]] = []
+        self._again: list[tuple[Path, tuple[int, ...], StoredArray]] = []
         self._left_out: list[str] = []
 
     def add(self, rank: int, path: tuple[str, ...], entry: _Entry) -> None:
@@ -130,7 +130,7 @@ class _Snapshot:
         """All of it, in shardwise's names."""
         number = {path: i for i, path in enumerate(self._tensors)}
         boxes = [(number[path], offset, array) for (path, offset), array in self._boxes.items()]
-        again = [(number[path], (0,) * len(array.shape), array) for path, array in self._again]
+        again = [(number[path], offset, array) for path, offset, array in self._again]
         files = tuple(map(self._tree.file, self._files))
         tensors = [(path, dtype, shape) for path, (dtype, shape) in self._tensors.items()]
         values = fold(self._assembled(), list(self._tensors))
@@ -151,7 +151,11 @@ class _Snapshot:
             array = self._array(shard.tensor, name)
             if array.shape != shard.sizes or array.dtype != known[0]:
                 raise FormatError(f"{self._where}: a shard of {name} is not what it says")
-            self._boxes.setdefault((path, shard.offsets), array)
+            first = self._boxes.setdefault((path, shard.offsets), array)
+            if first.shape != array.shape:
+                raise FormatError(f"{self._where}: shards of {name} overlap")
+            if first != array:
+                self._again.append((path, shard.offsets, array))
 
     def _add_again(self, rank: int, name: str, path: Path, entry: _Entry) -> None:
         """What another rank has under the same name: a replica, the same value, or left out."""
@@ -161,7 +165,7 @@ class _Snapshot:
             return
         tensor = _whole(entry, name)
         if self._tensors.get(path) == (_dtype(tensor, name), tensor.shape):
-            self._again.append((path, self._array(tensor, name)))
+            self._again.append((path, (0,) * len(tensor.shape), self._array(tensor, name)))
         else:
             self._left_out.append(f"{name}: rank {rank} has another tensor, which is not taken")
 

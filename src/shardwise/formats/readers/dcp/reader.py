@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,6 +16,8 @@ from shardwise.formats.readers.dcp.stored import Stored, read_stored, world_size
 from shardwise.formats.tree import Tree
 
 FORMAT = "PyTorch DCP"
+_OF_LIGHTNING = re.compile(r"state_dict|optimizer_\d{1,4}")
+"""How Lightning names what it writes by DCP. Its other file says that, and has the rest."""
 
 
 def recognise(tree: Tree) -> bool:
@@ -43,8 +46,15 @@ def read(tree: Tree) -> Foreign:
         )
     metadata = read_metadata(tree)
     stored = read_stored(tree, metadata)
-    foreign = foreign_of(leaves(stored, metadata), FORMAT)
-    return replace(foreign, world_size=world_size(stored.files))
+    found = leaves(stored, metadata)
+    tops = {str(path[0]) for path in (*(path for path, _, _ in found.tensors), *found.values)}
+    absent = {}
+    if "state_dict" in tops and all(map(_OF_LIGHTNING.fullmatch, tops)):
+        absent = dict.fromkeys(
+            ("model", "optimizer", "scheduler"), "meta.pt, which Lightning writes,"
+        )
+    foreign = foreign_of(found, FORMAT)
+    return replace(foreign, world_size=world_size(stored.files), absent=absent)
 
 
 def leaves(

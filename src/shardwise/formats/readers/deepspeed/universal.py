@@ -29,6 +29,8 @@ from shardwise.formats.tree import Tree
 FORMAT = "DeepSpeed universal"
 _ATOM = re.compile(r"zero/(.+)/([^/]+)\.pt")
 _SETTINGS = f"zero/{SETTINGS}"
+MOMENTS = (WEIGHTS, "exp_avg", "exp_avg_sq", "momentum_buffer")
+"""What is always as large as the parameter."""
 
 
 def recognise(tree: Tree) -> bool:
@@ -60,9 +62,11 @@ def read(tree: Tree, tag: str | None = None, *, placing: Placing | None = None) 
     wanted = [*atoms.values(), f"{files.folder}{_SETTINGS}"]
     contents = load_all(tree, wanted, laying)
     trained = _trained(ranks)
-    _lay_atoms(laying, atoms, contents, trained)
-    _lay_settings(laying, ranks, contents[wanted[-1]], f"{tree}/{wanted[-1]}")
     place = placing or (ranks.placing() if ranks.tensor_parallel > 1 else whole)
+    settings = _settings(contents[wanted[-1]])
+    _check_atoms(tree, f"{files.folder}zero", atoms, ranks, settings)
+    _lay_atoms(laying, atoms, contents, trained, place)
+    _lay_settings(laying, ranks, contents[wanted[-1]], f"{tree}/{wanted[-1]}")
     if ranks.sliced:
         lay_frozen_slices(laying, ranks.of_data_parallel(), place)
     modules = [ranks.module(rank) for rank in range(ranks.tensor_parallel)]
@@ -83,15 +87,48 @@ def _trained(ranks: Ranks) -> dict[str, tuple[Shape, ...]]:
     return found
 
 
+def _settings(value: object) -> list[Mapping[Any, Any]]:
+    """The hyperparameters of all groups; none, if there are none."""
+    groups = value.get("param_groups") if isinstance(value, Mapping) else None
+    listed = groups if isinstance(groups, (list, tuple)) else ()
+    return [group for group in listed if isinstance(group, Mapping)]
+
+
+def _check_atoms(
+    tree: Tree,
+    folder: str,
+    atoms: Mapping[tuple[str, str], str],
+    ranks: Ranks,
+    settings: Sequence[Mapping[Any, Any]],
+) -> None:
+    """Whether each parameter has its weights, and the states that others of its group have.
+
+    Raises:
+        FormatError: files are missing; they are named.
+    """
+    keys: dict[str, set[str]] = {}
+    for name, key in atoms:
+        keys.setdefault(name, set()).add(key)
+    for stage in range(ranks.stages):
+        for number, group in enumerate(ranks.models[0, ranks.of_stage(stage)[0]].shapes):
+            held = settings[number] if number < len(settings) else {}
+            wanted = {WEIGHTS}.union(*(keys.get(name, set()) for name in group))
+            if "betas" in held and ("amsgrad" in held or "bias_correction" in held):
+                wanted |= {"exp_avg", "exp_avg_sq"}  # Adam, of torch or of DeepSpeed
+            elif "betas" in held and wanted <= {WEIGHTS, STEP}:
+                wanted |= {"exp_avg"}
+            files = (f"{folder}/{name}/{key}.pt" for name in group for key in sorted(wanted))
+            tree.require(files, "hold parameters and their states")
+
+
 def _lay_atoms(
     laying: Laying,
     atoms: Mapping[tuple[str, str], str],
     contents: Mapping[str, Any],
     trained: Mapping[str, Sequence[Shape]],
+    place: Placing,
 ) -> None:
-    missing = [name for name in trained if (name, WEIGHTS) not in atoms]
-    if missing:
-        raise FormatError(f"zero/{missing[0]}/{WEIGHTS}.pt is missing, and {len(missing) - 1} more")
+    shapes: dict[str, Shape] = {}
     for (name, key), file in atoms.items():
         if name not in trained:
             continue
@@ -103,7 +140,15 @@ def _lay_atoms(
         elif not isinstance(array, StoredArray):
             raise FormatError(f"{file}: it holds no tensor")
         else:
-            laying.array(full, _shaped(array, trained[name], file))
+            array = _shaped(array, trained[name], file)
+            if name not in shapes:
+                shapes[name] = place(name, trained[name]).shape
+            if array.shape != shapes[name] and (array.shape or key in MOMENTS):
+                raise FormatError(
+                    f"{file}: it is of shape {list(array.shape)}, and its parameter of shape "
+                    f"{list(shapes[name])}: it is of another model, or damaged"
+                )
+            laying.array(full, array)
 
 
 def _shaped(array: StoredArray, shapes: Sequence[Shape], file: str) -> StoredArray:
