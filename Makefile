@@ -5,19 +5,25 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 ARGS   ?=
+# A worker of pytest-xdist for each processor; the tests of one file share fixtures.
+PARALLEL := -n auto --dist loadfile
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint format demo demo-reshape demo-failures bench peers soak clean
+.PHONY: help test test-all lint format demo demo-reshape demo-failures bench peers soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 test: $(READY) ## run the tests; ARGS="-m 'not ranks'" leaves out those that start processes
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest $(PARALLEL) $(ARGS)
+
+test-all: $(READY) ## run every test, with many more examples each, and ten minutes of `make soak`
+	$(RUN) -m pytest $(PARALLEL) -m "" --hypothesis-profile=long $(ARGS)
+	$(RUN) -m tests.soak.soak --minutes 10
 
 lint: $(READY) ## check style and types
 	$(RUN) -m ruff check

@@ -10,6 +10,7 @@ from hypothesis import settings
 from shardwise.testing import Gang
 
 settings.register_profile("shardwise", deadline=None)  # how busy a machine is proves nothing
+settings.register_profile("long", settings.get_profile("shardwise"), max_examples=1000)
 settings.load_profile("shardwise")
 PRELOAD = ("hypothesis", "pytest", "torch.distributed.fsdp")
 

@@ -28,6 +28,7 @@ def demo(out: Path, *options: str, **environ: str) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.timeout(240)
 def test_a_killed_trainer_and_a_lost_host_cost_neither_storage_nor_a_bit(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ def demo(out: Path, *options: str, **environ: str) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
