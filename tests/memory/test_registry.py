@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 import shardwise as sw
 from shardwise.errors import StoreError
@@ -22,8 +24,8 @@ from shardwise.store import LocalStore
 from tests.faults.memory.scenario import end_agents
 from tests.memory.test_server import RUN, TOKEN, serve
 
-HERE = Card("here-1", "http://127.0.0.1:7311", TOKEN)
-THERE = Card("there/2 – ü", "http://127.0.0.1:7312", TOKEN)
+HERE = Card("here-1", "http://127.0.0.1:7311", TOKEN, host=socket.gethostname())
+THERE = Card("there/2 – ü", "http://192.0.2.7:7312", TOKEN, host="there")
 
 
 @pytest.fixture
@@ -46,6 +48,7 @@ def test_what_nodes_have_written_is_read_without_their_secrets(tmp_path: Path) -
         assert path.stat().st_mode & 0o777 == 0o600
         assert TOKEN not in path.read_text()
     assert Registry(LocalStore(tmp_path), "f" * 16).read().cards == [], "that is another run"
+    assert [card.node for card in registry.read({HERE.node}).cards] == [THERE.node]
     registry.leave(THERE.node)
     assert [card.node for card in registry.read().cards] == [HERE.node]
 
@@ -107,6 +110,15 @@ def test_what_is_damaged_old_or_of_another_run_is_told_or_goes(tmp_path: Path) -
     assert not list((tmp_path / NODES).iterdir())
 
 
+def test_a_token_is_not_sent_to_what_listens_on_another_host(tmp_path: Path) -> None:
+    """An agent that serves 127.0.0.1 of its host is not the one that serves it here."""
+    registry = Registry(LocalStore(tmp_path), RUN)
+    registry.enter(replace(HERE, host="elsewhere"), 0)
+    found = registry.read()
+    assert found.cards == []
+    assert "serves its own host only, elsewhere" in found.unknown[HERE.node]
+
+
 def test_a_root_that_cannot_be_written_to_costs_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -122,7 +134,7 @@ def test_a_root_that_cannot_be_written_to_costs_one_warning(
 def test_an_agent_that_comes_back_elsewhere_says_so(tmp_path: Path) -> None:
     run = Home(tmp_path / "shm").run(RUN)
     registry = Registry(LocalStore(tmp_path / "root"), RUN)
-    moved = Card(HERE.node, "http://127.0.0.1:7399", TOKEN)
+    moved = replace(HERE, url="http://127.0.0.1:7399")
     reenter(run, moved)  # nothing is known of the root
     run.path.mkdir()
     write_note(run.path / ROOT, str(LocalStore(tmp_path / "root")))

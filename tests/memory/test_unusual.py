@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -21,7 +22,7 @@ from shardwise.memory.agent.duties import Leading
 from shardwise.memory.agent.keeper import attendance, is_attended
 from shardwise.memory.network.assembling import what_is_held
 from shardwise.memory.network.vigil import Agents
-from shardwise.memory.node import notes, retire
+from shardwise.memory.node import notes, retire, spawn
 from shardwise.memory.node.home import Home, write_note
 from shardwise.memory.node.notes import Done, Draft
 from shardwise.memory.node.place import Place
@@ -322,3 +323,17 @@ def test_a_save_that_is_committed_meanwhile_is_not_taken_for_an_old_one(
     monkeypatch.setattr(retire, "decode_manifest", manifest_just_before)
     assert not retire._tidy(place)
     assert kept.exists()
+
+
+def test_an_agent_that_another_process_never_finishes_starting_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That process is stopped, and keeps its lock."""
+    home = Home(tmp_path)
+    monkeypatch.setattr(spawn, "PATIENCE", 0.0)
+    monkeypatch.setattr(spawn, "LONGER", 0.05)
+    fd = home.open_lock("start.lock")
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(StoreError, match="another process has been starting the agent"):
+        spawn.agent_of(home, memory(tmp_path))
+    os.close(fd)

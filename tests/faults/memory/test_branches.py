@@ -10,7 +10,7 @@ import torch
 
 import shardwise as sw
 from shardwise.testing import Gang
-from tests.faults.memory.scenario import ROWS, Cluster, box_of, strays, until
+from tests.faults.memory.scenario import ROWS, Cluster, box_of, end_agents, strays, until
 
 COLUMNS = 256
 
@@ -58,6 +58,7 @@ def test_nothing_is_taken_of_what_lay_on_idle_nodes_when_the_run_began_anew(
     """Its agents were gone when it looked for snapshots, and found none."""
     cluster = Cluster(root=root, shm=shm, nodes=2, options={"copies": 1, "rescue": False})
     gang.run(go, replace(cluster, node_of=(0,)), None, 4, 1, world=1)
+    end_agents(shm)
     (went,) = gang.run(go, replace(cluster, node_of=(1,)), None, 2, 2, world=1)
     assert went[0] is None
     for step, value, why in gang.run(go, cluster, None, 2, 3, world=2):

@@ -53,7 +53,7 @@ def refuse_unreachable(cards: Sequence[Card]) -> None:
         StoreError: some serve only their own host; says what to do.
     """
     hosts = sorted({card.host for card in cards})
-    alone = [card for card in cards if _is_loopback(served_address(card))]
+    alone = [card for card in cards if serves_own_host_only(card)]
     if len(hosts) > 1 and alone:
         raise StoreError(
             f"this run has {len(hosts)} hosts ({', '.join(hosts[:4])}"
@@ -65,9 +65,10 @@ def refuse_unreachable(cards: Sequence[Card]) -> None:
         )
 
 
-def _is_loopback(address: str) -> bool:
+def serves_own_host_only(card: Card) -> bool:
+    """Whether the agent of a card can be reached from its own host alone."""
     try:
-        return ipaddress.ip_address(address).is_loopback
+        return ipaddress.ip_address(served_address(card)).is_loopback
     except ValueError:
         return False
 

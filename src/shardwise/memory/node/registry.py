@@ -14,9 +14,11 @@ import logging
 import os
 import re
 import secrets
+import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,7 @@ import msgspec
 
 from shardwise.memory.node.home import Run, read_note
 from shardwise.memory.node.identity import run_token
+from shardwise.memory.node.interface import serves_own_host_only
 from shardwise.memory.node.lineage import Epoch
 from shardwise.memory.node.notes import Card
 from shardwise.memory.node.predecessors import ROOT
@@ -33,6 +36,7 @@ from shardwise.store import LocalStore, Store, open_store
 NODES = "nodes"
 LARGEST_ENTRY = 1 << 14
 MOST = 1024
+AT_A_TIME = 32
 KEPT_FOR = 7 * 86400.0
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 log = logging.getLogger("shardwise")
@@ -123,8 +127,8 @@ class Registry:
             if number >= MOST or now - changed > KEPT_FOR or not self._is_ours(path):
                 path.unlink(missing_ok=True)
 
-    def read(self) -> Known:
-        """The nodes that may hold snapshots of the run."""
+    def read(self, besides: Collection[str] = ()) -> Known:
+        """The nodes that may hold snapshots of the run, but for those of these names."""
         found = Known([])
         if self._path is None:
             return found
@@ -134,16 +138,20 @@ class Registry:
             return found
         except OSError as error:
             return Known([], {"all": f"{self._path} cannot be read: {error.strerror}"})
-        for name in [name for name in names if name.endswith(".json")][:MOST]:
-            entry = _read_private(self._path / name)
+        known = {_file_of(node) for node in besides}
+        wanted = [name for name in names if name.endswith(".json") and name not in known][:MOST]
+        with ThreadPoolExecutor(AT_A_TIME, "shardwise-registry") as pool:
+            entries = list(pool.map(_read_private, map(self._path.joinpath, wanted)))
+        for name, entry in zip(wanted, entries, strict=True):
             node = name.removesuffix(".json")
             if isinstance(entry, str):
                 found.unknown[node] = entry
             elif entry.run == self._run and self._clock() - entry.at < KEPT_FOR:
-                if entry.card.token:
-                    found.cards.append(entry.card)
+                if serves_own_host_only(entry.card) and entry.card.host != socket.gethostname():
+                    why = f"its agent serves its own host only, {entry.card.host}"
+                    found.unknown[entry.card.node] = why
                 else:
-                    found.unknown[entry.card.node] = "its entry in the root has no token"
+                    found.cards.append(entry.card)
         return found
 
     def _is_ours(self, path: Path) -> bool:

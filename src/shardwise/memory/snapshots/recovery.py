@@ -90,7 +90,7 @@ def find_assembly(
 
     def answer(said: list[bytes]) -> bytes:
         held = [msgspec.msgpack.decode(each, type=Held) for each in said if each]
-        known = snapshots.registry.read()
+        known = snapshots.registry.read({card.node for card in meeting.nodes})
         met = {card.node: card for card in (*known.cards, *meeting.nodes)}
         wanted = {"step": step, "below": below}
 
