@@ -25,7 +25,7 @@ LAYERS = (
     ("api",),
     ("convert",),
     ("checkpoint", "opening"),
-    ("respecified", "notebook"),
+    ("respecified", "notebook", "resizing"),
     ("memory", "formats"),
     ("retention",),
     ("engine", "adapters"),

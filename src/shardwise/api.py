@@ -35,6 +35,7 @@ from shardwise.manifest.names import MANIFEST, checked_name
 from shardwise.opening import Reading, open_any, place_below, refuse_foreign
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.saved import Rename, SavedState, renaming
+from shardwise.resizing import Resizing
 from shardwise.retention import Choice
 from shardwise.state.leaves import Holdings, TensorLeaf
 from shardwise.state.selection import Selection
@@ -107,6 +108,7 @@ def load(
     skip: Sequence[str] = (),
     rename: Rename | None = None,
     cast: bool = False,
+    resize: Mapping[str, str] | None = None,
     verify: bool = True,
     allow_pickle: bool = False,
     spec: Specification | None = None,
@@ -128,14 +130,12 @@ def load(
         step: which checkpoint of a root: a step, the `"newest"`, or the best, `sw.Best("loss")`.
         strict: refuse if names are missing from the checkpoint or, below the keys of `state`,
             only in the checkpoint; else report them. Filling no part of a module is an error.
-        only, skip: shell patterns of the target's names: fill those that match `only`, if given,
-            and do not match `skip`.
-        rename: from the target's names to the checkpoint's: a function, or a mapping of names,
-            each of which renames all names below it too.
+        only, skip: shell patterns of the target's names to fill, and of those to leave as they are.
+        rename: from the target's names to the checkpoint's: a function, or a mapping of beginnings.
         cast: convert where dtypes differ; without it, that is an error.
-        verify, spec, skip_unknown, format, index: see `open`.
+        resize: names or shell patterns, to "keep-common": fill what both shapes have in common.
         allow_pickle: unpickle values that were saved as pickle. Only for files that you trust.
-        staging_bytes, group, on_event: see `save`.
+        verify, spec, skip_unknown, format, index, staging_bytes, group, on_event: as in the others.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or a root lacks the chosen one.
@@ -154,6 +154,7 @@ def load(
         staging_bytes,
         allow_pickle,
         Reading(spec, index, skip_unknown, format),
+        resize or {},
     )
     with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
         return job.run(entered(place, step, ranks), ranks, cleanup)
@@ -268,6 +269,7 @@ class _Load:
     staging_bytes: int
     allow_pickle: bool
     reading: Reading
+    resize: Mapping[str, str]
 
     def run(self, chosen: Callable[[], Store], group: Group, cleanup: ExitStack) -> LoadReport:
         """Open, match on all ranks, read, and restore plain values."""
@@ -281,10 +283,10 @@ class _Load:
             return store
 
         with self.recorder.stage("open"):
-            terms = f"{self.options}, staging_bytes={self.staging_bytes}"
+            terms = f"{self.options}, staging_bytes={self.staging_bytes}, resize={self.resize}"
             opened = open_any(enter, group, terms, self.reading)
         selection, rename, arena = checked[0]
-        opened = with_names_by_position(opened, partial(self._orders, rename), group)
+        opened = self._fitted(opened, rename, group)
         saved = SavedState(opened.manifest, rename, opened.absent)
         bindings: list[Binding] = []
 
@@ -328,6 +330,13 @@ class _Load:
             seconds=self.recorder.seconds(),
         )
 
+    def _fitted(self, opened: Opened, rename: Callable[[str], str], group: Group) -> Opened:
+        """A checkpoint with the target's names where optimizers number parameters, and resized."""
+        resizing = Resizing.agreed(self.resize, self.state, group)
+        orders = partial(self._orders, SavedState(opened.manifest, rename), resizing)
+        opened = with_names_by_position(opened, orders, group)
+        return resizing.applied(opened, SavedState(opened.manifest, rename))
+
     def _planned(
         self,
         leaves: Sequence[TensorLeaf],
@@ -344,13 +353,14 @@ class _Load:
             prepare = partial(plan_filling, leaves, saved, opened, arena)
             return GroupFilling(prepare, opened, arena, group, cleanup)
 
-    def _orders(self, rename: Callable[[str], str]) -> dict[str, Order]:
+    def _orders(self, saved: SavedState, resizing: Resizing) -> dict[str, Order]:
         """The order of parameters in optimizers of the state, by their names in the checkpoint."""
         found: dict[str, Order] = {}
         for binding in bind_state(self.state, allow_pickle=self.allow_pickle):
             order = binding.order() if isinstance(binding, OptimizerBinding) else None
             if order is not None:
-                found[rename(f"{binding.name}.{GROUPS}").removesuffix(f".{GROUPS}")] = order
+                name = saved.saved_name(f"{binding.name}.{GROUPS}").removesuffix(f".{GROUPS}")
+                found[name] = resizing.order_before(order, saved)
         return found
 
     def _restore(

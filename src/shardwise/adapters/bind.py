@@ -74,8 +74,8 @@ class Binding(Protocol):
 
 State = MutableMapping[str, object]
 Modules = list[ModuleBinding | EngineBinding | MegatronBinding]
-_OF_MODULES = ModuleBinding, EngineBinding, MegatronBinding
-_OF_OPTIMIZERS = OptimizerBinding, EngineOptimizerBinding, MegatronOptimizerBinding
+OF_MODULES = ModuleBinding, EngineBinding, MegatronBinding
+OF_OPTIMIZERS = OptimizerBinding, EngineOptimizerBinding, MegatronOptimizerBinding
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +105,13 @@ def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
         raise StateError(
             "a dict in the state is nested deeper than Python's stack allows, or holds itself"
         ) from error
-    order = {**dict.fromkeys(_OF_MODULES, 0), **dict.fromkeys(_OF_OPTIMIZERS, 1)}
+    order = {**dict.fromkeys(OF_MODULES, 0), **dict.fromkeys(OF_OPTIMIZERS, 1)}
     return sorted(bindings, key=lambda binding: order.get(type(binding), 2))
 
 
 def optimizer_names(bindings: Sequence[Binding]) -> list[str]:
     """The names of the optimizers among what hangs in a state."""
-    return [binding.name for binding in bindings if isinstance(binding, _OF_OPTIMIZERS)]
+    return [binding.name for binding in bindings if isinstance(binding, OF_OPTIMIZERS)]
 
 
 def asked_of(
@@ -120,9 +120,9 @@ def asked_of(
     """The names that a load is to fill of each module (tensors) and optimizer (all names)."""
     asked: dict[str, Collection[str]] = {}
     for binding, held in zip(bindings, targets, strict=True):
-        if isinstance(binding, _OF_MODULES):
+        if isinstance(binding, OF_MODULES):
             asked[binding.name] = [leaf.name for leaf in held.tensors]
-        elif isinstance(binding, _OF_OPTIMIZERS):
+        elif isinstance(binding, OF_OPTIMIZERS):
             asked[binding.name] = [*held.names()]
     return asked
 

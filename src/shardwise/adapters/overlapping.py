@@ -46,7 +46,7 @@ def _tangled(leaves: Sequence[TensorLeaf]) -> set[int]:
 
 def _copied(leaf: TensorLeaf, moved: list[tuple[TensorLeaf, TensorLeaf]]) -> TensorLeaf:
     """A leaf of memory of its own, moved to where `leaf` lies when filled, after those `moved`."""
-    copies = tuple(Fragment(f.box, torch.empty_like(f.data)) for f in leaf.fragments)
+    copies = tuple(Fragment(f.box, f.data.clone()) for f in leaf.fragments)
     copy = TensorLeaf(leaf.name, leaf.dtype, leaf.shape, copies)
 
     def finish() -> None:
@@ -77,7 +77,7 @@ def fillable(leaf: TensorLeaf) -> TensorLeaf:
     box, data = leaf.fragments[0].box, leaf.fragments[0].data
     if not _overlaps_itself(data):
         return leaf
-    copy = torch.empty(data.shape, dtype=data.dtype, device=data.device)
+    copy = torch.empty(data.shape, dtype=data.dtype, device=data.device).copy_(data)
 
     def finish() -> None:
         _move_overlapping(leaf.name, copy, data)

@@ -201,7 +201,7 @@ def _once(leaves: Sequence[TensorLeaf], saved: SavedState) -> list[TensorLeaf]:
 
 def _comparison(leaf: TensorLeaf, first: str) -> TensorLeaf:
     """Reads a leaf beside the memory that `first` fills, and refuses if they differ."""
-    copies = tuple(Fragment(f.box, torch.empty_like(f.data)) for f in leaf.fragments)
+    copies = tuple(Fragment(f.box, f.data.clone()) for f in leaf.fragments)
 
     def finish() -> None:
         for here, copy in zip(leaf.fragments, copies, strict=True):

@@ -1,0 +1,189 @@
+"""Tensors that a load resizes, such as the embedding of a vocabulary that has grown since."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+import msgspec
+
+from shardwise.adapters import bind_state
+from shardwise.adapters.bind import OF_MODULES, OF_OPTIMIZERS
+from shardwise.adapters.values import TensorBinding
+from shardwise.engine.exchange import exchange
+from shardwise.engine.group import Group
+from shardwise.engine.opened import Opened
+from shardwise.engine.positions import Order
+from shardwise.errors import MismatchError, StateError
+from shardwise.plan.saved import SavedState
+
+KEEP_COMMON = "keep-common"
+Shape = tuple[int, ...]
+
+
+class Target(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor of the target that may be resized.
+
+    Attributes:
+        shape: its global shape in the target.
+        within: its name within its module.
+        is_meta: some rank has it on the meta device.
+    """
+
+    shape: Shape
+    within: str
+    is_meta: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Resizing:
+    """The tensors that a load resizes, by their names in the target; the same on all ranks."""
+
+    targets: Mapping[str, Target] = field(default_factory=dict)
+    optimizers: Collection[str] = ()
+
+    @classmethod
+    def agreed(
+        cls, resize: Mapping[str, str], state: MutableMapping[str, object], group: Group
+    ) -> Resizing:
+        """Find the tensors that `resize` names, on all ranks together.
+
+        Args:
+            resize: shell patterns of names, to `"keep-common"`; the same on all ranks.
+
+        Raises:
+            StateError: it is not such a mapping.
+            MismatchError: a pattern matches no tensor.
+        """
+        if not resize:
+            return cls()
+
+        def speak() -> bytes:
+            _check(resize)
+            return msgspec.msgpack.encode(_named(resize, state))
+
+        def answer(said: list[bytes]) -> bytes:
+            found: dict[str, Target] = {}
+            optimizers: dict[str, None] = {}
+            for each in said:
+                targets, names = msgspec.msgpack.decode(
+                    each, type=tuple[dict[str, Target], list[str]]
+                )
+                optimizers |= dict.fromkeys(names)
+                for name, target in targets.items():
+                    other = found.get(name, target)
+                    is_meta = target.is_meta or other.is_meta
+                    found[name] = Target(target.shape, target.within, is_meta)
+            idle = [each for each in resize if not any(fnmatchcase(n, each) for n in found)]
+            if idle:
+                raise MismatchError("resize= names what the target does not have:", idle)
+            return msgspec.msgpack.encode((found, [*optimizers]))
+
+        reply = exchange(group, "finding tensors to resize", speak, answer)
+        return cls(*msgspec.msgpack.decode(reply, type=tuple[dict[str, Target], list[str]]))
+
+    def order_before(self, order: Order, saved: SavedState) -> Order:
+        """The order of an optimizer's parameters, with the shapes that the checkpoint has."""
+        before: dict[tuple[str, Shape], Shape] = {}
+        for name, target in self.targets.items():
+            entry = saved.tensor(name)
+            if entry is not None:
+                before[target.within, target.shape] = before[name, target.shape] = entry.shape
+        return [[(n, before.get((n, shape), shape)) for n, shape in group] for group in order]
+
+    def applied(self, opened: Opened, saved: SavedState) -> Opened:
+        """The checkpoint as if it had been saved with the target's shapes.
+
+        What it lacks of a tensor is not read, and what it has beyond the target's shape neither.
+        Moments of a parameter are resized with it.
+
+        Args:
+            saved: the checkpoint by the target's names.
+
+        Raises:
+            StateError: what the checkpoint lacks of a tensor would have no value.
+        """
+        shapes: dict[str, Shape] = {}
+        for name, target in self.targets.items():
+            entry = saved.tensor(name)
+            if entry is None or len(entry.shape) != len(target.shape):
+                continue  # as any other misfit, it is reported when names are matched
+            if target.is_meta and any(
+                a > b for a, b in zip(target.shape, entry.shape, strict=True)
+            ):
+                raise StateError(
+                    f"{name}: it is larger than in the checkpoint, and on the meta device, so "
+                    "that its new elements have no values: initialise it before loading"
+                )
+            shapes[entry.name] = target.shape
+            for moment in self._moments(name, target, saved):
+                shapes[moment] = target.shape
+        if not shapes:
+            return opened
+        tensors = opened.manifest.tensors
+        means = [tensors[i].name for i in opened.parts if tensors[i].name in shapes]
+        if means:
+            raise StateError(
+                f"{means[0]}: the checkpoint has several versions of it, whose mean "
+                "is loaded: it cannot be resized"
+            )
+        changed = tuple(
+            msgspec.structs.replace(each, shape=shapes[each.name]) if each.name in shapes else each
+            for each in tensors
+        )
+        return replace(opened, manifest=msgspec.structs.replace(opened.manifest, tensors=changed))
+
+    def _moments(self, name: str, target: Target, saved: SavedState) -> Iterator[str]:
+        """What optimizers have of a parameter in the shape that it has in the checkpoint."""
+        parameter = saved.tensor(name)
+        for optimizer in self.optimizers:
+            for within in {target.within, name}:
+                for key in saved.below(f"{optimizer}.{within}"):
+                    entry = saved.tensor(f"{optimizer}.{within}.{key}")
+                    if (
+                        entry is not None
+                        and parameter is not None
+                        and entry.shape == parameter.shape
+                    ):
+                        yield entry.name
+
+
+def _check(resize: object) -> None:
+    if not isinstance(resize, Mapping) or not all(isinstance(each, str) for each in resize):
+        raise StateError(
+            f"resize={resize!r}: a mapping of names is needed, such as "
+            f'{{"model.embed.weight": "{KEEP_COMMON}"}}'
+        )
+    wrong = [name for name, how in resize.items() if how != KEEP_COMMON]
+    if wrong:
+        raise StateError(
+            f"resize={{{wrong[0]!r}: {resize[wrong[0]]!r}}}: {KEEP_COMMON!r} is needed"
+        )
+
+
+def _named(
+    patterns: Mapping[str, str], state: MutableMapping[str, object]
+) -> tuple[dict[str, Target], list[str]]:
+    """What patterns name on this rank, with what shares its memory; and all optimizers."""
+    bindings = bind_state(state, allow_pickle=True)
+    leaves = [
+        (binding.name, leaf)
+        for binding in bindings
+        if isinstance(binding, (*OF_MODULES, TensorBinding))
+        for leaf in binding.holdings().tensors
+    ]
+    chosen = {
+        leaf.name for _, leaf in leaves if any(fnmatchcase(leaf.name, each) for each in patterns)
+    }
+    tied = {leaf.identity for _, leaf in leaves if leaf.name in chosen} - {None}
+    targets = {
+        leaf.name: Target(
+            leaf.shape,
+            leaf.name.removeprefix(f"{owner}."),
+            any(fragment.data.is_meta for fragment in leaf.fragments),
+        )
+        for owner, leaf in leaves
+        if leaf.name in chosen or leaf.identity in tied
+    }
+    return targets, [each.name for each in bindings if isinstance(each, OF_OPTIMIZERS)]
