@@ -46,6 +46,7 @@ RUNS = [
     ),
     *(Run("overhead", processes) for processes in (1, 2)),
     Run("rebuild", 3),
+    Run("recover", 4),
     *(Run("foreign_resume", processes) for processes in (1, 4)),
     *(Run(f"foreign_{question}") for question in ("load", "export")),
     *(Run(f"foreign_{question}", 1) for question in ("open", "check")),

@@ -23,7 +23,7 @@ from shardwise.memory.redundancy.placement import Protection
 from shardwise.memory.redundancy.rebuild import assemblable
 from shardwise.memory.tls import Tls
 
-ABSENT = 0.75
+ABSENT = 0.5
 SILENT = 10.0
 ANSWERED = 5.0  # to take another connection of a node that has answered
 ASKED_AT_A_TIME = 64

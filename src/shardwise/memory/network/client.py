@@ -34,7 +34,7 @@ PLAIN_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,254}\Z"
 _RUN = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(PLAIN_NAME)
 _TOKEN = re.compile(r"[!-~]{1,512}")
-SYN_AGAIN, LOOK = 0.25, 0.05
+SYN_AGAIN, LOOK = 0.2, 0.05
 _HUNG_UP = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 T = TypeVar("T")
 
@@ -310,7 +310,7 @@ class AgentClient:
 def _reach(host: str, port: int, timeout: float, is_aborted: Callable[[], bool]) -> socket.socket:
     """A TCP connection that does not block.
 
-    It tries again every quarter of a second while earlier attempts stay open: the system itself
+    It tries again every fifth of a second while earlier attempts stay open: the system itself
     repeats a lost packet only after a second.
 
     Raises:
