@@ -19,10 +19,19 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import megatron_on_cpu
 import train_megatron as training
+from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import shardwise as sw
+from shardwise.adapters.names import unwrapped as without_wrappers
+
+
+def unwrapped(chunk: Any) -> Any:
+    module = without_wrappers(chunk)
+    while type(module).__name__ in ("DistributedDataParallel", "Float16Module"):
+        module = module.module
+    return module
 
 
 @contextmanager
@@ -104,6 +113,40 @@ def go_on(case: dict[str, Any], place: str, again: str) -> dict[str, Any]:
         sw.load(place, state_of(*parts))
         sw.save(again, state_of(*parts))
         found: dict[str, Any] = {"expected": expected_of(*parts[:2])}
+        found["after"] = train(*parts, range(2, 4))
+    return found
+
+
+def save_buckets(case: dict[str, Any], place: str) -> dict[str, Any]:
+    """Train for two steps, save by Megatron-Core as `dp_reshardable`, and go on."""
+    with built(case) as parts:
+        chunks, optimizer, _ = parts
+        train(*parts, range(2))
+        of_model: dict[str, Any] = {}
+        for number, chunk in enumerate(chunks):
+            of_model[f"model{number}"] = unwrapped(chunk).sharded_state_dict()
+        metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
+        of_optimizer = optimizer.sharded_state_dict(of_model, metadata=metadata)
+        if dist.get_rank() == 0:
+            Path(place).mkdir()
+        dist.barrier()
+        dist_checkpointing.save({**of_model, "optimizer": of_optimizer}, place)
+        found: dict[str, Any] = {"expected": expected_of(chunks, optimizer)}
+        found["after"] = train(*parts, range(2, 4))
+    return found
+
+
+def resume_buckets(case: dict[str, Any], place: str, again: str) -> dict[str, Any]:
+    """Load that, save it as ours, and go on."""
+    torch.manual_seed(8)
+    with built(case) as parts:
+        chunks, optimizer, scheduler = parts
+        train(*parts, range(7, 7 + case.get("stepped", 0)))
+        state = {"model": chunks, "optimizer": optimizer}
+        sw.load(place, state)
+        sw.save(again, state)
+        found: dict[str, Any] = {"expected": expected_of(chunks, optimizer)}
+        scheduler.num_steps = 2
         found["after"] = train(*parts, range(2, 4))
     return found
 

@@ -302,3 +302,33 @@ def test_snapshots_in_memory_are_restored_by_other_ranks(
     case = {"pp": 2, "bf16": True, **LLAMA}
     assert on_ranks(workers, 2, "recall", case, place, str(memory)) == ["memory"] * 2
     assert contents(f"{place}-recalled") == contents(place)
+
+
+BUCKETED: dict[str, dict[str, Any]] = {
+    "float32": {"tp": 2, "distributed": True, "bucket": 3000, "clip": 0.0},
+    "bfloat16": {"pp": 2, "distributed": True, "bf16": True, "bucket": 3000, **LLAMA},
+    "experts": {"ep": 2, "distributed": True, "bf16": True, **MOE},
+}
+
+
+@pytest.mark.parametrize("kind", BUCKETED)
+def test_buckets_of_the_distributed_optimizer_load_under_other_data_parallelism(
+    workers: Gang, tmp_path: Path, kind: str
+) -> None:
+    """What Megatron-Core saved as `dp_reshardable`, in the same model parallelism."""
+    case, place = BUCKETED[kind], str(tmp_path / "saved")
+    before = on_ranks(workers, 4, "save_buckets", case, place)
+    for world in (2, 4):
+        again = str(tmp_path / f"on-{world}")
+        stepped = {**case, "stepped": world // 4}
+        after = on_ranks(workers, world, "resume_buckets", stepped, place, again)
+        wanted = before[0]["expected"]
+        assert {*after[0]["expected"]} == {*wanted}
+        for name, tensor in wanted.items():
+            assert torch.equal(after[0]["expected"][name], tensor), name
+        assert_as_had(contents(again), before[0])
+        losses = [next(each["after"] for each in of if each["after"]) for of in (before, after)]
+        assert losses[1] == pytest.approx(losses[0], abs=1e-5 if kind == "float32" else 1e-3)
+    other = {**case, "tp": 1, "pp": 1, "ep": 1}
+    with pytest.raises(GangError, match="saved as dp_reshardable, by buckets, and those of the op"):
+        on_ranks(workers, 2, "resume_buckets", other, place, str(tmp_path / "other"))

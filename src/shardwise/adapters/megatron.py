@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.adapters.megatron_buckets import MASTER, BucketedState, Buckets, saved_buckets
 from shardwise.adapters.names import unwrapped
 from shardwise.adapters.optimizers import OptimizerBinding, ParameterMap
 from shardwise.adapters.parameters import Parameter, joined
@@ -126,7 +127,11 @@ class MegatronBinding:
             return saved.tensor(f"{self.name}.{name}") is not None
 
         self._contents = [contents.as_in(has) for contents in self._contents]
-        held = self._holdings(to_fill=True)
+        buckets = saved_buckets(self._optimizers, saved)
+        if all(selection.chooses(f"{p.bucket}.{MASTER}") for p in buckets.places.values()):
+            held = self._holdings(to_fill=True, buckets=buckets)
+        else:
+            held = self._holdings(to_fill=True)
         extras = {f"{self.name}.{extra.name}" for each in self._contents for extra in each.extras}
         # Of extra state that a module does not have now, it takes none.
         held.left += [name for name in extras - held.objects.keys() if saved.kind(name)]
@@ -184,11 +189,15 @@ class MegatronBinding:
         """Whether an optimizer has a tensor in full precision, or before the others get it."""
         return hasattr(tensor, "main_param") or (tensor.requires_grad and self._gathered_late)
 
-    def _holdings(self, *, to_fill: bool) -> Holdings:
-        held = Holdings()
+    def _holdings(self, *, to_fill: bool, buckets: Buckets | None = None) -> Holdings:
+        held = Holdings(problems=[] if buckets is None else list(buckets.problems))
         leaves: list[TensorLeaf] = []
         for parameter, sharded in self._held():
-            if to_fill or not parameter.copy:
+            place = None if buckets is None else buckets.places.get(id(parameter.tensor))
+            if place is not None:
+                leaves.append(place.leaf(MASTER, parameter.tensor))
+                held.left += [f"{self.name}.{part.name}" for part in parameter.flat]
+            elif to_fill or not parameter.copy:
                 leaves += self._leaves(parameter, sharded)
         held.tensors = joined(leaves, to_fill=to_fill)
         for contents in self._contents:
@@ -228,6 +237,7 @@ class MegatronOptimizerBinding:
         self._optimizer = optimizer
         inner = inner_optimizers(optimizer)
         self._bound = OptimizerBinding(name, inner, parameters, allow_pickle=allow_pickle)
+        self._bucketed: BucketedState | None = None
 
     def holdings(self) -> Holdings:
         """As of any optimizer, and how losses are scaled."""
@@ -238,6 +248,19 @@ class MegatronOptimizerBinding:
 
     def targets(self, saved: SavedState, selection: Selection) -> Holdings:
         """The same. A scale that the checkpoint lacks, not being of Megatron, stays as it is."""
+        buckets = saved_buckets([self._optimizer], saved)
+        self._bucketed = BucketedState(buckets, saved) if buckets.places else None
+        if self._bucketed is not None:
+            held = self._bucketed.targets()
+            if self._scalers():
+                held.problems.append(
+                    f"{self._scaler_name}: the scale of losses is not read from a checkpoint that "
+                    "was saved as dp_reshardable: save it as fully_reshardable"
+                )
+            chosen = selection.of(held)
+            if not chosen.tensors:
+                self._bucketed.forget()
+            return chosen
         held = self._bound.targets(saved, Selection())
         if self._scalers() and saved.has_object(self._scaler_name):
             held.objects[self._scaler_name] = None
@@ -245,6 +268,9 @@ class MegatronOptimizerBinding:
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
         """As of any optimizer."""
+        if self._bucketed is not None:
+            self._bucketed.restore()
+            return
         self._bound.restore(values)
         if self._scaler_name in values:
             for scaler in self._scalers():
