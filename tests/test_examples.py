@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -124,3 +126,30 @@ def test_a_trainer_of_transformers_goes_on_from_ours_and_from_its_own(
         found = sw.open(tmp_path / other / "checkpoint-10" / "shardwise").tensors()
         assert found.keys() == whole.keys()
         assert_same(whole, found, "model", "optimizer")
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cell by cell; what ends a cell shows itself, as a table where it has one."""
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    monkeypatch.chdir(tmp_path)
+    document = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())
+    names: dict[str, Any] = {}
+    shown: list[Any] = []
+    for cell in (each for each in document["cells"] if each["cell_type"] == "code"):
+        body = ast.parse("".join(cell["source"])).body
+        last = body.pop() if isinstance(body[-1], ast.Expr) else None
+        exec(compile(ast.Module(body, []), "notebook", "exec"), names)
+        if isinstance(last, ast.Expr):
+            shown.append(eval(compile(ast.Expression(last.value), "notebook", "eval"), names))
+    _, opened, best, read, drawn, norms, groups, published = shown
+    assert "<table>" in opened._repr_html_()
+    assert opened.step == 40
+    assert best[0] in (10, 20, 30, 40)
+    assert (tuple(read[0]), tuple(read[2].shape)) == ((32, 8), (4, 2))
+    assert drawn.patches
+    assert list(norms) == [10, 20, 30, 40]
+    assert groups[0]["value"]["lr"] == 0.01
+    means = [torch.as_tensor(sw.open(f"notebook/{run}")["model.0.weight"]) for run in "ab"]
+    mean = ((means[0].double() + means[1].double()) / 2).float().bfloat16()
+    assert torch.equal(published["model.0.weight"][...], mean)

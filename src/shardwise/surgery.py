@@ -29,7 +29,7 @@ from shardwise.events import Recorder, Sink
 from shardwise.formats.specification import Specification
 from shardwise.manifest.manifest import Manifest
 from shardwise.manifest.names import MANIFEST
-from shardwise.opening import PLAIN, Reading, open_any
+from shardwise.opening import PLAIN, Reading, open_any, place_below
 from shardwise.state.selection import Selection
 from shardwise.store import LocalStore, Store, open_store
 
@@ -65,7 +65,8 @@ def average(
     left out. The result has no metrics, and a step only if all checkpoints have the same.
 
     Args:
-        places: two checkpoints or more, of the same names and shapes, in any formats.
+        places: two checkpoints or more, of the same names and shapes, in any formats. Of the root
+            of a run, its newest checkpoint is read.
         weights: one number for each place; their ratios matter. Equal if not given.
         take_first: shell patterns: what they match is taken from the first checkpoint.
         to, only, skip, root, dtype, config, verify, spec, format, max_memory, max_file, group,
@@ -202,9 +203,14 @@ class _Job:
         exchange(self.group, "checking options", speak, lambda _: b"")
 
     def _open(self, place: Place | Callable[[], Place], terms: str, reading: Reading) -> Opened:
+        def find() -> Store:
+            return open_store(place() if callable(place) else place)
+
+        below = place_below(find, "newest", self.group)
+
         def enter() -> Store:
             self.request.check()
-            store = open_store(place() if callable(place) else place)
+            store = find().at(below) if below else find()
             self.cleanup.enter_context(store.hold(MANIFEST, shared=True))
             return store
 
