@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 
 import shardwise as sw
@@ -19,9 +20,10 @@ from shardwise.memory.agent import keeper as keepers
 from shardwise.memory.agent.keeper import Keeper, is_attended
 from shardwise.memory.network.client import AgentClient
 from shardwise.memory.node import spawn
-from shardwise.memory.node.home import Home
+from shardwise.memory.node.home import Home, new_run, write_note
 from shardwise.memory.node.notes import Card
 from shardwise.memory.node.spawn import agent_of, card_of
+from shardwise.memory.node.trainers import Presence
 from shardwise.memory.options import Memory
 from tests.memory.certificates import Authority
 from tests.memory.test_snapshots import end_agents
@@ -80,6 +82,25 @@ def test_an_agent_that_dies_is_followed_by_one_that_is_the_same_to_others(
     until(lambda: not home.has_agent())
     time.sleep(1.5)
     assert not home.has_agent()
+
+
+def test_an_agent_of_another_version_is_replaced_unless_a_training_uses_it(home: Home) -> None:
+    options = Memory(dir=str(home.path.parent))
+    first = agent_of(home, options)
+    assert agent_of(home, options) == first
+    write_note(home.card, msgspec.structs.replace(first, schema="older"))
+    run = home.run(new_run())
+    run.path.mkdir(parents=True)
+    presence = Presence(run, 0)
+    with pytest.raises(sw.StoreError, match=r"belongs to another version.*a training uses it"):
+        agent_of(home, options)
+    presence.end()
+    presence.leave()
+    with pytest.raises(sw.StoreError, match="start one of the version that trains"):
+        agent_of(home, Memory(dir=str(home.path.parent), start_agent=False))
+    second = agent_of(home, options)
+    assert second.process != first.process
+    assert (second.url, second.schema) == (first.url, first.schema)
 
 
 def test_a_port_that_is_taken_meanwhile_is_given_up(home: Home) -> None:

@@ -31,7 +31,7 @@ from shardwise.memory.node.home import Home, write_note
 from shardwise.memory.node.identity import last_port, node_name, remember_port, secret_of
 from shardwise.memory.node.interface import LOOPBACK, address_of
 from shardwise.memory.node.mappings import Mappings
-from shardwise.memory.node.notes import Card
+from shardwise.memory.node.notes import Card, schema
 from shardwise.memory.node.registry import reenter
 from shardwise.memory.node.retire import retire_replaced
 from shardwise.memory.node.vacancies import Vacancies
@@ -92,6 +92,7 @@ def run_agent(directory: Path, terms: Terms) -> bool:
             process=os.getpid(),
             domain=terms.domain,
             host=socket.gethostname(),
+            schema=schema(),
         )
         return asyncio.run(_serve(home, agent, card, terms, address))
 

@@ -17,7 +17,8 @@ from shardwise.errors import StoreError
 from shardwise.memory.node.home import Home, read_note
 from shardwise.memory.node.interface import LOOPBACK, address_of, served_address
 from shardwise.memory.node.logfile import log_tail, open_log
-from shardwise.memory.node.notes import Card
+from shardwise.memory.node.notes import Card, schema
+from shardwise.memory.node.trainers import has_trainers
 from shardwise.memory.options import Memory
 
 POLL = 0.02
@@ -28,13 +29,20 @@ LONGER = 10.0
 def agent_of(home: Home, options: Memory) -> Card:
     """The card of the node's agent, which is started if none lives there.
 
+    An agent of another version of shardwise, which may not read our notes, is replaced by one of
+    ours, unless a training uses it.
+
     Raises:
         StoreError: it does not come to life, and what it logged; or it is another than is asked
             for.
     """
     address = None if options.interface is None else address_of(options.interface)
     with _alone(home):
-        card = card_of(home) or _await(home, _command(home, options, address or LOOPBACK), options)
+        card = card_of(home)
+        if card is not None and card.schema != schema():
+            _end_other_version(home, card, options)
+            card = None
+        card = card or _await(home, _command(home, options, address or LOOPBACK), options)
     _refuse_other(home, card, options, address)
     return card
 
@@ -68,6 +76,21 @@ def end_agent(home: Home, card: Card) -> None:
                 f"its log: {home.log}"
             )
         time.sleep(POLL)
+
+
+def _end_other_version(home: Home, card: Card, options: Memory) -> None:
+    if not options.start_agent:
+        raise StoreError(
+            f"the agent of {home} (process {card.process}) belongs to another version of "
+            "shardwise: start one of the version that trains"
+        )
+    if any(has_trainers(home.run(run)) for run in home.runs()):
+        raise StoreError(
+            f"the agent of {home} (process {card.process}) belongs to another version of "
+            "shardwise, and a training uses it: wait until that training has ended, or choose "
+            "another directory by Memory(dir=...)"
+        )
+    end_agent(home, card)
 
 
 def _await(home: Home, command: list[str], options: Memory) -> Card:
