@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -159,7 +161,7 @@ def test_a_tied_head_is_the_embedding(megatron: Checkpoints, case: str) -> None:
     entries = {entry.name: entry for entry in found.manifest.tensors}
     assert entries["model.lm_head.weight"].same_as == "model.transformer.wte.weight"
     assert "optimizer.lm_head.weight.exp_avg" not in entries
-    assert found.verify().compared > 0
+    assert found.verify().bytes_compared > 0
 
 
 def test_a_copy_of_the_embedding_that_differs_is_refused(
@@ -180,3 +182,52 @@ def test_a_copy_of_the_embedding_that_differs_is_refused(
         assert (
             "embeddings.weight in iter_0000002/mp_rank_00_001/model_optim_rng.pt at byte" in problem
         )
+
+
+def other_iteration(state: dict[str, Any]) -> None:
+    state["iteration"] = 4
+
+
+def other_rate(state: dict[str, Any]) -> None:
+    state["optimizer"]["param_groups"][0]["lr"] = 0.75
+
+
+def other_step(state: dict[str, Any]) -> None:
+    state["optimizer"]["optimizer"]["param_groups"][0]["step"] = 9
+
+
+@pytest.mark.parametrize(
+    ("case", "edit", "said"),
+    [
+        ("float32", other_iteration, "is of iteration 2, and .*mp_rank_01_001 of iteration 4"),
+        ("float32", other_rate, "ranks have different hyperparameters"),
+        ("distributed-bfloat16", other_step, r"it is 2\.0 on one rank, and 9 on another"),
+    ],
+)
+def test_directories_of_several_saves_are_refused(
+    megatron: Checkpoints,
+    tmp_path: Path,
+    case: str,
+    edit: Callable[[dict[str, Any]], None],
+    said: str,
+) -> None:
+    place = tmp_path / case
+    shutil.copytree(megatron.place(case, 4), place)
+    path = place / "iter_0000002" / "mp_rank_01_001" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    edit(state)
+    torch.save(state, path)
+    with pytest.raises(sw.FormatError, match=said):
+        sw.open(place)
+
+
+def test_values_of_other_ranks_are_told(megatron: Checkpoints, tmp_path: Path) -> None:
+    place = tmp_path / "float32"
+    shutil.copytree(megatron.place("float32", 4), place)
+    assert not any("ranks have other values" in line for line in sw.open(place).left_out)
+    path = place / "iter_0000002" / "mp_rank_01_001" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    state["num_floating_point_operations_so_far"] = 7
+    torch.save(state, path)
+    said = "num_floating_point_operations_so_far: 1 ranks have other values; that of the first is"
+    assert any(line.startswith(said) for line in sw.open(place).left_out)

@@ -222,3 +222,15 @@ def test_one_rank_compares_for_all(files: Path) -> None:
     told = run_ranks(3, load)
     assert [name for name, _ in told] == ["model.layers.4.norm"] * 3
     assert [count for _, count in told] == [1, 0, 0]
+
+
+def test_values_of_other_ranks_are_told(files: Path) -> None:
+    path = files / "mp_rank_01_002" / "model.pt"
+    state = torch.load(path)
+    torch.save({**state, "iteration": 8, "more": True}, path)
+    found = sw.open(files, spec=sw.spec(TEXT, files=PATTERN, layers=LAYERS))
+    assert found["iteration"] == 7
+    assert list(found.left_out) == [
+        "iteration: 1 ranks have other values; that of the first is taken",
+        "more: the first rank, whose values are taken, has none",
+    ]

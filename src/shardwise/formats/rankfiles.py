@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ import numpy as np
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
 from shardwise.formats.catalogue import Catalogue, StoredArray, catalogued
+from shardwise.formats.laying.plain import same_plain
 from shardwise.formats.stored.dtensors import DTENSORS, StoredShard
 from shardwise.formats.stored.pickled import Record
 from shardwise.formats.stored.ranges import Part
@@ -27,10 +28,15 @@ _AXIS = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """The arrays of all ranks, and the plain values of the first, by their names."""
+    """The arrays of all ranks, and the plain values of the first, by their names.
+
+    Attributes:
+        left_out: values that other ranks have, and that are not those; one line each.
+    """
 
     catalogue: Catalogue
     values: Mapping[str, Any]
+    left_out: Sequence[str] = ()
 
 
 def read_rank_files(tree: Tree, pattern: str) -> RankFiles:
@@ -59,7 +65,22 @@ def read_rank_files(tree: Tree, pattern: str) -> RankFiles:
         for rank, file in zip(found.values(), read, strict=True)
         for name, array in file.arrays.items()
     ]
-    return RankFiles(catalogued(list(map(tree.file, found)), sizes, rows), read[0].values)
+    catalogue = catalogued(list(map(tree.file, found)), sizes, rows)
+    return RankFiles(catalogue, read[0].values, unlike_values([file.values for file in read]))
+
+
+def unlike_values(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lines about the values of which ranks have others than the first, whose are taken."""
+    found = []
+    for name in dict.fromkeys(name for values in ranks for name in values):
+        if name not in ranks[0]:
+            found.append(f"{name}: the first rank, whose values are taken, has none")
+            continue
+        having = [values for values in ranks[1:] if name in values]
+        others = sum(not same_plain(values[name], ranks[0][name]) for values in having)
+        if others:
+            found.append(f"{name}: {others} ranks have other values; that of the first is taken")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

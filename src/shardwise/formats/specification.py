@@ -46,7 +46,9 @@ class Specification:
         found = read_rank_files(tree, self.files or "")
         laid = lay(self.rules, found.catalogue, sizes=self.sizes)
         # Plain values of the first rank come along under their own names.
-        builder = Builder(laid.files, laid.laid, list(laid.left_out), list(laid.tensors))
+        builder = Builder(
+            laid.files, laid.laid, [*laid.left_out, *found.left_out], list(laid.tensors)
+        )
         for name, value in found.values.items():
             builder.add_value(name, value)
         built = builder.build(f"files of ranks, {self.files}")

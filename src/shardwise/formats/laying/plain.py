@@ -98,3 +98,15 @@ def encode_plain(value: object, name: str) -> Plain:
         return value
 
     return Plain(encode(plain(value), name, give), found, contents)
+
+
+def same_plain(value: object, other: object) -> bool:
+    """Whether two values are equal; those that are not taken, as they have no plain form, are."""
+    if value is other:
+        return True
+    try:
+        one, two = encode_plain(value, ""), encode_plain(other, "")
+    except StateError:
+        return True
+    known, found = ({k: bytes_of(t) for k, t in each.contents.items()} for each in (one, two))
+    return (one.value, one.arrays, known) == (two.value, two.arrays, found)

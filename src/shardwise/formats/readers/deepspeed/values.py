@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.errors import StateError
-from shardwise.formats.laying.plain import bytes_of, encode_plain
+from shardwise.formats.laying.plain import same_plain
 from shardwise.formats.readers.deepspeed.laying import Laying
 from shardwise.formats.readers.deepspeed.ranks import Ranks
 from shardwise.formats.readers.deepspeed.states import OF_DEEPSPEED
@@ -27,21 +26,9 @@ def lay_values(laying: Laying, ranks: Ranks) -> None:
     of_optimizers = [state.rest for state in ranks.optimizers.values()]
     for held, everyone in ((rest, of_models), (own, of_optimizers)):
         for key, value in held.items():
-            others = sum(not _same(each.get(key), value) for each in everyone)
+            others = sum(not same_plain(each.get(key), value) for each in everyone)
             if others:
                 top = "deepspeed" if key in OF_DEEPSPEED or held is own else "client_state"
                 laying.left_out.append(
                     f"{top}.{key}: {others} ranks have others; that of the first is taken"
                 )
-
-
-def _same(value: object, other: object) -> bool:
-    """Whether two values are equal; those that are not taken, as they have no plain form, are."""
-    if value is other:
-        return True
-    try:
-        one, two = encode_plain(value, ""), encode_plain(other, "")
-    except StateError:
-        return True
-    known, found = ({k: bytes_of(t) for k, t in each.contents.items()} for each in (one, two))
-    return (one.value, one.arrays, known) == (two.value, two.arrays, found)

@@ -20,6 +20,7 @@ from shardwise.formats.readers.megatron_legacy.geometry import ARGS_OF_AXES, axe
 from shardwise.formats.readers.megatron_legacy.ranks import Rank
 from shardwise.formats.tree import MOST_FILES, Tree
 
+ITERATION = "iteration"
 WROTE = "ranks of Megatron-LM wrote"
 
 
@@ -59,6 +60,7 @@ def check_ranks(tree: Tree, files: Files, ranks: Sequence[Rank]) -> None:
     flat = [rank.numbers for rank in ranks if rank.flat is None and _is_distributed(rank.optimizer)]
     tree.require((_path(files, numbers, FLAT) for numbers in flat), WROTE)
     _check_order(tree, {rank.numbers: rank for rank in ranks})
+    _check_iterations(tree, ranks)
 
 
 def _path(files: Files, numbers: Numbers, name: str) -> str:
@@ -81,6 +83,19 @@ def _groups(part: object) -> Iterator[object]:
     inner = part.get("optimizer", part) if isinstance(part, dict) else None
     groups = inner.get(GROUPS) if isinstance(inner, dict) else None
     yield from groups if isinstance(groups, list) else []
+
+
+def _check_iterations(tree: Tree, ranks: Sequence[Rank]) -> None:
+    """Whether all ranks saved after the same iteration."""
+    first = ranks[0]
+    for rank in ranks:
+        found, wanted = (each.values.get(ITERATION) for each in (rank, first))
+        if found != wanted:
+            raise FormatError(
+                f"{tree}: its directories are of different saves: {first.where} is of iteration "
+                f"{wanted!r}, and {rank.where} of iteration {found!r}. Copy all directories of "
+                "one save from where the checkpoint is whole, or open another"
+            )
 
 
 def _check_order(tree: Tree, ranks: Mapping[Numbers, Rank]) -> None:

@@ -8,13 +8,18 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TypeAlias
 
+from shardwise.errors import FormatError
 from shardwise.formats.catalogue import Row, catalogued
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.language import lay
 from shardwise.formats.laying.leaves import Builder
 from shardwise.formats.laying.optimizers import GROUPS, Group
 from shardwise.formats.readers.megatron_legacy.buffers import possible_bucketings
-from shardwise.formats.readers.megatron_legacy.complete import check_files, check_ranks
+from shardwise.formats.readers.megatron_legacy.complete import (
+    ITERATION,
+    check_files,
+    check_ranks,
+)
 from shardwise.formats.readers.megatron_legacy.files import Files, find_files, has_files
 from shardwise.formats.readers.megatron_legacy.geometry import Geometry, geometry_of
 from shardwise.formats.readers.megatron_legacy.optimizers import MASTER, State, optimizer_state
@@ -66,7 +71,7 @@ def read(tree: Tree) -> Foreign:
     _add_groups(builder, laid, states)
     add_values(builder, ranks, states[0].beside)
     builder.left_out += [f"{name}: no file of a checkpoint" for name in files.others]
-    step = ranks[0].values.get("iteration")
+    step = ranks[0].values.get(ITERATION)
     return replace(
         builder.build(FORMAT),
         replicas=laid.replicas,
@@ -135,6 +140,7 @@ def _add_groups(builder: Builder, laid: Foreign, states: Sequence[State]) -> Non
     names = _names_at(laid)
     groups: dict[str, Group] = {}
     numbers: dict[str, float] = {}
+    settings_of: dict[str, str] = {}
 
     def name_of(parameter: Parameter) -> str | None:
         return names.get((parameter.array.file, parameter.array.start))
@@ -144,11 +150,22 @@ def _add_groups(builder: Builder, laid: Foreign, states: Sequence[State]) -> Non
             alike = repr(settings)
             known = groups.get(alike, Group((), settings))
             own = [name for each in members if (name := name_of(each)) is not None]
+            for name in own:
+                if settings_of.setdefault(name, alike) != alike:
+                    raise FormatError(
+                        f"{name}: ranks have different hyperparameters: {settings_of[name][:200]} "
+                        f"and {alike[:200]}: their files are of different saves"
+                    )
             groups[alike] = Group(tuple(dict.fromkeys((*known.members, *own))), settings)
         for parameter, held in state.numbers.items():
             name = name_of(parameter)
-            if name is not None:
-                numbers |= {f"optimizer.{name}.{key}": value for key, value in held.items()}
+            for key, value in held.items() if name is not None else ():
+                full = f"optimizer.{name}.{key}"
+                if numbers.setdefault(full, value) != value:
+                    raise FormatError(
+                        f"{full}: it is {numbers[full]} on one rank, and {value} on another: their "
+                        "files are of different saves"
+                    )
     for name, value in numbers.items():
         builder.add_number(name, value)
     if groups:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.formats.laying.leaves import Builder
+from shardwise.formats.rankfiles import unlike_values
 from shardwise.formats.readers.megatron_legacy.ranks import ARGS, RNG, Rank
 from shardwise.formats.stored.pickled import Name, Opaque, Record
 
@@ -19,6 +20,8 @@ def add_values(builder: Builder, ranks: Sequence[Rank], beside: Mapping[str, Any
         beside: what the optimizer of the first rank has beside states of parameters.
     """
     first = ranks[0]
+    apart = {RNG: None}
+    builder.left_out += unlike_values([{**rank.values, **apart} for rank in ranks])
     if first.args:
         builder.add_value(ARGS, _plain_args(builder, first.args))
     for name, value in {**first.values, **beside}.items():
