@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from shardwise.memory.node.vacancies import Vacancies
 from tests.cli.conftest import Run as RunCommand
 from tests.cli.conftest import run as run_command
 from tests.memory.test_keeper import until
-from tests.memory.test_snapshots import shm
+from tests.memory.test_snapshots import shm, signal_agents
 
 __all__ = ["run_command", "shm"]
 
@@ -131,6 +132,25 @@ def test_a_user_stops_the_agent_and_the_next_one_goes_on(
     with sw.Checkpointer(tmp_path / "root", memory=sw.Memory(dir=str(shm))) as cp:
         assert cp.restore({"t": found}) == 2
     assert torch.equal(found, torch.full((1000,), 2))
+
+
+def test_the_last_step_is_saved_at_the_end_though_no_slot_was_free_for_it(
+    tmp_path: Path, shm: Path
+) -> None:
+    memory = sw.Memory(dir=str(shm), snapshot_every=1, slots=1)
+    values = torch.zeros(1000, dtype=torch.int64)
+    with sw.Checkpointer(tmp_path / "root", save_every=1000, memory=memory) as cp:
+        handles = []
+        signal_agents(shm, signal.SIGSTOP)  # steps are faster than the agent
+        for step in range(1, 5):
+            values.fill_(step)
+            handles.append(cp.save(step, {"t": values}))
+        assert handles[-1] is None
+        signal_agents(shm, signal.SIGCONT)
+    found = torch.zeros_like(values)
+    with sw.Checkpointer(tmp_path / "root", memory=memory) as cp:
+        assert cp.restore({"t": found}) == 4
+    assert torch.equal(found, values)
 
 
 def test_what_storage_has_leaves_memory_half_an_hour_after_the_run(
