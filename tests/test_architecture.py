@@ -328,3 +328,16 @@ def test_examples_need_nothing_of_the_tests() -> None:
 def test_the_public_names_are_frozen() -> None:
     assert sorted(shardwise.__all__) == PUBLIC
     assert [name for name in PUBLIC if not hasattr(shardwise, name)] == []
+
+
+def test_public_signatures_are_precise() -> None:
+    """Nothing public takes or gives an `object`, by its own annotations."""
+    vague = []
+    for name in PUBLIC:
+        value = getattr(shardwise, name)
+        methods = {key: each for key, each in vars(value).items() if not key.startswith("_")}
+        for key, each in {"": value, **(methods if isinstance(value, type) else {})}.items():
+            function = each.__init__ if isinstance(each, type) else getattr(each, "fget", each)
+            given = getattr(function, "__annotations__", {})
+            vague += [f"{name}.{key}: {hint}" for hint in given.values() if "object" in str(hint)]
+    assert not vague

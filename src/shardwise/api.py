@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
@@ -42,7 +43,7 @@ from shardwise.state.selection import Selection
 from shardwise.store import Store, open_store
 
 Place = str | os.PathLike[str] | Store
-State = MutableMapping[str, object]
+State = MutableMapping[str, Any]
 Index = str | os.PathLike[str]
 
 
@@ -135,11 +136,11 @@ def load(
         cast: convert where dtypes differ; without it, that is an error.
         resize: names or shell patterns, to "keep-common": fill what both shapes have in common.
         allow_pickle: unpickle values that were saved as pickle. Only for files that you trust.
-        verify, spec, skip_unknown, format, index, staging_bytes, group, on_event: as in the others.
+        verify, spec, skip_unknown, format, index: see `open`.
+        staging_bytes, group, on_event: see `save`.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint, or a root lacks the chosen one.
-        FormatError: its manifest cannot be trusted.
+        CheckpointNotFoundError, FormatError: there is no checkpoint, or it cannot be trusted.
         MismatchError: names, shapes or dtypes do not fit, or copies differ. Nothing was written.
         CorruptionError: bytes are not those that were saved. The target is partly written.
         StateError: a plain value cannot be restored.

@@ -14,15 +14,15 @@ Resize = Callable[[list[Any], int, int], Any]
 class PerRankValue(Protocol):
     """What hangs in a state where each rank has a value of its own."""
 
-    def capture(self) -> object:
+    def capture(self) -> Any:
         """This rank's value, plain."""
         ...
 
-    def restore(self, value: object) -> None:
+    def restore(self, value: Any) -> None:
         """Take a value on."""
         ...
 
-    def for_rank(self, values: Sequence[object], rank: int, world: int) -> object:
+    def for_rank(self, values: Sequence[Any], rank: int, world: int) -> Any:
         """Choose a rank's value.
 
         Args:
@@ -46,27 +46,25 @@ class PerRank:
             world size. Without it, loading there is an error.
     """
 
-    def __init__(self, value: object, *, resize: Resize | None = None) -> None:
+    def __init__(self, value: Any, *, resize: Resize | None = None) -> None:
         self.value = value
         self._resize = resize
 
     def __repr__(self) -> str:
         return f"PerRank({self.value!r})"
 
-    def capture(self) -> object:
+    def capture(self) -> Any:
         """The value, or its state_dict."""
-        value: Any = self.value
-        return value.state_dict() if _is_stateful(value) else value
+        return self.value.state_dict() if _is_stateful(self.value) else self.value
 
-    def restore(self, value: object) -> None:
+    def restore(self, value: Any) -> None:
         """Set the value, or have it load a state_dict."""
-        mine: Any = self.value
-        if _is_stateful(mine):
-            mine.load_state_dict(value)
+        if _is_stateful(self.value):
+            self.value.load_state_dict(value)
         else:
             self.value = value
 
-    def for_rank(self, values: Sequence[object], rank: int, world: int) -> object:
+    def for_rank(self, values: Sequence[Any], rank: int, world: int) -> Any:
         """This rank's own, or what `resize` makes of all.
 
         Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,11 +31,11 @@ class RngState:
     are counted: so no two of them share a stream, even where a generator takes 32 bits only.
     """
 
-    def capture(self) -> object:
+    def capture(self) -> dict[str, Any]:
         """The state of every generator, as plain values and tensors."""
         return self.state_dict()
 
-    def restore(self, value: object) -> None:
+    def restore(self, value: int | dict[str, Any]) -> None:
         """Take on a saved state, or a seed.
 
         Raises:
@@ -46,11 +46,11 @@ class RngState:
         else:
             self.load_state_dict(value)
 
-    def for_rank(self, values: Sequence[object], rank: int, world: int) -> object:
+    def for_rank(self, values: Sequence[Any], rank: int, world: int) -> Any:
         """The rank's own state, or a seed of 64 bits if there was no such rank."""
         return values[rank] if rank < len(values) else _seed_of(values[0], rank)
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         """The state of every generator."""
         version, words, gauss = random.getstate()
         return {
@@ -60,7 +60,7 @@ class RngState:
             "devices": _device_states(),
         }
 
-    def load_state_dict(self, state_dict: object) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set every generator, or none.
 
         The first saved device is set on the first of this process, and so on; those that only one
@@ -71,7 +71,7 @@ class RngState:
         """
         before = self.state_dict()
         try:
-            _set(cast("dict[str, Any]", state_dict))
+            _set(state_dict)
         except _NO_STATE as error:
             _set(before)
             raise StateError(f"this is no state of random number generators: {error}") from error
