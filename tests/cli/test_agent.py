@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from shardwise.cli.agent_status import show_kept, show_status
 from shardwise.manifest.manifest import (
     FileEntry,
     Manifest,
@@ -16,7 +19,9 @@ from shardwise.manifest.manifest import (
     encode_manifest,
 )
 from shardwise.memory.agent.keeper import attendance
+from shardwise.memory.agent.status import status_of
 from shardwise.memory.node import notes
+from shardwise.memory.node.clearing import kept_run
 from shardwise.memory.node.home import Home, new_run, write_note
 from shardwise.memory.node.notes import Card, Done, Draft, Protect, Staged
 from shardwise.memory.redundancy.placement import Member
@@ -110,12 +115,12 @@ def test_an_agent_that_does_not_answer_is_told_of(run: Run, home: Home) -> None:
         assert (ran.document["alive"], ran.document["answers"]) == (True, False)
         assert ran.document["training"]
         ran = run("agent", "status", "--dir", home.path.parent)
-        assert "lives, but does not answer" in ran.out
+        assert "runs, but does not answer" in ran.out
 
 
 def test_it_speaks_to_people_too(run: Run, home: Home) -> None:
     ran = run("agent", "status", "--dir", home.path.parent)
-    assert "no agent lives here" in ran.out
+    assert "not running" in ran.out
     assert "step 2: persist: StoreError: full\\x1b[31m" in ran.out
     assert "committed 2 (1 step, 30 s behind)" in ran.out
     assert "there-2" in ran.out
@@ -131,7 +136,7 @@ def test_a_damaged_note_hides_nothing_else(run: Run, home: Home) -> None:
 
 def test_a_node_that_keeps_nothing(run: Run, tmp_path: Path) -> None:
     assert run("agent", "status", "--dir", tmp_path, "--json").document["runs"] == []
-    assert "no agent lives here" in run("agent", "status", "--dir", tmp_path).out
+    assert "no agent runs here" in run("agent", "status", "--dir", tmp_path).out
 
 
 def protected(home: Home, *, protection: dict[str, int], done: bool = True) -> None:
@@ -233,3 +238,15 @@ def test_a_manifest_that_cannot_be_trusted_is_an_error(run: Run, home: Home) -> 
     ran = run("agent", "status", "--dir", home.path.parent, "--tensors", "*")
     assert ran.status == 1
     assert "step-00000003: the manifest was altered" in ran.err
+
+
+def test_tables_fit_80_columns(home: Home) -> None:
+    console = Console(file=io.StringIO(), width=80, markup=False)
+    show_status(status_of(home, None, None), console)
+    kept = [kept_run(home.run(name)) for name in home.runs()]
+    show_kept(str(home), kept, False, console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in shown.replace("1…3", "")
+    assert "[bold" not in shown  # no markup that is not meant to be seen
+    for words in ("committed", "protected", "persisted", "protected by", "not 3"):
+        assert words in shown

@@ -23,45 +23,52 @@ from shardwise.memory.node.spawn import card_of, end_agent
 from shardwise.memory.options import DIRECTORY
 from shardwise.memory.tls import Tls
 
-agent = typer.Typer(
-    no_args_is_help=True, help="The agent of a node, which guards its snapshots in memory."
-)
+agent = typer.Typer(no_args_is_help=True, help="Run, show or stop the agent of this node.")
 Directory = Annotated[
-    Path, typer.Option("--dir", help="Where the node keeps its snapshots.", show_default=True)
+    Path, typer.Option("--dir", metavar="PATH", help="Where the node keeps its snapshots.")
 ]
-Certificate = Annotated[Path | None, typer.Option(help="Certificate of this node, in PEM.")]
-Key = Annotated[Path | None, typer.Option(help="The key of the certificate.")]
-Authority = Annotated[Path | None, typer.Option(help="Who signs the certificates of nodes.")]
+Certificate = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The certificate of this node, in PEM.")
+]
+Key = Annotated[Path | None, typer.Option(metavar="FILE", help="The key of the certificate.")]
+Authority = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The authority that signs all certificates.")
+]
 
 
 @agent.command()
 def run(
     directory: Directory = Path(DIRECTORY),
     interface: Annotated[
-        str, typer.Option(help="Where to serve other nodes: an address, or such as eth0.")
+        str,
+        typer.Option(metavar="ADDR", help="Serve other nodes here: an address, or eth0 or such."),
     ] = LOOPBACK,
     port: Annotated[
-        int, typer.Option(help="The port; 0: that of the agent before, or any that is free.")
+        int, typer.Option(metavar="N", help="The port; 0 takes the last one, or any free one.")
     ] = 0,
-    domain: Annotated[str, typer.Option(help="What fails together with this node.")] = "",
+    domain: Annotated[
+        str, typer.Option(metavar="NAME", help="Nodes of one domain fail together: a rack.")
+    ] = "",
     tls_cert: Certificate = None,
     tls_key: Key = None,
     tls_ca: Authority = None,
     secret_file: Annotated[
-        Path | None, typer.Option(help="What others must know; made in the home if not given.")
+        Path | None,
+        typer.Option(metavar="FILE", help="The secret of all nodes. Default: made in --dir."),
     ] = None,
     until_idle: Annotated[
-        bool, typer.Option("--until-idle", help="End when nothing is kept, and nobody trains.")
+        bool, typer.Option("--until-idle", help="End when no snapshots and no training are left.")
     ] = False,
     log: Annotated[
-        Path | None, typer.Option(help="Log to this file, 2 MB at most, and not to stderr.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Log to this file, at most 2 MB, not to stderr."),
     ] = None,
 ) -> None:
-    """Be the agent of this node, until SIGTERM.
+    """Run the agent of this node.
 
-    Training starts one by itself where none lives. Start it beside torchrun, or in a container of
-    its own, where whatever ends the training would end it too. On SIGTERM it finishes what it is
-    writing, within 20 seconds.
+    Training starts an agent by itself if none runs. Start one with this command, beside torchrun
+    or in a container of its own, if the end of the training would also end the agent. On SIGTERM
+    it finishes what it is writing, within 20 seconds.
     """
     from shardwise.memory.agent.service import Terms, run_agent
 
@@ -89,22 +96,17 @@ def status(
     directory: Directory = Path(DIRECTORY),
     tensors: Annotated[
         str | None,
-        typer.Option(help="Show how these tensors are protected: a pattern, such as 'model.*'."),
+        typer.Option(metavar="PATTERN", help="Show how tensors are protected: 'model.*'."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
     tls_cert: Certificate = None,
     tls_key: Key = None,
     tls_ca: Authority = None,
 ) -> None:
-    """Show a node: its agent, its memory, and its snapshots, and how far each has come.
+    """Show the agent of this node and its snapshots.
 
-    With --json: {"node", "url", "domain", "process", "alive", "answers", "agent_bytes", "training",
-    "directory", "bytes", "bytes_left", "runs": [{"run", "slots_used", "slots_free", "bytes_free",
-    "behind": {STAGE: {"step", "steps", "seconds"}}, "snapshots": [{"step", "bytes",
-    "bytes_for_others", "age", STAGE: {"state", "seconds", "failure"}, "protected_by"}],
-    "tensors": {"step", "tensors": [{"name", "bytes", "nodes", "survives", "guards": [{"kind",
-    "survives", "nodes"}]}]}}]}; the stages are "commit", "protect" and "persist", a state is "",
-    "under way", "done" or "failed", and "tensors" is null without --tensors.
+    For each run and step: when it was committed, protected by other nodes, and persisted to
+    storage, and how far the newest step is ahead.
     """
     from shardwise.memory.agent.status import status_of
 
@@ -162,10 +164,11 @@ def stop(
         bool, typer.Option("--force", help="Stop it although training runs on this node.")
     ] = False,
 ) -> None:
-    """Stop the agent of this node. The snapshots stay, and the next agent takes them over.
+    """Stop the agent of this node.
 
-    The agent first finishes what it is writing, within 20 seconds. Where training runs on this
-    node, this is refused, unless --force is given: training starts another agent within seconds.
+    The snapshots stay, and the next agent takes them over. The agent first finishes what it is
+    writing, within 20 seconds. Where training runs on this node, this is refused, unless --force
+    is given: training starts another agent within seconds.
     """
     home = _home(directory)
     card = card_of(home)

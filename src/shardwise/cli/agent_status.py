@@ -23,7 +23,8 @@ def show_status(node: NodeStatus, console: Console) -> None:
     console.print(
         f"{wording.size(node.bytes)} kept in {wording.printable(node.directory)}, "
         f"{wording.size(node.bytes_left)} left; "
-        f"{'training runs' if node.training else 'no training runs'} beside it"
+        f"{'training runs' if node.training else 'no training runs'} on this node",
+        soft_wrap=True,
     )
     for run in node.runs:
         console.print()
@@ -36,12 +37,15 @@ def show_kept(home: str, runs: Sequence[KeptRun], cleared: bool, console: Consol
         console.print(f"{wording.printable(home)} keeps nothing")
         return
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    for header in ("run", "size", "steps", "in storage", "training", "root"):
-        table.add_column(header, justify="right" if header == "size" else "left", overflow="fold")
+    table.add_column("run", no_wrap=True, style="bold")
+    table.add_column("size", justify="right", no_wrap=True)
+    for header in ("steps", "in storage", "training"):
+        table.add_column(header, min_width=len(header))
+    table.add_column("root", overflow="fold")
     for each in runs:
-        stored = "–" if each.persisted is None else str(each.persisted)
+        stored = Text("–" if each.persisted is None else str(each.persisted))
         if each.steps and each.persisted != each.steps[-1]:
-            stored = f"[bold red]not {each.steps[-1]}[/]"
+            stored = Text(f"not {each.steps[-1]}", "bold red")
         table.add_row(
             each.run,
             wording.size(each.bytes),
@@ -60,37 +64,38 @@ def show_kept(home: str, runs: Sequence[KeptRun], cleared: bool, console: Consol
 
 def _agent(node: NodeStatus) -> Text:
     if node.node is None:
-        return Text.assemble(("no agent lives here", "bold red"))
-    said = Text.assemble((wording.printable(node.node), "bold"))
+        return Text.assemble(("no agent runs here", "bold red"))
+    said = Text.assemble("agent of ", (wording.printable(node.node), "bold"))
     if node.domain:
         said.append(f" in domain {wording.printable(node.domain)}")
     if not node.alive:
-        return said.append(": ").append("no agent lives here", "bold red")
+        return said.append(": ").append("not running", "bold red")
     said.append(f" at {wording.printable(node.url or '')}: ")
     if node.answers is False:
-        said.append("lives, but does not answer", "bold red")
+        said.append("runs, but does not answer", "bold red")
     else:
-        said.append("alive", "green")
+        said.append("runs", "green")
     if node.process is not None:
         said.append(f", process {node.process}")
     if node.agent_bytes is not None:
-        said.append(f" of {wording.size(node.agent_bytes)}")
+        said.append(f", {wording.size(node.agent_bytes)} of memory")
     return said
 
 
 def _show_run(run: RunStatus, console: Console) -> None:
-    slots = f"{run.slots_used} slots used, {run.slots_free} free ({wording.size(run.bytes_free)})"
+    used, free = wording.count(run.slots_used, "slot"), wording.size(run.bytes_free)
+    slots = f"{used} used, {run.slots_free} free ({free})"
     console.print(Text.assemble(("run ", "dim"), (run.run, "bold"), f"   {slots}"))
     if not run.snapshots:
         return
     console.print(Text("   ").join(_behind(stage, run.behind[stage]) for stage in STAGES))
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("step", justify="right", no_wrap=True, style="bold")
-    for header in ("age", "size", "for others"):
+    for header in ("age", "size", "others'"):
         table.add_column(header, justify="right", no_wrap=True)
     for stage in STAGES:
-        table.add_column(DONE[stage], no_wrap=True)
-    table.add_column("protected by", overflow="fold")
+        table.add_column(DONE[stage], min_width=len(DONE[stage]))
+    table.add_column("protected by", overflow="fold", min_width=len("protected by"))
     for each in run.snapshots:
         table.add_row(*_cells(each))
     console.print(table)
@@ -141,9 +146,9 @@ def _cells(each: SnapshotStatus) -> Iterator[Text]:
     for stage in (each.commit, each.protect, each.persist):
         said = stage.state or "–"
         if stage.state == "done":
-            said = "" if stage.seconds is None else f"after {_seconds(stage.seconds)}"
+            said = "" if stage.seconds is None else f"in {_seconds(stage.seconds)}"
         elif stage.seconds is not None:
-            said += f", {_seconds(stage.seconds)}"
+            said += f" {_seconds(stage.seconds)}"
         yield Text(said or "done", STYLES[stage.state])
     yield Text(", ".join(map(wording.printable, each.protected_by)) or "–")
 

@@ -187,11 +187,6 @@ def _not_found(store: Store) -> str:
     names = store.list()
     if not names:
         return f"{store} is empty, or is not there: there is no checkpoint"
-    steps = [name for name in names if name.startswith("step-")]
-    if steps:
-        return (
-            f"{store} is a root of steps, not a checkpoint: open one of them, such as {steps[-1]}"
-        )
     return f"{store} has no {MANIFEST}: there is no checkpoint, or its save was never finished"
 
 
