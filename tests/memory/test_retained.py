@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import shardwise as sw
 from shardwise.errors import StoreError
-from shardwise.manifest.names import MANIFEST, step_directory
+from shardwise.manifest.names import MANIFEST, lock_file, step_directory
+from shardwise.memory.agent import publication as publication_module
 from shardwise.memory.agent import signs
 from shardwise.memory.agent.attempts import Seen
 from shardwise.memory.agent.duties import Following
-from shardwise.memory.agent.publication import retention_of
+from shardwise.memory.agent.publication import publication, retention_of
 from shardwise.memory.network.vigil import Agents
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, new_run, write_note
@@ -68,6 +71,22 @@ def test_old_checkpoints_that_cannot_go_fail_the_next_save_and_not_the_one_that_
     target = {"t": 0}
     sw.load(root / step_directory(1), target)
     assert target == {"t": 1}
+
+
+def test_who_looks_for_leftovers_just_now_fails_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Checkpointer that is opened has the lock of a save that is being persisted for a moment."""
+    store = LocalStore(tmp_path / step_directory(1))
+    draft = Draft(
+        save_id=SAVE, step=1, manifest="", files=[], nodes=[], leader="", root=str(tmp_path)
+    )
+    with ExitStack() as looking:
+        assert looking.enter_context(store.hold(lock_file(SAVE), shared=False))
+        done = SimpleNamespace(sleep=lambda seconds: looking.close())
+        monkeypatch.setattr(publication_module, "time", done)
+        with publication(draft), store.hold(lock_file(SAVE), shared=False) as other:
+            assert not other
 
 
 def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path, shm: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from shardwise.engine.leftovers import collect_leftovers
@@ -13,6 +14,8 @@ from shardwise.manifest.names import MANIFEST, lock_file, step_directory
 from shardwise.memory.node.notes import Draft, Retain
 from shardwise.retention import apply_retention, decode_keep
 from shardwise.store import Store, open_store
+
+LOCK_ATTEMPTS, BETWEEN_ATTEMPTS = 20, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +66,25 @@ def publication(draft: Draft) -> Iterator[Publication]:
         raise CheckpointExistsError(f"{store} holds a checkpoint already")
     if not any(name in names for name, _ in draft.files):  # else an agent before has begun this
         collect_leftovers(store)
-    with store.hold(lock_file(draft.save_id), shared=False) as held:
+    with ExitStack() as cleanup:
+        if not _locked(store, lock_file(draft.save_id), cleanup):
+            raise StoreError(f"{store}: another agent is persisting this save")
         try:
-            if not held:
-                raise StoreError(f"{store}: another agent is persisting this save")
             yield Publication(store, draft, published)
         finally:
-            if held:
-                with suppress(OSError):
-                    store.delete(lock_file(draft.save_id))
+            with suppress(OSError):
+                store.delete(lock_file(draft.save_id))
+
+
+def _locked(store: Store, lock: str, cleanup: ExitStack) -> bool:
+    """Lock a save until `cleanup` is closed; whether that could be. A Checkpointer that is opened
+    just now looks for leftovers, and has the lock for a moment."""
+    for attempt in range(LOCK_ATTEMPTS):
+        if attempt:
+            time.sleep(BETWEEN_ATTEMPTS)
+        if cleanup.enter_context(store.hold(lock, shared=False)):
+            return True
+    return False
 
 
 def retention_of(draft: Draft) -> Retain | None:
