@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardwise as sw
+from shardwise.errors import FormatError
+from shardwise.formats.stored.dtensors import DTENSORS
+from shardwise.formats.stored.pickles import unpickle
+from shardwise.formats.stored.torchtypes import TORCH, Storage
 from shardwise.testing import Gang
 from tests.formats.comparing import assert_same
 from tests.multirank.models import WORLDS, build, train
@@ -135,6 +143,15 @@ def test_any_placement_of_any_dtype(saved: Path) -> None:
     found.verify()
 
 
+def test_other_files_beside_are_named(saved: Path, tmp_path: Path) -> None:
+    place = tmp_path / "tp"
+    shutil.copytree(saved / "tp", place)
+    torch.save({"w": torch.ones(2)}, place / "ema_10.pt")
+    assert sw.open(place).left_out[2:] == (
+        "ema_10.pt: it is not named after a rank as the others are",
+    )
+
+
 def test_replicas_that_differ_are_found(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved / "hsdp", tmp_path / "hsdp")
     path = tmp_path / "hsdp" / "rank3.pt"
@@ -172,6 +189,32 @@ def test_files_of_two_saves_are_no_checkpoint(saved: Path, tmp_path: Path) -> No
     torch.save({**state, "step": 8}, place / "rank1.pt")
     with pytest.raises(sw.FormatError, match=r"step differs: rank0\.pt and rank1\.pt\. Files of"):
         sw.open(place)
+    flat = {"state": {0: {"exp_avg": torch.ones(9)}}, "param_groups": [{"params": [0]}]}
+    for rank in range(2):
+        flat["state"][0]["exp_avg"] += rank  # type: ignore[index]
+        torch.save(
+            {"model": {}, "optimizer": flat, "mark": state["model"]}, place / f"rank{rank}.pt"
+        )
+    with pytest.raises(sw.FormatError, match=r"exp_avg is a plain tensor that differs between"):
+        sw.open(place)
+    shutil.copy(saved / "fsdp2" / "rank0.pt", place / "rank0.pt")
     torch.save({**state, "model": {}}, place / "rank1.pt")
     with pytest.raises(sw.FormatError, match="is not whole: of its 2 shards 1 are there"):
         sw.open(place)
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(st.integers(0, 2**31), st.integers(0, 255), st.integers(1, 3))
+def test_altered_pickles_are_read_or_refused(saved: Path, at: int, byte: int, count: int) -> None:
+    with zipfile.ZipFile(saved / "placed" / "part_0.pt") as archive:
+        name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+        pickle = bytearray(archive.read(name))
+    for i in range(count):
+        pickle[(at + 977 * i) % len(pickle)] = byte
+    storage = Storage(0, 0, 2**20, "float32")
+    with contextlib.suppress(FormatError):
+        unpickle(bytes(pickle), "it", stubs={**TORCH, **DTENSORS}, persistent=lambda _: storage)

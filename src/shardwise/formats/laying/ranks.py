@@ -30,6 +30,8 @@ Saved = tuple[int, Any]
 """What a rank has at a path, and the number of its file."""
 SameBytes = Callable[[StoredArray, StoredArray], bool]
 LARGEST_RANDOM_STATE = 2**16
+SAMPLED = 1024
+"""Elements of a tensor that are compared at once; all are compared when it is read."""
 
 
 def lay_ranks(
@@ -165,6 +167,14 @@ class _Merging:
                 self.own.append(path)
                 return _OWN
         elif len(arrays) > 1:
+            if not self.same_bytes(_sample(first), _sample(arrays[-1])):
+                raise self._unlike(
+                    path,
+                    first.file,
+                    arrays[-1].file,
+                    "is a plain tensor that differs between ranks, and nothing tells which part "
+                    "each has (of FSDP1, save FSDP.optim_state_dict and not optimizer.state_dict)",
+                )
             self.copies.setdefault(first, arrays[1:])
         return first
 
@@ -207,6 +217,13 @@ class _Merging:
             stride[keep],
         )
         return replace(foreign, laid=joined(kept, lay_boxes(boxes)), replicas=lay_boxes(copies))
+
+
+def _sample(array: StoredArray) -> StoredArray:
+    """Some elements that lie together; the first alone, if the array is not contiguous."""
+    steps = tuple(prod(array.shape[i + 1 :]) for i in range(len(array.shape)))
+    count = min(prod(array.shape), SAMPLED) if array.stride == steps else 1
+    return replace(array, shape=(count,) if prod(array.shape) else (0,), stride=(1,))
 
 
 def _may_be_random_state(array: StoredArray) -> bool:

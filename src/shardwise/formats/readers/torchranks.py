@@ -18,10 +18,11 @@ from shardwise.formats.stored.archive import START
 from shardwise.formats.stored.dtensors import DTENSORS
 from shardwise.formats.stored.ranges import Part
 from shardwise.formats.stored.torchfile import pickle_text, read_torch_file
-from shardwise.formats.tree import Tree
+from shardwise.formats.tree import MOST_NAMED, Tree
 
 FORMAT = "torch.save by each rank"
 THREADS = 8
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _NAMED = re.compile(r"(.*rank[-_.=]?)(\d{1,7})(.*\.(?:pt|pth|bin|ckpt|tar))", re.IGNORECASE)
 _NUMBERED = re.compile(r"([^/\d]*)(\d{1,7})(\.(?:pt|pth|bin|ckpt|tar))")
 _WORLD = re.compile(r"world_size[-_.=]?(\d{1,7})")
@@ -83,17 +84,27 @@ def read(tree: Tree) -> Foreign:
     foreign = lay_ranks(
         states, files, str(tree), FORMAT, lambda one, other: bytes_of(one) == bytes_of(other)
     )
-    return replace(foreign, world_size=len(ranks))
+    others = [name for name in tree.sizes if name.endswith(SUFFIXES) and name not in number]
+    left_out = [f"{name}: it is not named after a rank as the others are" for name in others]
+    return replace(
+        foreign, world_size=len(ranks), left_out=(*foreign.left_out, *left_out[:MOST_NAMED])
+    )
 
 
 def _sets(tree: Tree) -> dict[tuple[str, str], dict[int, str]]:
-    """Files whose names differ in the number of the rank alone, by what is before and after it."""
-    found: dict[tuple[str, str], dict[int, str]] = {}
-    for name in tree.sizes:
-        match = _NAMED.fullmatch(name) or _NUMBERED.fullmatch(name)
-        if match is not None:
-            found.setdefault((match[1], match[3]), {})[int(match[2])] = name
-    return found
+    """Files whose names differ in the number of the rank alone, by what is before and after it.
+
+    A number counts only where no file has `rank` before one.
+    """
+    for expression in (_NAMED, _NUMBERED):
+        found: dict[tuple[str, str], dict[int, str]] = {}
+        for name in tree.sizes:
+            match = expression.fullmatch(name)
+            if match is not None:
+                found.setdefault((match[1], match[3]), {})[int(match[2])] = name
+        if found:
+            return found
+    return {}
 
 
 def _key(prefix: str) -> str:
