@@ -89,7 +89,7 @@ def test_a_function_to_start_from_gives_a_report(foreign: Path, tmp_path: Path) 
     start = lambda _: None  # noqa: E731
     with (
         sw.Checkpointer(tmp_path / "run", memory=None, start_from=start) as checkpointer,  # type: ignore[arg-type]
-        pytest.raises(sw.StateError, match=r"start_from: it gave None"),
+        pytest.raises(sw.StateError, match=r"start_from returned None"),
     ):
         checkpointer.restore({"model": {"w": torch.zeros(2, 3)}})
 
