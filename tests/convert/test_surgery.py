@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.convert import conversion
 from shardwise.state.leaves import same_bytes
 from shardwise.testing.threads import run_ranks
 from tests.formats.foreign_goldens import unpacked
@@ -86,6 +87,32 @@ def test_ranks_share_an_average(tmp_path: Path) -> None:
         assert same_bytes(tensor[...], other[name][...]), name
 
 
+def test_an_average_that_was_interrupted_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [tmp_path / "a", tmp_path / "b"]
+    states = [saved(place, seed) for seed, place in enumerate(places)]
+    write = conversion._write
+    written: list[Any] = []
+
+    def failing(*args: Any) -> Any:
+        if written:
+            raise OSError("the disk is gone")
+        written.append(args)
+        return write(*args)
+
+    monkeypatch.setattr(conversion, "_write", failing)
+    with pytest.raises(OSError, match="the disk is gone"):
+        sw.average(places, tmp_path / "mean", max_file=1 << 20)
+    monkeypatch.undo()
+    with pytest.raises(sw.CheckpointExistsError, match="another conversion"):
+        sw.average(places, tmp_path / "mean", max_file=1 << 20, weights=[2, 1])
+    assert sw.average(places, tmp_path / "mean", max_file=1 << 20).resumed == 1
+    found = sw.open(tmp_path / "mean")
+    wanted = mean([state["w"] for state in states], [0.5, 0.5])
+    assert same_bytes(found["model.w"][...], wanted)
+
+
 def test_what_differs_has_no_average(tmp_path: Path) -> None:
     a, b, c, d = ({"n": torch.tensor([i]), "w": torch.ones(2)} for i in range(4))
     c["w"] = torch.ones(3)
@@ -106,6 +133,8 @@ def test_what_differs_has_no_average(tmp_path: Path) -> None:
     for wrong in ({"weights": [1.0]}, {"weights": [1.0, -1.0]}, {"weights": [1.0, math.nan]}):
         with pytest.raises(sw.StateError, match="2 finite numbers"):
             sw.average([tmp_path / "a", tmp_path / "b"], tmp_path / "z", **wrong)
+    with pytest.raises(sw.MismatchError, match=r"take_first= matches nothing .*\n  - epochs"):
+        sw.average([tmp_path / "a", tmp_path / "b"], tmp_path / "z", take_first=["epochs"])
     with pytest.raises(sw.StateError, match="twice"):
         sw.average([tmp_path / "a", tmp_path / "a"], tmp_path / "z")
     with pytest.raises(sw.StateError, match="two checkpoints or more"):

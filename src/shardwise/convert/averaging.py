@@ -50,6 +50,10 @@ def averaged(
             elif found.same_as != entry.same_as:
                 untied.add(entry.name)
         problems += [f"{name}: in {place}, not in {first}" for name in theirs]
+    names = [entry.name for entry in manifest.tensors] + [each.name for each in manifest.objects]
+    idle = [each for each in take_first if not any(fnmatchcase(name, each) for name in names)]
+    if idle:
+        raise MismatchError(f"take_first= matches nothing in {first}:", idle)
     if problems:
         raise MismatchError("checkpoints of different tensors have no average:", problems)
     values, left_out = _values(manifest.objects, dict(others), selection, take_first)
