@@ -29,11 +29,12 @@ from shardwise.engine.opened import Opened, read_per_rank
 from shardwise.engine.options import LoadOptions, SaveOptions
 from shardwise.engine.positions import GROUPS, Order, with_names_by_position
 from shardwise.engine.save import Save, SaveReport, save_all
+from shardwise.engine.uncompiled import uncompiled
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.formats.specification import Specification
 from shardwise.manifest.names import MANIFEST, checked_name
-from shardwise.opening import Reading, open_any, place_below, refuse_foreign
+from shardwise.opening import Reading, open_any, place_below, refuse_file, refuse_foreign
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.saved import Rename, SavedState, renaming
 from shardwise.resizing import Resizing
@@ -47,6 +48,7 @@ State = MutableMapping[str, Any]
 Index = str | os.PathLike[str]
 
 
+@uncompiled
 def save(
     place: Place,
     state: State,
@@ -78,7 +80,7 @@ def save(
         on_event: told of every stage as it ends.
 
     Raises:
-        StateError: a value cannot be saved; names it.
+        StateError: a value cannot be saved; names it. Or the place is a file.
         MismatchError: ranks disagree about values, shapes, dtypes, or the place.
         LayoutError: shards do not make up their tensor.
         CheckpointExistsError: there is a checkpoint at the place.
@@ -93,12 +95,14 @@ def save(
         store = open_store(place)
         if ranks.rank == 0:
             refuse_foreign(store)
+            refuse_file(store)
         return Save(held=held, store=store, staging_bytes=staging_bytes, options=options)
 
     with without_collection(), resolved_group(group) as ranks:
         return save_all(prepare, ranks, PlanCache() if plans is None else plans, recorder)
 
 
+@uncompiled
 def load(
     place: Place,
     state: State,
@@ -161,6 +165,7 @@ def load(
         return job.run(entered(place, step, ranks), ranks, cleanup)
 
 
+@uncompiled
 def open(  # noqa: A001 - shardwise.open
     place: Place,
     *,

@@ -193,6 +193,16 @@ def refuse_foreign(store: Store) -> None:
         )
 
 
+def refuse_file(store: Store) -> None:
+    """Refuse to save where a file is.
+
+    Raises:
+        StateError: there is one.
+    """
+    if isinstance(store, LocalStore) and store.path.exists() and not store.path.is_dir():
+        raise StateError(f"{store} is a file: expected a directory, which need not exist")
+
+
 def refuse_as_root(store: Store) -> None:
     """Refuse a place that is a checkpoint as the root of a run's checkpoints.
 
@@ -209,6 +219,10 @@ def refuse_as_root(store: Store) -> None:
 
 
 def _read(store: Store, reading: Reading) -> bytes:
+    if isinstance(store, LocalStore) and store.path.name == MANIFEST and store.path.is_file():
+        raise CheckpointNotFoundError(
+            f"{store} is a file of a checkpoint: give its directory, {store.path.parent}"
+        )
     try:
         return read_manifest(store)
     except CheckpointNotFoundError:

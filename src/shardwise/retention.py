@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +14,7 @@ from typing import Literal, SupportsIndex
 import msgspec
 
 from shardwise.engine.leftovers import collect_leftovers
-from shardwise.engine.options import checked_step
+from shardwise.engine.options import checked_step, whole_number
 from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
@@ -206,21 +205,6 @@ class _PlainKeep(msgspec.Struct, forbid_unknown_fields=True):
             latest_for=self.latest_for,
             every_time=self.every_time,
         )
-
-
-def whole_number(what: str, value: object, least: int = 1) -> int:
-    """A number as a user gives it, such as NumPy's integers.
-
-    Raises:
-        TypeError: it is not an integer, or it is a bool.
-        ValueError: it is less than `least`.
-    """
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"{what}={value!r}): expected an integer")
-    number = operator.index(value)
-    if number < least:
-        raise ValueError(f"{what}={value!r}): expected at least {least}")
-    return number
 
 
 def _seconds(what: str, duration: Duration) -> float:

@@ -8,7 +8,6 @@ import os
 import signal
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -18,30 +17,26 @@ from typing import Literal
 from shardwise import api
 from shardwise.checkpointer.restoring import RestoreReport, Restoring, Start, chosen, load_start
 from shardwise.checkpointer.saving import Saving
-from shardwise.checkpointer.settings import Settings, check_options, root_of, signals_of
+from shardwise.checkpointer.settings import Settings, check_options, open_root, root_of, signals_of
 from shardwise.checkpointer.signals import Then
 from shardwise.engine.arena import DEFAULT_STAGING_BYTES
-from shardwise.engine.exchange import exchange
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, own_group
-from shardwise.engine.leftovers import collect_leftovers
 from shardwise.engine.load import LoadReport
+from shardwise.engine.options import whole_number
+from shardwise.engine.uncompiled import uncompiled
 from shardwise.errors import (
     CheckpointNotFoundError,
     ShardwiseError,
-    StateError,
     StoreError,
 )
 from shardwise.events import Recorder, Sink
 from shardwise.formats.specification import Specification
-from shardwise.manifest.names import step_of_directory
 from shardwise.memory.options import Memory
 from shardwise.memory.snapshots.handle import SaveHandle
 from shardwise.memory.snapshots.snapshots import Snapshots
-from shardwise.opening import refuse_as_root
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.saved import Rename
-from shardwise.retention import Choice, Keep, choose_step, committed_steps, whole_number
-from shardwise.store import LocalStore
+from shardwise.retention import Choice, Keep, choose_step, committed_steps
 
 IN_BACKGROUND = Memory(snapshot_every=0, slots=1)
 """One save is persisted while the next is staged, and that is all that memory is used for."""
@@ -128,7 +123,9 @@ class Checkpointer:
         try:
             self._own = own_group(timeout)
             self._group: Group = self._own or SoloGroup()
-            exchange(self._group, "opening a root", lambda: b"", self._collect)
+            starts = start_from is not None
+            if not open_root(self._root, self._group, in_memory=memory is not None, starts=starts):
+                memory = None
             self._snapshots = Snapshots(self._root, memory, self._group) if memory else None
         except BaseException:
             self._let_go()
@@ -229,6 +226,7 @@ class Checkpointer:
         """The plans of its saves, and how often they were used again."""
         return self._saving.plans
 
+    @uncompiled
     def save(
         self,
         step: int,
@@ -281,6 +279,7 @@ class Checkpointer:
         self._refuse_closed()
         return self._saving.prepare(state)
 
+    @uncompiled
     def restore(
         self,
         state: api.State,
@@ -374,19 +373,6 @@ class Checkpointer:
         self._refuse_forked()
         if self._closed:
             raise ShardwiseError(f"the Checkpointer of {self._root} is closed")
-
-    def _collect(self, _: list[bytes]) -> bytes:
-        if isinstance(self._root, LocalStore) and self._root.path.is_file():
-            raise StateError(f"the root {self._root} is a file: expected a directory")
-        if self._start_from is None:
-            refuse_as_root(self._root)
-        for name in self._root.list():
-            if step_of_directory(name) is not None:
-                store = self._root.at(name)
-                with suppress(OSError):  # a root that is only read has leftovers too
-                    collect_leftovers(store)
-                    store.remove()  # if it is empty
-        return b""
 
 
 def _settle_at_exit(reference: weakref.ref[Checkpointer]) -> None:

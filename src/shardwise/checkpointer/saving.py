@@ -90,7 +90,8 @@ class Saving:
         this = _Last(step, state, metrics, overwrite)
         handle = self._tried(this, durable=True) if durable else None
         is_saved = handle is not None
-        if not is_saved and self._settings.is_snapshot(step):
+        in_memory = self._snapshots is not None and self._settings.is_snapshot(step)
+        if in_memory and not is_saved:
             handle = self._tried(this, durable=False)
         if self._settings.at_end and not is_saved:
             self._last = this

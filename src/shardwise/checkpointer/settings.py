@@ -1,20 +1,29 @@
-"""What a `Checkpointer` was asked for."""
+"""What a `Checkpointer` was asked for, and the root that it is asked for."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from shardwise import api
 from shardwise.checkpointer.signals import Signals, Then
+from shardwise.engine.exchange import exchange
+from shardwise.engine.group import Group
+from shardwise.engine.leftovers import collect_leftovers
 from shardwise.engine.options import is_due
 from shardwise.errors import StoreError
 from shardwise.events import Sink
+from shardwise.manifest.names import step_of_directory
 from shardwise.memory.options import Memory
+from shardwise.opening import refuse_as_root, refuse_file
 from shardwise.retention import Keep
 from shardwise.store import LocalStore, Store, open_store
+
+log = logging.getLogger("shardwise")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,3 +105,48 @@ def signals_of(save_on: Iterable[int], then: Then) -> Signals | None:
     if then == "requeue" and not job:
         raise ValueError("then='requeue': SLURM_JOB_ID is not set, as it is in every Slurm job")
     return Signals(numbers, then, job)
+
+
+def open_root(root: Store, group: Group, *, in_memory: bool, starts: bool) -> bool:
+    """Check a root, and remove what unfinished saves left there. All ranks together.
+
+    Args:
+        in_memory: snapshots are asked for.
+        starts: what the run starts from is given, so that the root cannot be meant as that.
+
+    Returns:
+        Whether snapshots can be used: not below a root that can only be read, as a run's
+        snapshots are known by an id in its root.
+
+    Raises:
+        StateError: the root is a file.
+        CheckpointExistsError: the root is a checkpoint itself.
+    """
+
+    def answer(_: list[bytes]) -> bytes:
+        refuse_file(root)
+        if not starts:
+            refuse_as_root(root)
+        for name in root.list():
+            if step_of_directory(name) is not None:
+                store = root.at(name)
+                with suppress(OSError):  # a root that is only read has leftovers too
+                    collect_leftovers(store)
+                    store.remove()  # if it is empty
+        return b"1" if in_memory and _is_writable(root) else b""
+
+    usable = bool(exchange(group, "opening a root", lambda: b"", answer))
+    if in_memory and not usable and group.rank == 0:
+        log.warning(
+            "%s can only be read: its checkpoints can be restored, but none can be saved, and "
+            "snapshots in memory are not looked for",
+            root,
+        )
+    return usable
+
+
+def _is_writable(root: Store) -> bool:
+    if not isinstance(root, LocalStore):
+        return True
+    there = next(each for each in (root.path, *root.path.parents) if each.exists())
+    return os.access(there, os.W_OK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -44,6 +45,9 @@ class Replicas:
     pieces: Pieces
     stride: Int
     names: tuple[str, ...] = ()
+
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +190,13 @@ def opened_manifest(store: Store, data: bytes) -> Opened:
 def _not_found(store: Store) -> str:
     names = store.list()
     if not names:
-        return f"{store} is empty, or is not there: there is no checkpoint"
+        hint = ""
+        if _HUB_ID.fullmatch(str(store)):
+            hint = (
+                "; if this is the id of a model on the Hugging Face Hub, download it and give the "
+                f"directory, such as huggingface_hub.snapshot_download({str(store)!r})"
+            )
+        return f"{store} is empty, or is not there: there is no checkpoint{hint}"
     return f"{store} has no {MANIFEST}: there is no checkpoint, or its save was never finished"
 
 

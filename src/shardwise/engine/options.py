@@ -41,6 +41,21 @@ class SaveOptions:
         return cls(step=step, overwrite=overwrite, check_replicas=check_replicas, metrics=values)
 
 
+def whole_number(what: str, value: object, least: int = 1) -> int:
+    """A number as a user gives it, such as NumPy's integers.
+
+    Raises:
+        TypeError: it is not an integer, or it is a bool.
+        ValueError: it is less than `least`.
+    """
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{what}={value!r}): expected an integer")
+    number = operator.index(value)
+    if number < least:
+        raise ValueError(f"{what}={value!r}): expected at least {least}")
+    return number
+
+
 def checked_step(step: object) -> int:
     """A step as a user gives it.
 

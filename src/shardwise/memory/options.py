@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwise.engine.options import whole_number
 from shardwise.memory.tls import Tls
 
 DIRECTORY = "/dev/shm"
@@ -41,6 +42,7 @@ class Memory:
         wait: seconds to wait for a slot, and for a node that does not answer.
 
     Raises:
+        TypeError: a number is not an integer.
         ValueError: a number is out of range, or copies and parity are both asked for.
     """
 
@@ -63,9 +65,8 @@ class Memory:
     def __post_init__(self) -> None:
         least = {"snapshot_every": 0, "slots": 1, "copies": 0, "parity": 0, "group": 2}
         for name, at_least in least.items():
-            value = getattr(self, name)
-            if type(value) is not int or value < at_least:
-                raise ValueError(f"Memory({name}={value!r}): a whole number from {at_least} on")
+            number = whole_number(f"Memory({name}", getattr(self, name), at_least)
+            object.__setattr__(self, name, number)
         if self.budget is not None and self.budget < 1 << 20:
             raise ValueError(f"Memory(budget={self.budget}): at least 1 MiB a second is needed")
         if self.copies and self.parity:

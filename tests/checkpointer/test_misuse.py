@@ -1,0 +1,103 @@
+"""What users pass by mistake, and roots that are unusual."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.manifest.names import MANIFEST, step_directory
+
+
+def checkpointer(**options: Any) -> Callable[[Path], object]:
+    return lambda path: sw.Checkpointer(path / "run", **{"memory": None, **options})
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (checkpointer(keep=3), TypeError, r"sw\.Keep\(last=3\)"),
+        (checkpointer(memory=True), TypeError, r"sw\.Memory"),
+        (checkpointer(start_from=3), TypeError, "start_from=3"),
+        (checkpointer(save_every=2.0), TypeError, "save_every=2.0"),
+        (checkpointer(save_every=True), TypeError, "expected an integer"),
+        (checkpointer(on_failure="ignore"), ValueError, "'raise' or 'warn'"),
+        (lambda path: sw.Memory(slots=1.0), TypeError, "expected an integer"),  # type: ignore
+        (lambda path: sw.load("org/Model-7B", {}), sw.CheckpointNotFoundError, "Hugging Face Hub"),
+        (lambda path: sw.open("org/Model-7B"), sw.CheckpointNotFoundError, "snapshot_download"),
+        (lambda path: sw.open(path / "c" / MANIFEST), sw.CheckpointNotFoundError, "its directory"),
+        (lambda path: sw.save(path / "file", {"t": 1}), sw.StateError, "is a file"),
+        (lambda path: sw.Checkpointer(path / "file", memory=None), sw.StateError, "is a file"),
+        (lambda path: sw.Checkpointer(path / "file"), sw.StateError, "is a file"),
+        (lambda path: sw.Checkpointer(os.fsdecode(b"/tmp/\xff")), sw.StoreError, "UTF-8"),
+        (lambda path: sw.save(os.fsdecode(b"/tmp/\xff"), {"t": 1}), sw.StoreError, "UTF-8"),
+    ],
+)
+def test_the_call_says_what_is_expected(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: Callable[[Path], object],
+    error: type[Exception],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("x")
+    sw.save(tmp_path / "c", {"t": 1})
+    with pytest.raises(error, match=said):
+        call(tmp_path)
+
+
+def test_integers_of_numpy_are_integers(tmp_path: Path) -> None:
+    with sw.Checkpointer(tmp_path, save_every=np.int64(2), memory=None) as cp:  # type: ignore
+        for step in np.arange(1, 5):
+            cp.save(step, {"t": 1})
+        assert cp.steps() == [2, 4]
+        assert cp.restore({"t": 0}, step=np.int32(2)) == 2
+    assert sw.Memory(snapshot_every=np.int16(3)).snapshot_every == 3  # type: ignore
+
+
+def test_a_root_that_can_only_be_read_is_restored_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "shardwise")
+    root = tmp_path / "root"
+    root.mkdir()
+    mount = ["mount", "-t", "tmpfs", "tmpfs", str(root)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a file system is not permitted")
+    try:
+        sw.save(root / step_directory(4), {"t": torch.arange(1000)}, step=4)
+        subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
+        for options in ({}, {"memory": sw.Memory()}, {"memory": None}):
+            state = {"t": torch.zeros(1000, dtype=torch.int64)}
+            with sw.Checkpointer(root, save_every=9, **options) as cp:
+                assert cp.restore(state) == 4
+                assert state["t"].tolist() == list(range(1000))
+                cp.save(5, state)
+                with pytest.raises(OSError, match="Read-only"):
+                    cp.save(9, state)
+        assert caplog.text.count("can only be read") == 2
+    finally:
+        subprocess.run(["umount", "-l", str(root)], check=True)
+
+
+def test_a_compiled_function_saves_and_loads(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+
+    @torch.compile(backend="eager")
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = model(x).sum()
+        sw.save(tmp_path, {"model": model, "rows": 4})
+        sw.load(tmp_path, {"model": model})
+        return y * 2
+
+    assert torch.equal(step(torch.ones(4)), model(torch.ones(4)).sum() * 2)
+    assert torch.equal(sw.open(tmp_path)["model.weight"][...], model.weight)
