@@ -119,6 +119,19 @@ def test_what_was_read_is_written_for_other_ranks(axes: dict[str, int]) -> None:
         same(read[name], array)
 
 
+def test_a_head_that_is_not_stored_is_the_embedding() -> None:
+    ranks, whole = megatron_llama()
+    for arrays in ranks.values():
+        for name in [name for name in arrays if "output_layer" in name]:
+            del arrays[name]
+    sizes = {"vocab": VOCAB, "heads": GROUPS * PER, "groups": GROUPS}
+    foreign = lay(shipped("megatron_llama"), catalogue({"tp": TP, "pp": PP}, ranks), sizes=sizes)
+    entries = {entry.name: entry.same_as for entry in foreign.tensors}
+    assert entries["model.lm_head.weight"] == "model.model.embed_tokens.weight"
+    read = read_tensors(NOWHERE, foreign)
+    same(read["model.lm_head.weight"], whole["model.embed_tokens.weight"])
+
+
 def test_megatron_gpt2_fuses_otherwise_and_transposes() -> None:
     heads, own = 4, LAYER.format(0) + "self_attention."
     qkv, out = some(heads, 3, DIM, WIDTH), some(WIDTH, heads * DIM)
