@@ -158,7 +158,7 @@ class _Job:
             opened = [self._open(place, f"{terms}, {i}", reading) for i, place in enumerate(places)]
         found = {str(each.store): each for each in opened}
         if len(found) < len(opened):
-            raise StateError("a checkpoint is there twice: give it a larger weight instead")
+            raise StateError("the same checkpoint is given twice: give it a larger weight instead")
         selection = Selection.by(self.request.only, self.request.skip)
         manifests = {name: each.manifest for name, each in found.items()}
         manifest, left_out = averaged(manifests, selection, take_first)

@@ -197,7 +197,7 @@ def checked_weights(weights: Sequence[float] | None, count: int) -> list[float]:
 
 
 def _mixes(entry: TensorEntry) -> bool:
-    """Whether numbers of this kind have a mean: those of 8 bits have scales beside them."""
+    """Whether these numbers have a mean. 8-bit floats do not: their scales are other tensors."""
     return entry.dtype in MIXED
 
 

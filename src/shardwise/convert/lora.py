@@ -86,7 +86,7 @@ def decode_config(data: bytes, place: str) -> AdapterConfig:
             "with path_initial_model_for_weight_conversion)"
         )
     if used:
-        raise StateError(f"{place}: merging knows plain LoRA, and not {', '.join(used)}")
+        raise StateError(f"{place}: only plain LoRA can be merged, and this uses {', '.join(used)}")
     return config
 
 
@@ -229,8 +229,8 @@ def _parsed(tensors: Sequence[TensorEntry]) -> _Found:
         if factor is None:
             if "lora_" in entry.name:
                 raise StateError(
-                    f"{entry.name}: merging knows lora_A and lora_B of linear layers and "
-                    "embeddings, and whole tensors (modules_to_save)"
+                    f"{entry.name}: only lora_A and lora_B of linear layers and embeddings can be "
+                    "merged, and whole tensors (modules_to_save)"
                 )
             whole = _WHOLE.fullmatch(entry.name)
             name = f"{whole['module']}.{whole['rest']}" if whole else entry.name
@@ -250,7 +250,9 @@ def _parsed(tensors: Sequence[TensorEntry]) -> _Found:
     if len(adapters) > 1:
         raise StateError(f"there are several adapters: {', '.join(sorted(adapters))}")
     if not found.factors:
-        raise StateError("there is no adapter: no name ends in lora_A.weight, or the like")
+        raise StateError(
+            "there is no adapter here: no name ends in lora_A, lora_A.weight or lora_embedding_A"
+        )
     return found
 
 
@@ -289,7 +291,7 @@ def _misfit(factors: _Factors, weight: TensorEntry, *, transposed: bool) -> str:
     product = (a[1], b[0]) if transposed else (b[0], a[1])
     own = weight.shape if factors.base is None else factors.base.shape
     if not product == weight.shape == own:
-        return f"its factors make up {list(product)}, and the weight is {list(weight.shape)}"
+        return f"its factors multiply to {list(product)}, but the weight is {list(weight.shape)}"
     return ""
 
 
