@@ -90,7 +90,8 @@ def test_damage_is_told_by_file_range_and_tensors(run: Run, large: Path) -> None
     ran = run("verify", large)
     assert f"{path.name}, bytes {BLOCK}:{3 * BLOCK}" in ran.out
     assert "1 tensor: first" in ran.out
-    assert ran.err == "shardwise: 1 of 1 checkpoint is damaged\n"
+    advice = "load another, or copy the files again"
+    assert ran.err == f"shardwise: 1 of 1 checkpoint is damaged: {advice}\n"
 
 
 def test_damage_outside_of_tensors_is_told(run: Run, large: Path) -> None:

@@ -71,8 +71,8 @@ def test_a_model_becomes_what_safetensors_reads(source: Path, tmp_path: Path) ->
     assert sorted(os.listdir(tmp_path / "hf")) == ["model.safetensors"]
     assert report.left_out == (
         "tied: tied to model.big, which is stored",
-        "1 tensor(s) that are not below 'model', but below optimizer",
-        "1 plain value(s), of epoch: the format has none",
+        "1 tensor(s) below optimizer: this format holds the model alone, which is below 'model'",
+        "1 plain value(s), of epoch: this format holds tensors alone",
     )
     assert report.bytes_written == (tmp_path / "hf" / "model.safetensors").stat().st_size
 
@@ -232,7 +232,7 @@ def test_a_kill_leaves_nothing_that_looks_whole(source: Path, tmp_path: Path, wr
         ({"max_file": 0}, "at least 1"),
         ({"config": "nowhere.json"}, "a file is needed"),
         ({"config": __file__, "to": "dcp"}, "to='hf'"),
-        ({"to": "native", "dtype": "float16", "root": "net"}, "nothing lies below 'net'"),
+        ({"to": "native", "dtype": "float16", "root": "net"}, "no tensor below 'net'"),
     ],
 )
 def test_what_cannot_be_had_is_refused(

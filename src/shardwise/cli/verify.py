@@ -79,8 +79,8 @@ def verify(
             console.print(Text(f"– {name}  unfinished, not checked", "yellow"))
     if damaged:
         total = wording.count(len(verdicts), "checkpoint")
-        message = f"{damaged} of {total} {'is' if damaged == 1 else 'are'} damaged"
-        complain(message)
+        are = "is" if damaged == 1 else "are"
+        complain(f"{damaged} of {total} {are} damaged: load another, or copy the files again")
         raise typer.Exit(1)
     if unknown:
         total = wording.count(len(verdicts), "checkpoint")

@@ -76,11 +76,13 @@ class Chosen:
         said = []
         if tensors:
             said.append(
-                f"{len(tensors)} tensor(s) that are not below {self.root!r}, but below "
-                f"{_tops(tensors)}"
+                f"{len(tensors)} tensor(s) below {_tops(tensors)}: this format holds the model "
+                f"alone, which is below {self.root!r}"
             )
         if values:
-            said.append(f"{len(values)} plain value(s), of {_tops(values)}: the format has none")
+            said.append(
+                f"{len(values)} plain value(s), of {_tops(values)}: this format holds tensors alone"
+            )
         return tuple(said)
 
 
@@ -93,6 +95,6 @@ def _tops(names: Iterable[str]) -> str:
 def nothing_below(root: str, names: Iterable[str]) -> str:
     """What is wrong where none of the names is below the root."""
     return (
-        f"nothing lies below {root!r}: root= is to name the model, of {_tops(names)}; "
-        'or root="" for all'
+        f"the checkpoint has no tensor below {root!r}: give the model's name by root= (on the "
+        f'command line --root), one of {_tops(names)}; or "" to write all'
     )
