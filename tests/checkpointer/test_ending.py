@@ -12,7 +12,7 @@ import torch
 
 import shardwise as sw
 from shardwise.testing import Gang
-from tests.memory.test_snapshots import shm
+from tests.memory.test_snapshots import memory_of, reference, rows, shm
 
 __all__ = ["shm"]
 
@@ -116,3 +116,22 @@ def end(root: str) -> list[int]:
 def test_all_ranks_save_the_last_step(gang: Gang, tmp_path: Path) -> None:
     assert gang.run(end, str(tmp_path), world=2) == [[3, 5]] * 2
     assert sw.open(tmp_path).world_size == 2
+
+
+def end_with_snapshots(root: str, shm: str) -> list[int]:
+    memory = memory_of(shm, 2, copies=1)
+    with sw.Checkpointer(root, save_every=100, memory=memory) as checkpointer:
+        for step in (1, 2, 3):
+            assert checkpointer.save(step, rows(step)) is not None
+    return checkpointer.steps()
+
+
+def test_the_nodes_persist_the_last_snapshot_together(
+    gang: Gang, tmp_path: Path, shm: Path
+) -> None:
+    root = tmp_path / "root"
+    assert gang.run(end_with_snapshots, str(root), str(shm), world=2) == [[3]] * 2
+    found = sw.open(root)
+    assert torch.equal(found["t"][...], reference(3))
+    found.verify()
+    assert not list(shm.glob("**/*.slot"))
