@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.testing.threads import run_ranks
+from shardwise.testing.threads import ThreadGroup, outcomes_of_ranks, run_ranks
 
 
 class Loader:
@@ -175,6 +175,16 @@ def test_a_per_rank_value_names_its_key_where_the_world_has_another_size(tmp_pat
     with pytest.raises(IndexError, match=r"rank . of 2") as caught:
         load_on_two(tmp_path, {"own": sw.PerRank(0, resize=of_each_rank)})
     assert caught.value.__notes__ == ["own: raised by its resize or for_rank()"]
+
+
+def test_the_other_ranks_hear_of_which_key_it_is(tmp_path: Path) -> None:
+    def save(group: ThreadGroup) -> object:
+        return sw.save(tmp_path, {"loader": Loader(saves=group.rank == 0)}, group=group)
+
+    here, there = outcomes_of_ranks(2, save)
+    assert isinstance(there, KeyError)
+    assert isinstance(here, sw.RankError)
+    assert here.failures == {1: "KeyError: 'boom' (loader: raised by its state_dict())"}
 
 
 def test_a_damaged_file_that_a_stateful_reads_is_no_damage_of_the_checkpoint(
