@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.manifest.names import MANIFEST, step_directory
+from shardwise.testing import Gang
 
 
 def checkpointer(**options: Any) -> Callable[[Path], object]:
@@ -101,3 +103,20 @@ def test_a_compiled_function_saves_and_loads(tmp_path: Path) -> None:
 
     assert torch.equal(step(torch.ones(4)), model(torch.ones(4)).sum() * 2)
     assert torch.equal(sw.open(tmp_path)["model.weight"][...], model.weight)
+
+
+def with_options_of_its_own(path: str) -> None:
+    """Each rank saves as often, and protects as well, as it likes."""
+    rank = dist.get_rank()
+    memory = sw.Memory(dir=f"{path}/node{rank}", copies=rank)
+    sw.Checkpointer(f"{path}/root", save_every=10 + rank, memory=memory)
+
+
+def test_ranks_with_different_options_are_refused(gang: Gang, tmp_path: Path) -> None:
+    for outcome in gang.outcomes(with_options_of_its_own, str(tmp_path), world=2):
+        assert isinstance(outcome.exception, sw.MismatchError)
+        assert outcome.exception.problems == [
+            "save_every: rank 0 has 10, rank 1 has 11",
+            "Memory(copies): rank 0 has 0, rank 1 has 1",
+        ]
+    assert not (tmp_path / "root").exists()

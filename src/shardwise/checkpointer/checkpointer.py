@@ -78,6 +78,7 @@ class Checkpointer:
             because this is not the main thread, or there is no Slurm job to requeue.
         StateError: the root is a file.
         CheckpointExistsError: the root is a checkpoint itself, and no `start_from` was given.
+        MismatchError: ranks were given different options.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Checkpointer:
             self._own = own_group(timeout)
             self._group: Group = self._own or SoloGroup()
             starts = start_from is not None
-            if not open_root(self._root, self._group, in_memory=memory is not None, starts=starts):
+            if not open_root(settings, self._signals, self._group, starts=starts):
                 memory = None
             self._snapshots = Snapshots(self._root, memory, self._group) if memory else None
         except BaseException:

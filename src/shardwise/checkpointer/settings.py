@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
+
+import msgspec
 
 from shardwise import api
 from shardwise.checkpointer.signals import Signals, Then
@@ -15,7 +17,7 @@ from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.leftovers import collect_leftovers
 from shardwise.engine.options import is_due
-from shardwise.errors import StoreError
+from shardwise.errors import MismatchError, StoreError
 from shardwise.events import Sink
 from shardwise.manifest.names import step_of_directory
 from shardwise.memory.options import Memory
@@ -24,6 +26,10 @@ from shardwise.retention import Keep
 from shardwise.store import LocalStore, Store, open_store
 
 log = logging.getLogger("shardwise")
+
+_SHARED = ("keep", "save_every", "check_replicas", "staging_bytes", "at_end", "on_failure")
+_OF_A_NODE = ("dir", "interface", "domain", "tls", "start_agent", "budget")
+"""Options of `Memory` that may differ from node to node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +46,17 @@ class Settings:
     on_event: Sink | None
     at_end: bool
     on_failure: Literal["raise", "warn"]
+
+    def shared(self) -> dict[str, str]:
+        """Those options, as text, on which the ranks must agree as they decide by them alone."""
+        found = {name: repr(getattr(self, name)) for name in _SHARED}
+        if self.memory is None:
+            return {**found, "memory": "None"}
+        return found | {
+            f"Memory({each.name})": repr(getattr(self.memory, each.name))
+            for each in fields(self.memory)
+            if each.name not in _OF_A_NODE
+        }
 
     def is_durable(self, step: object) -> bool:
         """Whether this step is saved to the root."""
@@ -107,11 +124,12 @@ def signals_of(save_on: Iterable[int], then: Then) -> Signals | None:
     return Signals(numbers, then, job)
 
 
-def open_root(root: Store, group: Group, *, in_memory: bool, starts: bool) -> bool:
+def open_root(settings: Settings, signals: Signals | None, group: Group, *, starts: bool) -> bool:
     """Check a root, and remove what unfinished saves left there. All ranks together.
 
     Args:
-        in_memory: snapshots are asked for.
+        settings: those of this rank.
+        signals: those that it was asked to handle.
         starts: what the run starts from is given, so that the root cannot be meant as that.
 
     Returns:
@@ -119,11 +137,18 @@ def open_root(root: Store, group: Group, *, in_memory: bool, starts: bool) -> bo
         snapshots are known by an id in its root.
 
     Raises:
+        MismatchError: ranks were given different options; lists them.
         StateError: the root is a file.
         CheckpointExistsError: the root is a checkpoint itself.
     """
+    root, in_memory = settings.root, settings.memory is not None
 
-    def answer(_: list[bytes]) -> bytes:
+    def speak() -> bytes:
+        numbers = [] if signals is None else signals.numbers
+        return msgspec.msgpack.encode({**settings.shared(), "save_on": str(numbers)})
+
+    def answer(said: list[bytes]) -> bytes:
+        _refuse_unequal([msgspec.msgpack.decode(each, type=dict[str, str]) for each in said])
         refuse_file(root)
         if not starts:
             refuse_as_root(root)
@@ -135,7 +160,7 @@ def open_root(root: Store, group: Group, *, in_memory: bool, starts: bool) -> bo
                     store.remove()  # if it is empty
         return b"1" if in_memory and _is_writable(root) else b""
 
-    usable = bool(exchange(group, "opening a root", lambda: b"", answer))
+    usable = bool(exchange(group, "opening a root", speak, answer))
     if in_memory and not usable and group.rank == 0:
         log.warning(
             "%s can only be read: its checkpoints can be restored, but none can be saved, and "
@@ -143,6 +168,18 @@ def open_root(root: Store, group: Group, *, in_memory: bool, starts: bool) -> bo
             root,
         )
     return usable
+
+
+def _refuse_unequal(options: Sequence[Mapping[str, str]]) -> None:
+    names = dict.fromkeys(name for each in options for name in each)
+    problems = []
+    for name in names:
+        values = [each.get(name, "nothing") for each in options]
+        rank = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if rank is not None:
+            problems.append(f"{name}: rank 0 has {values[0]}, rank {rank} has {values[rank]}")
+    if problems:
+        raise MismatchError("ranks gave their Checkpointers different options:", problems)
 
 
 def _is_writable(root: Store) -> bool:

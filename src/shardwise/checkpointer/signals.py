@@ -53,6 +53,11 @@ class Signals:
             self._restore()
             raise ValueError(f"save_on={numbers!r}: {error}") from error
 
+    @property
+    def numbers(self) -> list[int]:
+        """The signals that are noted, ascending."""
+        return sorted(map(int, self._before))
+
     def received(self, group: Group) -> int:
         """The signal that any rank has received, or 0. All ranks together."""
 

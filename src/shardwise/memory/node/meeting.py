@@ -9,7 +9,6 @@ import msgspec
 
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group, own_address
-from shardwise.errors import MismatchError
 from shardwise.memory.node.home import Home
 from shardwise.memory.node.interface import refuse_unreachable
 from shardwise.memory.node.lineage import Lineage, lineage_of
@@ -46,23 +45,17 @@ def meet(root: Store, options: Memory, group: Group) -> tuple[Home, Meeting]:
     """Find this node's home and agent, which is started if there is none, and the others'.
 
     Raises:
-        MismatchError: ranks do not ask for the same protection.
         StoreError: the root cannot be read; or an agent does not come to life, or cannot be
             reached by the others.
     """
     homes: list[Home] = []
-    protection = f"copies={options.copies}, parity={options.parity}, group={options.group}"
 
     def speak() -> bytes:
         homes.append(Home(options.dir))
-        return msgspec.msgpack.encode((protection, agent_of(homes[0], options)))
+        return msgspec.msgpack.encode(agent_of(homes[0], options))
 
     def answer(said: list[bytes]) -> bytes:
-        heard = [msgspec.msgpack.decode(each, type=tuple[str, Card]) for each in said]
-        asked = [f"rank {rank}: Memory({each})" for rank, (each, _) in enumerate(heard)]
-        if len({each for each, _ in heard}) > 1:
-            raise MismatchError("ranks do not ask for the same protection:", asked)
-        cards = [card for _, card in heard]
+        cards = [msgspec.msgpack.decode(each, type=Card) for each in said]
         refuse_unreachable(cards)
         nodes = {card.node: card for card in cards}
         meeting = Meeting(lineage_of(root), list(nodes.values()), [card.node for card in cards])
