@@ -63,29 +63,31 @@ def save(
     plans: PlanCache | None = None,
     on_event: Sink | None = None,
 ) -> SaveReport:
-    """Save a state as one checkpoint, durable when this returns. All ranks call it.
+    """Save a state as one checkpoint. It is durable when this returns. All ranks call it.
+
+    If the save fails, all ranks raise, and nothing is published.
 
     Args:
         place: a directory, which need not exist, or a store.
-        state: a dict of modules, optimizers, tensors, anything with `state_dict` and
+        state: a dict of modules, optimizers, tensors, objects with `state_dict` and
             `load_state_dict`, plain values, and dicts of these.
-        step: the training step that it belongs to.
-        overwrite: replace a checkpoint that is there; without it, that is an error.
-        check_replicas: compare what several ranks hold alike, and refuse if it differs.
-        metrics: numbers to keep beside it, such as a loss.
-        allow_pickle: store what has no plain form as pickle; loading it must allow it too.
-        staging_bytes: bound on the host memory used beside the state, in bytes.
-        group: the ranks; the default process group if there is one, else this process alone.
-        plans: plans of earlier saves, to be used again and added to.
-        on_event: told of every stage as it ends.
+        step: the training step of the state.
+        overwrite: replace an existing checkpoint. Without it, that is an error.
+        check_replicas: compare tensors that several ranks hold, and raise if they differ.
+        metrics: numbers to store with the checkpoint, such as a loss.
+        allow_pickle: pickle values that have no plain form; loading them needs it too.
+        staging_bytes: bound on the host memory used beyond the state, in bytes.
+        group: the ranks. Default: the default process group, or this process alone without one.
+        plans: a cache of plans of earlier saves, which this save reads and updates.
+        on_event: called after each stage.
 
     Raises:
-        StateError: a value cannot be saved; names it. Or the place is a file.
-        MismatchError: ranks disagree about values, shapes, dtypes, or the place.
-        LayoutError: shards do not make up their tensor.
-        CheckpointExistsError: there is a checkpoint at the place.
-        StoreError, OSError: the storage refused, on this rank.
-        RankError: another rank failed. Whatever fails, nothing is published.
+        StateError: a value cannot be saved (the message names it), or `place` is a file.
+        MismatchError: values, shapes, dtypes or the place differ between ranks.
+        LayoutError: the shards of a tensor overlap or leave gaps.
+        CheckpointExistsError: `place` already has a checkpoint.
+        StoreError, OSError: the storage failed on this rank.
+        RankError: another rank failed.
     """
     recorder = Recorder(on_event)
 
@@ -124,29 +126,29 @@ def load(
     group: dist.ProcessGroup | Group | None = None,
     on_event: Sink | None = None,
 ) -> LoadReport:
-    """Load a checkpoint into a state, in place, whatever sharding either has. All ranks call it.
+    """Load a checkpoint into a state in place, with any sharding. All ranks call it.
 
-    Tensors are filled where they lie; optimizer state that does not exist yet is made; plain
-    values are set in the dict. A state with fewer keys than were saved loads only those.
+    Tensors are filled in place, missing optimizer state is created, and plain values are set in
+    the dict. A state with fewer keys than the checkpoint loads only those.
 
     Args:
-        place: a directory or store with a checkpoint, ours or foreign; or the root of a run.
-        state: what to fill; see `save`.
-        step: which checkpoint of a root: a step, the `"newest"`, or the best, `sw.Best("loss")`.
-        strict: refuse if names are missing from the checkpoint or, below the keys of `state`,
-            only in the checkpoint; else report them. Filling no part of a module is an error.
-        only, skip: shell patterns of the target's names to fill, and of those to leave as they are.
-        rename: from the target's names to the checkpoint's: a function, or a mapping of beginnings.
-        cast: convert where dtypes differ; without it, that is an error.
-        resize: names or shell patterns, to "keep-common": fill what both shapes have in common.
+        place: a directory or store with a checkpoint (ours or foreign), or the root of a run.
+        state: the state to fill; see `save`.
+        step: which checkpoint of a root: a step number, `"newest"`, or `sw.Best("loss")`.
+        strict: raise if the checkpoint lacks names of the state, or has more names below the keys
+            of the state. If False, report both; a module that gets nothing at all still raises.
+        only, skip: shell patterns of the target's names to load, and to leave unchanged.
+        rename: maps target names to checkpoint names: a function, or a mapping of prefixes.
+        cast: convert tensors whose dtypes differ. Without it, that is an error.
+        resize: maps names or shell patterns to "keep-common": load what both shapes share.
         allow_pickle: unpickle values that were saved as pickle. Only for files that you trust.
         verify, spec, skip_unknown, format, index: see `open`.
         staging_bytes, group, on_event: see `save`.
 
     Raises:
-        CheckpointNotFoundError, FormatError: there is no checkpoint, or it cannot be trusted.
+        CheckpointNotFoundError, FormatError: there is no checkpoint, or its manifest is invalid.
         MismatchError: names, shapes or dtypes do not fit, or copies differ. Nothing was written.
-        CorruptionError: bytes are not those that were saved. The target is partly written.
+        CorruptionError: bytes differ from those that were saved. The state is partly written.
         StateError: a plain value cannot be restored.
         RankError: another rank failed.
     """
@@ -176,24 +178,24 @@ def open(  # noqa: A001 - shardwise.open
     format: str | None = None,  # noqa: A002 - as it is called everywhere
     index: Index | None = None,
 ) -> Checkpoint:
-    """Open a checkpoint for reading by name, without a process group or a model.
+    """Open a checkpoint to read tensors and values by name. Needs no process group or model.
 
     Args:
-        place: a directory or store with a checkpoint, ours or foreign; or the root of a run.
-        step: which checkpoint of a root: a step, the `"newest"`, or the best, `sw.Best("loss")`.
-        verify: check the checksum of every byte that is read. Foreign formats have none; where
-            one stores a tensor several times, a sample of the copies is compared.
-        spec: what its tensors mean, in the language of docs/language.md; see `shardwise.spec`.
-        skip_unknown: leave out values in pickles whose classes are not known, and say so in
-            `left_out`; without it they are an error.
-        format: `"dcp"`, `"hf"` …: which of several, where foreign checkpoints of these lie at
-            one place.
-        index: a file to keep what was found of a foreign checkpoint in, so that it is opened at
-            once the next time.
+        place: a directory or store with a checkpoint (ours or foreign), or the root of a run.
+        step: which checkpoint of a root: a step number, `"newest"`, or `sw.Best("loss")`.
+        verify: check the checksum of every byte that is read. A foreign checkpoint is not
+            checked; if it stores a tensor several times, a sample of the copies is compared.
+        spec: how to assemble its tensors, in the language of docs/language.md; see
+            `shardwise.spec`.
+        skip_unknown: skip pickled values of unknown classes, and list them in `left_out`. Without
+            it, they are an error.
+        format: `"dcp"`, `"hf"` …: the format to read, if the directory has several.
+        index: a file that caches what was found in a foreign checkpoint, so that it opens faster
+            the next time.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint, or a root lacks the chosen one.
-        FormatError: its manifest cannot be trusted, or it is of no format that is known here.
+        CheckpointNotFoundError: there is no checkpoint, or the root lacks the selected one.
+        FormatError: the manifest is invalid, or the format is unknown.
     """
     with without_collection():
         enter = entered(place, step, SoloGroup())

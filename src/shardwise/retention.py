@@ -31,10 +31,10 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The checkpoints with the best values of a metric, as given to `Checkpointer.save`.
+    """Selects the checkpoints with the best values of a metric of `Checkpointer.save`.
 
     Args:
-        metric: its name.
+        metric: the name of the metric.
         mode: whether smaller (`"min"`) or larger (`"max"`) values are better.
         n: how many checkpoints.
 
@@ -67,20 +67,19 @@ class Best:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """Which checkpoints to keep: those that any rule keeps, and always the newest.
+    """Which checkpoints to keep. A checkpoint stays if any rule keeps it; the newest always stays.
 
-    Without any rule, all are kept. Ages and intervals are measured from the time that each
-    checkpoint's manifest records, and from the newest checkpoint's time backwards. A checkpoint
-    whose manifest has no readable time is kept by the rules of time.
+    Without any rule, all checkpoints stay. The time of a checkpoint is the one in its manifest. A
+    checkpoint whose manifest has no readable time stays under `latest_for` and `every_time`.
 
-    Durations are written as `"90s"`, `"30m"`, `"2h"` or `"7d"`, or given as a `timedelta`.
+    Write durations as `"90s"`, `"30m"`, `"2h"` or `"7d"`, or pass a `timedelta`.
 
     Args:
-        last: keep this many of the newest.
-        multiple_of: keep those whose step is a multiple of this.
-        best: keep those with the best values of a metric.
-        latest_for: keep those that are at most this much older than the newest.
-        every_time: keep one for each such interval: the oldest, then the first one that was saved
+        last: keep this many of the newest checkpoints.
+        multiple_of: keep checkpoints whose step is a multiple of this.
+        best: keep the checkpoints with the best values of a metric.
+        latest_for: keep checkpoints that are at most this much older than the newest.
+        every_time: keep one checkpoint per interval: the oldest, then the first one that was saved
             at least this long after it, and so on.
 
     Raises:

@@ -45,40 +45,40 @@ log = logging.getLogger("shardwise")
 
 
 class Checkpointer:
-    """The checkpoints of one run, below one root: saved at intervals, kept by rule, restored.
+    """Saves, retains and restores the checkpoints of one run.
 
-    All ranks make one together, and call its methods together.
+    All ranks create it together, and call `save`, `prepare`, `restore` and `close` together.
 
     Args:
-        root: a directory, or a store; each step has a directory of its own below it.
-        keep: which checkpoints to keep.
-        save_every: steps that are a multiple of this are saved to the root.
-        memory: how saves are staged into the memory of the nodes, whose agents do all else while
-            the training goes on; and which snapshots stay there, which `restore` takes where they
-            are newer. None: `save` returns when the checkpoint is durable.
-        start_from: what `restore` loads where the run has nothing yet: a checkpoint, ours or of a
-            foreign format, or the root of another run; or a function of the state, called on all
-            ranks, that calls `sw.load` and returns its report.
-        at_end: leaving the `with` block, or `close()`, saves the last step that `save` was called
-            with, if it is not in the root yet. The state must be as it was at that call: nothing
-            is saved if an optimizer has stepped since.
-        save_on: after one of these signals on any rank, the next `save` saves whatever its step,
-            and waits until that is durable. Then `preempted` is True.
-        then: what follows. `"deliver"`: the signal has its usual effect, on every rank.
-            `"requeue"`: `save` returns, after `scontrol requeue` for this Slurm job. `"return"`:
-            `save` returns.
-        on_failure: what follows if storage fails a save. `"raise"`: an error on all ranks.
-            `"warn"`: it is logged, `save` returns None, and the training goes on.
+        root: the directory of the run, or a store. Each step gets a subdirectory.
+        keep: which checkpoints to keep. The default keeps all.
+        save_every: save steps that are a multiple of this to the root.
+        memory: how to save in the background, and which snapshots to keep in memory. By default,
+            `save` returns when the state is copied to shared memory, and the node's agent writes
+            it to storage. None: `save` returns when the checkpoint is durable.
+        start_from: what `restore` loads while the run has no checkpoint: the path of a checkpoint
+            (ours or foreign), the root of another run, or a function. The function is called with
+            the state on all ranks; it calls `sw.load` and returns the report.
+        at_end: at the end of the `with` block or in `close()`, save the last step that `save` was
+            called with, if the root does not have it. Nothing is saved if an optimizer has stepped
+            since that call.
+        save_on: signals. After one of them arrives on any rank, the next `save` saves its step,
+            due or not, waits until that is durable, and sets `preempted`.
+        then: what follows that save. `"deliver"`: the signal has its usual effect on every rank.
+            `"requeue"`: `scontrol requeue` runs for this Slurm job, and `save` returns.
+            `"return"`: `save` returns.
+        on_failure: what to do if storage fails during a save. `"raise"`: raise on all ranks.
+            `"warn"`: log the error and return None from `save`.
         check_replicas, allow_pickle, staging_bytes, on_event: as for `shardwise.save`.
-        timeout: how long ranks wait for each other, before they raise.
+        timeout: how long ranks wait for each other before they raise.
 
     Raises:
         TypeError: an option has the wrong type.
-        ValueError: `save_every` is not positive, an option is unknown, signals cannot be handled
-            because this is not the main thread, or there is no Slurm job to requeue.
+        ValueError: `save_every` is not positive, an option has an unknown value, `save_on` is used
+            outside the main thread, or there is no Slurm job to requeue.
         StateError: the root is a file.
-        CheckpointExistsError: the root is a checkpoint itself, and no `start_from` was given.
-        MismatchError: ranks were given different options.
+        CheckpointExistsError: the root itself is a checkpoint, and `start_from` is not given.
+        MismatchError: the options differ between ranks.
     """
 
     def __init__(
@@ -154,16 +154,16 @@ class Checkpointer:
             self._close(wait=kind is None, failed=kind is not None)
 
     def close(self, *, wait: bool = True) -> None:
-        """Let go of what the ranks talk over, and of signals: one that came too late for a save
-        takes its course.
+        """Finish pending saves, then release the process group and the signal handlers.
+
+        A signal that arrived after the last `save` takes its usual effect.
 
         Args:
-            wait: until all that was begun is durable. Otherwise the agents go on with it alone.
+            wait: wait until all pending saves are durable. Otherwise the agents finish them alone.
 
         Raises:
-            StoreError: something that was begun has failed.
-            ShardwiseError: this process was forked from the one that made the Checkpointer, whose
-                it stays.
+            StoreError: a pending save has failed.
+            ShardwiseError: this is a forked child of the process that created the Checkpointer.
         """
         self._refuse_forked()
         self._close(wait=wait, failed=False)
@@ -218,13 +218,14 @@ class Checkpointer:
 
     @property
     def preempted(self) -> bool:
-        """Whether a save was made because of a signal, the same on all ranks. The training should
-        end then: leave the loop."""
+        """Whether a signal of `save_on` has caused a save. Equal on all ranks.
+
+        If True, leave the training loop."""
         return self._signals is not None and self._signals.acted
 
     @property
     def plans(self) -> PlanCache:
-        """The plans of its saves, and how often they were used again."""
+        """The cached plans of earlier saves, and how often they were reused."""
         return self._saving.plans
 
     @uncompiled
@@ -237,25 +238,25 @@ class Checkpointer:
         overwrite: bool = False,
         force: bool = False,
     ) -> SaveHandle | None:
-        """Save the state of a step, if it is due; then remove what is no longer kept.
+        """Save the state if this step is due, then remove checkpoints that `keep` drops.
 
         Args:
-            step: the training step, an integer that is not negative.
+            step: the training step, a non-negative integer.
             state: as for `shardwise.save`.
-            metrics: numbers to keep beside it; `Keep(best=…)` chooses by them (give
-            `float("nan")` where it was not measured).
-            overwrite: replace a checkpoint of this step; without it, that is an error, unless
-                `restore` found it to be damaged.
-            force: save the step to the root whether it is due or not.
+            metrics: numbers to store with the checkpoint. `Keep(best=…)` ranks by them; pass
+                `float("nan")` for one that you did not measure.
+            overwrite: replace an existing checkpoint of this step. Without it, that is an error,
+                unless `restore` found that checkpoint to be damaged.
+            force: save the step to the root even if it is not due.
 
         Returns:
-            A handle, or None if the step was not due, there was no slot for its snapshot, or
-            storage failed and `on_failure` is "warn".
+            A handle; or None if the step was not due, no slot was free for its snapshot, or
+            storage failed with `on_failure="warn"`.
 
         Raises:
-            StateError: the step is no whole number from 0 on, ranks do not agree on it, or
-                `metrics` lacks what `Keep(best=…)` chooses by.
-            ShardwiseError: as `shardwise.save` says; or a durable one has failed since.
+            StateError: `step` is not a non-negative integer or differs between ranks, or
+                `metrics` lacks the metric of `Keep(best=…)`.
+            ShardwiseError: as for `shardwise.save`; or an earlier background save has failed.
         """
         self._refuse_closed()
         received = 0 if self._signals is None else self._signals.received(self._group)
@@ -267,15 +268,15 @@ class Checkpointer:
         return handle
 
     def prepare(self, state: api.State) -> int:
-        """Allocate the memory that snapshots of this state take, so that the first finds it there.
+        """Allocate the memory for snapshots of this state, so that the first `save` need not.
 
-        `restore` does so too.
+        `restore` calls this too.
 
         Returns:
-            The bytes that were allocated for this rank.
+            The number of bytes allocated for this rank.
 
         Raises:
-            StoreError: there is not enough; says what is needed.
+            StoreError: there is too little memory; the message says how much is needed.
         """
         self._refuse_closed()
         return self._saving.prepare(state)
@@ -293,28 +294,26 @@ class Checkpointer:
         cast: bool = False,
         spec: Specification | None = None,
     ) -> int | None:
-        """Load the newest checkpoint that is intact, or the one that is asked for.
+        """Load the newest intact checkpoint or snapshot, or the one that `step` selects.
 
-        With `step="newest"`, a damaged checkpoint is passed over for the one before it;
-        `last_restore` says why. One that is intact but does not fit the state is an error.
+        With `step="newest"`, damaged checkpoints are skipped; `last_restore.skipped` says why. A
+        checkpoint that is intact but does not fit the state is an error.
 
-        Where the run has no checkpoint yet, this loads what the run starts from (`start_from`),
-        and returns the step of that; or None, to begin at the beginning with its weights, if the
-        state has optimizers and none of them was loaded.
+        If the run has no checkpoint yet, this loads `start_from` and returns its step. It returns
+        None if the state has optimizers and none of them was loaded: start at step 0 then.
 
         Args:
             state: as for `shardwise.load`.
-            step: `"newest"`; `"best"`, which is the best by `Keep(best=…)`; a step; or
-                `sw.Best("loss")`.
-            strict, only, skip, rename, cast, spec: as for `shardwise.load`. They also hold for a
-                place in `start_from`.
+            step: `"newest"`; `"best"`, by `Keep(best=…)`; a step number; or `sw.Best("loss")`.
+            strict, only, skip, rename, cast, spec: as for `shardwise.load`. They also apply to a
+                path in `start_from`.
 
         Returns:
-            The step to go on from; None to begin at the beginning.
+            The step to continue from, or None to start at the beginning.
 
         Raises:
-            CheckpointNotFoundError: the chosen checkpoint is not there.
-            CorruptionError: all checkpoints are damaged, or the chosen one is. The state may be
+            CheckpointNotFoundError: the selected checkpoint does not exist.
+            CorruptionError: all checkpoints are damaged, or the selected one is. The state may be
                 partly written.
             MismatchError: checkpoint and state do not fit.
             StateError: `step="best"` without `Keep(best=…)`.
@@ -341,9 +340,9 @@ class Checkpointer:
         return begin
 
     def best(self) -> int | None:
-        """The committed step that is best by `Keep(best=…)`, if any has that metric.
+        """The best committed step by `Keep(best=…)`; None if no checkpoint has that metric.
 
-        Any rank may ask alone.
+        A single rank may call this.
 
         Raises:
             StateError: this Checkpointer has no `Keep(best=…)`.
@@ -355,7 +354,7 @@ class Checkpointer:
             return None
 
     def steps(self) -> list[int]:
-        """The steps that are committed, ascending. Any rank may ask alone."""
+        """The committed steps below the root, ascending. A single rank may call this."""
         return committed_steps(self._root)
 
     def latest(self) -> int | None:

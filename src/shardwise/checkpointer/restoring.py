@@ -43,22 +43,22 @@ Skipped = tuple[int, str, bool]
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What a restore did.
+    """The result of `Checkpointer.restore`.
 
     Attributes:
-        step: of the checkpoint that was loaded; None if it has no step.
-        source: where it came from: "memory", "storage", or "start" (`Checkpointer(start_from=…)`).
-        load: how it was loaded.
-        skipped: newer steps, and why they were not.
-        unasked: nodes that the run was on and that could not be asked what they hold, and why, if
-            that may be newer than what was restored.
-        origins: bytes that this rank read, by where they came from: "local memory" of its node,
-            that of "other nodes", "decoded" from what other nodes keep for one that is lost, or
-            "storage". Of memory, checksums and values of ranks are included.
-        seconds: by phase, as this rank measured it, and their `total`: "asking" the nodes and the
-            root what they hold; "choosing" the newest step that is complete; "reading" it;
-            "decoding" what only lost nodes had (not counted as reading); "rebuilding": newer
-            steps discarded and memory allocated for the next snapshots.
+        step: the step of the checkpoint that was loaded, if it has one.
+        source: "memory", "storage", or "start" (from `Checkpointer(start_from=…)`).
+        load: the report of the load.
+        skipped: newer steps, each with the reason why it was not loaded.
+        unasked: nodes of the run that could not be asked, each with the reason, if they may hold
+            a newer step.
+        origins: bytes that this rank read from "local memory", from the memory of "other nodes",
+            "decoded" from the parity of a lost node, and from "storage". For memory, checksums
+            and per-rank values are included.
+        seconds: the time of each phase on this rank, and `total`. The phases: "asking" the nodes
+            and the root which steps they hold; "choosing" the newest complete step; "reading" it;
+            "decoding" data of lost nodes (not part of reading); "rebuilding": discarding newer
+            steps and allocating memory for the next snapshots.
     """
 
     step: int | None

@@ -34,16 +34,16 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionReport:
-    """What a conversion did. Bytes and seconds are this rank's.
+    """The result of `export`, `average` or `merge_lora`. Bytes and seconds are this rank's.
 
     Attributes:
-        path: what was written.
-        files: how many files of tensors all ranks have written, or found written.
-        bytes_written: of this rank's files.
-        resumed: how many of its files were there from a conversion that was broken off.
-        left_out: what of the source is not in it, and why.
-        seconds: by stage (open, write, publish; verify, beyond what goes on beside writing), and
-            their total.
+        path: the path of the target.
+        files: the number of tensor files of the target, on all ranks.
+        bytes_written: the size of the files that this rank wrote.
+        resumed: how many of this rank's files an interrupted run had already written.
+        left_out: what the target lacks of the source, and why; one line each.
+        seconds: the time of each stage (open, write, publish, and verify as far as it did not
+            overlap with write), and `total`.
     """
 
     path: str

@@ -38,18 +38,18 @@ WORTH_SHARING = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What a load did. Bytes and seconds are this rank's.
+    """The result of a load. Bytes and seconds are those of this rank.
 
     Attributes:
-        path: where the checkpoint is.
-        step: the step it belongs to, if it has one.
-        bytes_needed: bytes of the elements that this rank wanted.
-        bytes_read: bytes read for them: whole checksum blocks.
-        files: data files that this rank read from.
-        missing: wanted names that the checkpoint lacks, left as they were (`strict=False` only).
-        unexpected: names of the checkpoint that no rank wanted (`strict=False` only).
-        optimizers: names of the optimizers of which state was loaded on this rank.
-        seconds: by stage (open, match, plan, read, restore), and their total.
+        path: the path of the checkpoint.
+        step: the step of the checkpoint, if it has one.
+        bytes_needed: the size of the elements that this rank needed.
+        bytes_read: bytes that this rank read for them, in whole checksum blocks.
+        files: the number of data files that this rank read from.
+        missing: names of the state that the checkpoint lacks; unchanged (`strict=False` only).
+        unexpected: names of the checkpoint that no rank asked for (`strict=False` only).
+        optimizers: the names of the optimizers whose state was loaded on this rank.
+        seconds: the time of each stage (open, match, plan, read, restore), and `total`.
     """
 
     path: str

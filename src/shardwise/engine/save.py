@@ -39,18 +39,18 @@ class Save:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """What a save did. Bytes and seconds are this rank's unless said otherwise.
+    """The result of a save. Bytes and seconds are those of this rank unless noted.
 
     Attributes:
-        path: where the checkpoint is.
-        step: the step it belongs to, if one was given.
-        bytes_total: tensor bytes of the whole checkpoint, every element once.
-        bytes_written: bytes of this rank's file.
-        bytes_deduplicated: replicas of all ranks that were not written again.
-        files: data files of the whole checkpoint.
-        plan_cached: whether the plan of an earlier save was used.
-        bytes_communicated: bytes that this rank sent to others.
-        seconds: by stage (describe, plan, write, publish), and their total.
+        path: the path of the checkpoint.
+        step: the step of the checkpoint, if you gave one.
+        bytes_total: the tensor bytes of the whole checkpoint, each element counted once.
+        bytes_written: the size of this rank's file.
+        bytes_deduplicated: bytes of replicas, on all ranks, that were not written again.
+        files: the number of data files of the whole checkpoint.
+        plan_cached: whether the plan of an earlier save was reused.
+        bytes_communicated: bytes that this rank sent to other ranks.
+        seconds: the time of each stage (describe, plan, write, publish), and `total`.
     """
 
     path: str

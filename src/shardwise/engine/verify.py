@@ -35,14 +35,14 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a check of a checkpoint that is intact has covered.
+    """What `verify` checked. It only returns a report if it found no damage.
 
     Attributes:
-        path: where it is.
-        bytes_checked: bytes that agree with their checksums.
-        bytes_compared: bytes of copies of tensors, equal to those that are read.
+        path: the path of the checkpoint.
+        bytes_checked: bytes that match their checksums.
+        bytes_compared: bytes of further copies of tensors that equal the copy that loads read.
         bytes_unchecked: bytes of tensors that have no checksum.
-        seconds: by file, and their total.
+        seconds: the time of each file, and `total`.
     """
 
     path: str

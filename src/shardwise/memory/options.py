@@ -13,37 +13,38 @@ DIRECTORY = "/dev/shm"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Snapshots in the memory of the nodes.
+    """How to keep snapshots in the memory of the nodes.
 
     Args:
-        snapshot_every: take a snapshot at every step that is a multiple of this; 0: only of steps
-            that are saved to the root.
-        slots: how many committed snapshots are kept; one more is being written.
-        overlap: copy while the training goes on, up to the next step of an optimizer that is in the
-            state, which waits for it. Whatever else changes the state before (buffers in a forward
-            pass, averages) must wait for `handle.staged()`.
-        dir: where each node keeps them: a memory file system, or a directory of a local disk.
-        copies: how many further nodes keep a copy of what a node holds.
-        parity: how many nodes of a group may be lost at once, by redundancy that takes
-            `parity / (group - parity)` of the memory; instead of copies.
-        group: how many nodes protect each other by parity.
-        domain: what fails together with this node, such as its rack; the node itself if None.
-        interface: where a node's agent serves the others: an address, or the name of a network
-            interface, such as "eth0". If None, an agent that is started serves on the network over
-            which the ranks have met, or its own host only if that has all ranks; and one that
-            runs serves where it does.
-        tls: by what nodes know each other, over connections that are encrypted; in clear if None.
-        start_agent: start an agent where none lives; otherwise wait for one that others start.
-        rescue: when a trainer ends without having closed its Checkpointer, the agents persist the
-            newest snapshot at once.
-        budget: bytes a second that an agent may copy to storage; no bound if None.
-        when_full: if all slots are taken: leave this snapshot out, or wait for one first. A save
-            that is to be persisted waits, and fails if none becomes free.
-        wait: seconds to wait for a slot, and for a node that does not answer.
+        snapshot_every: take a snapshot at steps that are a multiple of this. 0: only at steps that
+            are saved to the root.
+        slots: how many committed snapshots to keep. Each rank needs memory for one more, which is
+            being written.
+        overlap: let `save` return before the copy is complete. The next step of each optimizer in
+            the state waits for the copy. Anything else that changes the state (buffers in a
+            forward pass, parameter averages) must call `handle.staged()` first.
+        dir: where each node keeps its snapshots: a memory file system, or a local directory.
+        copies: how many other nodes store a copy of each node's data.
+        parity: how many nodes of a group may be lost at once. Parity takes
+            `parity / (group - parity)` of the memory of the data. Use either copies or parity.
+        group: the largest number of nodes that protect each other by parity.
+        domain: what fails together with this node, such as its rack. None: only the node itself.
+        interface: where this node's agent serves other nodes: an address, or the name of a network
+            interface such as "eth0". None: if the run has several hosts, the network of the
+            process group's rendezvous; otherwise only this host. An agent that runs already must
+            serve that address.
+        tls: certificates for encrypted connections between nodes. None: unencrypted.
+        start_agent: start an agent if none runs. If False, wait for one that you start.
+        rescue: if a trainer ends without closing its Checkpointer, the agents persist the newest
+            snapshot at once.
+        budget: how many bytes per second an agent may copy to storage. None: no limit.
+        when_full: what to do if all slots are taken: "skip" the snapshot, or "wait" for a slot. A
+            save that is to be persisted always waits, and fails if no slot becomes free.
+        wait: how many seconds to wait for a slot, and for a node that does not answer.
 
     Raises:
         TypeError: a number is not an integer.
-        ValueError: a number is out of range, or copies and parity are both asked for.
+        ValueError: a number is out of range, or both copies and parity are given.
     """
 
     snapshot_every: int = 1
@@ -70,7 +71,7 @@ class Memory:
         if self.budget is not None and self.budget < 1 << 20:
             raise ValueError(f"Memory(budget={self.budget}): at least 1 MiB a second is needed")
         if self.copies and self.parity:
-            raise ValueError("Memory: copies or parity, not both")
+            raise ValueError("Memory: use copies or parity, not both")
         if self.parity >= self.group:
             raise ValueError(f"Memory(parity={self.parity}) needs a group of more nodes than that")
         if self.when_full not in ("skip", "wait"):

@@ -11,14 +11,14 @@ from shardwise.errors import StoreError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """Files in PEM by which agents and trainers know each other.
+    """PEM files for mutual TLS between agents and trainers.
 
-    Whoever has a certificate that `ca` has signed is one of them, whatever the name in it: the
-    authority must sign for the nodes of your runs, and for nobody else.
+    Every certificate that `ca` signed is accepted, whatever name it has. So this authority must
+    sign certificates for the nodes of your runs only.
 
     Args:
-        certificate, key: what this node shows to others; the key without a passphrase.
-        ca: the certificates of those who sign those of the others.
+        certificate, key: the certificate of this node, and its key without a passphrase.
+        ca: the certificates of the authorities that sign the other nodes' certificates.
     """
 
     certificate: str | os.PathLike[str]

@@ -33,17 +33,18 @@ class PerRankValue(Protocol):
 
 
 class PerRank:
-    """A value that each rank has of its own: plain, or with state_dict and load_state_dict.
+    """A value that differs between ranks: plain, or with state_dict and load_state_dict.
 
-    In a world of the same size each rank gets its own value again.
+    If the world size is the same at the load, each rank gets its own value back.
 
     Attributes:
-        value: the value; after a load, the one that was chosen for this rank.
+        value: the value; after a load, the value for this rank.
 
     Args:
-        value: the value.
-        resize: chooses in a world of another size, given all saved values, the rank and the new
-            world size. Without it, loading there is an error.
+        value: the value of this rank.
+        resize: for a load with another world size: a function of all saved values, the rank and
+            the new world size that returns the value of the rank. Without it, such a load is an
+            error.
     """
 
     def __init__(self, value: Any, *, resize: Resize | None = None) -> None:

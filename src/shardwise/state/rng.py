@@ -21,14 +21,15 @@ _NO_STATE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeErr
 
 
 class RngState:
-    """Randomness of python, numpy, torch on the CPU and on this rank's accelerators; per rank.
+    """The random generators of Python, NumPy and torch (CPU and this rank's accelerators).
 
-    numpy's is its global generator; what `numpy.random.default_rng` made is the caller's to save.
+    Each rank saves its own. Of NumPy this covers the global generator; save generators that
+    `numpy.random.default_rng` returned yourself.
 
-    In a world of the same size each rank goes on with its own streams, bit for bit. In another,
-    ranks that existed do so too. Each further rank starts streams of its own, from a seed that is
-    a BLAKE2 digest of rank 0's saved state and its own number, in whose lower 32 bits the ranks
-    are counted: so no two of them share a stream, even where a generator takes 32 bits only.
+    At a load, each rank that existed at the save continues its streams bit for bit. Each
+    additional rank starts a new stream. Its seed is a BLAKE2 digest of rank 0's saved state and
+    the rank; the lower 32 bits count the ranks, so that no two ranks share a stream, even if a
+    generator uses only 32 bits.
     """
 
     def capture(self) -> dict[str, Any]:

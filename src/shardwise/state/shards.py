@@ -12,15 +12,15 @@ from shardwise.state.leaves import Fragment
 
 
 class Shards:
-    """What this rank holds of a global tensor: local tensors, and the boxes that they are.
+    """This rank's part of a global tensor: local tensors, and the box that each one covers.
 
-    Put it into the state wherever a tensor may stand. On load the local tensors are filled.
+    Use it in the state in place of a tensor. A load fills the local tensors.
 
     Args:
-        shape: of the global tensor.
-        dtype: of the tensor.
-        parts: boxes of the global tensor and local tensors of the same shapes; none where this
-            rank holds nothing.
+        shape: the shape of the global tensor.
+        dtype: the dtype of the global tensor.
+        parts: pairs of a box and a local tensor of the box's shape; empty if this rank holds
+            nothing.
 
     Raises:
         LayoutError: a part does not fit its box, or the tensor.

@@ -174,12 +174,15 @@ class Stages:
 
 
 class SaveHandle:
-    """A save that was begun.
+    """A save that may still be in progress. `Checkpointer.save` returns it.
+
+    A save goes through these stages: staged (copied to host memory), committed (complete on all
+    nodes), protected (copies or parity made) and persisted (durable in the root).
 
     Args:
-        report: what it did until now; all that there is to report, if it is over.
-        stages: what is still to come; None if it is durable.
-        copying: the copy into memory, if it may still be under way. Whoever waits hurries it.
+        report: what the save did so far.
+        stages: the stages to come; None if the save is durable.
+        copying: the copy to host memory, if it may be in progress. Waiting for it speeds it up.
     """
 
     def __init__(
@@ -193,7 +196,7 @@ class SaveHandle:
         self._copying = copying
 
     def done(self) -> bool:
-        """Whether it is over: durable (or, if that is all it is for, safe in memory), or failed."""
+        """Whether the save has ended: durable (or protected, if for memory only), or failed."""
         if self._stages is None:
             return True
         try:
@@ -203,12 +206,12 @@ class SaveHandle:
         return None not in ended.values()
 
     def staged(self, timeout: float | None = None) -> None:
-        """Wait until the state is copied, and may change.
+        """Wait until the state is copied. After that you may change it.
 
-        It is when `save` returns, but with `Memory(overlap=True)`.
+        Returns at once unless `Memory(overlap=True)` is set.
 
         Raises:
-            StoreError: it could not be copied.
+            StoreError: the copy failed.
             TimeoutError: `timeout` seconds have passed.
         """
         if self._copying is None:
@@ -219,17 +222,17 @@ class SaveHandle:
             raise StoreError(self._copying.failure)
 
     def committed(self, timeout: float | None = None) -> None:
-        """Wait until the snapshot is whole on all nodes, and what `restore` would take.
+        """Wait until the snapshot is complete on all nodes, so that `restore` can load it.
 
         Raises:
-            StoreError: it has failed; says at which stage, and why.
+            StoreError: the save failed; the message names the stage and the reason.
             TimeoutError: `timeout` seconds have passed.
         """
         if (stages := self._hurried()) is not None:
             stages.wait("commit", timeout)
 
     def protected(self, timeout: float | None = None) -> None:
-        """Wait until it would survive the loss of as many nodes as it was asked to.
+        """Wait until the snapshot has its copies or parity on other nodes.
 
         Raises:
             StoreError, TimeoutError: as for `committed`.
@@ -238,7 +241,7 @@ class SaveHandle:
             stages.wait("protect", timeout)
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait until it is durable, or, if it is for memory only, protected.
+        """Wait until the checkpoint is durable; if it is for memory only, until it is protected.
 
         Raises:
             StoreError, TimeoutError: as for `committed`.
