@@ -38,9 +38,9 @@ Index: TypeAlias = IndexPart | tuple[IndexPart, ...]
 
 
 class SavedTensor:
-    """A tensor in a checkpoint. Nothing is read for its `name`, `shape` and `dtype`.
+    """A tensor in a checkpoint. `name`, `shape` and `dtype` are known without reading its data.
 
-    `saved[10:20]`, `saved.tensor()`, `numpy.asarray(saved)` and `torch.as_tensor(saved)` read.
+    `saved[10:20]`, `saved.tensor()`, `numpy.asarray(saved)` and `torch.as_tensor(saved)` read it.
     """
 
     def __init__(self, checkpoint: Checkpoint, entry: TensorEntry) -> None:
@@ -57,7 +57,7 @@ class SavedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of its elements."""
+        """The size of the whole tensor in bytes."""
         return self.shape.numel() * DTYPES[self._entry.dtype].itemsize
 
     def __repr__(self) -> str:
@@ -75,16 +75,16 @@ class SavedTensor:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, index: Index) -> torch.Tensor:
-        """Read a part, indexed as a tensor of torch is; `[...]` reads all of it.
+        """Read a part, indexed like a torch tensor; `[...]` reads all of it.
 
         The index consists of integers, slices with steps, `...`, and at most one list, array or
-        mask of one dimension. Only what it selects is read, and what lies between two selected
-        parts if that is at most 64 KiB. Beside the result, the host holds at most 64 MiB, or as
-        much as the index selects of one row of the first dimension.
+        mask of one dimension. Only the selected elements are read, plus gaps of at most 64 KiB
+        between them. Beyond the result, this takes at most 64 MiB of host memory, or what the
+        index selects of one row of the first dimension if that is more.
 
         Raises:
             IndexError: the index does not fit the shape.
-            CorruptionError: bytes are not those that were saved.
+            CorruptionError: bytes differ from those that were saved.
         """
         parts = index if isinstance(index, tuple) else (index,)
         plain = tuple(part.cpu() if isinstance(part, torch.Tensor) else part for part in parts)
@@ -100,17 +100,17 @@ class SavedTensor:
     def tensor(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        """Read all of it, in its own dtype if none is given."""
+        """Read the whole tensor, converted to `dtype` if that is given."""
         return self[...].to(device, dtype or self.dtype)
 
     def __array__(
         self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
     ) -> npt.NDArray[Any]:
-        """Read all of it as a numpy array.
+        """Read the whole tensor as a NumPy array.
 
         Raises:
             ValueError: `copy` is False; reading always makes a new array.
-            TypeError: numpy lacks the tensor's dtype, such as bfloat16, and `dtype` is not given.
+            TypeError: NumPy lacks the dtype (for example bfloat16), and `dtype` is not given.
         """
         if copy is False:
             raise ValueError(f"{self.name}: it is read from a file, which copies: copy=False fails")
@@ -128,21 +128,21 @@ class SavedTensor:
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __dlpack__(self, **options: Any) -> object:
-        """Read all of it, for `torch.as_tensor`, `numpy.from_dlpack` and others."""
+        """Read the whole tensor, for `torch.as_tensor`, `numpy.from_dlpack` and others."""
         return self[...].__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """The CPU, where it is read to."""
+        """The CPU: tensors are read into host memory."""
         return 1, 0
 
 
 class Checkpoint(Mapping[str, Any]):
-    """The names of a checkpoint, to tensors (`SavedTensor`, read when indexed) and plain values.
+    """A checkpoint as a mapping from names to tensors (`SavedTensor`, read lazily) and values.
 
     Attributes:
-        manifest: all that is known of it.
-        metrics: as they were saved; None for those that were not finite.
-        verified: whether checksums are checked on reading.
+        manifest: the parsed manifest.
+        metrics: the metrics that were saved; None for values that were not finite.
+        verified: whether reads check checksums.
     """
 
     def __init__(self, opened: Opened, *, verify: bool) -> None:
@@ -162,29 +162,29 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def path(self) -> str:
-        """Where it is."""
+        """The path of the checkpoint."""
         return str(self._opened.store)
 
     @property
     def step(self) -> int | None:
-        """The step that it belongs to."""
+        """The training step, if the checkpoint has one."""
         return self.manifest.step
 
     @property
     def world_size(self) -> int:
-        """How many ranks saved it."""
+        """The number of ranks that saved the checkpoint."""
         return self.manifest.world_size
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What a foreign checkpoint has that has no name here, and why; one line each."""
+        """Parts of a foreign checkpoint that have no name here, with the reason; one line each."""
         return self._opened.left_out
 
     def __getitem__(self, name: str) -> Any:
         """A `SavedTensor`, or a plain value.
 
         Raises:
-            KeyError: there is neither of this name; suggests others.
+            KeyError: the checkpoint has no such name; the message suggests similar ones.
         """
         entry = self._saved.tensor(name)
         if entry is not None:
@@ -199,7 +199,7 @@ class Checkpoint(Mapping[str, Any]):
         )
 
     def get(self, name: str, default: Any = None) -> Any:
-        """What has this name, or `default`."""
+        """The tensor or value of this name, or `default`."""
         return self[name] if name in self else default  # noqa: SIM401
 
     def __iter__(self) -> Iterator[str]:
@@ -209,19 +209,19 @@ class Checkpoint(Mapping[str, Any]):
         return len(self.manifest.tensors) + len(self.manifest.objects)
 
     def tensors(self) -> dict[str, SavedTensor]:
-        """All tensors by name."""
+        """All tensors, by name."""
         return {entry.name: SavedTensor(self, entry) for entry in self.manifest.tensors}
 
     def state_dict(self, key: str) -> dict[str, Any]:
-        """Read all below a key of the state, by the rest of the names.
+        """Read everything below a key of the state, with that key removed from the names.
 
-        For a module this is what its `load_state_dict` takes, and for a scheduler too.
+        The result fits `load_state_dict` of the module or scheduler that was saved under the key.
 
         Raises:
-            KeyError: nothing is below this key; suggests others.
-            StateError: the key names an optimizer, whose state goes by the names of parameters,
-                or a value that is not a dict.
-            CorruptionError: bytes are not those that were saved.
+            KeyError: nothing is below this key; the message suggests similar ones.
+            StateError: the key is an optimizer's, whose state is stored by parameter name, or its
+                value is not a dict.
+            CorruptionError: bytes differ from those that were saved.
         """
         if key in self:
             value = self[key]
@@ -237,14 +237,14 @@ class Checkpoint(Mapping[str, Any]):
         return {name.removeprefix(start): value for name, value in self._read(names).items()}
 
     def to_dict(self, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> dict[str, Any]:
-        """Read all of it, as nested dicts: `model.0.weight` is `["model"]["0"]["weight"]`.
+        """Read everything as nested dicts: `model.0.weight` is `["model"]["0"]["weight"]`.
 
         Args:
             only, skip: shell patterns of names, as for `load`.
 
         Raises:
-            StateError: a value was saved as pickle; or `only` or `skip` is not a list.
-            CorruptionError: bytes are not those that were saved.
+            StateError: a value was saved as pickle, or `only` or `skip` is not a list.
+            CorruptionError: bytes differ from those that were saved.
         """
         selection = Selection.by(only, skip)
         found = self._read([name for name in self if selection.chooses(name)])
@@ -258,10 +258,10 @@ class Checkpoint(Mapping[str, Any]):
         return nested
 
     def boxes(self, name: str) -> list[tuple[Box, int]]:
-        """The boxes in which a tensor is stored, and the rank that wrote each.
+        """The boxes that a tensor is stored in, each with the rank that wrote it.
 
         Raises:
-            KeyError: there is no tensor of this name; suggests others.
+            KeyError: there is no tensor of this name; the message suggests similar ones.
         """
         ndim = len(self._tensor(name).shape)
         pieces = self._opened.pieces
@@ -278,15 +278,15 @@ class Checkpoint(Mapping[str, Any]):
         ]
 
     def plot(self, name: str, axes: Axes | None = None) -> Axes:
-        """Draw the boxes in which a tensor is stored, each with the number of its rank or file.
+        """Draw the boxes that a tensor is stored in, each with the number of its rank or file.
 
-        Where more than two dimensions are split, this shows the first two.
+        If more than two dimensions are split, the plot shows the first two.
 
         Args:
-            axes: matplotlib's, to draw on; without it, those of a new figure.
+            axes: the matplotlib axes to draw on. Default: new ones.
 
         Raises:
-            KeyError: there is no tensor of this name; suggests others.
+            KeyError: there is no tensor of this name; the message suggests similar ones.
             ImportError: matplotlib is not installed.
         """
         entry = self._tensor(name)
@@ -295,12 +295,12 @@ class Checkpoint(Mapping[str, Any]):
         return draw_boxes(title, entry.shape, self.boxes(name), noun, axes)
 
     def read_into(self, name: str, box: Box, out: torch.Tensor) -> None:
-        """Fill `out`, of the box's shape and the tensor's dtype, from a box of a tensor.
+        """Read a box of a tensor into `out`, which has the box's shape and the tensor's dtype.
 
         Raises:
-            KeyError: there is no tensor of this name; suggests others.
-            StateError: the box is not inside the tensor, or `out` is not of its shape and dtype.
-            CorruptionError: bytes are not those that were saved.
+            KeyError: there is no tensor of this name; the message suggests similar ones.
+            StateError: the box is not inside the tensor, or `out` has another shape or dtype.
+            CorruptionError: bytes differ from those that were saved.
             MismatchError: a foreign checkpoint stores the tensor several times, and the copies
                 differ. A sample is compared when the tensor is first read.
         """
@@ -318,16 +318,17 @@ class Checkpoint(Mapping[str, Any]):
     def verify(self, on_event: Sink | None = None) -> VerifyReport:
         """Check every byte of every file against its checksum.
 
-        Of a foreign checkpoint only zip archives have any, as `torch.save` and DCP write them.
-        The report counts the bytes of tensors that have none. Where the checkpoint stores a tensor
+        In foreign checkpoints, only zip archives have checksums (`torch.save` and DCP write them).
+        The report counts the tensor bytes that have none. If the checkpoint stores a tensor
         several times, all bytes of the copies are compared.
 
         Args:
-            on_event: told of each file as it is done.
+            on_event: called after each file.
 
         Raises:
-            CorruptionError: a file is missing or cut off, or bytes are not those that were saved.
-            MismatchError: copies of a tensor differ; names all tensors of which some do.
+            CorruptionError: a file is missing or truncated, or bytes differ from those that were
+                saved.
+            MismatchError: copies of a tensor differ; the message names all such tensors.
         """
         return verify_all(self._opened, self._arena, Recorder(on_event))
 

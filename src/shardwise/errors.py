@@ -3,14 +3,14 @@
     ShardwiseError
     ├── StateError            a value in the state cannot be saved or restored
     ├── LayoutError           shards do not cover a tensor exactly once
-    ├── SpecError             a specification cannot be understood; says where
-    ├── MismatchError         checkpoint and target, or replicas, do not fit; lists every name
-    ├── StoreError            the storage refused an operation
-    ├── CheckpointNotFoundError   there is no committed checkpoint at this place
-    ├── CheckpointExistsError     there is one already, and overwriting was not asked for
-    ├── CorruptionError       bytes are not those that were saved
+    ├── SpecError             a layout specification has an error; the message shows where
+    ├── MismatchError         checkpoint and state do not fit, or replicas differ; lists all names
+    ├── StoreError            the storage, or an agent, failed an operation
+    ├── CheckpointNotFoundError   there is no committed checkpoint at this path
+    ├── CheckpointExistsError     there is one at this path, and `overwrite` was not given
+    ├── CorruptionError       bytes differ from those that were saved
     │   └── FormatError       a manifest or header is malformed, or of another version
-    └── RankError             another rank failed, so this operation was given up on all ranks
+    └── RankError             another rank failed, so all ranks stopped this operation
         └── LostRankError     another rank died, or did not answer in time
 
 Each error says what is wrong, where, and what to do about it.
@@ -37,7 +37,7 @@ class LayoutError(ShardwiseError, ValueError):
 
 
 class SpecError(ShardwiseError, ValueError):
-    """A specification of a foreign checkpoint's layout cannot be understood.
+    """A specification of a foreign checkpoint's layout has an error.
 
     `line` and `column` count from 1; the message shows the line, and a caret below the column.
     """
@@ -56,9 +56,9 @@ def _spec_error(what: str, source: str, line: int, column: int, text: str) -> Sp
 
 
 class MismatchError(ShardwiseError, ValueError):
-    """Checkpoint and target do not fit, or replicas differ.
+    """Checkpoint and state do not fit, or replicas differ.
 
-    `problems` holds one line for each name concerned, all of them.
+    `problems` has one line for each affected name; the message shows the first 50.
     """
 
     def __init__(self, summary: str, problems: Sequence[str]) -> None:
@@ -76,29 +76,29 @@ class MismatchError(ShardwiseError, ValueError):
 
 
 class StoreError(ShardwiseError, OSError):
-    """The storage refused an operation."""
+    """The storage, or an agent, failed an operation."""
 
 
 class CheckpointNotFoundError(ShardwiseError, FileNotFoundError):
-    """There is no committed checkpoint at this place."""
+    """There is no committed checkpoint at this path."""
 
 
 class CheckpointExistsError(ShardwiseError, FileExistsError):
-    """There is a committed checkpoint at this place already."""
+    """There is already a committed checkpoint at this path."""
 
 
 class CorruptionError(ShardwiseError):
-    """Bytes that were read are not the bytes that were saved."""
+    """Bytes that were read differ from those that were saved."""
 
 
 class FormatError(CorruptionError, ValueError):
-    """A manifest or a header is malformed, unsafe, or of a version unknown here."""
+    """A manifest or a header is malformed, unsafe, or of an unknown version."""
 
 
 class RankError(ShardwiseError):
-    """Another rank failed, so that this rank gave up too.
+    """Another rank failed, so this rank stopped too.
 
-    `failures` maps ranks to what they said.
+    `failures` maps each failed rank to its error message.
     """
 
     def __init__(self, doing: str, failures: dict[int, str]) -> None:
@@ -112,16 +112,16 @@ class RankError(ShardwiseError):
 
 
 class LostRankError(RankError):
-    """Another rank died, or did not answer in time; what it had done by then is not known."""
+    """Another rank died, or did not answer in time. How far it got is not known."""
 
 
 @contextmanager
 def user_code(name: str, call: str) -> Iterator[None]:
     """Name the key of the state whose own code runs in the block, if it raises.
 
-    The caller's exceptions keep their type, and get a note: `loader: raised by its state_dict()`.
-    Ours become a StateError: a damaged file that `load_state_dict` reads does not make the
-    checkpoint a damaged one.
+    The caller's exceptions keep their type and get a note: `loader: raised by its state_dict()`.
+    A ShardwiseError becomes a StateError: if `load_state_dict` reads some other damaged file, this
+    checkpoint must not count as damaged.
 
     Raises:
         StateError: the code raised a ShardwiseError.

@@ -44,26 +44,26 @@ def export(
     group: dist.ProcessGroup | Group | None = None,
     on_event: Sink | None = None,
 ) -> ConversionReport:
-    """Write a checkpoint in another format. All ranks call it, and share the work.
+    """Write a checkpoint in another format. All ranks call it and share the work.
 
-    If it is interrupted, the same call goes on. What was written is read again and compared.
+    The same call resumes an interrupted export. Written files are read back and compared.
 
     Args:
-        place: a checkpoint, of ours or of a foreign format; or the root of a run.
+        place: a checkpoint (ours or foreign), or the root of a run.
         target: a new directory.
         to: `"hf"` (safetensors), `"dcp"` (torch.distributed.checkpoint), `"torch"` (one file of
             torch.save), `"deepspeed-universal"` (for ZeRO 1, 2 and 3), or `"native"`.
-        only, skip, group, on_event: as for `load`; the first two choose what is written.
-        root: formats that hold a model alone have what is below this name, without it; "": all.
+        only, skip, group, on_event: as for `load`; `only` and `skip` select what is written.
+        root: the key of the model, for formats that hold only a model; "" takes everything.
         dtype, config: converts the model's floats; a file that `"hf"` copies as `config.json`.
         step, verify, spec, skip_unknown, format, index: as for `open`; copies are compared whole.
-        max_memory, max_file: bounds on each rank's host memory, on tensors in a file; in bytes.
+        max_memory, max_file: bounds on each rank's host memory, and on a file's tensors, in bytes.
 
     Raises:
         CheckpointExistsError: the target holds something else, or another process writes there.
-        StateError: an option is none, or the format cannot hold something.
+        StateError: an option has an unknown value, or the format cannot hold something.
         MismatchError: the source stores a tensor several times, and the copies differ.
-        CorruptionError: the source is damaged; or what was written is not read back as it was.
+        CorruptionError: the source is damaged, or a written file does not read back as written.
     """
     recorder = Recorder(on_event)
     request = Request(target, to, only, skip, root, dtype, config, max_memory, max_file)

@@ -58,22 +58,22 @@ def average(
     group: dist.ProcessGroup | Group | None = None,
     on_event: Sink | None = None,
 ) -> ConversionReport:
-    """Write the weighted mean of several checkpoints. All ranks call it, and share the work.
+    """Write the weighted mean of several checkpoints. All ranks call it and share the work.
 
     Floating-point tensors are averaged in double precision and rounded once, to the dtype of the
     first checkpoint. Other tensors must be equal in all checkpoints. Plain values that differ are
-    left out. The result has no metrics, and a step only if all checkpoints have the same.
+    left out. The result has no metrics; it has a step only if all checkpoints have the same step.
 
     Args:
-        places: two checkpoints or more, of the same names and shapes, in any formats. Of the root
-            of a run, its newest checkpoint is read.
-        weights: one number for each place; their ratios matter. Equal if not given.
-        take_first: shell patterns: what they match is taken from the first checkpoint.
+        places: two or more checkpoints with the same names and shapes, in any formats. For the
+            root of a run, its newest checkpoint is read.
+        weights: one number per checkpoint; only their ratios matter. Default: equal weights.
+        take_first: shell patterns; matching names are taken from the first checkpoint.
         to, only, skip, root, dtype, config, verify, spec, format, max_memory, max_file, group,
             on_event: as for `export`. `only=["model.*"]` averages the weights alone.
 
     Raises:
-        MismatchError: names or shapes differ, or tensors that have no mean.
+        MismatchError: names or shapes differ, or tensors that cannot be averaged are not equal.
         CheckpointExistsError, StateError, CorruptionError: as for `export`.
     """
     request = Request(target, to, only, skip, root, dtype, config, max_memory, max_file)
@@ -104,21 +104,21 @@ def merge_lora(
 ) -> ConversionReport:
     """Write a model with a LoRA adapter merged into its weights. All ranks call it together.
 
-    A weight becomes `weight + alpha / r * (B @ A)`, computed in single precision (double if the
-    base is) and rounded once, to the base's dtype. What the adapter holds whole (PEFT's
-    `modules_to_save`, biases) takes the place of the base's.
+    Each weight becomes `weight + alpha / r * (B @ A)`. This is computed in single precision (in
+    double precision if the base has it) and rounded once, to the base's dtype. Tensors that the
+    adapter holds whole (PEFT's `modules_to_save`, biases) replace those of the base.
 
     Args:
         base: the checkpoint that the adapter was trained on, in any format.
-        adapter: a directory that PEFT saved; or any checkpoint of tensors `….lora_A` and
-            `….lora_B`, in either case, with or without `.weight`, whose names end as the base's do.
-        alpha: scales the adapter, with 1 / r; by default the `lora_alpha` of PEFT's
-            `adapter_config.json`.
+        adapter: a directory that PEFT saved; or any checkpoint with tensors `….lora_A` and
+            `….lora_B` (upper or lower case, with or without `.weight`) whose names end like the
+            base's names.
+        alpha: the LoRA alpha. Default: `lora_alpha` of PEFT's `adapter_config.json`.
         to, only, skip, root, dtype, config, verify, spec, format, max_memory, max_file, group,
-            on_event: as for `export`. They concern the base, whose model is below `root`.
+            on_event: as for `export`. They apply to the base, whose model is below `root`.
 
     Raises:
-        MismatchError: the adapter does not fit the base; lists all names.
+        MismatchError: the adapter does not fit the base; `.problems` lists all names.
         CheckpointExistsError, StateError, CorruptionError: as for `export`.
     """
     request = Request(target, to, only, skip, root, dtype, config, max_memory, max_file)

@@ -63,18 +63,20 @@ class Specification:
 def spec(
     source: str | os.PathLike[str], *, files: str | None = None, **sizes: int
 ) -> Specification:
-    """What stored arrays mean, by a text of the language of docs/language.md.
+    """Parse a specification, which says how stored arrays make up global tensors.
+
+    docs/language.md describes the language. Pass the result as `spec=` to `open` or `load`.
 
     Args:
-        source: the name of one that ships (`"megatron_llama"`), a path, or the text itself.
-        files: how the files of the ranks are named, below the place that is opened, with an axis
-            of the ranks in braces where it is numbered: `"mp_rank_{tp}/model_optim_rng.pt"`.
-            Without it the specification is about the global tensors of the checkpoint.
-        sizes: numbers that the text declares with `let`.
+        source: the name of a built-in specification (`"megatron_llama"`), a path, or the text.
+        files: the pattern of the ranks' file names, relative to the place that is opened. Braces
+            stand for the number of an axis of ranks: `"mp_rank_{tp}/model_optim_rng.pt"`. Without
+            it, the specification applies to the global tensors of the checkpoint.
+        sizes: the numbers that the text declares with `let`.
 
     Raises:
-        SpecError: the text cannot be understood; the message shows the line and a caret.
-        StateError: there is no such file.
+        SpecError: the text has an error; the message shows the line and a caret.
+        StateError: the file does not exist.
     """
     wrong = [name for name, size in sizes.items() if type(size) is not int]
     if wrong:
