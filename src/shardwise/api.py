@@ -294,7 +294,7 @@ class _Load:
             terms = f"{self.options}, staging_bytes={self.staging_bytes}, resize={self.resize}"
             opened = open_any(enter, group, terms, self.reading)
         selection, rename, arena = checked[0]
-        opened = self._fitted(opened, rename, group)
+        opened = self._fitted(opened, rename, selection, group)
         saved = SavedState(opened.manifest, rename, opened.absent)
         bindings: list[Binding] = []
 
@@ -338,12 +338,14 @@ class _Load:
             seconds=self.recorder.seconds(),
         )
 
-    def _fitted(self, opened: Opened, rename: Callable[[str], str], group: Group) -> Opened:
+    def _fitted(
+        self, opened: Opened, rename: Callable[[str], str], selection: Selection, group: Group
+    ) -> Opened:
         """A checkpoint with the target's names where optimizers number parameters, and resized."""
         resizing = Resizing.agreed(self.resize, self.state, group)
         orders = partial(self._orders, SavedState(opened.manifest, rename), resizing)
         opened = with_names_by_position(opened, orders, group)
-        return resizing.applied(opened, SavedState(opened.manifest, rename))
+        return resizing.applied(opened, SavedState(opened.manifest, rename), selection)
 
     def _planned(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -17,6 +18,7 @@ from shardwise.engine.opened import Opened
 from shardwise.engine.positions import Order
 from shardwise.errors import MismatchError, StateError
 from shardwise.plan.saved import SavedState
+from shardwise.state.selection import Selection
 
 KEEP_COMMON = "keep-common"
 Shape = tuple[int, ...]
@@ -92,7 +94,7 @@ class Resizing:
                 before[target.within, target.shape] = before[name, target.shape] = entry.shape
         return [[(n, before.get((n, shape), shape)) for n, shape in group] for group in order]
 
-    def applied(self, opened: Opened, saved: SavedState) -> Opened:
+    def applied(self, opened: Opened, saved: SavedState, selection: Selection) -> Opened:
         """The checkpoint as if it had been saved with the target's shapes.
 
         What it lacks of a tensor is not read, and what it has beyond the target's shape neither.
@@ -100,9 +102,11 @@ class Resizing:
 
         Args:
             saved: the checkpoint by the target's names.
+            selection: the names that are loaded.
 
         Raises:
-            StateError: what the checkpoint lacks of a tensor would have no value.
+            StateError: what the checkpoint lacks of a tensor would have no value, or an optimizer
+                has state of it in another shape, such as factored moments.
         """
         shapes: dict[str, Shape] = {}
         for name, target in self.targets.items():
@@ -117,7 +121,7 @@ class Resizing:
                     "that its new elements have no values: initialise it before loading"
                 )
             shapes[entry.name] = target.shape
-            for moment in self._moments(name, target, saved):
+            for moment in self._moments(name, target, saved, selection):
                 shapes[moment] = target.shape
         if not shapes:
             return opened
@@ -134,19 +138,26 @@ class Resizing:
         )
         return replace(opened, manifest=msgspec.structs.replace(opened.manifest, tensors=changed))
 
-    def _moments(self, name: str, target: Target, saved: SavedState) -> Iterator[str]:
-        """What optimizers have of a parameter in the shape that it has in the checkpoint."""
+    def _moments(
+        self, name: str, target: Target, saved: SavedState, selection: Selection
+    ) -> Iterator[str]:
+        """What optimizers have of a parameter, to be resized with it."""
         parameter = saved.tensor(name)
+        if parameter is None or parameter.shape == target.shape:
+            return
         for optimizer in self.optimizers:
-            for within in {target.within, name}:
-                for key in saved.below(f"{optimizer}.{within}"):
-                    entry = saved.tensor(f"{optimizer}.{within}.{key}")
-                    if (
-                        entry is not None
-                        and parameter is not None
-                        and entry.shape == parameter.shape
-                    ):
-                        yield entry.name
+            start = {f"{optimizer}.{within}" for within in (target.within, name)}
+            names = [f"{each}.{key}" for each in start for key in saved.below(each)]
+            for entry in map(saved.tensor, filter(selection.chooses, names)):
+                if entry is None or (math.prod(entry.shape) == 1 != math.prod(parameter.shape)):
+                    continue  # a plain value, or a number such as the count of steps
+                if entry.shape != parameter.shape:
+                    raise StateError(
+                        f"{entry.name}: it has shape {list(entry.shape)}, and its parameter "
+                        f"{list(parameter.shape)}, so that it cannot be resized with it: load "
+                        f"without the optimizer's state, with skip=[{f'{optimizer}.*'!r}]"
+                    )
+                yield entry.name
 
 
 def _check(resize: object) -> None:

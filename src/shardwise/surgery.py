@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -31,7 +32,7 @@ from shardwise.manifest.manifest import Manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.opening import PLAIN, Reading, open_any, place_below
 from shardwise.state.selection import Selection
-from shardwise.store import LocalStore, Store, open_store
+from shardwise.store import Files, LocalStore, Store, open_store
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -157,7 +158,7 @@ class _Job:
         with self.recorder.stage("open"):
             opened = [self._open(place, f"{terms}, {i}", reading) for i, place in enumerate(places)]
         found = {str(each.store): each for each in opened}
-        if len(found) < len(opened):
+        if len({_real(each.store) for each in opened}) < len(opened):
             raise StateError("the same checkpoint is given twice: give it a larger weight instead")
         selection = Selection.by(self.request.only, self.request.skip)
         manifests = {name: each.manifest for name, each in found.items()}
@@ -177,6 +178,7 @@ class _Job:
         self, base: Place, adapter: Place, alpha: float | None, reading: Reading
     ) -> ConversionReport:
         """Write a model with an adapter merged into it."""
+        self._agree(partial(_check_alpha, alpha))
         with self.recorder.stage("open"):
             opened = self._open(base, f"{alpha}", reading)
             config = self._adapter_config(adapter)
@@ -239,6 +241,18 @@ class _Job:
         left = [*dict.fromkeys(left_out)]
         compared = compared if self.verify else []
         return self.request.run(manifest, source, compared, what, left, self.group, self.recorder)
+
+
+def _check_alpha(alpha: float | None) -> None:
+    if alpha is None:
+        return
+    if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+        raise StateError(f"alpha={alpha!r}: expected a finite number")
+
+
+def _real(store: Files) -> str:
+    """Where a store is, whatever links lead there."""
+    return str(store.path.resolve() if isinstance(store, LocalStore) else store)
 
 
 def _folder_of(adapter: Place) -> LocalStore | None:

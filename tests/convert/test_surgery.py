@@ -130,13 +130,15 @@ def test_what_differs_has_no_average(tmp_path: Path) -> None:
     said = "\n".join(caught.value.problems)
     assert "model.w: float32 [2] in " in said
     assert f"model.w: in {tmp_path / 'a'}, not in {tmp_path / 'd'}" in said
-    for wrong in ({"weights": [1.0]}, {"weights": [1.0, -1.0]}, {"weights": [1.0, math.nan]}):
+    for weights in ([1.0], [1.0, -1.0], [1.0, math.nan], [1e308, 1e308]):
         with pytest.raises(sw.StateError, match="2 finite numbers"):
-            sw.average([tmp_path / "a", tmp_path / "b"], tmp_path / "z", **wrong)
+            sw.average([tmp_path / "a", tmp_path / "b"], tmp_path / "z", weights=weights)
     with pytest.raises(sw.MismatchError, match=r"take_first= matches nothing .*\n  - epochs"):
         sw.average([tmp_path / "a", tmp_path / "b"], tmp_path / "z", take_first=["epochs"])
-    with pytest.raises(sw.StateError, match="twice"):
-        sw.average([tmp_path / "a", tmp_path / "a"], tmp_path / "z")
+    (tmp_path / "link").symlink_to("a")
+    for again in ("a", "link", "../" + tmp_path.name + "/a"):
+        with pytest.raises(sw.StateError, match="twice"):
+            sw.average([tmp_path / "a", tmp_path / again], tmp_path / "z")
     with pytest.raises(sw.StateError, match="two checkpoints or more"):
         sw.average([tmp_path / "a"], tmp_path / "z")
 
@@ -224,6 +226,9 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     sw.save(tmp_path / "tied", {"model": tied})
     factors = {"lora_a": torch.ones(1, 3), "lora_b": torch.ones(4, 1)}
     sw.save(tmp_path / "adapter", {"adapter": {"head": factors}})
+    for alpha in (math.nan, math.inf, "1"):
+        with pytest.raises(sw.StateError, match="expected a finite number"):
+            sw.merge_lora(tmp_path / "other", tmp_path / "adapter", tmp_path / "x", alpha=alpha)
     with pytest.raises(sw.MismatchError, match="tied to"):
         sw.merge_lora(tmp_path / "tied", tmp_path / "adapter", tmp_path / "x", alpha=1)
 

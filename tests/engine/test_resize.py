@@ -99,6 +99,21 @@ def test_wrong_use_is_said(tmp_path: Path) -> None:
     assert same_bytes(smaller["model"]["embed"].weight, made(6)["model"]["embed"].weight[:3])
 
 
+def test_factored_moments_are_not_resized(tmp_path: Path) -> None:
+    states = [{"model": made(n)["model"]} for n in (6, 9)]
+    for state in states:
+        state["optimizer"] = torch.optim.Adafactor(state["model"].parameters())
+    old, new = states
+    sw.save(tmp_path, trained(old))
+    resize = {"model.*": "keep-common"}
+    with pytest.raises(sw.StateError, match=r"embed\.weight\.row_var: it has shape \[6, 1\]"):
+        sw.load(tmp_path, new, resize=resize)
+    sw.load(tmp_path, new, resize=resize, skip=["optimizer.*"])
+    for name in ("embed", "head"):
+        assert same_bytes(new["model"][name].weight[:6], old["model"][name].weight)
+    trained(new)
+
+
 def sharded(path: str) -> bool:
     mesh = init_device_mesh("cpu", (2,))
     old, new = trained(made(6)), made(9, seed=1)

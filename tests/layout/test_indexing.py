@@ -6,6 +6,8 @@ import math
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,3 +72,10 @@ def test_spans_hold_what_is_selected(
         part = np.array(full[dim], int) if isinstance(full[dim], list) else full[dim]
         wanted = wanted[(slice(None),) * dim + (part,)]
     assert np.array_equal(out, wanted)
+
+
+def test_bytes_are_neither_a_mask_nor_numbers() -> None:
+    mask = torch.tensor([1, 0, 1], dtype=torch.uint8)
+    with pytest.raises(IndexError, match=r"torch\.uint8"):
+        selected(mask, (3,))
+    assert selected(mask.bool(), (3,))[0].positions.tolist() == [0, 2]

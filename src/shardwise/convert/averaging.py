@@ -188,7 +188,7 @@ def checked_weights(weights: Sequence[float] | None, count: int) -> list[float]:
     """
     given = [1.0] * count if weights is None else [*weights]
     usable = all(isinstance(each, (int, float)) and math.isfinite(each) for each in given)
-    if len(given) != count or not usable or math.fsum(given) <= 0:
+    if len(given) != count or not usable or not 0 < sum(given) < math.inf:
         raise StateError(
             f"weights={weights!r}: {count} finite numbers of a positive sum are needed"
         )

@@ -132,6 +132,11 @@ def _along(part: Any, dim: int, shape: Sequence[int]) -> Selected:
 
 def _by_array(part: Any, dim: int, shape: Sequence[int]) -> Selected:
     n = shape[dim]
+    if str(getattr(part, "dtype", "")) == "torch.uint8":
+        raise IndexError(
+            "an index of dtype torch.uint8, which torch reads as a mask and NumPy as numbers: "
+            "pass part.bool() or part.long()"
+        )
     array = np.asarray(part)
     if array.dtype == bool and array.shape == (n,):
         array = np.flatnonzero(array)
