@@ -161,9 +161,8 @@ def test_a_disk_that_is_full_loses_nothing(disk: Path) -> None:
     root = disk / "root"
     with sw.Checkpointer(root, memory=None) as checkpointer:
         checkpointer.save(1, state_of(OLD))
-        with pytest.raises(OSError, match="space") as caught:
+        with pytest.raises(sw.StoreError, match="no room for this save"):
             checkpointer.save(2, state_of(NEW) | {"large": torch.ones(1 << 18)})
-        assert caught.value.errno == errno.ENOSPC
         assert checkpointer.steps() == [1]
         assert leftovers(root) == []
         found, state = restored(root)
@@ -199,7 +198,7 @@ def saved_or_unharmed(root: Path) -> bool:
         try:
             checkpointer.save(2, state_of(NEW))
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            if error.errno != errno.ENOSPC and "no room for this save" not in str(error):
                 raise
             found, state = restored(root)
             assert found == 1
