@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -120,3 +121,36 @@ def test_ranks_with_different_options_are_refused(gang: Gang, tmp_path: Path) ->
             "Memory(copies): rank 0 has 0, rank 1 has 1",
         ]
     assert not (tmp_path / "root").exists()
+
+
+def save_when_it_likes(path: str) -> list[str]:
+    """On one rank alone, the step is due, or forced."""
+    rank = dist.get_rank()
+    said = []
+    for name, step, force in (("due", 5 + rank, False), ("forced", 3, bool(rank))):
+        with pytest.raises(sw.MismatchError) as caught:  # noqa: SIM117 - it is raised at the end
+            with sw.Checkpointer(f"{path}/{name}", save_every=5, memory=None) as checkpointer:
+                checkpointer.save(step, {"x": torch.ones(3)}, force=force)
+        said.append(str(caught.value))
+    return said
+
+
+def test_ranks_that_do_not_save_the_same_steps_are_told(gang: Gang, tmp_path: Path) -> None:
+    said = gang.run(save_when_it_likes, str(tmp_path), world=2)
+    assert said[0] == said[1]
+    calls = ("agreeing on a save", "saving the last step")
+    for each, (first, second) in zip(said[0], (calls, calls[::-1]), strict=True):
+        assert "ranks are not doing the same" in each
+        assert f"rank 0: {first}\n  - rank 1: {second}" in each
+
+
+def with_an_end_of_its_own(path: str) -> None:
+    """Each rank does what it likes after a signal."""
+    then: Literal["deliver", "return"] = "return" if dist.get_rank() else "deliver"
+    sw.Checkpointer(path, save_on=[signal.SIGUSR1], then=then, memory=None)
+
+
+def test_ranks_end_in_the_same_way(gang: Gang, tmp_path: Path) -> None:
+    for outcome in gang.outcomes(with_an_end_of_its_own, str(tmp_path), world=2):
+        assert isinstance(outcome.exception, sw.MismatchError)
+        assert outcome.exception.problems == ["then: rank 0 has 'deliver', rank 1 has 'return'"]

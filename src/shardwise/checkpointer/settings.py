@@ -144,8 +144,10 @@ def open_root(settings: Settings, signals: Signals | None, group: Group, *, star
     root, in_memory = settings.root, settings.memory is not None
 
     def speak() -> bytes:
-        numbers = [] if signals is None else signals.numbers
-        return msgspec.msgpack.encode({**settings.shared(), "save_on": str(numbers)})
+        handled = {"save_on": "[]"}
+        if signals is not None:
+            handled = {"save_on": str(signals.numbers), "then": repr(signals.then)}
+        return msgspec.msgpack.encode({**settings.shared(), **handled})
 
     def answer(said: list[bytes]) -> bytes:
         _refuse_unequal([msgspec.msgpack.decode(each, type=dict[str, str]) for each in said])

@@ -39,7 +39,7 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             raise ValueError("save_on: Python handles signals in the main thread only")
         self.acted = False
-        self._then = then
+        self.then = then
         self._job = job
         self._pending = 0
         self._process = os.getpid()
@@ -69,12 +69,12 @@ class Signals:
     def finish(self, number: int, group: Group) -> None:
         """Do what follows the save that a signal has asked for, on every rank."""
         self.acted = True
-        if self._then == "deliver":
+        if self.then == "deliver":
             self._pending = number
             self.stop()
             return
         self._pending = 0
-        if self._then == "requeue" and group.rank == 0 and self._job is not None:
+        if self.then == "requeue" and group.rank == 0 and self._job is not None:
             _requeue(self._job)
 
     def stop(self) -> None:
@@ -82,9 +82,9 @@ class Signals:
         `then` says otherwise."""
         self._stopped = True
         self._restore()
-        if self._pending and self._then != "deliver":
+        if self._pending and self.then != "deliver":
             name = signal.Signals(self._pending).name
-            log.warning("%s came after the last save, and is ignored: then=%r", name, self._then)
+            log.warning("%s came after the last save, and is ignored: then=%r", name, self.then)
         elif self._pending:
             self._pass_on(self._pending)
 

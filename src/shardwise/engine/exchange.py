@@ -15,8 +15,9 @@ from shardwise.errors import LostRankError, MismatchError, RankError, ShardwiseE
 
 
 class _Said(msgspec.Struct, array_like=True):
-    """What a rank says: its bytes, or the error it met instead."""
+    """What a rank says: what it is doing, and its bytes, or the error it met instead."""
 
+    doing: str
     data: bytes = b""
     failure: str | None = None
 
@@ -41,17 +42,18 @@ def exchange(
 
     Args:
         group: the ranks; all call this with the same `doing`.
-        doing: what is being done, for the errors.
+        doing: what is being done, for the errors; it has no answer unless all ranks do it.
         speak: runs on every rank.
         answer: runs on rank 0, on what all said; one answer for all, or a sequence of one each.
 
     Raises:
         ShardwiseError: whatever `answer` raised, on all ranks.
+        MismatchError: the ranks are not doing the same.
         RankError: `speak` failed on another rank.
         LostRankError: a rank is gone, or does not answer in time.
         Exception: whatever `speak` raised, on the rank that it failed on.
     """
-    mine, error = _attempt(speak)
+    mine, error = _attempt(doing, speak)
     try:
         heard, central = _meet(group, mine, answer)
     except LostRankError as lost:
@@ -85,11 +87,11 @@ def _meet(
     return msgspec.msgpack.decode(reply, type=_Answer), central
 
 
-def _attempt(speak: Callable[[], bytes]) -> tuple[_Said, Exception | None]:
+def _attempt(doing: str, speak: Callable[[], bytes]) -> tuple[_Said, Exception | None]:
     try:
-        return _Said(speak()), None
+        return _Said(doing, speak()), None
     except Exception as error:  # it is raised again once the other ranks know
-        return _Said(failure=described(error)), error
+        return _Said(doing, failure=described(error)), error
 
 
 def _answers(
@@ -99,6 +101,7 @@ def _answers(
     if failures:
         return [_Answer(kind="RankError", failures=failures)], None
     try:
+        _refuse_apart([each.doing for each in said])
         reply = answer([each.data for each in said])
     except Exception as error:  # it is raised again once the other ranks know
         problems = error.problems if isinstance(error, MismatchError) else []
@@ -109,6 +112,17 @@ def _answers(
     if len(reply) == 1 == size:
         return [_Answer(reply[0])], None
     return [_Answer(each) for each in reply], None
+
+
+def _refuse_apart(doing: Sequence[str]) -> None:
+    """Refuse to mix messages of different kinds, which could be read as each other."""
+    if len(set(doing)) > 1:
+        firsts = sorted(doing.index(each) for each in set(doing))
+        raise MismatchError(
+            "ranks are not doing the same: all must make the same calls, with the same steps and "
+            "options, in the same order:",
+            [f"rank {rank}: {doing[rank]}" for rank in firsts],
+        )
 
 
 def _raise_failure(heard: _Answer, doing: str) -> None:
