@@ -68,7 +68,7 @@ class SavedTensor:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError(f"{self.name}: a tensor of no dimensions has no length")
+            raise TypeError(f"{self.name}: a 0-d tensor has no length")
         return self.shape[0]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -113,7 +113,9 @@ class SavedTensor:
             TypeError: NumPy lacks the dtype (for example bfloat16), and `dtype` is not given.
         """
         if copy is False:
-            raise ValueError(f"{self.name}: it is read from a file, which copies: copy=False fails")
+            raise ValueError(
+                f"{self.name}: reading makes a new array, so copy=False is not possible"
+            )
         try:
             torch.empty(0, dtype=self.dtype, device="cpu").numpy()
             known = self.dtype
@@ -226,14 +228,14 @@ class Checkpoint(Mapping[str, Any]):
         if key in self:
             value = self[key]
             if not isinstance(value, dict):
-                raise StateError(f"{key}: it is a {type(value).__name__}, and not a dict")
+                raise StateError(f"{key}: its value is a {type(value).__name__}, not a dict")
             return value
         start = f"{key}."
         names = [name for name in self if name.startswith(start)]
         if not names:
             raise self._unknown(key)
         if f"{start}{GROUPS}" in names:
-            raise StateError(f"{key}: an optimizer: build one, and fill it with shardwise.load")
+            raise StateError(f"{key}: this is an optimizer: create one, and load it with sw.load")
         return {name.removeprefix(start): value for name, value in self._read(names).items()}
 
     def to_dict(self, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> dict[str, Any]:
@@ -342,7 +344,9 @@ class Checkpoint(Mapping[str, Any]):
         for name in [*wanted, *sorted(inside)]:
             entry = self._saved.tensor(name)
             if entry is None:
-                raise StateError(f"{name}: a plain value names it as a tensor, which it is not")
+                raise StateError(
+                    f"{name}: a plain value refers to this tensor, which does not exist"
+                )
             number = self._saved.stored_index(name)
             if number not in tensors:
                 dtype: torch.dtype = getattr(torch, entry.dtype)
@@ -376,9 +380,9 @@ class Checkpoint(Mapping[str, Any]):
     def _unknown(self, name: str) -> KeyError:
         """The error for a name that is not there, with what may have been meant."""
         if self._saved.below(name):
-            hint = f"; it begins names: state_dict({name!r}) reads all below it"
+            hint = f"; it is a prefix of names: state_dict({name!r}) reads them"
         elif name in self.manifest.per_rank:
-            hint = "; each rank has a value of it of its own, which only a load restores"
+            hint = "; its value differs between ranks, so only sw.load restores it"
         else:
             near = " or ".join(map(repr, self._saved.near(name)))
             hint = f"; did you mean {near}?" if near else ""

@@ -79,7 +79,9 @@ class Resizing:
                     found[name] = Target(target.shape, target.within, is_meta)
             idle = [each for each in resize if not any(fnmatchcase(n, each) for n in found)]
             if idle:
-                raise MismatchError("resize= names what the target does not have:", idle)
+                raise MismatchError(
+                    "resize= has names or patterns that match nothing in the state:", idle
+                )
             return msgspec.msgpack.encode((found, [*optimizers]))
 
         reply = exchange(group, "finding tensors to resize", speak, answer)
@@ -117,8 +119,8 @@ class Resizing:
                 a > b for a, b in zip(target.shape, entry.shape, strict=True)
             ):
                 raise StateError(
-                    f"{name}: it is larger than in the checkpoint, and on the meta device, so "
-                    "that its new elements have no values: initialise it before loading"
+                    f"{name}: it is larger than in the checkpoint and on the meta device, so its "
+                    "new elements have no values: initialize it before loading"
                 )
             shapes[entry.name] = target.shape
             for moment in self._moments(name, target, saved, selection):
@@ -129,8 +131,8 @@ class Resizing:
         means = [tensors[i].name for i in opened.parts if tensors[i].name in shapes]
         if means:
             raise StateError(
-                f"{means[0]}: the checkpoint has several versions of it, whose mean "
-                "is loaded: it cannot be resized"
+                f"{means[0]}: the load averages several versions of this tensor, so it "
+                "cannot be resized"
             )
         changed = tuple(
             msgspec.structs.replace(each, shape=shapes[each.name]) if each.name in shapes else each
@@ -153,8 +155,8 @@ class Resizing:
                     continue  # a plain value, or a number such as the count of steps
                 if entry.shape != parameter.shape:
                     raise StateError(
-                        f"{entry.name}: it has shape {list(entry.shape)}, and its parameter "
-                        f"{list(parameter.shape)}, so that it cannot be resized with it: load "
+                        f"{entry.name}: it has shape {list(entry.shape)} and cannot be resized, "
+                        f"because its parameter has shape {list(parameter.shape)}: load "
                         f"without the optimizer's state, with skip=[{f'{optimizer}.*'!r}]"
                     )
                 yield entry.name
@@ -163,14 +165,12 @@ class Resizing:
 def _check(resize: object) -> None:
     if not isinstance(resize, Mapping) or not all(isinstance(each, str) for each in resize):
         raise StateError(
-            f"resize={resize!r}: a mapping of names is needed, such as "
+            f"resize={resize!r}: expected a mapping of names, such as "
             f'{{"model.embed.weight": "{KEEP_COMMON}"}}'
         )
     wrong = [name for name, how in resize.items() if how != KEEP_COMMON]
     if wrong:
-        raise StateError(
-            f"resize={{{wrong[0]!r}: {resize[wrong[0]]!r}}}: {KEEP_COMMON!r} is needed"
-        )
+        raise StateError(f"resize={{{wrong[0]!r}: {resize[wrong[0]]!r}}}: expected {KEEP_COMMON!r}")
 
 
 def _named(

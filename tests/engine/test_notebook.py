@@ -135,7 +135,7 @@ def test_arrays_and_tensors_are_made_of_saved_tensors(checkpoint: sw.Checkpoint)
         np.asarray(half)
     with pytest.raises(ValueError, match="copy=False"):
         np.asarray(table, copy=False)
-    with pytest.raises(TypeError, match="no dimensions"):
+    with pytest.raises(TypeError, match="0-d tensor"):
         len(checkpoint["t.scalar"])
     assert float(checkpoint["t.scalar"].tensor()) == 2.5
 
@@ -173,8 +173,8 @@ def test_nested_values_come_back_as_they_were(checkpoint: sw.Checkpoint) -> None
     [
         ("model.0.wieght", "did you mean 'model.0.weight'"),
         ("modle", "did you mean 'model'"),
-        ("model", "it begins names: state_dict('model') reads all below it"),
-        ("mine", "each rank has a value"),
+        ("model", "it is a prefix of names: state_dict('model') reads them"),
+        ("mine", "its value differs between ranks"),
     ],
 )
 def test_a_mistyped_name_suggests_others(checkpoint: sw.Checkpoint, name: str, hint: str) -> None:
@@ -192,7 +192,7 @@ def test_a_mistyped_name_suggests_others(checkpoint: sw.Checkpoint, name: str, h
 def test_an_optimizer_has_no_state_dict(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     sw.save(tmp_path, {"model": model, "optimizer": torch.optim.SGD(model.parameters())})
-    with pytest.raises(sw.StateError, match=r"optimizer: .* shardwise\.load"):
+    with pytest.raises(sw.StateError, match=r"optimizer: .* sw\.load"):
         sw.open(tmp_path).state_dict("optimizer")
 
 

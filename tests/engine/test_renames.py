@@ -168,7 +168,7 @@ def test_a_rename_that_reaches_no_group_of_an_optimizer_leads_to_a_specification
     other, its_optimizer = made()
     state = {"model": other, "optimizer": its_optimizer}
     rename = {"model": "model.net"}
-    with pytest.raises(sw.MismatchError, match="not renamed by rename=") as caught:
+    with pytest.raises(sw.MismatchError, match="does not rename an optimizer") as caught:
         sw.load(tmp_path / "c", state, rename=rename)
     (said,) = [each for each in caught.value.problems if "sw.spec(" in each]
     spec = eval(said[said.index("sw.spec(") :], {"sw": sw})

@@ -36,7 +36,7 @@ def test_addresses_and_names_of_interfaces(given: str, address: str) -> None:
 
 @pytest.mark.parametrize("given", ["0.0.0.0", "::", "fe80::1", "224.0.0.1"])
 def test_what_others_cannot_use_is_refused(given: str) -> None:
-    with pytest.raises(sw.StoreError, match="other nodes are told this address"):
+    with pytest.raises(sw.StoreError, match="other nodes cannot connect to this address"):
         address_of(given)
 
 

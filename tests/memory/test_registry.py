@@ -86,7 +86,7 @@ def test_no_token_is_written_where_files_are_not_private(
     registry = Registry(LocalStore(tmp_path), RUN)
     with caplog.at_level(logging.WARNING, "shardwise"):
         registry.enter(HERE, 0)
-    assert "does not keep files private" in caplog.text
+    assert "does not enforce file modes" in caplog.text
     (path,) = (tmp_path / NODES).iterdir()
     assert run_token(TOKEN, RUN) not in path.read_text()
     assert list(registry.read().unknown) == [HERE.node]
@@ -128,7 +128,7 @@ def test_a_root_that_cannot_be_written_to_costs_one_warning(
         for epoch in (0, 1):
             enrolment.keep(HERE, epoch, prunes=True)
     assert len(caplog.records) == 1
-    assert "where this node is cannot be written below the root" in caplog.text
+    assert "the address of this node cannot be written below the root" in caplog.text
 
 
 def test_an_agent_that_comes_back_elsewhere_says_so(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_node_that_only_the_root_knows_is_asked_and_named_if_it_cannot_be(
     first.close(wait=False)
     with caplog.at_level(logging.WARNING, "shardwise"):
         assert restored("second") == (3, "memory", [])
-        assert "could not be asked" not in caplog.text
+        assert "did not say which snapshots" not in caplog.text
         end_agents(shm)
         assert restored("third") == (2, "storage", [node_name(Home(shm / "first"))])
-        assert "could not be asked" in caplog.text
+        assert "did not say which snapshots" in caplog.text

@@ -286,7 +286,7 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
     (place.path / commit).rename(ended / commit)
     assert stages.wait("protect", 10.0).failure == ""
     assert stages.wait("retain", 10.0).failure == ""
-    with pytest.raises(StoreError, match="newer ones have taken its place"):
+    with pytest.raises(StoreError, match="newer snapshots have taken its place"):
         stages.wait("persist", 10.0)
     write_note(ended / notes.outcome("persist", save_id), Done(save_id=save_id, stage="persist"))
     assert stages.wait("persist", 10.0).failure == ""

@@ -254,8 +254,8 @@ class MegatronOptimizerBinding:
             held = self._bucketed.targets()
             if self._scalers():
                 held.problems.append(
-                    f"{self._scaler_name}: the scale of losses is not read from a checkpoint that "
-                    "was saved as dp_reshardable: save it as fully_reshardable"
+                    f"{self._scaler_name}: a checkpoint saved as dp_reshardable cannot restore the "
+                    "loss scale: save it as fully_reshardable"
                 )
             chosen = selection.of(held)
             if not chosen.tensors:

@@ -86,9 +86,8 @@ def saved_buckets(optimizers: Sequence[object], saved: SavedState) -> Buckets:
             ):
                 found.problems.append(
                     f"{place.bucket}: the checkpoint's optimizer was saved as dp_reshardable, by "
-                    "buckets, and those of the optimizer here are others: load under the tensor "
-                    "and pipeline parallelism, and with the bucket size, that it was saved under, "
-                    "or save it as fully_reshardable"
+                    "buckets, and this optimizer has other buckets: load under the same tensor "
+                    "and pipeline parallelism and bucket size, or save it as fully_reshardable"
                 )
                 return found
     return found
@@ -183,7 +182,7 @@ class BucketedState:
             ]
         if len(found) != 1 or not isinstance(found[0].get(STEP), (int, float)):
             problem = (
-                f"{name}: it does not tell the settings and the count of steps of the group with "
+                f"{name}: it has no settings and step count for the parameter group with "
                 f"{dict(zip(_IDENTIFYING, _identity(here), strict=True))}"
             )
             held.problems += [problem] if problem not in held.problems else []

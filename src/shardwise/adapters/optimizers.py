@@ -306,8 +306,8 @@ def _renamed(
             key = name.removesuffix(f".{GROUPS}")
             text = f"{key}.{there}.* -> {key}.*\n* -> *"
             yield (
-                f"{name}: it has those of {there}.{members[0]}: names of an optimizer's "
-                f"parameters are not renamed by rename=, but by spec=sw.spec({text!r})"
+                f"{name}: the checkpoint has these settings for {there}.{members[0]}: rename= "
+                f"does not rename an optimizer's parameters; use spec=sw.spec({text!r})"
             )
             return
 

@@ -364,9 +364,9 @@ class Checkpointer:
     def _refuse_forked(self) -> None:
         if os.getpid() != self._process:
             raise ShardwiseError(
-                f"the Checkpointer of {self._root} was made by process {self._process}, and this "
-                f"is a forked child, process {os.getpid()}, which has none of its threads: save "
-                "and restore in the parent, or make a Checkpointer of another root here"
+                f"the Checkpointer of {self._root} belongs to process {self._process}, and this "
+                f"is a forked child (process {os.getpid()}), which lacks its threads: save and "
+                "restore in the parent, or create a Checkpointer with another root here"
             )
 
     def _refuse_closed(self) -> None:

@@ -180,7 +180,7 @@ class Restoring:
         def answer(said: list[bytes]) -> bytes:
             if len(set(said)) > 1:
                 asked = [f"rank {rank}: step={each.decode()}" for rank, each in enumerate(said)]
-                raise MismatchError("ranks do not restore the same step:", asked)
+                raise MismatchError("ranks asked to restore different steps:", asked)
             if isinstance(choices[0], Best):
                 return msgspec.msgpack.encode([choose_step(self._root, choices[0])])
             return msgspec.msgpack.encode(committed_steps(self._root))
@@ -282,8 +282,8 @@ class Restoring:
         if found.unasked and step is None and self._group.rank == 0:
             nodes = "; ".join(f"{node}: {why}" for node, why in found.unasked.items())
             log.warning(
-                "some nodes of this run could not be asked which snapshots they hold (%s). If "
-                "they hold a newer step than the one that is restored now, that step is given up",
+                "some nodes of this run did not say which snapshots they hold (%s). If they hold a "
+                "newer step than the one that is restored now, that step is discarded",
                 nodes,
             )
         self._recorder.add("choosing", found.choosing)

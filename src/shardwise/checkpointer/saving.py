@@ -109,7 +109,9 @@ class Saving:
             if handle is not None:
                 handle.result(LONGEST_LAST_SAVE)
         except TimeoutError as error:
-            log.error("the save after a signal is left to the agents: %s", error)
+            log.error(
+                "the save after a signal is not durable yet; the agents continue it: %s", error
+            )
         except StoreError as error:
             if self._settings.on_failure == "raise":
                 raise
@@ -250,7 +252,7 @@ class Saving:
         best = self._settings.keep.best
         if best is not None and best.metric not in options.metrics:
             raise StateError(
-                f"metrics= has no {best.metric!r}, which Keep(best=...) needs: "
+                f"metrics= lacks {best.metric!r}, which Keep(best=...) needs: "
                 'pass float("nan") if it was not measured'
             )
 

@@ -102,8 +102,8 @@ def root_of(place: api.Place, *, everywhere: bool) -> Store:
     """The root's store; `everywhere`: agents must be able to open it by its name too."""
     if everywhere and not isinstance(place, (str, os.PathLike, LocalStore)):
         raise StoreError(
-            f"{place}: the root must be a path or URL, which the agents that persist saves can "
-            "open; or save while the training waits, with memory=None"
+            f"{place}: the agents that write checkpoints to storage cannot open this root: pass "
+            "a path or URL, or save synchronously with memory=None"
         )
     store = open_store(place)
     return LocalStore(store.path.absolute()) if isinstance(store, LocalStore) else store
@@ -165,8 +165,8 @@ def open_root(settings: Settings, signals: Signals | None, group: Group, *, star
     usable = bool(exchange(group, "opening a root", speak, answer))
     if in_memory and not usable and group.rank == 0:
         log.warning(
-            "%s can only be read: its checkpoints can be restored, but none can be saved, and "
-            "snapshots in memory are not looked for",
+            "%s is read-only: checkpoints can be restored but not saved, and snapshots in "
+            "memory are ignored",
             root,
         )
     return usable
@@ -181,7 +181,7 @@ def _refuse_unequal(options: Sequence[Mapping[str, str]]) -> None:
         if rank is not None:
             problems.append(f"{name}: rank 0 has {values[0]}, rank {rank} has {values[rank]}")
     if problems:
-        raise MismatchError("ranks gave their Checkpointers different options:", problems)
+        raise MismatchError("the options of the Checkpointer differ between ranks:", problems)
 
 
 def _is_writable(root: Store) -> bool:

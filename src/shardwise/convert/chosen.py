@@ -76,12 +76,12 @@ class Chosen:
         said = []
         if tensors:
             said.append(
-                f"{len(tensors)} tensor(s) below {_tops(tensors)}: this format holds the model "
-                f"alone, which is below {self.root!r}"
+                f"{len(tensors)} tensor(s) below {_tops(tensors)}: this format holds only the "
+                f"model, which is below {self.root!r}"
             )
         if values:
             said.append(
-                f"{len(values)} plain value(s), of {_tops(values)}: this format holds tensors alone"
+                f"{len(values)} plain value(s), of {_tops(values)}: this format holds only tensors"
             )
         return tuple(said)
 
@@ -95,6 +95,6 @@ def _tops(names: Iterable[str]) -> str:
 def nothing_below(root: str, names: Iterable[str]) -> str:
     """What is wrong where none of the names is below the root."""
     return (
-        f"the checkpoint has no tensor below {root!r}: give the model's name by root= (on the "
-        f'command line --root), one of {_tops(names)}; or "" to write all'
+        f"the checkpoint has no tensor below {root!r}: set root= (on the command line --root) to "
+        f'the key of the model, one of {_tops(names)}; or "" to write all'
     )

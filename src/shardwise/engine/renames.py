@@ -61,8 +61,8 @@ def opening_up(missing: Collection[str], names: Collection[str]) -> str:
             parts = dict.fromkeys(each.partition(".")[0] for each in inner)
             shown = ", ".join(f'"{part}": …' for part in list(parts)[:_MOST_PARTS])
             return (
-                f"{name!r} is one value here, and the checkpoint has a name for each part of it: "
-                f'put the parts themselves into the state, as in {{"{name}": {{{shown}}}}}'
+                f"{name!r} is one value in the state, but the checkpoint has names below it: "
+                f'put its parts into the state, as in {{"{name}": {{{shown}}}}}'
             )
     return ""
 

@@ -76,8 +76,8 @@ class PerRank:
         if self._resize is None:
             saved = f"{len(values)} rank{'s' if len(values) > 1 else ''}"
             raise StateError(
-                f"a value of each rank was saved by {saved} and is loaded by {world}: say which "
-                "value each takes, by sw.PerRank(value, resize=lambda values, rank, world: …)"
+                f"a per-rank value was saved by {saved} and is loaded by {world}: define the "
+                "value of each rank with sw.PerRank(value, resize=lambda values, rank, world: …)"
             )
         return self._resize(list(values), rank, world)
 

@@ -111,9 +111,9 @@ class Vigil:
             self._led = now
         elif now - self._led > 2 * self._agents.patience + 1:
             raise StoreError(
-                f"the agent that leads has not been given this save for {now - self._led:.0f} s: "
-                "rank 0 could not stage its part, or has ended, or the snapshot was removed; see "
-                "what rank 0 says, and save again"
+                f"rank 0 has not handed this save to its agent for {now - self._led:.0f} s: "
+                "it could not copy its part, or has ended, or the snapshot was removed; look at "
+                "the log of rank 0, and save again"
             )
 
     def _names_at_leader(self, within: float) -> Collection[str] | None:

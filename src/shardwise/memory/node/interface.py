@@ -35,8 +35,8 @@ def address_of(interface: str) -> str:
         or (address.version == 6 and address.is_link_local)
     ):
         raise StoreError(
-            f"interface {interface!r}: other nodes are told this address, and cannot use it; name "
-            "one address, or a network interface such as 'eth0'"
+            f"interface {interface!r}: other nodes cannot connect to this address: give a unicast "
+            "address, or a network interface such as 'eth0'"
         )
     return str(address)
 
@@ -58,9 +58,9 @@ def refuse_unreachable(cards: Sequence[Card]) -> None:
         raise StoreError(
             f"this run has {len(hosts)} hosts ({', '.join(hosts[:4])}"
             f"{', …' if len(hosts) > 4 else ''}), but the agent of node {alone[0].node} serves "
-            f"{served_address(alone[0])}, which no other host can reach: give "
-            "Memory(interface=…) the address by which the others reach a node, or the name of its "
-            "network interface (such as 'eth0'); an agent that runs already must be ended first: "
+            f"{served_address(alone[0])}, which no other host can reach: "
+            "set Memory(interface=…) to this node's address in the network of the hosts, or to a "
+            "network interface (such as 'eth0'), and end the agent that runs already: "
             f"kill {alone[0].process} on {alone[0].host}"
         )
 

@@ -201,8 +201,8 @@ class Enrolment:
         except OSError as error:
             if not self._warned:
                 log.warning(
-                    "where this node is cannot be written below the root (%s): a restart on "
-                    "nodes that do not know it will not find its snapshots",
+                    "the address of this node cannot be written below the root (%s): a restart on "
+                    "other nodes will not find its snapshots",
                     error,
                 )
             self._warned = True
@@ -251,8 +251,8 @@ def _write_private(path: Path, entry: Entry) -> None:
                 bare = msgspec.structs.replace(entry.card, token="")
                 entry = msgspec.structs.replace(entry, card=bare)
                 log.warning(
-                    "%s: this file system does not keep files private, so that the secret of "
-                    "node %s is not written there; a restart on other nodes cannot ask it",
+                    "%s: this file system does not enforce file modes, so no token for node %s is "
+                    "written there; a restart on other nodes cannot read its snapshots",
                     path,
                     entry.card.node,
                 )

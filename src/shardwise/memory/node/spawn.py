@@ -185,7 +185,7 @@ def _refuse_other(home: Home, card: Card, options: Memory, address: str | None) 
         wrong.append("it speaks TLS, and tls= is not given" if encrypted else "it speaks no TLS")
     if wrong:
         raise StoreError(
-            f"the agent that lives in {home} is another than Memory asks for: {'; '.join(wrong)}. "
-            f"Ask for what it is, or end it (kill {card.process}): the next one goes on with the "
-            "snapshots that it keeps"
+            f"the agent that runs in {home} does not match the options of Memory: "
+            f"{'; '.join(wrong)}. Change the options, or end the agent (kill {card.process}): the "
+            "next one takes over its snapshots"
         )

@@ -75,7 +75,7 @@ class Copying:
         self.hurry()
         if self.is_elsewhere() and not self.done.is_set():
             raise StoreError(
-                f"the copy is made by process {self._process}, and this is a forked child, which "
-                "never hears of it: wait in the parent"
+                f"process {self._process} makes the copy, and this forked child cannot wait for "
+                "it: wait in the parent"
             )
         return self.done.wait(timeout)

@@ -157,7 +157,7 @@ class Stages:
             self.ended("commit")
             if self._is_replaced() and self.ended(stage) is None:
                 raise StoreError(
-                    f"step {self.place.step}: {stage}: newer ones have taken its place before"
+                    f"step {self.place.step}: {stage}: newer snapshots have taken its place"
                 )
             now = time.monotonic()
             if timeout is not None and now - start > timeout:

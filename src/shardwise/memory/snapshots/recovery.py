@@ -116,7 +116,7 @@ def find_assembly(
 def _unasked(known: Known, heard: set[str]) -> dict[str, str]:
     """The nodes that the root knows and nobody heard, and why."""
     silent = {
-        card.node: f"its agent at {card.url} did not answer, or is another by now"
+        card.node: f"its agent at {card.url} did not answer, or another agent has replaced it"
         for card in known.cards
     }
     return {node: why for node, why in {**known.unknown, **silent}.items() if node not in heard}
