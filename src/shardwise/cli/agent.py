@@ -41,13 +41,14 @@ def run(
     directory: Directory = Path(DIRECTORY),
     interface: Annotated[
         str,
-        typer.Option(metavar="ADDR", help="Serve other nodes here: an address, or eth0 or such."),
+        typer.Option(metavar="ADDR", help="Address or network interface to serve other nodes on."),
     ] = LOOPBACK,
     port: Annotated[
-        int, typer.Option(metavar="N", help="The port; 0 takes the last one, or any free one.")
+        int, typer.Option(metavar="N", help="The port. 0: the port used before, or a free one.")
     ] = 0,
     domain: Annotated[
-        str, typer.Option(metavar="NAME", help="Nodes of one domain fail together: a rack.")
+        str,
+        typer.Option(metavar="NAME", help="What fails together with this node, such as its rack."),
     ] = "",
     tls_cert: Certificate = None,
     tls_key: Key = None,

@@ -33,7 +33,7 @@ Source = Annotated[
     str, typer.Argument(metavar="SRC", help="A checkpoint, or a directory of checkpoints.")
 ]
 Step = Annotated[
-    int | None, option("N", "If SRC is a directory of checkpoints: the step; else the newest.")
+    int | None, option("N", "The step, if SRC is a run's directory. Default: the newest.")
 ]
 Folder = Annotated[str, typer.Argument(metavar="DST", help="The directory to write; a new one.")]
 To = Annotated[str, option("FORMAT", "The format: hf, dcp, torch, deepspeed-universal or native.")]
@@ -50,7 +50,7 @@ DType = Annotated[
 ]
 Spec = Annotated[
     str | None,
-    option("FILE", "A specification of what SRC's tensors mean, or the name of one that ships."),
+    option("FILE", "A layout specification of SRC: a file, or a built-in name."),
 ]
 Files = Annotated[str | None, option("PATTERN", "With --spec: the ranks' files, as r{tp}.pt.")]
 Let = Annotated[

@@ -23,7 +23,9 @@ def inspect(
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Of a directory of checkpoints: the step; else the newest."),
+        typer.Option(
+            metavar="N", help="The step, if PATH is a run's directory. Default: the newest."
+        ),
     ] = None,
     format: Annotated[  # noqa: A002 - the option's name
         str | None,

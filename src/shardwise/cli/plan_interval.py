@@ -39,7 +39,7 @@ Group = Annotated[
 Parity = Annotated[int, _option("N", "How many nodes of a group may be lost at once.")]
 Rebuild = Annotated[float, _option("MINUTES", "From a loss until all is protected again.")]
 Correlated = Annotated[
-    float, _option("X", "Further failures per day that no memory survives, as of power.")
+    float, _option("X", "Failures per day that lose all memory, such as power cuts.")
 ]
 
 
@@ -144,7 +144,7 @@ def _show(plan: Plan, console: Console) -> None:
     lost = _duration(_days_between_losses(plan) * DAY)
     console.print(Text(f"Expect a failure that needs the copy in storage every {lost}."))
     if plan.waste > MUCH:
-        note = "The formulas hold while little time is wasted: expect more waste than this."
+        note = "The formulas assume that little time is wasted: expect more waste than this."
         console.print(Text(note, "yellow"))
 
 
