@@ -18,6 +18,9 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.testing import Gang
+from tests.memory.test_snapshots import shm
+
+__all__ = ["shm"]
 
 
 def checkpointer(**options: Any) -> Callable[[Path], object]:
@@ -123,25 +126,37 @@ def test_ranks_with_different_options_are_refused(gang: Gang, tmp_path: Path) ->
     assert not (tmp_path / "root").exists()
 
 
-def save_when_it_likes(path: str) -> list[str]:
+def save_when_it_likes(path: str, shm: str) -> list[str]:
     """On one rank alone, the step is due, or forced."""
     rank = dist.get_rank()
+    memory = sw.Memory(dir=shm)
     said = []
-    for name, step, force in (("due", 5 + rank, False), ("forced", 3, bool(rank))):
+    for step, force, each in (
+        (5 + rank, False, None),
+        (3, bool(rank), None),
+        (3, bool(rank), memory),
+    ):
+        root = f"{path}/{len(said)}"
         with pytest.raises(sw.MismatchError) as caught:  # noqa: SIM117 - it is raised at the end
-            with sw.Checkpointer(f"{path}/{name}", save_every=5, memory=None) as checkpointer:
+            with sw.Checkpointer(root, save_every=5, memory=each) as checkpointer:
                 checkpointer.save(step, {"x": torch.ones(3)}, force=force)
         said.append(str(caught.value))
     return said
 
 
-def test_ranks_that_do_not_save_the_same_steps_are_told(gang: Gang, tmp_path: Path) -> None:
-    said = gang.run(save_when_it_likes, str(tmp_path), world=2)
-    assert said[0] == said[1]
-    calls = ("agreeing on a save", "saving the last step")
-    for each, (first, second) in zip(said[0], (calls, calls[::-1]), strict=True):
-        assert "ranks are not doing the same" in each
-        assert f"rank 0: {first}\n  - rank 1: {second}" in each
+def test_ranks_that_do_not_save_the_same_steps_are_told(
+    gang: Gang, tmp_path: Path, shm: Path
+) -> None:
+    first, *others = gang.run(save_when_it_likes, str(tmp_path), str(shm), world=2)
+    assert others == [first]
+    place = tmp_path / "2" / "step-00000003"
+    pairs = [
+        ("agreeing on a save", "saving the last step"),
+        ("saving the last step", "agreeing on a save"),
+        (f"step 3 to memory, for {place}", f"step 3 to {place}"),
+    ]
+    for said, (zero, one) in zip(first, pairs, strict=True):
+        assert f"rank 0: {zero}\n  - rank 1: {one}" in said
 
 
 def with_an_end_of_its_own(path: str) -> None:

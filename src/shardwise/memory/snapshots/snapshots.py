@@ -164,7 +164,8 @@ class Snapshots:
             staging = self._staging
             free = not staging.is_prepared or storing.durable or staging.has_free()
             note = msgspec.msgpack.encode((free, card))
-            return Wish(held=job.held, options=job.options, place=str(job.store), note=note)
+            place = str(job.store) if storing.durable else f"memory, for {job.store}"
+            return Wish(held=job.held, options=job.options, place=place, note=note)
 
         def admit(said: list[bytes]) -> str:
             if storing.durable:
