@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import errno
+import logging
+from contextlib import suppress
 
 from shardwise.engine.arena import aligned_buffer
 from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
 from shardwise.manifest.manifest import FileEntry
-from shardwise.store import Files, MappedFile, ReadableFile
+from shardwise.store import Files, MappedFile, ReadableFile, ReplicatedFile
 from shardwise.store.store import Buffer
 
 ALIGNMENT = 4096
 BEYOND = 16  # the largest element
+
+log = logging.getLogger("shardwise")
 
 
 def is_foreign(entry: FileEntry) -> bool:
@@ -62,7 +66,23 @@ class DataReader:
         """
         high = self._end(high)
         self._fill(low, high, buffer)
-        return self.verify(low, buffer[: high - low])
+        try:
+            return self.verify(low, buffer[: high - low])
+        except CorruptionError as error:
+            intact = self._other_copy(low, high, buffer)
+            if intact is None:
+                raise
+            log.warning("%s; another copy of them is intact, and was read instead", error)
+            return intact
+
+    def _other_copy(self, low: int, high: int, buffer: Buffer) -> Buffer | None:
+        """The same bytes from the first copy of the file in which they are intact, if any."""
+        file = self._file
+        for number in range(file.copies if isinstance(file, ReplicatedFile) else 0):
+            with suppress(CorruptionError, OSError):
+                self._fill(low, high, buffer, number)
+                return self.verify(low, buffer[: high - low])
+        return None
 
     def checksum(self, data: Buffer) -> int:
         """What goes with bytes that were read from a foreign file when they are passed on; 0 for
@@ -100,9 +120,9 @@ class DataReader:
             return self.verify(low, self._mapped.view(low, high - low))
         return self.read(low, high, buffer)
 
-    def _fill(self, low: int, high: int, buffer: Buffer) -> None:
+    def _fill(self, low: int, high: int, buffer: Buffer, copy: int | None = None) -> None:
         room = min(-(-(high - low) // ALIGNMENT) * ALIGNMENT, len(buffer))
-        count = self._read_at(low, buffer[:room])
+        count = self._read_at(low, buffer[:room], copy)
         if count < high - low:
             raise CorruptionError(f"{self._where} ends at byte {low + count}, in mid-read")
 
@@ -134,8 +154,11 @@ class DataReader:
         """Close the file."""
         self._file.close()
 
-    def _read_at(self, offset: int, buffer: Buffer) -> int:
+    def _read_at(self, offset: int, buffer: Buffer, copy: int | None = None) -> int:
+        """Read from one copy of the file; if None, from the first that answers."""
         try:
+            if copy is not None and isinstance(self._file, ReplicatedFile):
+                return self._file.read_copy(copy, offset, buffer)
             return self._file.read_at(offset, buffer)
         except OSError as error:
             if error.errno != errno.EIO:
@@ -145,11 +168,13 @@ class DataReader:
     def _read_table(self) -> BlockTable:
         low = self.entry.checksums_at // ALIGNMENT * ALIGNMENT
         buffer = aligned_buffer(-(-(self.entry.size - low) // ALIGNMENT) * ALIGNMENT)
-        count = self._read_at(low, buffer)
-        encoded = buffer[self.entry.checksums_at - low : count]
-        if crc32(encoded) != self.entry.checksums_crc32:
-            raise CorruptionError(
-                f"{self._where}: its checksums are not those that the manifest knows; "
-                "the file was altered, or is that of another save"
-            )
-        return BlockTable(encoded.view("<u4"))
+        copies = self._file.copies if isinstance(self._file, ReplicatedFile) else 0
+        for copy in (None, *range(copies)):
+            count = self._read_at(low, buffer, copy)
+            encoded = buffer[self.entry.checksums_at - low : count]
+            if crc32(encoded) == self.entry.checksums_crc32:
+                return BlockTable(encoded.view("<u4"))
+        raise CorruptionError(
+            f"{self._where}: its checksums are not those that the manifest knows; "
+            "the file was altered, or is that of another save"
+        )

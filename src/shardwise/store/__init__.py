@@ -7,6 +7,7 @@ from shardwise.store.store import (
     MappedFile,
     MappedStore,
     ReadableFile,
+    ReplicatedFile,
     Store,
     WritableFile,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "MappedFile",
     "MappedStore",
     "ReadableFile",
+    "ReplicatedFile",
     "Store",
     "WritableFile",
     "open_store",

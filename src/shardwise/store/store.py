@@ -59,6 +59,20 @@ class MappedFile(ReadableFile, Protocol):
         ...
 
 
+@runtime_checkable
+class ReplicatedFile(ReadableFile, Protocol):
+    """A file of which there are several copies; `read_at` takes the first that answers."""
+
+    @property
+    def copies(self) -> int:
+        """How many there are."""
+        ...
+
+    def read_copy(self, number: int, offset: int, out: Buffer) -> int:
+        """As `read_at`, from one of them only; the first is number 0."""
+        ...
+
+
 class Files(Protocol):
     """What data files are read from."""
 

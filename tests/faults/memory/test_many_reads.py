@@ -94,3 +94,24 @@ def test_ranks_whose_memories_differ_restore_every_byte(
         restore, replace(cluster, node_of=node_of), by, world=len(node_of), timeout=60.0
     )
     assert found == [(5, 0)] * len(node_of)
+
+
+def flip_a_bit(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize(("options", "at"), [({"copies": 1}, 5 << 20), ({"parity": 1}, -4)])
+def test_damage_on_an_idle_node_is_made_up_for(
+    gang: Gang, root: Path, shm: Path, options: dict[str, int], at: int
+) -> None:
+    """No rank runs there that would notice; what is read from it fails its checksum."""
+    cluster = Cluster(root=root, shm=shm, nodes=3, options=options)
+    gang.run(save, cluster, "rows", world=3)
+    for path in shm.glob("node2/shardwise-*/runs/*/step-*/r00002-*.safetensors"):
+        flip_a_bit(path, at % path.stat().st_size)
+    moved = replace(cluster, node_of=(1,))
+    assert gang.run(restore, moved, "rows", world=1, timeout=60.0) == [(5, 0)]

@@ -280,18 +280,27 @@ class _Away:
     ways: Sequence[Way]
     count: Count
 
+    @property
+    def copies(self) -> int:
+        return len(self.ways)
+
     def read_at(self, offset: int, out: Buffer) -> int:
-        part = out[: max(0, min(len(out), self.size - offset))]
         failures = []
-        for origin, read in self.ways:
+        for number in range(self.copies):
             try:
-                read(offset, part)
+                count = self.read_copy(number, offset, out)
             except (OSError, CorruptionError) as error:
                 failures.append(str(error))
                 continue
-            self.count(origin, len(part))
-            return len(part)
+            return count
         raise CorruptionError(f"{self.name} cannot be had any more: {'; '.join(failures)}")
+
+    def read_copy(self, number: int, offset: int, out: Buffer) -> int:
+        origin, read = self.ways[number]
+        part = out[: max(0, min(len(out), self.size - offset))]
+        read(offset, part)
+        self.count(origin, len(part))
+        return len(part)
 
     def close(self) -> None:
         pass
