@@ -168,13 +168,22 @@ class DataReader:
     def _read_table(self) -> BlockTable:
         low = self.entry.checksums_at // ALIGNMENT * ALIGNMENT
         buffer = aligned_buffer(-(-(self.entry.size - low) // ALIGNMENT) * ALIGNMENT)
-        copies = self._file.copies if isinstance(self._file, ReplicatedFile) else 0
-        for copy in (None, *range(copies)):
-            count = self._read_at(low, buffer, copy)
-            encoded = buffer[self.entry.checksums_at - low : count]
-            if crc32(encoded) == self.entry.checksums_crc32:
-                return BlockTable(encoded.view("<u4"))
-        raise CorruptionError(
-            f"{self._where}: its checksums are not those that the manifest knows; "
-            "the file was altered, or is that of another save"
-        )
+        table = self._table_in(low, buffer)
+        for number in range(self._file.copies if isinstance(self._file, ReplicatedFile) else 0):
+            if table is None:
+                with suppress(CorruptionError, OSError):
+                    table = self._table_in(low, buffer, number)
+        if table is None:
+            raise CorruptionError(
+                f"{self._where}: its checksums are not those that the manifest knows; "
+                "the file was altered, or is that of another save"
+            )
+        return table
+
+    def _table_in(self, low: int, buffer: Buffer, copy: int | None = None) -> BlockTable | None:
+        """The checksums in one copy of the file, if they are those that the manifest knows."""
+        count = self._read_at(low, buffer, copy)
+        encoded = buffer[self.entry.checksums_at - low : count]
+        if crc32(encoded) != self.entry.checksums_crc32:
+            return None
+        return BlockTable(encoded.view("<u4"))

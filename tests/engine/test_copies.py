@@ -1,0 +1,62 @@
+"""Files of which there are several copies: any that is intact serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.engine.arena import aligned_buffer
+from shardwise.engine.datareader import DataReader
+from shardwise.errors import CorruptionError, StoreError
+from shardwise.store.store import Buffer
+
+
+class Copies:
+    """A store of one file: copies that are gone are None."""
+
+    def __init__(self, copies: list[bytes | None], size: int) -> None:
+        self._copies = copies
+        self.size = size
+        self.copies = len(copies)
+
+    def open(self, key: str) -> Copies:
+        return self
+
+    def read_at(self, offset: int, out: Buffer) -> int:
+        first = next(i for i, each in enumerate(self._copies) if each is not None)
+        return self.read_copy(first, offset, out)
+
+    def read_copy(self, number: int, offset: int, out: Buffer) -> int:
+        data = self._copies[number]
+        if data is None:
+            raise StoreError("this copy is gone")
+        part = torch.frombuffer(bytearray(data[offset : offset + len(out)]), dtype=torch.uint8)
+        out[: len(part)] = part.numpy()
+        return len(part)
+
+    def close(self) -> None:
+        pass
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    changed = bytearray(data)
+    changed[at] ^= 1
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("at", [5000, -4])
+def test_an_intact_copy_is_found_behind_those_that_are_gone_or_damaged(
+    tmp_path: Path, at: int
+) -> None:
+    """Whether bytes of a tensor are damaged, or the checksums."""
+    sw.save(tmp_path / "c", {"t": torch.arange(100_000)})
+    (entry,) = sw.open(tmp_path / "c").manifest.files
+    data = (tmp_path / "c" / entry.name).read_bytes()
+    damaged = flipped(data, at)
+    reader = DataReader(Copies([None, damaged, None, data], len(data)), entry)
+    assert reader.read(0, 65536, aligned_buffer(65536)).tobytes() == data[:65536]
+    with pytest.raises(CorruptionError):
+        DataReader(Copies([None, damaged], len(data)), entry).read(0, 65536, aligned_buffer(65536))
