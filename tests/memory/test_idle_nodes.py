@@ -83,7 +83,7 @@ def test_who_was_there_last_knows_of_all_that_is_newer(
     read = reader({}, home.run(RUN), "a", None)
 
     def is_enough(held: Held, **wanted: int | None) -> bool:
-        given: dict[str, int | None] = {"step": None, "below": None, **wanted}
+        given: dict[str, int | None] = {"step": None, **wanted}
         return suffices([held], {"a": Card("a", "", "")}, read, lineage=lineage, **given)
 
     assert not is_enough(Held("a", {}, []))
@@ -93,7 +93,6 @@ def test_who_was_there_last_knows_of_all_that_is_newer(
     assert is_enough(new)
     assert is_enough(new, step=3)
     assert not is_enough(new, step=4)
-    assert not is_enough(new, below=3)
     home.run(RUN).step(4).mkdir()  # another node may have what this one lacks of it
     assert not is_enough(what_is_held(home.run(RUN), "a"))
 

@@ -129,7 +129,7 @@ def chosen(nodes: list[dict[int, dict[str, bytes]]], lineage: Lineage) -> tuple[
         for node, by_step in enumerate(nodes)
     ]
     cards = {each.node: notes.Card(each.node, "http://x", "t") for each in held}
-    found = choose(held, cards, read, step=None, below=None, lineage=lineage)
+    found = choose(held, cards, read, step=None, lineage=lineage)
     return found.step, str(found.newer)
 
 

@@ -240,7 +240,7 @@ class Restoring:
             if source == "storage":
                 self._damaged.add(number)
             else:
-                found = self._find(step, below=number)
+                found = self._find(step, found)
         return None, skipped
 
     def _try(self, load: Load, store: Store) -> tuple[LoadReport | None, str]:
@@ -274,11 +274,11 @@ class Restoring:
             raise RankError("restoring", failed)
         return (None if reason else report), reason
 
-    def _find(self, step: int | None, below: int | None = None) -> Found:
+    def _find(self, step: int | None, damaged: Found | None = None) -> Found:
         if self._snapshots is None:
             return Found(-1, None, [])
         start = time.perf_counter()
-        found = find_snapshot(self._snapshots, self._group, step=step, below=below)
+        found = find_snapshot(self._snapshots, self._group, step=step, damaged=damaged)
         if found.unasked and step is None and self._group.rank == 0:
             nodes = "; ".join(f"{node}: {why}" for node, why in found.unasked.items())
             log.warning(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.memory.network import assembling
 from shardwise.testing import Gang
 from tests.faults.memory.scenario import Cluster, lose
 
@@ -104,14 +110,36 @@ def flip_a_bit(path: Path, at: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
+def restore_before_all_answer(cluster: Cluster, by: str) -> tuple[int | None, int]:
+    """Restore, while each node answers late but the one that rank 2 was on."""
+    ask = assembling._ask
+
+    def answer_late(*args: Any) -> assembling.Held:
+        held = ask(*args)
+        if not any(re.fullmatch("r00002-.*staged.json", name) for name in held.steps[5]):
+            time.sleep(0.5)
+        return held
+
+    with mock.patch.object(assembling, "_ask", answer_late):
+        return restore(cluster, by)
+
+
+@pytest.mark.parametrize("restoring", [restore, restore_before_all_answer])
 @pytest.mark.parametrize(("options", "at"), [({"copies": 1}, 5 << 20), ({"parity": 1}, -4)])
 def test_damage_on_an_idle_node_is_made_up_for(
-    gang: Gang, root: Path, shm: Path, options: dict[str, int], at: int
+    gang: Gang,
+    root: Path,
+    shm: Path,
+    options: dict[str, int],
+    at: int,
+    restoring: Callable[[Cluster, str], tuple[int | None, int]],
 ) -> None:
     """No rank runs there that would notice; what is read from it fails its checksum."""
     cluster = Cluster(root=root, shm=shm, nodes=3, options=options)
     gang.run(save, cluster, "rows", world=3)
-    for path in shm.glob("node2/shardwise-*/runs/*/step-*/r00002-*.safetensors"):
-        flip_a_bit(path, at % path.stat().st_size)
-    moved = replace(cluster, node_of=(1,))
-    assert gang.run(restore, moved, "rows", world=1, timeout=60.0) == [(5, 0)]
+    holders = {}
+    for path in shm.glob("node*/shardwise-*/runs/*/step-*/r00002-*.safetensors"):
+        holders[int(path.relative_to(shm).parts[0].removeprefix("node"))] = path
+    flip_a_bit(holders[2], at % holders[2].stat().st_size)
+    moved = replace(cluster, node_of=(min({0, 1} - holders.keys(), default=1),))
+    assert gang.run(restoring, moved, "rows", world=1, timeout=60.0) == [(5, 0)]

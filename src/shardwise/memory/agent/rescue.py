@@ -48,7 +48,7 @@ def copy_lost(
     others = [card for card in cards if card.node != here]
     held = [what_is_held(place.run, here), *ask_others(others, place.run.name, tls)]
     read = reader(by_node, place.run, here, tls)
-    assembly = choose(held, by_node, read, step=place.step, below=None)
+    assembly = choose(held, by_node, read, step=place.step)
     if assembly.step is None:
         raise StoreError("; ".join(reason for _, reason in assembly.newer))
     total = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
 
@@ -151,18 +151,21 @@ def choose(
     read: Read,
     *,
     step: int | None,
-    below: int | None,
+    below: int | None = None,
+    tried: Collection[str] = (),
     lineage: Lineage | None = None,
 ) -> Assembly:
     """The newest step whose manifest some node has, and all of whose files some nodes have.
 
     Args:
         step: of this step only.
-        below: only older ones than this, or this one, if something of it was removed.
+        below: this step was found to be damaged: only older ones count. It counts again if damaged
+            files of it were removed, or if a node that was not tried holds some of its files.
+        tried: the nodes that the damaged step was read from.
         lineage: of the run: what it has abandoned is passed over.
     """
     newer: list[tuple[int, str]] = []
-    for candidate in _candidates(held, step, below):
+    for candidate in _candidates(held, step, below, tried):
         found = _assemble_any(candidate, held, cards, read, lineage)
         if not isinstance(found, str):
             return msgspec.structs.replace(found, newer=newer)
@@ -176,7 +179,6 @@ def suffices(
     read: Read,
     *,
     step: int | None,
-    below: int | None,
     lineage: Lineage,
 ) -> bool:
     """Whether no other node can hold anything newer than these do.
@@ -185,16 +187,18 @@ def suffices(
     was last restored. A node that took part in that step knows every later step of the same
     training too: none is committed without it.
     """
-    newest = next(iter(_candidates(held, step, below)), None)
+    newest = next(iter(_candidates(held, step)), None)
     if newest is None:
         return False
     found = _assemble_any(newest, held, cards, read, lineage, epoch=lineage.epoch)
     return not isinstance(found, str)
 
 
-def _candidates(held: list[Held], step: int | None, below: int | None) -> list[int]:
+def _candidates(
+    held: list[Held], step: int | None, below: int | None = None, tried: Collection[str] = ()
+) -> list[int]:
     """The steps of which nodes hold something and that may be taken, the newest first."""
-    again = any(each.removed for each in held)
+    again = any(each.removed or (below in each.steps and each.node not in tried) for each in held)
     known = sorted({s for each in held for s in each.steps}, reverse=True)
     return [
         each

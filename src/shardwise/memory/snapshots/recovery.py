@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -40,6 +40,7 @@ class Found:
     """A snapshot that can be had, if there is one, and why no newer one can.
 
     Attributes:
+        nodes: those that hold some of it.
         choosing: seconds that rank 0 took to choose it, once it had heard what nodes hold.
         unasked: nodes of the run that could not be asked, and why, if they may hold something
             newer.
@@ -48,33 +49,38 @@ class Found:
     step: int
     store: AssembledStore | None
     newer: list[tuple[int, str]]
+    nodes: frozenset[str] = frozenset()
     choosing: float = 0.0
     unasked: dict[str, str] = field(default_factory=dict)
 
 
 def find_snapshot(
-    snapshots: Snapshots, group: Group, *, step: int | None, below: int | None
+    snapshots: Snapshots, group: Group, *, step: int | None, damaged: Found | None = None
 ) -> Found:
     """The newest snapshot of which every file is held somewhere. All ranks together.
 
     Args:
         step: that of this step only.
-        below: only older ones: this one has turned out to be damaged. It is taken again only if
-            what was damaged could be found and removed, and the rest is enough.
+        damaged: this one was found to be damaged: only older ones count. It counts again if its
+            damaged files were found and removed, or if nodes hold some of it that had not answered
+            when it was chosen.
     """
-    assembly = find_assembly(snapshots, group, step=step, below=below)
+    assembly = find_assembly(snapshots, group, step=step, damaged=damaged)
+    nodes = frozenset(assembly.nodes)
+    found = Found(-1, None, assembly.newer, nodes, assembly.choosing, assembly.unasked)
     if assembly.step is None:
-        return Found(-1, None, assembly.newer, assembly.choosing, assembly.unasked)
+        return found
     store = AssembledStore(assembly, snapshots.run, snapshots.node, snapshots.tls)
-    return Found(assembly.step, store, assembly.newer, assembly.choosing, assembly.unasked)
+    return replace(found, step=assembly.step, store=store)
 
 
 def find_assembly(
-    snapshots: Snapshots, group: Group, *, step: int | None, below: int | None
+    snapshots: Snapshots, group: Group, *, step: int | None, damaged: Found | None = None
 ) -> Assembly:
     """Agree on where the files of that snapshot lie."""
     meeting, run, here = snapshots.meeting, snapshots.run, snapshots.node
     tls = snapshots.tls
+    below = None if damaged is None else damaged.step
     complete = _complete_saves(snapshots, group) if below is None else set()
 
     def speak() -> bytes:
@@ -92,16 +98,18 @@ def find_assembly(
         held = [msgspec.msgpack.decode(each, type=Held) for each in said if each]
         known = snapshots.registry.read({card.node for card in meeting.nodes})
         met = {card.node: card for card in (*known.cards, *meeting.nodes)}
-        wanted = {"step": step, "below": below}
+        lineage = meeting.lineage
 
         def is_enough(held: list[Held], cards: Mapping[str, Card]) -> bool:
             read = reader(cards, run, here, tls)
-            return suffices(held, cards, read, **wanted, lineage=meeting.lineage)
+            return suffices(held, cards, read, step=step, lineage=lineage)
 
-        held, cards = ask_around(held, met, run.name, tls, is_enough)
+        first = () if damaged else (is_enough,)
+        held, cards = ask_around(held, met, run.name, tls, *first)
         start = time.perf_counter()
         read = reader(cards, run, here, tls)
-        found = choose(held, cards, read, **wanted, lineage=meeting.lineage)
+        tried = () if damaged is None else damaged.nodes
+        found = choose(held, cards, read, step=step, below=below, tried=tried, lineage=lineage)
         seconds = time.perf_counter() - start
         unasked = _unasked(known, {each.node for each in held})
         if unasked and is_enough(held, cards):
