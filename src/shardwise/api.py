@@ -39,7 +39,7 @@ from shardwise.plan.cache import PlanCache
 from shardwise.plan.saved import Rename, SavedState, renaming
 from shardwise.resizing import Resizing
 from shardwise.retention import Choice
-from shardwise.state.leaves import Holdings, TensorLeaf
+from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.selection import Selection
 from shardwise.store import Store, open_store
 
@@ -241,20 +241,20 @@ def resolved_group(group: dist.ProcessGroup | Group | None) -> Iterator[Group]:
         yield group
 
 
-def held_by(state: State, *, allow_pickle: bool) -> Holdings:
+def held_by(state: State, *, allow_pickle: bool) -> LocalState:
     """What this rank holds of a state, to be saved.
 
     Raises:
         StateError: a value cannot be saved, or a manifest cannot have its name.
     """
-    held = _united(each.holdings() for each in bind_state(state, allow_pickle=allow_pickle))
+    held = _united(each.local_state() for each in bind_state(state, allow_pickle=allow_pickle))
     for name in held.names():
         checked_name(name)
     return held
 
 
-def _united(parts: Iterable[Holdings]) -> Holdings:
-    held = Holdings()
+def _united(parts: Iterable[LocalState]) -> LocalState:
+    held = LocalState()
     seen: set[str] = set()
     for part in parts:
         for name in part.names():

@@ -182,7 +182,7 @@ def _named(
         (binding.name, leaf)
         for binding in bindings
         if isinstance(binding, (*OF_MODULES, TensorBinding))
-        for leaf in binding.holdings().tensors
+        for leaf in binding.local_state().tensors
     ]
     chosen = {
         leaf.name for _, leaf in leaves if any(fnmatchcase(leaf.name, each) for each in patterns)

@@ -44,7 +44,7 @@ from shardwise.adapters.values import (
 from shardwise.adapters.zero import is_optimizer_of_engine
 from shardwise.errors import StateError
 from shardwise.plan.saved import SavedState
-from shardwise.state.leaves import Holdings
+from shardwise.state.leaves import LocalState
 from shardwise.state.objects import JsonValue
 from shardwise.state.per_rank import PerRankValue
 from shardwise.state.selection import Selection
@@ -56,11 +56,11 @@ class Binding(Protocol):
 
     name: str
 
-    def holdings(self) -> Holdings:
+    def local_state(self) -> LocalState:
         """What there is to save now."""
         ...
 
-    def targets(self, saved: SavedState, selection: Selection) -> Holdings:
+    def targets(self, saved: SavedState, selection: Selection) -> LocalState:
         """What a load fills, of what is chosen; made first where it does not exist yet."""
         ...
 
@@ -115,7 +115,7 @@ def optimizer_names(bindings: Sequence[Binding]) -> list[str]:
 
 
 def asked_of(
-    bindings: Sequence[Binding], targets: Sequence[Holdings]
+    bindings: Sequence[Binding], targets: Sequence[LocalState]
 ) -> dict[str, Collection[str]]:
     """The names that a load is to fill of each module (tensors) and optimizer (all names)."""
     asked: dict[str, Collection[str]] = {}

@@ -23,7 +23,7 @@ from shardwise.adapters.zero import (
 )
 from shardwise.errors import StateError
 from shardwise.plan.saved import SavedState
-from shardwise.state.leaves import Holdings, TensorLeaf
+from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.objects import JsonValue, decode, encode
 from shardwise.state.selection import Selection
 
@@ -100,13 +100,13 @@ class EngineBinding:
         """Whether this is the optimizer by which it steps."""
         return stepped_by(self._engine) is optimizer
 
-    def holdings(self) -> Holdings:
+    def local_state(self) -> LocalState:
         """Weights by the module's names, whatever DeepSpeed keeps them in, and counts."""
-        held = self._divided(self._bound.holdings())
+        held = self._divided(self._bound.local_state())
         held.objects |= {name: encode(value, name) for name, value in self._counts().items()}
         return held
 
-    def targets(self, saved: SavedState, selection: Selection) -> Holdings:
+    def targets(self, saved: SavedState, selection: Selection) -> LocalState:
         """The same. Counts that the checkpoint lacks, not being of DeepSpeed, stay as they are."""
         held = self._divided(self._bound.targets(saved, Selection()))
         held.objects |= {name: None for name in self._counts() if saved.has_object(name)}
@@ -151,8 +151,8 @@ class EngineBinding:
             }
         return {f"{self._values}{key}": value for key, value in counts.items()}
 
-    def _divided(self, held: Holdings) -> Holdings:
-        """The module's holdings with what DeepSpeed keeps elsewhere in its place."""
+    def _divided(self, held: LocalState) -> LocalState:
+        """The module's local state with what DeepSpeed keeps elsewhere in its place."""
         names = self._names()
         leaves = {leaf.name: leaf for master in self._masters() for leaf in master_leaves(master)}
         elsewhere: dict[str, TensorLeaf] = {}
@@ -184,12 +184,12 @@ class EngineOptimizerBinding:
         self._optimizer = optimizer
         self._bound = OptimizerBinding(name, [inner], parameters, allow_pickle=allow_pickle)
 
-    def holdings(self) -> Holdings:
+    def local_state(self) -> LocalState:
         """As of any optimizer."""
         with filled_groups(self._optimizer):
-            return self._bound.holdings()
+            return self._bound.local_state()
 
-    def targets(self, saved: SavedState, selection: Selection) -> Holdings:
+    def targets(self, saved: SavedState, selection: Selection) -> LocalState:
         """As of any optimizer."""
         with filled_groups(self._optimizer):
             return self._bound.targets(saved, selection)

@@ -29,7 +29,7 @@ from shardwise.adapters.stepped import (
 )
 from shardwise.errors import StateError, user_code
 from shardwise.plan.saved import SavedState
-from shardwise.state.leaves import Holdings, TensorLeaf
+from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.objects import JsonValue, decode, encode
 from shardwise.state.selection import Selection
 
@@ -113,11 +113,11 @@ class MegatronBinding:
         for held, _ in self._held():
             yield held
 
-    def holdings(self) -> Holdings:
+    def local_state(self) -> LocalState:
         """What this rank has of the model, but for copies of what another stage has."""
-        return self._holdings(to_fill=False)
+        return self._local_state(to_fill=False)
 
-    def targets(self, saved: SavedState, selection: Selection) -> Holdings:
+    def targets(self, saved: SavedState, selection: Selection) -> LocalState:
         """All that this rank has of the model.
 
         It goes by Megatron-Core's names, or by the module's own: whichever the checkpoint has.
@@ -129,9 +129,9 @@ class MegatronBinding:
         self._contents = [contents.as_in(has) for contents in self._contents]
         buckets = saved_buckets(self._optimizers, saved)
         if all(selection.chooses(f"{p.bucket}.{MASTER}") for p in buckets.places.values()):
-            held = self._holdings(to_fill=True, buckets=buckets)
+            held = self._local_state(to_fill=True, buckets=buckets)
         else:
-            held = self._holdings(to_fill=True)
+            held = self._local_state(to_fill=True)
         extras = {f"{self.name}.{extra.name}" for each in self._contents for extra in each.extras}
         # Of extra state that a module does not have now, it takes none.
         held.left += [name for name in extras - held.objects.keys() if saved.kind(name)]
@@ -189,8 +189,8 @@ class MegatronBinding:
         """Whether an optimizer has a tensor in full precision, or before the others get it."""
         return hasattr(tensor, "main_param") or (tensor.requires_grad and self._gathered_late)
 
-    def _holdings(self, *, to_fill: bool, buckets: Buckets | None = None) -> Holdings:
-        held = Holdings(problems=[] if buckets is None else list(buckets.problems))
+    def _local_state(self, *, to_fill: bool, buckets: Buckets | None = None) -> LocalState:
+        held = LocalState(problems=[] if buckets is None else list(buckets.problems))
         leaves: list[TensorLeaf] = []
         for parameter, sharded in self._held():
             place = None if buckets is None else buckets.places.get(id(parameter.tensor))
@@ -239,14 +239,14 @@ class MegatronOptimizerBinding:
         self._bound = OptimizerBinding(name, inner, parameters, allow_pickle=allow_pickle)
         self._bucketed: BucketedState | None = None
 
-    def holdings(self) -> Holdings:
+    def local_state(self) -> LocalState:
         """As of any optimizer, and how losses are scaled."""
-        held = self._bound.holdings()
+        held = self._bound.local_state()
         for scaler in self._scalers():
             held.objects[self._scaler_name] = encode(_scale_of(scaler), self._scaler_name)
         return held
 
-    def targets(self, saved: SavedState, selection: Selection) -> Holdings:
+    def targets(self, saved: SavedState, selection: Selection) -> LocalState:
         """The same. A scale that the checkpoint lacks, not being of Megatron, stays as it is."""
         buckets = saved_buckets([self._optimizer], saved)
         self._bucketed = BucketedState(buckets, saved) if buckets.places else None

@@ -19,7 +19,7 @@ from shardwise.adapters.stepped import links_of, stepped_by
 from shardwise.adapters.steps import STEP, set_state, state_of
 from shardwise.layout import Box
 from shardwise.plan.saved import SavedState
-from shardwise.state.leaves import Fragment, Holdings, TensorLeaf
+from shardwise.state.leaves import Fragment, LocalState, TensorLeaf
 from shardwise.state.objects import decode
 
 MASTER = "param"
@@ -126,9 +126,9 @@ class BucketedState:
         self._saved = saved
         self._made: list[tuple[BucketPlace, Mapping[str, Any], dict[str, object]]] = []
 
-    def targets(self) -> Holdings:
+    def targets(self) -> LocalState:
         """The parts of buckets to fill; state is made that does not exist yet."""
-        held = Holdings(problems=list(self._buckets.problems))
+        held = LocalState(problems=list(self._buckets.problems))
         if held.problems:
             return held
         leaves: list[TensorLeaf] = []
@@ -168,7 +168,7 @@ class BucketedState:
                 if key not in _BESIDES:
                     group[key] = value
 
-    def _settings(self, place: BucketPlace, held: Holdings) -> Mapping[str, Any] | None:
+    def _settings(self, place: BucketPlace, held: LocalState) -> Mapping[str, Any] | None:
         """The saved settings of the group that a parameter is in; None, and why, if unknown."""
         name, here = f"{place.group}.optimizer", _group_of(place)
         found: list[dict[str, Any]] = []

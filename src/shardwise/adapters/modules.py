@@ -14,7 +14,7 @@ from shardwise.adapters.parameters import Parameter
 from shardwise.adapters.tensors import tensor_leaf
 from shardwise.errors import StateError, user_code
 from shardwise.plan.saved import SavedState
-from shardwise.state.leaves import Holdings, TensorLeaf
+from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.objects import JsonValue, decode, encode
 from shardwise.state.selection import Selection
 
@@ -39,9 +39,9 @@ class ModuleBinding:
             for path, parameter in module.named_parameters(remove_duplicate=False):
                 yield Parameter(parameter, clean(path))
 
-    def holdings(self) -> Holdings:
+    def local_state(self) -> LocalState:
         """Tensors by their clean names, and extra state as plain values."""
-        held = Holdings()
+        held = LocalState()
         seen: set[str] = set()
         for index, module in enumerate(self._modules):
             for name, value in self._entries(index, module):
@@ -60,7 +60,7 @@ class ModuleBinding:
                     held.objects[name] = encode(value, name, allow_pickle=self._allow_pickle)
         return held
 
-    def targets(self, saved: SavedState, selection: Selection) -> Holdings:
+    def targets(self, saved: SavedState, selection: Selection) -> LocalState:
         """What to fill. What lies on the meta device, and will be filled, is given memory first."""
 
         def filled(name: str) -> bool:
@@ -70,7 +70,7 @@ class ModuleBinding:
             _materialize(module, clean, self.name, filled)
             reshard(module)
         self._copies = {}
-        held = self.holdings()
+        held = self.local_state()
         # Extra state that is None, as of Megatron's modules, is none; some formats leave it out.
         none = [n for n, value in held.objects.items() if value is None and n.endswith(EXTRA_STATE)]
         for name in none:

@@ -20,7 +20,7 @@ from shardwise.adapters.steps import (
 from shardwise.errors import StateError
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.saved import SavedState
-from shardwise.state.leaves import GroupedValue, Holdings
+from shardwise.state.leaves import GroupedValue, LocalState
 from shardwise.state.objects import JsonValue, decode, differences, encode
 from shardwise.state.selection import Selection
 
@@ -55,9 +55,9 @@ class OptimizerBinding:
         self._allow_pickle = allow_pickle
         self._fitted: dict[int, dict[str, object]] = {}
 
-    def holdings(self) -> Holdings:
+    def local_state(self) -> LocalState:
         """State tensors sharded as their parameters are, plain state, and param groups."""
-        held = Holdings()
+        held = LocalState()
         known = self._parameters()
         for optimizer in self._optimizers:
             for group, parameter in self._each_parameter(optimizer, known):
@@ -69,12 +69,12 @@ class OptimizerBinding:
         held.grouped[f"{self.name}.{GROUPS}"] = self._groups(known)
         return held
 
-    def targets(self, saved: SavedState, selection: Selection) -> Holdings:
+    def targets(self, saved: SavedState, selection: Selection) -> LocalState:
         """What to fill: the state that the checkpoint has, made where it does not exist yet.
 
         The optimizer is given what is made by `restore`; until then it is as it was.
         """
-        held = Holdings()
+        held = LocalState()
         known = self._parameters()
         self._fitted = {}
         for optimizer in self._optimizers:
@@ -123,7 +123,7 @@ class OptimizerBinding:
             groups.append([member.named_shape for member in members])
         return groups
 
-    def _hold(self, held: Holdings, parameter: Parameter, key: str, value: object) -> None:
+    def _hold(self, held: LocalState, parameter: Parameter, key: str, value: object) -> None:
         if isinstance(value, torch.Tensor):
             held.tensors += parameter.leaves(self.name, key, value)
             return

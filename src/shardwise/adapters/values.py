@@ -11,7 +11,7 @@ import torch
 from shardwise.adapters.tensors import TensorLike, tensor_leaf, tensor_of_array
 from shardwise.errors import StateError, user_code
 from shardwise.plan.saved import SavedState
-from shardwise.state.leaves import Holdings, TensorLeaf
+from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.objects import JsonValue, decode, encode
 from shardwise.state.per_rank import PerRankValue
 from shardwise.state.selection import Selection
@@ -39,15 +39,15 @@ class TensorBinding:
         self.name = name
         self._value = value
 
-    def holdings(self) -> Holdings:
+    def local_state(self) -> LocalState:
         """The tensor."""
-        return Holdings(tensors=[_leaf(self.name, self._value)])
+        return LocalState(tensors=[_leaf(self.name, self._value)])
 
-    def targets(self, saved: SavedState, selection: Selection) -> Holdings:
+    def targets(self, saved: SavedState, selection: Selection) -> LocalState:
         """The tensor."""
         if isinstance(self._value, np.ndarray) and not self._value.flags.writeable:
             raise StateError(f"{self.name}: the array is read-only, and cannot be loaded into")
-        return selection.of(self.holdings())
+        return selection.of(self.local_state())
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
         """Nothing is left to do."""
@@ -75,28 +75,28 @@ class ObjectBinding:
         self._allow_pickle = allow_pickle
         self._found: Found = {}
 
-    def holdings(self) -> Holdings:
+    def local_state(self) -> LocalState:
         """The encoded value, and the tensors in it."""
         self._found = {}
         with user_code(self.name, "state_dict()"):
             value = self._get()
         encoded = encode(value, self.name, self._found.__setitem__, allow_pickle=self._allow_pickle)
         leaves = [_leaf(name, value) for name, value in self._found.items()]
-        return Holdings(tensors=leaves, objects={self.name: encoded})
+        return LocalState(tensors=leaves, objects={self.name: encoded})
 
-    def targets(self, saved: SavedState, selection: Selection) -> Holdings:
+    def targets(self, saved: SavedState, selection: Selection) -> LocalState:
         """The tensors that the saved value has: those that are here are filled, others made.
 
         A value is chosen together with the tensors in it: a part of it would be no value.
         """
-        held = self.holdings()
+        held = self.local_state()
         if not saved.has_object(self.name):
             return selection.of(held)
         origin = saved.saved_name(self.name)
         wanted = saved_tensors(saved.object(self.name))
         names = [self.name + name.removeprefix(origin) for name in wanted]
         if not selection.chooses(self.name, *names):
-            return Holdings(left=[self.name, *names])
+            return LocalState(left=[self.name, *names])
         leaves = []
         for mine in names:
             entry = saved.tensor(mine)
@@ -138,16 +138,16 @@ class PerRankBinding:
         self.value = value
         self._allow_pickle = allow_pickle
 
-    def holdings(self) -> Holdings:
+    def local_state(self) -> LocalState:
         """The encoded value."""
         with user_code(self.name, "state_dict() or capture()"):
             value = self.value.capture()
         encoded = encode(value, self.name, allow_pickle=self._allow_pickle)
-        return Holdings(per_rank={self.name: encoded})
+        return LocalState(per_rank={self.name: encoded})
 
-    def targets(self, saved: SavedState, selection: Selection) -> Holdings:
+    def targets(self, saved: SavedState, selection: Selection) -> LocalState:
         """Only that the name is wanted: the value at hand may be of any kind."""
-        return selection.of(Holdings(per_rank={self.name: None}))
+        return selection.of(LocalState(per_rank={self.name: None}))
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
         """Nothing: see `restore_ranks`."""

@@ -9,7 +9,7 @@ import msgspec
 
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import ObjectEntry
-from shardwise.state.leaves import Holdings
+from shardwise.state.leaves import LocalState
 from shardwise.state.objects import JsonValue, differences
 
 
@@ -20,7 +20,7 @@ class SharedValues(msgspec.Struct, array_like=True):
     grouped: dict[str, list[tuple[tuple[str, ...], JsonValue]]]
 
     @classmethod
-    def of(cls, held: Holdings) -> SharedValues:
+    def of(cls, held: LocalState) -> SharedValues:
         """What is held of such values."""
         grouped = {
             name: [(group.members, group.value) for group in groups]

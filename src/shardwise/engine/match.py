@@ -16,7 +16,7 @@ from shardwise.engine.renames import fitting_renames, opening_up
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.saved import SavedState
-from shardwise.state.leaves import Holdings, TensorLeaf
+from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.selection import Selection, is_below
 
 log = logging.getLogger("shardwise")
@@ -41,7 +41,7 @@ class Matched:
 
 
 def match(
-    held: Holdings,
+    held: LocalState,
     saved: SavedState,
     selection: Selection,
     asked: Mapping[str, Collection[str]],

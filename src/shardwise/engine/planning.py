@@ -32,7 +32,7 @@ from shardwise.plan.cache import Plan, PlanCache, Published
 from shardwise.plan.description import decode_description
 from shardwise.plan.save import decode_share, plan_save
 from shardwise.plan.section import named_pieces, section_of
-from shardwise.state.leaves import Holdings
+from shardwise.state.leaves import LocalState
 
 Rings = Callable[[Sequence[bytes]], list[list[int]]]
 """From the fingerprints of all ranks' descriptions: for each rank, those whose shares it is told
@@ -43,7 +43,7 @@ beside its own. What such ranks hold is described alike, so they hold each other
 class Wish:
     """What one rank wants to save, and how; `note` is for rank 0, which decides on it."""
 
-    held: Holdings
+    held: LocalState
     options: SaveOptions
     place: str
     note: bytes = b""
@@ -62,7 +62,7 @@ class Planned:
     save_id: str
     rank: int
     plan: Plan
-    held: Holdings
+    held: LocalState
     described: Described
     template: Template | None
     cached: bool

@@ -21,7 +21,7 @@ from shardwise.events import Recorder, size
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import MANIFEST, lock_file, new_save_id
 from shardwise.plan.cache import PlanCache
-from shardwise.state.leaves import Holdings
+from shardwise.state.leaves import LocalState
 from shardwise.store import BoundedStore, Store
 
 LOCK_ATTEMPTS = 8  # a lock is lost to a collector that comes between its making and its locking
@@ -31,7 +31,7 @@ LOCK_ATTEMPTS = 8  # a lock is lost to a collector that comes between its making
 class Save:
     """What one rank brings to a save."""
 
-    held: Holdings
+    held: LocalState
     store: Store
     staging_bytes: int
     options: SaveOptions

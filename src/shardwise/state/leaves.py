@@ -69,7 +69,7 @@ class GroupedValue:
 
 
 @dataclass(slots=True)
-class Holdings:
+class LocalState:
     """What this rank has below some name of the state.
 
     `objects` are the same on all ranks; of `grouped` values each rank has those of its members;
@@ -84,7 +84,7 @@ class Holdings:
     problems: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
-    def add(self, other: Holdings) -> None:
+    def add(self, other: LocalState) -> None:
         """Take in what is held below another name."""
         self.tensors += other.tensors
         self.objects |= other.objects

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from shardwise.errors import StateError
-from shardwise.state.leaves import Holdings
+from shardwise.state.leaves import LocalState
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class Selection:
         """The patterns that match none of these names."""
         return [each for each in (*self.only, *self.skip) if not _any_matches(names, [each])]
 
-    def of(self, held: Holdings) -> Holdings:
-        """What is chosen of some holdings; the names of the others are left."""
+    def of(self, held: LocalState) -> LocalState:
+        """What is chosen of a local state; the names of the others are left."""
         if not (self.only or self.skip):
             return held
         left = [name for name in held.names() if not self.chooses(name)]
-        return Holdings(
+        return LocalState(
             [leaf for leaf in held.tensors if self.chooses(leaf.name)],
             {name: value for name, value in held.objects.items() if self.chooses(name)},
             {name: value for name, value in held.grouped.items() if self.chooses(name)},
