@@ -36,9 +36,9 @@ LAYERS = (
 )
 # The same within folders whose modules are many.
 LAYERS_OF_MEMORY = (
-    ("snapshots",),
+    ("trainer",),
     ("agent",),
-    ("network",),
+    ("remote",),
     ("node",),
     ("options",),
     ("tls", "redundancy", "intervals"),
@@ -217,9 +217,9 @@ def test_imports_within_a_folder_go_one_way(folder: str) -> None:
     ("path", "text", "wrong"),
     [
         ("memory/agent/keeper.py", "from shardwise.memory.node.home import Home", 0),
-        ("memory/agent/keeper.py", "from shardwise.memory.network import nodes", 0),
-        ("memory/agent/keeper.py", "from shardwise.memory.snapshots.slots import Slots", 1),
-        ("memory/agent/keeper.py", "def late():\n    from ..snapshots import slots", 1),
+        ("memory/agent/keeper.py", "from shardwise.memory.remote import nodes", 0),
+        ("memory/agent/keeper.py", "from shardwise.memory.trainer.slots import Slots", 1),
+        ("memory/agent/keeper.py", "def late():\n    from ..trainer import slots", 1),
         ("memory/agent/keeper.py", "import shardwise.memory.surprise", 1),
         ("formats/stored/pickles.py", "from shardwise.formats.tree import Tree", 0),
         ("formats/stored/pickles.py", "from shardwise.formats.readers import dcp", 1),

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from shardwise.formats.specification import spec as spec
     from shardwise.layout import Box as Box
     from shardwise.memory.options import Memory as Memory
-    from shardwise.memory.snapshots.handle import SaveHandle as SaveHandle
     from shardwise.memory.tls import Tls as Tls
+    from shardwise.memory.trainer.handle import SaveHandle as SaveHandle
     from shardwise.retention import Best as Best
     from shardwise.retention import Keep as Keep
     from shardwise.state.per_rank import PerRank as PerRank
@@ -65,7 +65,7 @@ _HOMES = {
     "RankError": "errors",
     "RestoreReport": "checkpointer.restoring",
     "RngState": "state.rng",
-    "SaveHandle": "memory.snapshots.handle",
+    "SaveHandle": "memory.trainer.handle",
     "Memory": "memory.options",
     "SaveReport": "engine.save",
     "SavedTensor": "checkpoint",

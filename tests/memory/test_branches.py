@@ -20,7 +20,7 @@ from shardwise.memory.node.place import Place
 from shardwise.memory.node.predecessors import ROOT
 from shardwise.memory.node.retire import give_up_failed
 from shardwise.memory.node.trainers import Presence
-from shardwise.memory.snapshots.slots import Slots
+from shardwise.memory.trainer.slots import Slots
 from shardwise.store import LocalStore
 
 HERE, GONE = "here", "gone"

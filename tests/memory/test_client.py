@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import StoreError
-from shardwise.memory.network.client import AgentClient
 from shardwise.memory.node.home import LARGEST_NOTE
 from shardwise.memory.node.notes import Card
+from shardwise.memory.remote.client import AgentClient
 from shardwise.memory.tls import Tls
 from shardwise.testing.store_suite import UNSAFE
 from tests.memory.certificates import Authority
@@ -236,7 +236,7 @@ def test_a_node_that_is_lost_in_mid_read_is_an_error_in_time(
 
 def test_no_torch_and_no_aiohttp_to_talk_to_an_agent() -> None:
     script = (
-        "import sys; import shardwise.memory.network.client; "
+        "import sys; import shardwise.memory.remote.client; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'aiohttp')))"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -11,7 +11,12 @@ from msgspec.structs import replace
 
 from shardwise.manifest.manifest import Manifest, encode_manifest
 from shardwise.manifest.names import MANIFEST
-from shardwise.memory.network.assembling import (
+from shardwise.memory.node import notes
+from shardwise.memory.node.home import Home, write_note
+from shardwise.memory.node.lineage import Branch, Lineage
+from shardwise.memory.node.notes import Card, Draft
+from shardwise.memory.node.place import Place
+from shardwise.memory.remote.assembling import (
     ABSENT,
     Held,
     ask_around,
@@ -19,11 +24,6 @@ from shardwise.memory.network.assembling import (
     suffices,
     what_is_held,
 )
-from shardwise.memory.node import notes
-from shardwise.memory.node.home import Home, write_note
-from shardwise.memory.node.lineage import Branch, Lineage
-from shardwise.memory.node.notes import Card, Draft
-from shardwise.memory.node.place import Place
 from tests.memory.test_nodes import unreachable
 from tests.memory.test_server import RUN, TOKEN, serve
 

@@ -18,13 +18,13 @@ import pytest
 import shardwise as sw
 from shardwise.memory.agent import keeper as keepers
 from shardwise.memory.agent.keeper import Keeper, is_attended
-from shardwise.memory.network.client import AgentClient
 from shardwise.memory.node import spawn
 from shardwise.memory.node.home import Home, new_run, write_note
 from shardwise.memory.node.notes import Card
 from shardwise.memory.node.spawn import agent_of, card_of
 from shardwise.memory.node.trainers import Presence
 from shardwise.memory.options import Memory
+from shardwise.memory.remote.client import AgentClient
 from tests.memory.certificates import Authority
 from tests.memory.test_snapshots import end_agents
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.manifest.manifest import Manifest, encode_manifest
-from shardwise.memory.network.assembling import Held, choose
 from shardwise.memory.node import notes
 from shardwise.memory.node.lineage import MOST_BRANCHES, Branch, Lineage, go_on_from, lineage_of
+from shardwise.memory.remote.assembling import Held, choose
 from shardwise.store import LocalStore
 
 RUN = "0" * 16

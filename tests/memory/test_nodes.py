@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 import shardwise as sw
-from shardwise.memory.network.nodes import Nodes, of_each
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.notes import Card, Done
 from shardwise.memory.node.place import Place
+from shardwise.memory.remote.nodes import Nodes, of_each
 from tests.memory.test_server import RUN, TOKEN, Served, served
 
 __all__ = ["served"]

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.memory.network.completion import claim
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Run, write_note
 from shardwise.memory.node.place import Place
-from shardwise.memory.snapshots.rings import peers_of, rings_of
+from shardwise.memory.remote.completion import claim
+from shardwise.memory.trainer.rings import peers_of, rings_of
 from shardwise.testing import Gang
 from tests.memory.test_snapshots import lose, memory_of, shm
 

@@ -19,15 +19,15 @@ from shardwise.memory.agent import signs
 from shardwise.memory.agent.attempts import Seen
 from shardwise.memory.agent.duties import Following
 from shardwise.memory.agent.publication import publication, retention_of
-from shardwise.memory.network.vigil import Agents
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, new_run, write_note
 from shardwise.memory.node.mappings import Mappings
 from shardwise.memory.node.notes import Done, Draft
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.retire import ENDED, discard, retire
-from shardwise.memory.snapshots.begun import Begun
-from shardwise.memory.snapshots.handle import Stages
+from shardwise.memory.remote.vigil import Agents
+from shardwise.memory.trainer.begun import Begun
+from shardwise.memory.trainer.handle import Stages
 from shardwise.store.local import LocalStore
 from tests.memory.test_snapshots import shm
 

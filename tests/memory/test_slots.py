@@ -18,7 +18,7 @@ from shardwise.memory.node.notes import Done, Draft, Staged
 from shardwise.memory.node.place import Held, Place
 from shardwise.memory.node.retire import discard_newer, replaced, retire_replaced
 from shardwise.memory.node.room import needed_for_others, taken_for_others
-from shardwise.memory.snapshots.slots import PAGE, Slots
+from shardwise.memory.trainer.slots import PAGE, Slots
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.memory.node.home import Home, read_note
 from shardwise.memory.node.notes import Card
-from shardwise.memory.snapshots import staging
-from shardwise.memory.snapshots.stage import Fill
+from shardwise.memory.trainer import staging
+from shardwise.memory.trainer.stage import Fill
 from shardwise.store.store import Buffer
 from shardwise.testing import Gang
 

@@ -29,20 +29,20 @@ from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import data_file
 from shardwise.memory.agent import signs
 from shardwise.memory.agent.attempts import Seen
-from shardwise.memory.network import vigil as vigil_module
-from shardwise.memory.network.nodes import Nodes
-from shardwise.memory.network.vigil import Agents, Vigil
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, Run, new_run
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.trainers import Presence
-from shardwise.memory.snapshots import device as device_module
-from shardwise.memory.snapshots.copying import Copying
-from shardwise.memory.snapshots.device import TorchAccelerator
-from shardwise.memory.snapshots.pace import Slack
-from shardwise.memory.snapshots.slots import Slots
-from shardwise.memory.snapshots.staging import Part, Staging
-from shardwise.memory.snapshots.streams import Streams
+from shardwise.memory.remote import vigil as vigil_module
+from shardwise.memory.remote.nodes import Nodes
+from shardwise.memory.remote.vigil import Agents, Vigil
+from shardwise.memory.trainer import device as device_module
+from shardwise.memory.trainer.copying import Copying
+from shardwise.memory.trainer.device import TorchAccelerator
+from shardwise.memory.trainer.pace import Slack
+from shardwise.memory.trainer.slots import Slots
+from shardwise.memory.trainer.staging import Part, Staging
+from shardwise.memory.trainer.streams import Streams
 from shardwise.plan.section import Section
 
 CARD = torch.device("meta", 0)
@@ -208,7 +208,7 @@ class Trial:
 @pytest.fixture
 def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
     """Staging in buckets of 4 KiB, beside a training."""
-    monkeypatch.setattr("shardwise.memory.snapshots.stage.BUCKET", 4096)
+    monkeypatch.setattr("shardwise.memory.trainer.stage.BUCKET", 4096)
     found = Trial(tmp_path)
     yield found
     found.staging.close()

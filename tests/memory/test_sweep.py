@@ -27,9 +27,9 @@ from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, new_run
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.retire import discard_newer
-from shardwise.memory.snapshots.replicas import Keeping
-from shardwise.memory.snapshots.rings import Holder, Ring
-from shardwise.memory.snapshots.slots import Slot, Slots
+from shardwise.memory.trainer.replicas import Keeping
+from shardwise.memory.trainer.rings import Holder, Ring
+from shardwise.memory.trainer.slots import Slot, Slots
 from shardwise.store.store import Buffer
 from tests.memory.test_staging import SIZE, Trial, content_of
 

@@ -20,15 +20,15 @@ from shardwise.errors import CheckpointExistsError, StoreError
 from shardwise.manifest.names import step_directory
 from shardwise.memory.agent.duties import Leading
 from shardwise.memory.agent.keeper import attendance, is_attended
-from shardwise.memory.network.assembling import what_is_held
-from shardwise.memory.network.vigil import Agents
 from shardwise.memory.node import notes, retire, spawn
 from shardwise.memory.node.home import Home, write_note
 from shardwise.memory.node.notes import Done, Draft
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.retire import ENDED
-from shardwise.memory.snapshots.copying import Copying
-from shardwise.memory.snapshots.handle import Stages
+from shardwise.memory.remote.assembling import what_is_held
+from shardwise.memory.remote.vigil import Agents
+from shardwise.memory.trainer.copying import Copying
+from shardwise.memory.trainer.handle import Stages
 from tests.memory.test_snapshots import end_agents, shm
 from tests.memory.test_sweep import forked
 
@@ -129,7 +129,7 @@ FORK = """
 import atexit, os, sys, threading, time
 import torch
 import shardwise as sw
-from shardwise.memory.snapshots import staging
+from shardwise.memory.trainer import staging
 
 root, shm = sys.argv[1:]
 released, stage = threading.Event(), staging.stage

@@ -32,8 +32,8 @@ from shardwise.errors import (
 from shardwise.events import Recorder, Sink
 from shardwise.formats.specification import Specification
 from shardwise.memory.options import Memory
-from shardwise.memory.snapshots.handle import SaveHandle
-from shardwise.memory.snapshots.snapshots import Snapshots
+from shardwise.memory.trainer.handle import SaveHandle
+from shardwise.memory.trainer.snapshots import Snapshots
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.saved import Rename
 from shardwise.retention import Choice, Keep, choose_step, committed_steps

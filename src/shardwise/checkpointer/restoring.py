@@ -28,9 +28,9 @@ from shardwise.errors import (
 )
 from shardwise.events import Recorder
 from shardwise.manifest.names import step_directory
-from shardwise.memory.network.assembled import IN_MEMORY, AssembledStore
-from shardwise.memory.snapshots.recovery import Found, find_snapshot
-from shardwise.memory.snapshots.snapshots import Snapshots
+from shardwise.memory.remote.assembled import IN_MEMORY, AssembledStore
+from shardwise.memory.trainer.recovery import Found, find_snapshot
+from shardwise.memory.trainer.snapshots import Snapshots
 from shardwise.retention import Best, Choice, checked_choice, choose_step, committed_steps
 from shardwise.store import Store
 

@@ -23,9 +23,9 @@ from shardwise.engine.save import Save, save_all
 from shardwise.errors import LostRankError, RankError, ShardwiseError, StateError, StoreError
 from shardwise.events import Recorder
 from shardwise.manifest.names import step_directory
-from shardwise.memory.snapshots.draft import Storing
-from shardwise.memory.snapshots.handle import SaveHandle
-from shardwise.memory.snapshots.snapshots import Snapshots
+from shardwise.memory.trainer.draft import Storing
+from shardwise.memory.trainer.handle import SaveHandle
+from shardwise.memory.trainer.snapshots import Snapshots
 from shardwise.plan.cache import PlanCache
 from shardwise.retention import apply_retention
 from shardwise.store import Store

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.network import assembling
+from shardwise.memory.remote import assembling
 from shardwise.testing import Gang
 from tests.faults.memory.scenario import Cluster, lose
 

@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.network.nodes import Nodes
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.trainers import Presence
+from shardwise.memory.remote.nodes import Nodes
 from shardwise.store.store import Buffer
 from shardwise.testing import Gang
 from tests.faults.memory.scenario import (

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.engine.content import Content
 from shardwise.memory.node.notes import Done
-from shardwise.memory.snapshots.handle import Stages
+from shardwise.memory.trainer.handle import Stages
 from shardwise.store.store import Buffer
 from shardwise.testing import Gang
 from tests.faults.memory.scenario import (

@@ -26,13 +26,13 @@ from shardwise.memory.agent.guard import guard, protection_of
 from shardwise.memory.agent.persist import Throttle, copy_to_store
 from shardwise.memory.agent.publication import publication, retain, retention_of
 from shardwise.memory.agent.rescue import copy_lost
-from shardwise.memory.network.nodes import Nodes, of_each
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Run, read_note, write_note
 from shardwise.memory.node.mappings import Mappings
 from shardwise.memory.node.notes import Card, Done, Draft, Persist, Protect, Retain, Staged
 from shardwise.memory.node.place import ABANDONED, Place
 from shardwise.memory.node.seal import seal
+from shardwise.memory.remote.nodes import Nodes, of_each
 from shardwise.memory.tls import Tls
 from shardwise.store import Store, open_store
 

@@ -13,8 +13,6 @@ from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
 from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
-from shardwise.memory.network.completion import claim, complete_copy, complete_parity, is_made
-from shardwise.memory.network.nodes import Nodes
 from shardwise.memory.node import notes
 from shardwise.memory.node.mappings import Mappings
 from shardwise.memory.node.notes import Card, Draft, Kept, Protect
@@ -34,6 +32,8 @@ from shardwise.memory.redundancy.placement import (
     place,
     unite,
 )
+from shardwise.memory.remote.completion import claim, complete_copy, complete_parity, is_made
+from shardwise.memory.remote.nodes import Nodes
 from shardwise.store.store import Buffer
 
 PIECE = 8 << 20

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from shardwise.errors import StoreError
-from shardwise.memory.network.vigil import silence
 from shardwise.memory.node.home import Home
 from shardwise.memory.node.logfile import log_tail
 from shardwise.memory.node.spawn import agent_of, card_of
 from shardwise.memory.options import Memory
+from shardwise.memory.remote.vigil import silence
 
 LOOK_AROUND = 1.0
 BETWEEN_QUESTIONS = 5.0

@@ -12,10 +12,10 @@ from shardwise.errors import StoreError
 from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory.agent.persist import Throttle, aligned, made_durable
-from shardwise.memory.network.assembled import AssembledStore
-from shardwise.memory.network.assembling import ask_others, choose, reader, what_is_held
 from shardwise.memory.node.notes import Card
 from shardwise.memory.node.place import Place
+from shardwise.memory.remote.assembled import AssembledStore
+from shardwise.memory.remote.assembling import ask_others, choose, reader, what_is_held
 from shardwise.memory.tls import Tls
 from shardwise.store import Store
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from shardwise.errors import StoreError
 from shardwise.memory.agent.keeper import is_attended
 from shardwise.memory.agent.tensors import TensorsStatus, tensors_of
-from shardwise.memory.network.client import AgentClient
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, Run, read_note
 from shardwise.memory.node.notes import Card, Done, Protect, Staged
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.spawn import card_of
 from shardwise.memory.redundancy.placement import Protection
+from shardwise.memory.remote.client import AgentClient
 from shardwise.memory.tls import Tls
 
 STAGES = ("commit", "protect", "persist")

@@ -7,8 +7,8 @@ import threading
 import time
 
 from shardwise.errors import StoreError
-from shardwise.memory.snapshots.pace import Pace, Slack
-from shardwise.memory.snapshots.stage import Fill
+from shardwise.memory.trainer.pace import Pace, Slack
+from shardwise.memory.trainer.stage import Fill
 from shardwise.store.store import Buffer
 
 

@@ -21,14 +21,14 @@ from shardwise.memory.node.retire import give_up_failed
 from shardwise.memory.node.room import needed_for_others, taken_for_others
 from shardwise.memory.options import Memory
 from shardwise.memory.redundancy.placement import parity_file_size
-from shardwise.memory.snapshots.copying import Copying
-from shardwise.memory.snapshots.device import Accelerator, TorchAccelerator
-from shardwise.memory.snapshots.pace import Slack
-from shardwise.memory.snapshots.replicas import Keeping, bytes_read
-from shardwise.memory.snapshots.rings import Ring
-from shardwise.memory.snapshots.slots import Slot, Slots
-from shardwise.memory.snapshots.stage import Fill, stage
-from shardwise.memory.snapshots.streams import Source, Streams
+from shardwise.memory.trainer.copying import Copying
+from shardwise.memory.trainer.device import Accelerator, TorchAccelerator
+from shardwise.memory.trainer.pace import Slack
+from shardwise.memory.trainer.replicas import Keeping, bytes_read
+from shardwise.memory.trainer.rings import Ring
+from shardwise.memory.trainer.slots import Slot, Slots
+from shardwise.memory.trainer.stage import Fill, stage
+from shardwise.memory.trainer.streams import Source, Streams
 
 THREADS = 4
 THREADS_BESIDE_TRAINING = 1

@@ -12,10 +12,10 @@ from typing import TypeVar
 import msgspec
 
 from shardwise.errors import StoreError
-from shardwise.memory.network.client import AgentClient
 from shardwise.memory.node.home import LARGEST_NOTE, read_note, write_note
 from shardwise.memory.node.notes import Card, Done
 from shardwise.memory.node.place import ABANDONED, Place
+from shardwise.memory.remote.client import AgentClient
 from shardwise.memory.tls import Tls
 from shardwise.store.store import Buffer
 

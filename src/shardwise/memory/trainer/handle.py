@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 
 from shardwise.engine.save import SaveReport
 from shardwise.errors import StoreError
-from shardwise.memory.network.vigil import Agents, Vigil
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import read_note
 from shardwise.memory.node.notes import Done
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.retire import ENDED
-from shardwise.memory.snapshots.copying import Copying
+from shardwise.memory.remote.vigil import Agents, Vigil
+from shardwise.memory.trainer.copying import Copying
 
 POLL = (0.001, 0.05)
 log = logging.getLogger("shardwise")

@@ -19,7 +19,6 @@ from shardwise.events import Recorder
 from shardwise.manifest.names import new_save_id
 from shardwise.memory.agent.guard import gaps
 from shardwise.memory.agent.keeper import Keeper
-from shardwise.memory.network.vigil import Agents
 from shardwise.memory.node.acquaintances import remember
 from shardwise.memory.node.branches import leave_behind, refuse_to_go_back
 from shardwise.memory.node.home import Run
@@ -33,12 +32,13 @@ from shardwise.memory.node.spawn import agent_of
 from shardwise.memory.node.tenants import evict
 from shardwise.memory.node.trainers import Presence, forget_lost
 from shardwise.memory.options import Memory
-from shardwise.memory.snapshots.begun import Begun
-from shardwise.memory.snapshots.draft import Storing, draft_of
-from shardwise.memory.snapshots.handle import SaveHandle, Stages
-from shardwise.memory.snapshots.rings import Rings
-from shardwise.memory.snapshots.staging import Part, Staging
+from shardwise.memory.remote.vigil import Agents
 from shardwise.memory.tls import Tls
+from shardwise.memory.trainer.begun import Begun
+from shardwise.memory.trainer.draft import Storing, draft_of
+from shardwise.memory.trainer.handle import SaveHandle, Stages
+from shardwise.memory.trainer.rings import Rings
+from shardwise.memory.trainer.staging import Part, Staging
 from shardwise.plan.cache import PlanCache
 from shardwise.store import Store
 

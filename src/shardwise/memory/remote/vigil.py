@@ -8,12 +8,12 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from shardwise.errors import StoreError
-from shardwise.memory.network.client import AgentClient
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home
 from shardwise.memory.node.notes import Card
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.spawn import card_of
+from shardwise.memory.remote.client import AgentClient
 from shardwise.memory.tls import Tls
 
 LOOK_AROUND = 0.5

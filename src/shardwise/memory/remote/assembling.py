@@ -11,8 +11,6 @@ import msgspec
 from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
-from shardwise.memory.network.assembled import Assembly
-from shardwise.memory.network.client import AgentClient
 from shardwise.memory.node import notes
 from shardwise.memory.node.acquaintances import acquaintances
 from shardwise.memory.node.home import Run
@@ -21,6 +19,8 @@ from shardwise.memory.node.notes import Card, Draft, Protect
 from shardwise.memory.node.place import Place
 from shardwise.memory.redundancy.placement import Protection
 from shardwise.memory.redundancy.rebuild import assemblable
+from shardwise.memory.remote.assembled import Assembly
+from shardwise.memory.remote.client import AgentClient
 from shardwise.memory.tls import Tls
 
 ABSENT = 0.5

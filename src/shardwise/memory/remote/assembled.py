@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import msgspec
 
 from shardwise.errors import CorruptionError, StoreError
-from shardwise.memory.network.nodes import Nodes
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.mappings import mapped
 from shardwise.memory.node.notes import Card
 from shardwise.memory.node.place import Place
 from shardwise.memory.redundancy.placement import Protection, decode_protection
 from shardwise.memory.redundancy.rebuild import Rebuilder
+from shardwise.memory.remote.nodes import Nodes
 from shardwise.memory.tls import Tls
 from shardwise.store import LocalStore, ReadableFile, Store, WritableFile
 from shardwise.store.store import Buffer

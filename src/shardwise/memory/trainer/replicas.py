@@ -20,9 +20,9 @@ from shardwise.memory.node.notes import Kept
 from shardwise.memory.node.place import Place
 from shardwise.memory.redundancy.encoding import PIECE, encode_pieces, owned
 from shardwise.memory.redundancy.placement import Group, parity_file_size
-from shardwise.memory.snapshots.rings import Holder, Ring, known_range
-from shardwise.memory.snapshots.slots import Slot
-from shardwise.memory.snapshots.stage import Fill, stage
+from shardwise.memory.trainer.rings import Holder, Ring, known_range
+from shardwise.memory.trainer.slots import Slot
+from shardwise.memory.trainer.stage import Fill, stage
 from shardwise.store.store import Buffer
 
 

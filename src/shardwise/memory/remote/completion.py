@@ -11,7 +11,6 @@ import numpy as np
 from shardwise.errors import CorruptionError
 from shardwise.manifest.checksums import BLOCK, block_checksums, crc32
 from shardwise.manifest.manifest import FileEntry
-from shardwise.memory.network.nodes import Nodes
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import read_note, write_note
 from shardwise.memory.node.notes import Kept
@@ -19,6 +18,7 @@ from shardwise.memory.node.place import Place
 from shardwise.memory.node.seal import is_sealed
 from shardwise.memory.redundancy.encoding import PIECE, encode_pieces, owned
 from shardwise.memory.redundancy.placement import Group
+from shardwise.memory.remote.nodes import Nodes
 from shardwise.store.store import Buffer
 
 log = logging.getLogger("shardwise.agent")

@@ -14,8 +14,14 @@ from shardwise.engine.group import Group
 from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
-from shardwise.memory.network.assembled import AssembledStore, Assembly
-from shardwise.memory.network.assembling import (
+from shardwise.memory.node import notes
+from shardwise.memory.node.home import Run
+from shardwise.memory.node.notes import Card
+from shardwise.memory.node.place import Place
+from shardwise.memory.node.registry import Known
+from shardwise.memory.node.seal import is_intact
+from shardwise.memory.remote.assembled import AssembledStore, Assembly
+from shardwise.memory.remote.assembling import (
     Held,
     ask_around,
     choose,
@@ -23,13 +29,7 @@ from shardwise.memory.network.assembling import (
     suffices,
     what_is_held,
 )
-from shardwise.memory.node import notes
-from shardwise.memory.node.home import Run
-from shardwise.memory.node.notes import Card
-from shardwise.memory.node.place import Place
-from shardwise.memory.node.registry import Known
-from shardwise.memory.node.seal import is_intact
-from shardwise.memory.snapshots.snapshots import Snapshots
+from shardwise.memory.trainer.snapshots import Snapshots
 
 SETTLE = 5.0
 POLL = 0.01

@@ -7,7 +7,7 @@ from dataclasses import replace
 from shardwise.memory.node import notes
 from shardwise.memory.node.home import write_note
 from shardwise.memory.node.notes import Done
-from shardwise.memory.snapshots.handle import Stages
+from shardwise.memory.trainer.handle import Stages
 
 
 class Begun:

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from shardwise.memory.snapshots.device import Accelerator
-from shardwise.memory.snapshots.stage import Fill
+from shardwise.memory.trainer.device import Accelerator
+from shardwise.memory.trainer.stage import Fill
 from shardwise.store.store import Buffer
 
 
