@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from shardwise.memory.trainer.handle import SaveHandle as SaveHandle
     from shardwise.retention import Best as Best
     from shardwise.retention import Keep as Keep
+    from shardwise.state.leaves import Shards as Shards
     from shardwise.state.per_rank import PerRank as PerRank
     from shardwise.state.rng import RngState as RngState
-    from shardwise.state.shards import Shards as Shards
     from shardwise.surgery import average as average
     from shardwise.surgery import merge_lora as merge_lora
 
@@ -69,7 +69,7 @@ _HOMES = {
     "Memory": "memory.options",
     "SaveReport": "engine.save",
     "SavedTensor": "checkpoint",
-    "Shards": "state.shards",
+    "Shards": "state.leaves",
     "ShardwiseError": "errors",
     "SpecError": "errors",
     "StateError": "errors",

@@ -44,11 +44,10 @@ from shardwise.adapters.values import (
 from shardwise.adapters.zero import is_optimizer_of_engine
 from shardwise.errors import StateError
 from shardwise.plan.saved import SavedState
-from shardwise.state.leaves import LocalState
+from shardwise.state.leaves import LocalState, Shards
 from shardwise.state.objects import JsonValue
 from shardwise.state.per_rank import PerRankValue
 from shardwise.state.selection import Selection
-from shardwise.state.shards import Shards
 
 
 class Binding(Protocol):

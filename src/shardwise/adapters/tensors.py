@@ -15,8 +15,7 @@ from torch.nn.parameter import is_lazy
 from shardwise.errors import LayoutError, StateError
 from shardwise.layout import Box, MeshShard, Split, fragments_of_shard, splits_of
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.state.leaves import Fragment, TensorLeaf
-from shardwise.state.shards import Shards
+from shardwise.state.leaves import Fragment, Shards, TensorLeaf
 
 TensorLike = torch.Tensor | Shards
 _KNOWN = (Replicate, Shard, _StridedShard)

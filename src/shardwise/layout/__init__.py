@@ -1,12 +1,16 @@
 """Boxes of global tensors, as integers only: no bytes, no devices, no torch."""
 
-from shardwise.layout.box import Box, boxes_of
-from shardwise.layout.flat import RangeBoxes, boxes_of_range, boxes_of_ranges
+from shardwise.layout.box import Box, Plane, boxes_of, plane
+from shardwise.layout.flat import (
+    RangeBoxes,
+    boxes_of_range,
+    boxes_of_ranges,
+    boxes_within,
+    row_major,
+)
 from shardwise.layout.indexing import Selected, batches, boxes_of_covers, cover, selected
 from shardwise.layout.mesh import MeshShard, Split, fragments_of_shard, splits_of
 from shardwise.layout.overlap import Overlaps, find_overlaps
-from shardwise.layout.plane import Plane, plane
-from shardwise.layout.strided import boxes_within, row_major
 
 __all__ = [
     "Box",

@@ -18,9 +18,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import ShardwiseError, StateError
-from shardwise.state.enums import member_fields, member_of
-from shardwise.state.keys import Keys
-from shardwise.state.numbers import (
+from shardwise.state.fields import (
     Array,
     Fields,
     array_fields,
@@ -31,13 +29,16 @@ from shardwise.state.numbers import (
     dtype_text,
     is_numeric,
     list_of,
+    member_fields,
+    member_of,
+    refusal,
     scalar_fields,
     scalar_of,
     tensor_fields,
     tensor_of,
     text_of,
 )
-from shardwise.state.refused import why
+from shardwise.state.keys import Keys
 
 JsonValue: TypeAlias = Any
 OnTensor = Callable[[str, Any], None]
@@ -168,7 +169,7 @@ def _encode(value: Any, at: _Encoding) -> JsonValue:
         return {TAG: tag, **fields}
     if at.allow_pickle:
         return {TAG: "pickle", **_pickled(value, at)}
-    raise StateError(f"{at.name}: {why(value)}")
+    raise StateError(f"{at.name}: {refusal(value)}")
 
 
 def _decode(encoded: JsonValue, at: _Decoding) -> object:

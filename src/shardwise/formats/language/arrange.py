@@ -28,7 +28,7 @@ from shardwise.formats.language.numbers import Known, evaluate
 from shardwise.formats.language.resolve import local_shapes, resolve
 from shardwise.formats.language.rules import Rule, Skip, Spec, Target
 from shardwise.formats.language.structure import structure
-from shardwise.layout.strided import row_major
+from shardwise.layout.flat import row_major
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.table import Int

@@ -14,7 +14,7 @@ from shardwise.formats.language.assembly import Assembly
 from shardwise.formats.language.pieces import Block
 from shardwise.formats.language.report import Report
 from shardwise.formats.language.rules import Rule, Skip
-from shardwise.layout.strided import row_major
+from shardwise.layout.flat import row_major
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.table import Int, Pieces

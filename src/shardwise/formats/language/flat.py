@@ -18,7 +18,7 @@ from shardwise.formats.language.ragged import Shares, shares
 from shardwise.formats.language.rules import Rule, Target
 from shardwise.formats.language.structure import Structure, structure
 from shardwise.layout import Box
-from shardwise.layout.strided import boxes_within, row_major
+from shardwise.layout.flat import boxes_within, row_major
 from shardwise.manifest.table import Int
 
 NOTHING = Structure((), (), (), frozenset(), ())

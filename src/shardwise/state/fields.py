@@ -7,8 +7,13 @@ on fields that no writer here makes, before it allocates more than the text it w
 from __future__ import annotations
 
 import base64
+import enum
 import math
+import pathlib
 import re
+import sys
+from dataclasses import is_dataclass
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -125,3 +130,69 @@ def _numbers(dtype: str, shape: tuple[int, ...], text: object) -> Array:
     if len(data) != math.prod(shape) * kind.itemsize:
         raise ValueError(f"{len(data)} bytes are not {dtype} of shape {list(shape)}")
     return np.frombuffer(bytearray(data), kind).reshape(shape)
+
+
+def member_fields(member: enum.Enum) -> Fields | None:
+    """`class` and `v`; None of a member that could not be found again by name."""
+    made = type(member)
+    place = f"{made.__module__}:{made.__qualname__}"
+    if _imported(place) is not made or member.name not in made.__members__:
+        return None
+    return {"class": place, "v": member.name}
+
+
+def member_of(fields: Fields) -> enum.Enum:
+    """The member. Imports nothing and runs nothing.
+
+    Raises:
+        LookupError: there is no such enum in what this process has imported, or no such member.
+    """
+    place, name = text_of(fields["class"]), text_of(fields["v"])
+    made = _imported(place)
+    if not (isinstance(made, type) and issubclass(made, enum.Enum)):
+        raise LookupError(f"{place[:200]} is no enum that is imported here: import it first")
+    if name not in made.__members__:
+        raise LookupError(f"{place} has no member {name[:200]!r}")
+    return made.__members__[name]
+
+
+def _imported(place: str) -> object:
+    module, _, qualname = place.partition(":")
+    found: object = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = vars(found).get(part) if isinstance(found, (ModuleType, type)) else None
+    return found
+
+
+_INSTEAD: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (enum.Enum, "is no named member of an enum that can be imported: save its value"),
+    ((set, frozenset), "has no order and is not stored: save sorted(value)"),
+    (pathlib.PurePath, "is not stored: save str(value)"),
+    (torch.Generator, "is not stored: save generator.get_state()"),
+    (torch.Tensor, "is sparse, quantized or without memory and is not stored: save it dense"),
+    ((np.ndarray, np.generic), "has a dtype that is not stored: only numbers are"),
+)
+_PLAIN = (int, float, complex, str, bytes, bytearray, list, tuple, dict)
+
+
+def refusal(value: object) -> str:
+    """The reason and the remedy, for a value that has no plain form."""
+    made = type(value)
+    kind = f"{made.__module__}.{made.__qualname__}"
+    for refused, instead in _INSTEAD:
+        if isinstance(value, refused):
+            return f"{kind} {instead}"
+    if is_dataclass(value):
+        return f"{kind}, a dataclass, is not stored: save dataclasses.asdict(value)"
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return f"{kind} would come back as a plain tuple: save tuple(value) or value._asdict()"
+    if made is int:
+        return "an int of more digits than Python turns into text is not stored: save its bytes"
+    for plain in _PLAIN:
+        if isinstance(value, plain):
+            name = plain.__name__
+            return f"{kind} would come back as a plain {name}: save {name}(value)"
+    return (
+        f"{kind} is not stored: give it state_dict() and load_state_dict(), save plain values, or "
+        "pass allow_pickle=True when saving and when loading"
+    )
