@@ -27,7 +27,7 @@ from peers import nothing
 
 import shardwise as sw
 from shardwise.memory.node.mappings import mapped
-from shardwise.memory.node.notes import Protect
+from shardwise.memory.records import Protect
 from shardwise.memory.redundancy.rebuild import rebuild_file
 from shardwise.store.store import Buffer
 
@@ -204,8 +204,8 @@ def node(rank: int) -> Path:
 
 def lose(directory: Path) -> None:
     """A node is lost, with its agent and all of its memory."""
-    for card in directory.glob("*/agent.json"):
-        os.kill(msgspec.json.decode(card.read_bytes())["process"], signal.SIGKILL)
+    for info in directory.glob("*/agent.json"):
+        os.kill(msgspec.json.decode(info.read_bytes())["process"], signal.SIGKILL)
     shutil.rmtree(directory)
 
 

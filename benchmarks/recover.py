@@ -26,7 +26,7 @@ from limits import copier
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
-from shardwise.memory.node.notes import Card
+from shardwise.memory.records import AgentInfo
 
 STATE = Size(tensors=16)
 MEMORY = Path("/dev/shm/shardwise-recover")
@@ -83,10 +83,10 @@ def lose(bench: Bench, cleanup: ExitStack, name: str) -> None:
     """Take the last rank's host away."""
     if bench.rank == bench.world - 1:
         (path,) = node(bench.rank).glob("*/agent.json")
-        card = msgspec.json.decode(path.read_bytes(), type=Card)
-        os.kill(card.process, signal.SIGKILL)
+        info = msgspec.json.decode(path.read_bytes(), type=AgentInfo)
+        os.kill(info.process, signal.SIGKILL)
         shutil.rmtree(node(bench.rank))
-        cleanup.enter_context(off(urlsplit(card.url).port or 0))
+        cleanup.enter_context(off(urlsplit(info.url).port or 0))
     elif name is PENDING:
         (run,) = node(bench.rank).glob("*/runs/*")
         (run / "step-99999999").mkdir()  # what is left of a step that was being saved
@@ -154,7 +154,7 @@ def clean(bench: Bench) -> None:
     dist.barrier()
     if bench.rank == 0:
         for path in MEMORY.glob("node*/*/agent.json"):
-            os.kill(msgspec.json.decode(path.read_bytes(), type=Card).process, signal.SIGKILL)
+            os.kill(msgspec.json.decode(path.read_bytes(), type=AgentInfo).process, signal.SIGKILL)
         shutil.rmtree(MEMORY, ignore_errors=True)
         shutil.rmtree(bench.dir / "root", ignore_errors=True)
     dist.barrier()

@@ -40,7 +40,7 @@ LAYERS_OF_MEMORY = (
     ("agent",),
     ("remote",),
     ("node",),
-    ("options",),
+    ("options", "records"),
     ("tls", "redundancy", "intervals"),
 )
 LAYERS_OF_FORMATS = (

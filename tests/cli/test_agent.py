@@ -18,12 +18,12 @@ from shardwise.manifest.manifest import (
     TensorEntry,
     encode_manifest,
 )
+from shardwise.memory import records
 from shardwise.memory.agent.keeper import attendance
 from shardwise.memory.agent.status import status_of
-from shardwise.memory.node import notes
 from shardwise.memory.node.clearing import kept_run
-from shardwise.memory.node.home import Home, new_run, write_note
-from shardwise.memory.node.notes import Card, Done, Draft, Protect, Staged
+from shardwise.memory.node.home import Home, new_run, write_record
+from shardwise.memory.records import AgentInfo, Done, PendingManifest, Protect, Staged
 from shardwise.memory.redundancy.placement import Member
 from shardwise.memory.redundancy.placement import place as place_of
 from tests.cli.conftest import Run
@@ -35,7 +35,7 @@ STAGES = ("commit", "protect", "persist")
 
 def written(path: Path, note: object, ago: float) -> None:
     """A note that was written so many seconds ago."""
-    write_note(path, note)
+    write_record(path, note)
     os.utime(path, (time.time() - ago,) * 2)
 
 
@@ -43,7 +43,7 @@ def written(path: Path, note: object, ago: float) -> None:
 def home(tmp_path: Path) -> Home:
     """A node with three snapshots: all is done, one stage failed, and one is under way."""
     home = Home(tmp_path)
-    write_note(home.card, Card("here-1", "http://127.0.0.1:1", "secret", 1, "rack-7"))
+    write_record(home.info, AgentInfo("here-1", "http://127.0.0.1:1", "secret", 1, "rack-7"))
     run = home.run(new_run())
     run.free.mkdir(parents=True)
     (run.free / "r00000-aa.slot").write_bytes(bytes(500))
@@ -52,7 +52,7 @@ def home(tmp_path: Path) -> Home:
         there.mkdir()
         (there / OWN).write_bytes(bytes(1000 * step))
         entry = FileEntry(OWN, 0, 1000 * step, 0, 0, 0, 0)
-        written(there / notes.staged(OWN), Staged(entry, "a.slot", 2, STAGES), ago)
+        written(there / records.staged(OWN), Staged(entry, "a.slot", 2, STAGES), ago)
     for step, stage, failure in (
         (1, "commit", ""),
         (1, "protect", ""),
@@ -61,12 +61,12 @@ def home(tmp_path: Path) -> Home:
         (2, "persist", "StoreError: full\x1b[31m"),
     ):
         done = Done(save_id=SAVE, stage=stage, failure=failure)
-        written(run.step(step) / notes.outcome(stage, SAVE), done, 35.0)
+        written(run.step(step) / records.outcome(stage, SAVE), done, 35.0)
     (run.step(1) / OTHER).write_bytes(bytes(700))
     members = [Member("here-1", "", ((OWN, 1000),)), Member("there-2", "", ((OTHER, 700),))]
     protection = place_of(members, SAVE, copies=1)
     wish = Protect(save_id=SAVE, protection=protection, nodes=[], wait=1.0)
-    write_note(run.step(1) / notes.request("protect", SAVE), wish)
+    write_record(run.step(1) / records.request("protect", SAVE), wish)
     return home
 
 
@@ -160,9 +160,9 @@ def protected(home: Home, *, protection: dict[str, int], done: bool = True) -> N
             TensorEntry("model.tied", "float32", (4,), (), "model.whole"),
         ),
     )
-    write_note(place / "manifest.json", encode_manifest(manifest))
+    write_record(place / "manifest.json", encode_manifest(manifest))
     nodes = ["here-1", "there-2", "there-3"]
-    draft = Draft(
+    draft = PendingManifest(
         save_id=SAVE,
         step=3,
         manifest="",
@@ -171,13 +171,13 @@ def protected(home: Home, *, protection: dict[str, int], done: bool = True) -> N
         leader="there-2",
         root="",
     )
-    write_note(place / notes.terms(SAVE), draft)
+    write_record(place / records.terms(SAVE), draft)
     members = [Member(n, "", ((f.name, f.size),)) for f, n in zip(files, nodes, strict=True)]
     wish = Protect(save_id=SAVE, protection=place_of(members, SAVE, **protection), nodes=[], wait=1)
-    write_note(place / notes.request("protect", SAVE), wish)
+    write_record(place / records.request("protect", SAVE), wish)
     if done:
         ended = Done(save_id=SAVE, stage="protect")
-        write_note(place / notes.outcome("protect", SAVE), ended)
+        write_record(place / records.outcome("protect", SAVE), ended)
 
 
 def tensors(

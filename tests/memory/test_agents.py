@@ -17,8 +17,8 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.memory.agent.agent import NICE
 from shardwise.memory.node.home import Home
-from shardwise.memory.node.notes import Card
-from shardwise.memory.node.spawn import card_of
+from shardwise.memory.node.spawn import running_agent
+from shardwise.memory.records import AgentInfo
 from shardwise.testing import Gang
 from tests.memory.certificates import Authority
 from tests.memory.test_snapshots import (
@@ -50,14 +50,14 @@ def started(directory: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
             process.stderr.close()
 
 
-def living(directory: Path, seconds: float = 20.0) -> Card:
-    """The card of the agent of a home, once it lives."""
+def living(directory: Path, seconds: float = 20.0) -> AgentInfo:
+    """The info of the agent of a home, once it lives."""
     home = Home(directory)
     deadline = time.monotonic() + seconds
-    while (card := card_of(home)) is None:
+    while (info := running_agent(home)) is None:
         assert time.monotonic() < deadline, "no agent came to life"
         time.sleep(0.02)
-    return card
+    return info
 
 
 def recover_at_the_first_node(root: str, shm: str, **options: Any) -> Any:
@@ -110,7 +110,7 @@ def test_a_node_without_trainers_is_found_though_its_agent_is_another(
     gang.run(train, root, str(shm), 2, 3, 100, world=2)
     before = living(shm / "node1")
     end_agents(shm / "node1")
-    while card_of(Home(shm / "node1")) is not None:
+    while running_agent(Home(shm / "node1")) is not None:
         time.sleep(0.01)
     with started(shm / "node1"):
         after = living(shm / "node1")
@@ -125,18 +125,18 @@ def test_an_agent_that_is_started_beside_training_stays(
     secret = tmp_path / "secret"
     secret.write_text("a-secret-that-was-given")
     with started(shm / "node0", f"--secret-file={secret}", "--domain=rack") as process:
-        card = living(shm / "node0")
-        assert (card.token, card.domain, card.process) == (
+        info = living(shm / "node0")
+        assert (info.token, info.domain, info.process) == (
             "a-secret-that-was-given",
             "rack",
             process.pid,
         )
         gang.run(train, str(tmp_path / "root"), str(shm), 1, 2, 2, world=2, **BESIDE)
-        assert living(shm / "node0") == card
+        assert living(shm / "node0") == info
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
-    assert not (Home(shm / "node0").card).exists()
+    assert not (Home(shm / "node0").info).exists()
 
 
 def niceness_of(process: int) -> dict[int, int]:

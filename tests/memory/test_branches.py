@@ -10,16 +10,16 @@ import msgspec
 import pytest
 
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
+from shardwise.memory import records
 from shardwise.memory.agent.idle import Idle
-from shardwise.memory.node import notes
 from shardwise.memory.node.branches import is_abandoned, leave_behind
-from shardwise.memory.node.home import Home, Run, new_run, write_note
+from shardwise.memory.node.home import Home, Run, new_run, write_record
 from shardwise.memory.node.lineage import Lineage, go_on_from, lineage_of
-from shardwise.memory.node.notes import Done, Draft, Staged
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.predecessors import ROOT
 from shardwise.memory.node.retire import give_up_failed
-from shardwise.memory.node.trainers import Presence
+from shardwise.memory.node.trainers import RankLock
+from shardwise.memory.records import Done, PendingManifest, Staged
 from shardwise.memory.trainer.slots import Slots
 from shardwise.store import LocalStore
 
@@ -54,17 +54,18 @@ def leave(
     file = FileEntry(f"r00000-{save}.safetensors", 0, 4, 0, 0, 0, 0)
     place.path.mkdir(parents=True)
     (place.path / file.name).write_bytes(b"data")
-    write_note(
-        place.path / notes.staged(file.name), Staged(file, f"r00000-{step}.slot", 2, stages, epoch)
+    write_record(
+        place.path / records.staged(file.name),
+        Staged(file, f"r00000-{step}.slot", 2, stages, epoch),
     )
     for stage in ended:
-        write_note(place.path / notes.outcome(stage, save), Done(save_id=save, stage=stage))
+        write_record(place.path / records.outcome(stage, save), Done(save_id=save, stage=stage))
     if committed:
         manifest = Manifest(
             save_id=save, step=step, created="", world_size=1, files=(), objects=(), tensors=()
         )
-        write_note(place.path / "manifest.json", encode_manifest(manifest))
-        draft = Draft(
+        write_record(place.path / "manifest.json", encode_manifest(manifest))
+        draft = PendingManifest(
             save_id=save,
             step=step,
             manifest="",
@@ -75,7 +76,7 @@ def leave(
             epoch=epoch or 0,
             durable=durable,
         )
-        write_note(place.path / notes.terms(save), draft)
+        write_record(place.path / records.terms(save), draft)
 
 
 def went(*steps: int) -> Lineage:
@@ -121,7 +122,7 @@ def test_what_is_still_being_rescued_holds_no_slot(run: Run) -> None:
     """Of nodes that are lost, one after the other, which may take long."""
     leave(run, 46, ended=("commit", "protect"))
     leave(run, 47, ended=("commit", "protect"))
-    write_note(run.step(47) / notes.request("persist", f"{47:016x}"), {})
+    write_record(run.step(47) / records.request("persist", f"{47:016x}"), {})
     leave_behind(run, 48, went(), [HERE], 2)
     assert run.steps() == [46]
 
@@ -173,7 +174,7 @@ def test_a_step_that_was_saved_again_is_not_abandoned(run: Run) -> None:
     assert is_abandoned(place, went(6))
     file = FileEntry(f"r00000-{'f' * 16}.safetensors", 0, 4, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(b"data")
-    write_note(place.path / notes.staged(file.name), Staged(file, "again.slot", 2, (), 1))
+    write_record(place.path / records.staged(file.name), Staged(file, "again.slot", 2, (), 1))
     assert not is_abandoned(place, went(6))
 
 
@@ -184,7 +185,7 @@ def an_idle_node(run: Run, root: Path, *steps: int) -> LocalStore:
     lineage = lineage_of(store)
     store.publish("run.json", msgspec.json.encode(Lineage(run.name)), replace=True)
     assert lineage.run != run.name
-    write_note(run.path / ROOT, str(store))
+    write_record(run.path / ROOT, str(store))
     for step in steps:
         go_on_from(store, run.name, step)
     for step in (7, 8):
@@ -228,7 +229,7 @@ def test_a_node_is_not_idle_that_has_been_without_trainers_for_a_moment(
     an_idle_node(idle_run, tmp_path / "root", 6)
     idle = Idle(never, 0.2)
     assert not idle.discard(Place(idle_run, 7))
-    presence = Presence(idle_run, 0)
+    presence = RankLock(idle_run, 0)
     time.sleep(0.3)
     assert not idle.discard(Place(idle_run, 7))
     presence.end()
@@ -239,7 +240,7 @@ def test_a_node_is_not_idle_that_has_been_without_trainers_for_a_moment(
 
 def test_a_node_with_trainers_gives_nothing_back_by_itself(idle_run: Run, tmp_path: Path) -> None:
     an_idle_node(idle_run, tmp_path / "root", 6)
-    presence = Presence(idle_run, 0)
+    presence = RankLock(idle_run, 0)
     assert not Idle(never, 0.0).discard(Place(idle_run, 7))
     presence.end()
     assert Idle(never, 0.0).discard(Place(idle_run, 7))
@@ -264,7 +265,7 @@ def failed(run: Run, step: int) -> None:
     """Its commit has failed."""
     save = f"{step:016x}"
     note = Done(save_id=save, stage="commit", failure="a node is lost")
-    write_note(run.step(step) / notes.outcome("commit", save), note)
+    write_record(run.step(step) / records.outcome("commit", save), note)
 
 
 def aged(run: Run, step: int, seconds: float) -> None:

@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import StoreError
-from shardwise.memory.node.home import LARGEST_NOTE
-from shardwise.memory.node.notes import Card
+from shardwise.memory.node.home import LARGEST_RECORD
+from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.client import AgentClient
 from shardwise.memory.tls import Tls
 from shardwise.testing.store_suite import UNSAFE
@@ -55,15 +55,15 @@ asyncio.run(main())
 """
 
 
-def card_of(port: int, *, token: str = TOKEN, scheme: str = "http") -> Card:
+def running_agent(port: int, *, token: str = TOKEN, scheme: str = "http") -> AgentInfo:
     """How to talk to a server on this port."""
-    return Card(node="node-b", url=f"{scheme}://127.0.0.1:{port}", token=token)
+    return AgentInfo(node="node-b", url=f"{scheme}://127.0.0.1:{port}", token=token)
 
 
 @contextmanager
-def calling(card: Card, **options: Any) -> Iterator[AgentClient]:
+def calling(info: AgentInfo, **options: Any) -> Iterator[AgentClient]:
     """A client that is closed afterwards."""
-    client = AgentClient(card, **options)
+    client = AgentClient(info, **options)
     try:
         yield client
     finally:
@@ -81,7 +81,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def client(shared: Served) -> Iterator[AgentClient]:
     """A client of it."""
-    with calling(card_of(shared.port), read_timeout=5.0) as one:
+    with calling(running_agent(shared.port), read_timeout=5.0) as one:
         yield one
 
 
@@ -128,8 +128,8 @@ def test_what_is_not_there_is_not_found(client: AgentClient) -> None:
 def test_limits_hold_before_anything_is_read(client: AgentClient) -> None:
     with pytest.raises(StoreError, match=f"{SIZE} bytes; at most {SIZE - 1}"):
         client.read(RUN, 10, DATA, limit=SIZE - 1)
-    with pytest.raises(StoreError, match="a note has"):
-        client.put(RUN, 10, "a.json", bytes(LARGEST_NOTE + 1))
+    with pytest.raises(StoreError, match="a record has"):
+        client.put(RUN, 10, "a.json", bytes(LARGEST_RECORD + 1))
     assert client.health().runs == 1
 
 
@@ -142,24 +142,24 @@ def test_no_unsafe_name_is_sent(client: AgentClient, name: str) -> None:
 
 
 def test_a_wrong_token_is_refused_and_never_told(shared: Served) -> None:
-    with calling(card_of(shared.port, token="gu3ssed")) as one:
+    with calling(running_agent(shared.port, token="gu3ssed")) as one:
         with pytest.raises(StoreError, match=r"node-b.*token") as caught:
             one.read(RUN, 10, DATA, limit=SIZE)
         assert "gu3ssed" not in str(caught.value)
     with pytest.raises(StoreError, match="node-b") as caught:
-        AgentClient(card_of(shared.port, token="gu3ssed\r\nX: y"))
+        AgentClient(running_agent(shared.port, token="gu3ssed\r\nX: y"))
     assert "gu3ssed" not in str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["", "http://", "ftp://a:1", "http://a", "http://a:x", "/runs"])
 def test_a_card_needs_an_address(url: str) -> None:
     with pytest.raises(StoreError, match="no http"):
-        AgentClient(Card(node="node-b", url=url, token="t"))
+        AgentClient(AgentInfo(node="node-b", url=url, token="t"))
 
 
 def test_a_line_is_kept_and_made_anew_once_it_is_dead(tmp_path: Path) -> None:
     with serve(tmp_path) as one:
-        client = AgentClient(card_of(one.port))
+        client = AgentClient(running_agent(one.port))
         for _ in range(5):
             client.health()
         assert len(client._idle) == 1
@@ -191,7 +191,7 @@ def test_many_threads_share_a_client(client: AgentClient) -> None:
 
 
 @pytest.fixture
-def child(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Card]]:
+def child(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], AgentInfo]]:
     """A server in a process of its own, which has a large file that begins with ones."""
     step = tmp_path / "runs" / RUN / "step-00000010"
     step.mkdir(parents=True)
@@ -202,16 +202,16 @@ def child(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Card]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            yield process, card_of(int(process.stdout.readline()))
+            yield process, running_agent(int(process.stdout.readline()))
         finally:
             process.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_node_that_is_lost_in_mid_read_is_an_error_in_time(
-    child: tuple[subprocess.Popen[str], Card], number: signal.Signals
+    child: tuple[subprocess.Popen[str], AgentInfo], number: signal.Signals
 ) -> None:
-    process, card = child
+    process, info = child
     out = np.zeros(256 << 20, np.uint8)
 
     def strike() -> None:
@@ -219,7 +219,7 @@ def test_a_node_that_is_lost_in_mid_read_is_an_error_in_time(
             time.sleep(0.0005)
         process.send_signal(number)
 
-    with calling(card, read_timeout=0.3) as one:
+    with calling(info, read_timeout=0.3) as one:
         one.health()
         striker = threading.Thread(target=strike)
         striker.start()
@@ -242,7 +242,7 @@ def test_no_torch_and_no_aiohttp_to_talk_to_an_agent() -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-def answering(answer: bytes) -> tuple[Card, threading.Thread]:
+def answering(answer: bytes) -> tuple[AgentInfo, threading.Thread]:
     """A peer that is no agent, and answers one request with these bytes."""
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -253,7 +253,7 @@ def answering(answer: bytes) -> tuple[Card, threading.Thread]:
 
     thread = threading.Thread(target=live)
     thread.start()
-    return card_of(listener.getsockname()[1]), thread
+    return running_agent(listener.getsockname()[1]), thread
 
 
 @pytest.mark.parametrize(
@@ -272,9 +272,9 @@ def answering(answer: bytes) -> tuple[Card, threading.Thread]:
     ],
 )
 def test_a_peer_that_is_no_agent(answer: bytes) -> None:
-    card, thread = answering(answer)
+    info, thread = answering(answer)
     with (
-        calling(card, read_timeout=2.0) as one,
+        calling(info, read_timeout=2.0) as one,
         pytest.raises(StoreError, match="node-b") as caught,
     ):
         one.health()
@@ -292,8 +292,8 @@ def test_a_peer_that_is_no_agent(answer: bytes) -> None:
     ],
 )
 def test_a_peer_that_sends_another_range(answer: bytes) -> None:
-    card, thread = answering(answer)
-    with calling(card, read_timeout=2.0) as one, pytest.raises(StoreError, match="node-b"):
+    info, thread = answering(answer)
+    with calling(info, read_timeout=2.0) as one, pytest.raises(StoreError, match="node-b"):
         one.read_range_into(RUN, 10, DATA, 0, np.zeros(4, np.uint8))
     thread.join(5)
 
@@ -302,10 +302,10 @@ def test_a_peer_that_sends_another_range(answer: bytes) -> None:
 def test_no_unsafe_name_is_received(name: str) -> None:
     escaped = name.replace("\n", "\\n")
     body = f'[{{"step":1,"files":[{{"name":"{escaped}","size":1}}]}}]'
-    card, thread = answering(
+    info, thread = answering(
         f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
     )
-    with calling(card) as one, pytest.raises(StoreError, match="node-b"):
+    with calling(info) as one, pytest.raises(StoreError, match="node-b"):
         one.list(RUN)
     thread.join(5)
 
@@ -315,8 +315,8 @@ def test_over_tls(tmp_path: Path) -> None:
     node, trainer = ours.issue("node"), ours.issue("trainer").for_client()
     with serve(tmp_path / "home", tls=node.for_server()) as one:
         one.fill(DATA, noise(SIZE))
-        card = card_of(one.port, scheme="https")
-        client = AgentClient(card, tls=trainer)
+        info = running_agent(one.port, scheme="https")
+        client = AgentClient(info, tls=trainer)
         out = np.zeros(200_000, np.uint8)
         client.read_range_into(RUN, 10, DATA, 1001, out)
         client._idle[0].sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
@@ -327,7 +327,7 @@ def test_over_tls(tmp_path: Path) -> None:
             certificate=theirs.issue("x").certificate, key=theirs.folder / "x.key", ca=node.ca
         )
         for tls in (theirs.issue("y"), stranger):
-            with calling(card, tls=tls.for_client()) as other, pytest.raises(StoreError):
+            with calling(info, tls=tls.for_client()) as other, pytest.raises(StoreError):
                 other.health()
         assert not one.wakes
 
@@ -335,18 +335,21 @@ def test_over_tls(tmp_path: Path) -> None:
 def test_nothing_is_sent_in_clear_where_tls_is_asked_for(tmp_path: Path) -> None:
     tls = Authority(tmp_path).issue("node")
     with serve(tmp_path / "clear") as clear, serve(tmp_path / "tls", tls=tls.for_server()) as one:
-        plain = card_of(clear.port)
+        plain = running_agent(clear.port)
         with (
             calling(plain, tls=tls.for_client()) as client,
             pytest.raises(StoreError, match="it speaks no TLS; nothing was sent"),
         ):
             client.put(RUN, 10, "protect-0123456789abcdef.json", b"{}")
         with (
-            calling(card_of(one.port, scheme="https")) as client,
+            calling(running_agent(one.port, scheme="https")) as client,
             pytest.raises(StoreError, match="it speaks TLS, and no certificate"),
         ):
             client.health()
-        with calling(card_of(one.port), read_timeout=2.0) as client, pytest.raises(StoreError):
+        with (
+            calling(running_agent(one.port), read_timeout=2.0) as client,
+            pytest.raises(StoreError),
+        ):
             client.health()
 
 

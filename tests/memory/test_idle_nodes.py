@@ -11,11 +11,11 @@ from msgspec.structs import replace
 
 from shardwise.manifest.manifest import Manifest, encode_manifest
 from shardwise.manifest.names import MANIFEST
-from shardwise.memory.node import notes
-from shardwise.memory.node.home import Home, write_note
+from shardwise.memory import records
+from shardwise.memory.node.home import Home, write_record
 from shardwise.memory.node.lineage import Branch, Lineage
-from shardwise.memory.node.notes import Card, Draft
 from shardwise.memory.node.place import Place
+from shardwise.memory.records import AgentInfo, PendingManifest
 from shardwise.memory.remote.assembling import (
     ABSENT,
     Held,
@@ -33,34 +33,34 @@ EMPTY = Manifest(
 )
 
 
-@pytest.mark.parametrize("name", [notes.draft(SAVE), notes.terms(SAVE)])
+@pytest.mark.parametrize("name", [records.draft(SAVE), records.terms(SAVE)])
 def test_nodes_are_found_that_only_others_know(tmp_path: Path, name: str) -> None:
     """A run that comes back to a node which was idle knows of the last nodes only in part."""
     with ExitStack() as served:
         homes = {node: Home(tmp_path / node) for node in ("b", "c")}
         ports = {node: served.enter_context(serve(home.path)).port for node, home in homes.items()}
-        cards = {node: Card(node, f"http://127.0.0.1:{ports[node]}", TOKEN) for node in homes}
-        nowhere = Card("c", "http://127.0.0.1:1", TOKEN)  # where its agent was before
-        together = draft([Card("a", "", ""), cards["b"], cards["c"]])
+        infos = {node: AgentInfo(node, f"http://127.0.0.1:{ports[node]}", TOKEN) for node in homes}
+        nowhere = AgentInfo("c", "http://127.0.0.1:1", TOKEN)  # where its agent was before
+        together = draft([AgentInfo("a", "", ""), infos["b"], infos["c"]])
         for home in homes.values():
             place = Place(home.run(RUN), 3)
             place.path.mkdir(parents=True)
-            write_note(place.path / name, together)
-        held = [Held("a", {}, [cards["b"], nowhere])]
-        found, known = ask_around(held, {"a": Card("a", "", "")}, RUN, None)
+            write_record(place.path / name, together)
+        held = [Held("a", {}, [infos["b"], nowhere])]
+        found, known = ask_around(held, {"a": AgentInfo("a", "", "")}, RUN, None)
     assert [each.node for each in found] == ["a", "b", "c"]
     assert all(list(each.steps) == [3] for each in found[1:])
-    assert known["c"] == cards["c"]
+    assert known["c"] == infos["c"]
 
 
 def test_a_node_that_is_off_is_waited_for_only_while_its_answer_is_needed() -> None:
     with unreachable() as port:
-        held = [Held("a", {}, [Card("b", f"http://127.0.0.1:{port}", TOKEN)])]
-        cards = {"a": Card("a", "", "")}
+        held = [Held("a", {}, [AgentInfo("b", f"http://127.0.0.1:{port}", TOKEN)])]
+        infos = {"a": AgentInfo("a", "", "")}
         start = time.monotonic()
-        assert ask_around(held, cards, RUN, None, lambda held, cards: True) == (held, cards)
+        assert ask_around(held, infos, RUN, None, lambda held, infos: True) == (held, infos)
         at_once = time.monotonic() - start
-        assert ask_around(held, cards, RUN, None) == (held, cards)
+        assert ask_around(held, infos, RUN, None) == (held, infos)
     assert at_once < ABSENT / 2 < ABSENT <= time.monotonic() - start - at_once < 2.0
 
 
@@ -69,7 +69,7 @@ def committed(home: Home, step: int, epoch: int) -> Held:
     place = Place(home.run(RUN), step)
     place.path.mkdir(parents=True, exist_ok=True)
     (place.path / MANIFEST).write_bytes(encode_manifest(EMPTY))
-    write_note(place.path / notes.draft(SAVE), replace(draft([]), epoch=epoch))
+    write_record(place.path / records.draft(SAVE), replace(draft([]), epoch=epoch))
     return what_is_held(home.run(RUN), "a")
 
 
@@ -84,7 +84,7 @@ def test_who_was_there_last_knows_of_all_that_is_newer(
 
     def is_enough(held: Held, **wanted: int | None) -> bool:
         given: dict[str, int | None] = {"step": None, **wanted}
-        return suffices([held], {"a": Card("a", "", "")}, read, lineage=lineage, **given)
+        return suffices([held], {"a": AgentInfo("a", "", "")}, read, lineage=lineage, **given)
 
     assert not is_enough(Held("a", {}, []))
     old = committed(home, 3, epoch=0)
@@ -97,6 +97,8 @@ def test_who_was_there_last_knows_of_all_that_is_newer(
     assert not is_enough(what_is_held(home.run(RUN), "a"))
 
 
-def draft(nodes: list[Card]) -> Draft:
+def draft(nodes: list[AgentInfo]) -> PendingManifest:
     """Of step 3, on these nodes."""
-    return Draft(save_id=SAVE, step=3, manifest="", files=[], nodes=nodes, leader="a", root="")
+    return PendingManifest(
+        save_id=SAVE, step=3, manifest="", files=[], nodes=nodes, leader="a", root=""
+    )

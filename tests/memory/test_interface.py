@@ -12,12 +12,12 @@ from shardwise.memory.node import identity, interface
 from shardwise.memory.node.home import Home
 from shardwise.memory.node.identity import last_port, node_name, remember_port, secret_of
 from shardwise.memory.node.interface import address_of, refuse_unreachable
-from shardwise.memory.node.notes import Card
+from shardwise.memory.records import AgentInfo
 
 
-def card(node: str, address: str, host: str) -> Card:
-    """The card of an agent that serves this address."""
-    return Card(node, f"http://{address}:1", "secret", 7, "", host)
+def info(node: str, address: str, host: str) -> AgentInfo:
+    """The info of an agent that serves this address."""
+    return AgentInfo(node, f"http://{address}:1", "secret", 7, "", host)
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,11 @@ def test_an_interface_that_has_only_ipv6(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_hosts_that_cannot_reach_each_other_are_refused() -> None:
-    refuse_unreachable([card("a-1", "127.0.0.1", "a"), card("a-2", "127.0.0.1", "a")])
-    refuse_unreachable([card("a-1", "10.0.0.1", "a"), card("b-1", "10.0.0.2", "b")])
+    refuse_unreachable([info("a-1", "127.0.0.1", "a"), info("a-2", "127.0.0.1", "a")])
+    refuse_unreachable([info("a-1", "10.0.0.1", "a"), info("b-1", "10.0.0.2", "b")])
     for alone in ("127.0.0.1", "[::1]"):
         with pytest.raises(sw.StoreError, match=r"2 hosts \(a, b\).*b-1 serves") as caught:
-            refuse_unreachable([card("a-1", "10.0.0.1", "a"), card("b-1", alone, "b")])
+            refuse_unreachable([info("a-1", "10.0.0.1", "a"), info("b-1", alone, "b")])
         assert "Memory(interface=…)" in str(caught.value)
         assert "kill 7 on b" in str(caught.value)
 

@@ -19,11 +19,11 @@ import shardwise as sw
 from shardwise.memory.agent import keeper as keepers
 from shardwise.memory.agent.keeper import Keeper, is_attended
 from shardwise.memory.node import spawn
-from shardwise.memory.node.home import Home, new_run, write_note
-from shardwise.memory.node.notes import Card
-from shardwise.memory.node.spawn import agent_of, card_of
-from shardwise.memory.node.trainers import Presence
+from shardwise.memory.node.home import Home, new_run, write_record
+from shardwise.memory.node.spawn import ensure_agent, running_agent
+from shardwise.memory.node.trainers import RankLock
 from shardwise.memory.options import Memory
+from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.client import AgentClient
 from tests.memory.certificates import Authority
 from tests.memory.test_snapshots import end_agents
@@ -54,24 +54,24 @@ def until(seen: Callable[[], object], seconds: float = 30.0) -> None:
         time.sleep(0.02)
 
 
-def kill(card: Card) -> None:
+def kill(info: AgentInfo) -> None:
     """As a crash would; it is gone when this returns."""
-    os.kill(card.process, signal.SIGKILL)
+    os.kill(info.process, signal.SIGKILL)
 
 
 def test_an_agent_that_dies_is_followed_by_one_that_is_the_same_to_others(
     home: Home, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = Memory(dir=str(home.path.parent))
-    first = agent_of(home, options)
+    first = ensure_agent(home, options)
     with closing(AgentClient(first)) as client, kept(home, options):
         assert client.health().pid == first.process
         until(lambda: is_attended(home))
         start = time.monotonic()
         kill(first)
-        until(lambda: (card := card_of(home)) and card.process != first.process)
+        until(lambda: (info := running_agent(home)) and info.process != first.process)
         assert time.monotonic() - start < 10
-        second = card_of(home)
+        second = running_agent(home)
         assert second is not None
         assert (second.node, second.url, second.token) == (first.node, first.url, first.token)
         assert client.health().pid == second.process
@@ -86,30 +86,30 @@ def test_an_agent_that_dies_is_followed_by_one_that_is_the_same_to_others(
 
 def test_an_agent_of_another_version_is_replaced_unless_a_training_uses_it(home: Home) -> None:
     options = Memory(dir=str(home.path.parent))
-    first = agent_of(home, options)
-    assert agent_of(home, options) == first
-    write_note(home.card, msgspec.structs.replace(first, schema="older"))
+    first = ensure_agent(home, options)
+    assert ensure_agent(home, options) == first
+    write_record(home.info, msgspec.structs.replace(first, schema="older"))
     run = home.run(new_run())
     run.path.mkdir(parents=True)
-    presence = Presence(run, 0)
+    presence = RankLock(run, 0)
     with pytest.raises(sw.StoreError, match=r"belongs to another version.*a training uses it"):
-        agent_of(home, options)
+        ensure_agent(home, options)
     presence.end()
     presence.leave()
     with pytest.raises(sw.StoreError, match="start one of the version that trains"):
-        agent_of(home, Memory(dir=str(home.path.parent), start_agent=False))
-    second = agent_of(home, options)
+        ensure_agent(home, Memory(dir=str(home.path.parent), start_agent=False))
+    second = ensure_agent(home, options)
     assert second.process != first.process
     assert (second.url, second.schema) == (first.url, first.schema)
 
 
 def test_a_port_that_is_taken_meanwhile_is_given_up(home: Home) -> None:
     options = Memory(dir=str(home.path.parent))
-    first = agent_of(home, options)
+    first = ensure_agent(home, options)
     kill(first)
     until(lambda: not home.has_agent())
     with socket.create_server(("127.0.0.1", urlsplit(first.url).port or 0)):
-        second = agent_of(home, options)
+        second = ensure_agent(home, options)
     assert second.url != first.url
     assert second.token == first.token
 
@@ -121,14 +121,14 @@ def test_an_agent_that_is_stopped_is_told_of_and_left_alone(
     monkeypatch.setattr(keepers, "BETWEEN_QUESTIONS", 0.1)
     monkeypatch.setattr(keepers, "NO_ANSWER", 0.3)
     options = Memory(dir=str(home.path.parent))
-    card = agent_of(home, options)
+    info = ensure_agent(home, options)
     with kept(home, options) as keeper:
-        os.kill(card.process, signal.SIGSTOP)
+        os.kill(info.process, signal.SIGSTOP)
         until(lambda: "lives, but does not answer" in caplog.text)
         time.sleep(1.0)
         keeper.check()
-        assert card_of(home) == card
-        os.kill(card.process, signal.SIGCONT)
+        assert running_agent(home) == info
+        os.kill(info.process, signal.SIGCONT)
         until(lambda: "answers again" in caplog.text)
     said = [each for each in caplog.records if each.levelno >= logging.WARNING]
     assert len(said) == 2
@@ -158,15 +158,15 @@ def test_training_can_wait_for_an_agent_that_others_start(
     with monkeypatch.context() as patch:
         patch.setattr(spawn, "PATIENCE", 0.3)
         with pytest.raises(sw.StoreError, match="start `shardwise agent run --dir"):
-            agent_of(home, Memory(dir=str(directory), start_agent=False))
-    card = agent_of(home, Memory(dir=str(directory)))
-    assert agent_of(home, Memory(dir=str(directory), start_agent=False)) == card
+            ensure_agent(home, Memory(dir=str(directory), start_agent=False))
+    info = ensure_agent(home, Memory(dir=str(directory)))
+    assert ensure_agent(home, Memory(dir=str(directory), start_agent=False)) == info
 
 
 def test_an_agent_that_is_another_than_is_asked_for_is_refused(home: Home, tmp_path: Path) -> None:
     directory = str(home.path.parent)
-    card = agent_of(home, Memory(dir=directory, domain="rack-1", interface="lo"))
-    assert agent_of(home, Memory(dir=directory, interface="127.0.0.1")) == card
+    info = ensure_agent(home, Memory(dir=directory, domain="rack-1", interface="lo"))
+    assert ensure_agent(home, Memory(dir=directory, interface="127.0.0.1")) == info
     tls = Authority(tmp_path / "authority").issue("node")
     for options, wrong in (
         (Memory(dir=directory, domain="rack-2"), "its domain is 'rack-1', not 'rack-2'"),
@@ -174,28 +174,28 @@ def test_an_agent_that_is_another_than_is_asked_for_is_refused(home: Home, tmp_p
         (Memory(dir=directory, tls=tls), "it speaks no TLS"),
     ):
         with pytest.raises(sw.StoreError, match=wrong) as caught:
-            agent_of(home, options)
-        assert f"kill {card.process}" in str(caught.value)
+            ensure_agent(home, options)
+        assert f"kill {info.process}" in str(caught.value)
 
 
 def test_agents_speak_tls_if_asked(home: Home, tmp_path: Path) -> None:
     authority = Authority(tmp_path / "authority")
     tls = authority.issue("node")
-    card = agent_of(home, Memory(dir=str(home.path.parent), tls=tls))
-    assert card.url.startswith("https://127.0.0.1:")
-    with closing(AgentClient(card, tls=authority.issue("other").for_client())) as client:
-        assert client.health().pid == card.process
+    info = ensure_agent(home, Memory(dir=str(home.path.parent), tls=tls))
+    assert info.url.startswith("https://127.0.0.1:")
+    with closing(AgentClient(info, tls=authority.issue("other").for_client())) as client:
+        assert client.health().pid == info.process
     with pytest.raises(sw.StoreError, match="it speaks TLS, and tls= is not given"):
-        agent_of(home, Memory(dir=str(home.path.parent)))
+        ensure_agent(home, Memory(dir=str(home.path.parent)))
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6")
 def test_agents_serve_ipv6(home: Home) -> None:
-    card = agent_of(home, Memory(dir=str(home.path.parent), interface="::1"))
-    assert card.url.startswith("http://[::1]:")
-    with closing(AgentClient(card)) as client:
-        assert client.health().pid == card.process
-    assert agent_of(home, Memory(dir=str(home.path.parent), interface="0:0::1")) == card
+    info = ensure_agent(home, Memory(dir=str(home.path.parent), interface="::1"))
+    assert info.url.startswith("http://[::1]:")
+    with closing(AgentClient(info)) as client:
+        assert client.health().pid == info.process
+    assert ensure_agent(home, Memory(dir=str(home.path.parent), interface="0:0::1")) == info
 
 
 def test_a_home_that_disappears_is_no_harm(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.manifest.manifest import Manifest, encode_manifest
-from shardwise.memory.node import notes
+from shardwise.memory import records
 from shardwise.memory.node.lineage import MOST_BRANCHES, Branch, Lineage, go_on_from, lineage_of
 from shardwise.memory.remote.assembling import Held, choose
 from shardwise.store import LocalStore
@@ -100,7 +100,7 @@ def saved(step: int, epoch: int | None, *, of: str = "terms") -> dict[str, bytes
     )
     found = {"manifest.json": encode_manifest(manifest)}
     if epoch is not None:
-        draft = notes.Draft(
+        draft = records.PendingManifest(
             save_id=save_id,
             step=step,
             manifest="",
@@ -110,7 +110,7 @@ def saved(step: int, epoch: int | None, *, of: str = "terms") -> dict[str, bytes
             root="",
             epoch=epoch,
         )
-        name = notes.terms(save_id) if of == "terms" else notes.draft(save_id)
+        name = records.terms(save_id) if of == "terms" else records.draft(save_id)
         found[name] = msgspec.json.encode(draft)
     return found
 
@@ -128,8 +128,8 @@ def chosen(nodes: list[dict[int, dict[str, bytes]]], lineage: Lineage) -> tuple[
         Held(str(node), {step: sizes(files) for step, files in by_step.items()}, [])
         for node, by_step in enumerate(nodes)
     ]
-    cards = {each.node: notes.Card(each.node, "http://x", "t") for each in held}
-    found = choose(held, cards, read, step=None, lineage=lineage)
+    infos = {each.node: records.AgentInfo(each.node, "http://x", "t") for each in held}
+    found = choose(held, infos, read, step=None, lineage=lineage)
     return found.step, str(found.newer)
 
 

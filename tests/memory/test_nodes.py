@@ -13,28 +13,31 @@ import msgspec
 import pytest
 
 import shardwise as sw
-from shardwise.memory.node import notes
+from shardwise.memory import records
 from shardwise.memory.node.home import Run
-from shardwise.memory.node.notes import Card, Done
 from shardwise.memory.node.place import Place
+from shardwise.memory.records import AgentInfo, Done
 from shardwise.memory.remote.nodes import Nodes, of_each
 from tests.memory.test_server import RUN, TOKEN, Served, served
 
 __all__ = ["served"]
 SAVE = "f" * 16
-REQUEST, DONE = notes.request("protect", SAVE), notes.done("protect", SAVE)
+REQUEST, DONE = records.request("protect", SAVE), records.done("protect", SAVE)
 WAIT = 0.3
 
 
 def expecting(served: Served, tmp_path: Path, *, asked: str) -> Done:
     """What a node that was asked to protect a snapshot says when it has."""
     place = Place(Run(tmp_path / "here" / RUN), 10)
-    cards = [Card("here", "", ""), Card("there", f"http://127.0.0.1:{served.port}", TOKEN)]
+    infos = [
+        AgentInfo("here", "", ""),
+        AgentInfo("there", f"http://127.0.0.1:{served.port}", TOKEN),
+    ]
     place.path.mkdir(parents=True)
     bound = threading.Timer(5.0, place.abandon)
     bound.start()
     try:
-        with closing(Nodes(place, cards, "here", WAIT)) as nodes:
+        with closing(Nodes(place, infos, "here", WAIT)) as nodes:
             return nodes.expect("there", DONE, Done, asked=asked)
     finally:
         bound.cancel()
@@ -47,7 +50,7 @@ def test_who_was_asked_is_waited_for_as_long_as_it_may_take(served: Served, tmp_
     timer.start()
     assert expecting(served, tmp_path, asked=REQUEST).bytes == 7
     with pytest.raises(sw.StoreError, match="gave no entry"):
-        Nodes(Place(Run(tmp_path), 10), [Card("here", "", "")], "here", WAIT).expect(
+        Nodes(Place(Run(tmp_path), 10), [AgentInfo("here", "", "")], "here", WAIT).expect(
             "here", "entry", Done
         )
 
@@ -91,8 +94,8 @@ def test_work_on_an_abandoned_snapshot_ends_at_once(
     place = Place(Run(tmp_path / "here" / RUN), 10)
     place.path.mkdir(parents=True)
     with lost() as port:
-        cards = [Card("here", "", ""), Card("there", f"http://127.0.0.1:{port}", TOKEN)]
-        with closing(Nodes(place, cards, "here", 60.0)) as nodes:
+        infos = [AgentInfo("here", "", ""), AgentInfo("there", f"http://127.0.0.1:{port}", TOKEN)]
+        with closing(Nodes(place, infos, "here", 60.0)) as nodes:
             threading.Timer(0.3, place.abandon).start()
             started = time.monotonic()
             with pytest.raises(sw.StoreError, match="step 10 is abandoned"):

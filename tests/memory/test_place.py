@@ -13,12 +13,13 @@ import pytest
 
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
-from shardwise.memory.agent.duties import Following, Leading, Sealing
-from shardwise.memory.node import notes
-from shardwise.memory.node.home import Home, new_run, read_note, write_note
+from shardwise.memory import records
+from shardwise.memory.agent.duties import Following, Leading
+from shardwise.memory.node.home import Home, new_run, read_record, write_record
 from shardwise.memory.node.mappings import Mappings
-from shardwise.memory.node.notes import Card, Done, Draft, Kept, Staged
 from shardwise.memory.node.place import Place
+from shardwise.memory.node.seal import Sealing
+from shardwise.memory.records import AgentInfo, Done, Kept, PendingManifest, Staged
 from shardwise.memory.redundancy.placement import Group, Member
 from tests.memory.test_nodes import unreachable
 from tests.memory.test_server import TOKEN
@@ -35,8 +36,8 @@ def place(tmp_path: Path) -> Place:
     return place
 
 
-def draft(save_id: str) -> Draft:
-    return Draft(
+def draft(save_id: str) -> PendingManifest:
+    return PendingManifest(
         save_id=save_id, step=1, manifest="", files=[], nodes=[], leader="a", root="/nowhere"
     )
 
@@ -52,10 +53,10 @@ def kept(save_id: str) -> Kept:
 @pytest.mark.parametrize(
     ("name", "note", "found"),
     [
-        (notes.draft, draft, Place.drafts),
-        (notes.terms, draft, Place.terms),
-        (lambda save_id: notes.staged(f"r00000-{save_id}.safetensors"), staged, Place.staged),
-        (lambda save_id: notes.kept(f"r00000-{save_id}.safetensors", 0), kept, Place.kept),
+        (records.draft, draft, Place.drafts),
+        (records.terms, draft, Place.terms),
+        (lambda save_id: records.staged(f"r00000-{save_id}.safetensors"), staged, Place.staged),
+        (lambda save_id: records.kept(f"r00000-{save_id}.safetensors", 0), kept, Place.kept),
     ],
 )
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -68,10 +69,10 @@ def test_a_damaged_note_is_passed_over_and_told_of_once(
     damage: bytes,
 ) -> None:
     for save_id in (ONE, OTHER):
-        write_note(place.path / name(save_id), note(save_id))
+        write_record(place.path / name(save_id), note(save_id))
         (place.path / f"r00000-{save_id}.safetensors").touch()
     assert found(place) == [note(ONE), note(OTHER)]
-    write_note(place.path / name(ONE), damage)
+    write_record(place.path / name(ONE), damage)
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
             assert found(place) == [note(OTHER)]
@@ -81,7 +82,7 @@ def test_a_damaged_note_is_passed_over_and_told_of_once(
 
 def test_a_damaged_outcome_is_a_failure(place: Place) -> None:
     assert place.ended("commit", ONE) is None
-    write_note(place.path / notes.outcome("commit", ONE), DAMAGES[0])
+    write_record(place.path / records.outcome("commit", ONE), DAMAGES[0])
     ended = place.ended("commit", ONE)
     assert ended is not None
     assert "damaged" in ended.failure
@@ -89,23 +90,23 @@ def test_a_damaged_outcome_is_a_failure(place: Place) -> None:
 
 @pytest.mark.parametrize("stage", ["persist", "protect"])
 def test_a_damaged_wish_ends_as_a_failure(place: Place, stage: str) -> None:
-    write_note(place.path / notes.request(stage, ONE), DAMAGES[0])
+    write_record(place.path / records.request(stage, ONE), DAMAGES[0])
     following = Following("a", Mappings())
     duty = following.persist if stage == "persist" else following.protect
     assert duty(place)
-    done = read_note(place.path / notes.done(stage, ONE), Done)
+    done = read_record(place.path / records.done(stage, ONE), Done)
     assert done is not None
     assert (done.stage, done.node) == (stage, "a")
-    assert notes.request(stage, ONE) in done.failure
+    assert records.request(stage, ONE) in done.failure
     assert not duty(place)
 
 
 def test_a_damaged_note_of_a_file_keeps_no_other_from_being_sealed(place: Place) -> None:
-    write_note(place.path / notes.staged(f"r00000-{ONE}.safetensors"), DAMAGES[0])
-    write_note(place.path / notes.staged(f"r00000-{OTHER}.safetensors"), staged(OTHER))
+    write_record(place.path / records.staged(f"r00000-{ONE}.safetensors"), DAMAGES[0])
+    write_record(place.path / records.staged(f"r00000-{OTHER}.safetensors"), staged(OTHER))
     (place.path / f"r00000-{OTHER}.safetensors").touch()
     assert Sealing(Mappings()).seal(place)
-    assert place.has(notes.entry(f"r00000-{OTHER}.safetensors"))
+    assert place.has(records.entry(f"r00000-{OTHER}.safetensors"))
 
 
 def test_a_draft_of_which_a_bit_has_flipped_is_not_committed(place: Place) -> None:
@@ -114,7 +115,7 @@ def test_a_draft_of_which_a_bit_has_flipped_is_not_committed(place: Place) -> No
     )
     text = encode_manifest(manifest).decode().replace('"world_size":1', '"world_size":3')
     damaged = msgspec.structs.replace(draft(ONE), manifest=text)
-    write_note(place.path / notes.draft(ONE), damaged)
+    write_record(place.path / records.draft(ONE), damaged)
     assert Leading("a").commit(place)
     ended = place.ended("commit", ONE)
     assert ended is not None
@@ -128,10 +129,10 @@ def test_a_commit_does_not_wait_for_a_node_whose_files_it_does_not_need(place: P
         save_id=ONE, step=1, created="now", world_size=1, files=(), objects=(), tensors=()
     )
     with unreachable() as port:
-        lost = Card("b", f"http://127.0.0.1:{port}", TOKEN)
+        lost = AgentInfo("b", f"http://127.0.0.1:{port}", TOKEN)
         replaced = {"manifest": encode_manifest(manifest).decode(), "leader": "a", "wait": 2.0}
-        led = msgspec.structs.replace(draft(ONE), nodes=[Card("a", "", ""), lost], **replaced)
-        write_note(place.path / notes.draft(ONE), led)
+        led = msgspec.structs.replace(draft(ONE), nodes=[AgentInfo("a", "", ""), lost], **replaced)
+        write_record(place.path / records.draft(ONE), led)
         with ThreadPoolExecutor(1) as pool:
             committing = pool.submit(Leading("a").commit, place)
             deadline = time.monotonic() + 1.5
@@ -146,6 +147,6 @@ def test_a_commit_does_not_wait_for_a_node_whose_files_it_does_not_need(place: P
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_is_no_note_is_a_store_error(place: Place, damage: bytes) -> None:
-    write_note(place.path / "note.json", damage)
+    write_record(place.path / "note.json", damage)
     with pytest.raises(StoreError, match=r"note\.json"):
-        read_note(place.path / "note.json", Draft)
+        read_record(place.path / "note.json", PendingManifest)

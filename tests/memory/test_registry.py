@@ -14,18 +14,18 @@ from msgspec.structs import replace
 import shardwise as sw
 from shardwise.errors import StoreError
 from shardwise.memory.node import registry as registry_module
-from shardwise.memory.node.home import Home, write_note
+from shardwise.memory.node.home import Home, write_record
 from shardwise.memory.node.identity import node_name, run_token
-from shardwise.memory.node.notes import Card
 from shardwise.memory.node.predecessors import ROOT
 from shardwise.memory.node.registry import KEPT_FOR, NODES, Enrolment, Registry, forget, reenter
+from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.client import AgentClient
 from shardwise.store import LocalStore
 from tests.faults.memory.scenario import end_agents
 from tests.memory.test_server import RUN, TOKEN, serve
 
-HERE = Card("here-1", "http://127.0.0.1:7311", TOKEN, host=socket.gethostname())
-THERE = Card("there/2 – ü", "http://192.0.2.7:7312", TOKEN, host="there")
+HERE = AgentInfo("here-1", "http://127.0.0.1:7311", TOKEN, host=socket.gethostname())
+THERE = AgentInfo("there/2 – ü", "http://192.0.2.7:7312", TOKEN, host="there")
 
 
 @pytest.fixture
@@ -37,20 +37,20 @@ def shm(tmp_path: Path) -> Iterator[Path]:
 
 def test_what_nodes_have_written_is_read_without_their_secrets(tmp_path: Path) -> None:
     registry = Registry(LocalStore(tmp_path), RUN)
-    assert registry.read().cards == []
-    for card in (HERE, THERE):
-        registry.enter(card, 0)
+    assert registry.read().infos == []
+    for info in (HERE, THERE):
+        registry.enter(info, 0)
     found = registry.read()
-    assert {card.node: card.url for card in found.cards} == {c.node: c.url for c in (HERE, THERE)}
-    assert {card.token for card in found.cards} == {run_token(TOKEN, RUN)}
+    assert {info.node: info.url for info in found.infos} == {c.node: c.url for c in (HERE, THERE)}
+    assert {info.token for info in found.infos} == {run_token(TOKEN, RUN)}
     assert not found.unknown
     for path in (tmp_path / NODES).iterdir():
         assert path.stat().st_mode & 0o777 == 0o600
         assert TOKEN not in path.read_text()
-    assert Registry(LocalStore(tmp_path), "f" * 16).read().cards == [], "that is another run"
-    assert [card.node for card in registry.read({HERE.node}).cards] == [THERE.node]
+    assert Registry(LocalStore(tmp_path), "f" * 16).read().infos == [], "that is another run"
+    assert [info.node for info in registry.read({HERE.node}).infos] == [THERE.node]
     registry.leave(THERE.node)
-    assert [card.node for card in registry.read().cards] == [HERE.node]
+    assert [info.node for info in registry.read().infos] == [HERE.node]
 
 
 def test_the_token_of_a_run_is_for_that_run_alone(tmp_path: Path) -> None:
@@ -58,8 +58,8 @@ def test_the_token_of_a_run_is_for_that_run_alone(tmp_path: Path) -> None:
     for run in (RUN, "f" * 16):
         home.run(run).step(1).mkdir(parents=True)
     with serve(home.path) as served:
-        card = Card("n", f"http://127.0.0.1:{served.port}", run_token(TOKEN, RUN))
-        client = AgentClient(card)
+        info = AgentInfo("n", f"http://127.0.0.1:{served.port}", run_token(TOKEN, RUN))
+        client = AgentClient(info)
         assert [each.step for each in client.list(RUN)] == [1]
         for refused in (client.health, lambda: client.list("f" * 16)):
             with pytest.raises(StoreError, match="it does not take this token"):
@@ -75,7 +75,7 @@ def test_entries_that_others_may_read_or_write_are_not_believed(tmp_path: Path, 
     (path,) = (tmp_path / NODES).iterdir()
     path.chmod(mode)
     found = registry.read()
-    assert found.cards == []
+    assert found.infos == []
     assert "others may read or write" in found.unknown[HERE.node]
 
 
@@ -105,7 +105,7 @@ def test_what_is_damaged_old_or_of_another_run_is_told_or_goes(tmp_path: Path) -
     registry.prune()
     assert {path.name for path in (tmp_path / NODES).iterdir()} == {"here-1.json", damaged.name}
     now[0] += KEPT_FOR + 1
-    assert registry.read().cards == []
+    assert registry.read().infos == []
     registry.prune()
     assert not list((tmp_path / NODES).iterdir())
 
@@ -115,7 +115,7 @@ def test_a_token_is_not_sent_to_what_listens_on_another_host(tmp_path: Path) -> 
     registry = Registry(LocalStore(tmp_path), RUN)
     registry.enter(replace(HERE, host="elsewhere"), 0)
     found = registry.read()
-    assert found.cards == []
+    assert found.infos == []
     assert "serves its own host only, elsewhere" in found.unknown[HERE.node]
 
 
@@ -137,14 +137,14 @@ def test_an_agent_that_comes_back_elsewhere_says_so(tmp_path: Path) -> None:
     moved = replace(HERE, url="http://127.0.0.1:7399")
     reenter(run, moved)  # nothing is known of the root
     run.path.mkdir()
-    write_note(run.path / ROOT, str(LocalStore(tmp_path / "root")))
+    write_record(run.path / ROOT, str(LocalStore(tmp_path / "root")))
     reenter(run, moved)
-    assert registry.read().cards == [], "it never saved"
+    assert registry.read().infos == [], "it never saved"
     registry.enter(HERE, 0)
     reenter(run, moved)
-    assert [card.url for card in registry.read().cards] == [moved.url]
+    assert [info.url for info in registry.read().infos] == [moved.url]
     forget(run, HERE.node)
-    assert registry.read().cards == []
+    assert registry.read().infos == []
 
 
 def test_a_node_that_only_the_root_knows_is_asked_and_named_if_it_cannot_be(

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.memory.node import notes
-from shardwise.memory.node.home import Run, write_note
+from shardwise.memory import records
+from shardwise.memory.node.home import Run, write_record
 from shardwise.memory.node.place import Place
 from shardwise.memory.remote.completion import claim
 from shardwise.memory.trainer.rings import peers_of, rings_of
@@ -124,10 +124,10 @@ def test_what_was_begun_to_be_completed_is_not_completed_again(
     (note,) = (each.name for each in step.glob("*.kept-*.json"))
     assert kept.file.startswith(".")
     assert claim(place, note, kept.file[1:], kept.ring) is None
-    made = notes.kept_file(note)
+    made = records.kept_file(note)
     (place.path / kept.file[1:]).rename(place.path / made)
     assert claim(place, note, kept.file[1:], kept.ring) is not None  # it was killed in between
-    write_note(place.path / note, msgspec.structs.replace(kept, file=made))
+    write_record(place.path / note, msgspec.structs.replace(kept, file=made))
     place.beside(kept.file[1:]).rename(place.path / made)
     assert claim(place, note, kept.file[1:], kept.ring) is not None
     assert claim(place, note, kept.file[1:], kept.ring) is None

@@ -14,17 +14,17 @@ import torch
 import shardwise as sw
 from shardwise.errors import StoreError
 from shardwise.manifest.names import MANIFEST, lock_file, step_directory
+from shardwise.memory import records
 from shardwise.memory.agent import publication as publication_module
 from shardwise.memory.agent import signs
 from shardwise.memory.agent.attempts import Seen
 from shardwise.memory.agent.duties import Following
 from shardwise.memory.agent.publication import publication, retention_of
-from shardwise.memory.node import notes
-from shardwise.memory.node.home import Home, new_run, write_note
+from shardwise.memory.node.home import Home, new_run, write_record
 from shardwise.memory.node.mappings import Mappings
-from shardwise.memory.node.notes import Done, Draft
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.retire import ENDED, discard, retire
+from shardwise.memory.records import Done, PendingManifest
 from shardwise.memory.remote.vigil import Agents
 from shardwise.memory.trainer.begun import Begun
 from shardwise.memory.trainer.handle import Stages
@@ -78,7 +78,7 @@ def test_who_looks_for_leftovers_just_now_fails_no_save(
 ) -> None:
     """A Checkpointer that is opened has the lock of a save that is being persisted for a moment."""
     store = LocalStore(tmp_path / step_directory(1))
-    draft = Draft(
+    draft = PendingManifest(
         save_id=SAVE, step=1, manifest="", files=[], nodes=[], leader="", root=str(tmp_path)
     )
     with ExitStack() as looking:
@@ -149,8 +149,8 @@ def test_what_cannot_go_is_told_though_the_last_snapshot_is_for_memory_only(
         cp.close()
 
 
-def draft_of(root: Path, step: int, keep: sw.Keep) -> Draft:
-    return Draft(
+def draft_of(root: Path, step: int, keep: sw.Keep) -> PendingManifest:
+    return PendingManifest(
         save_id=SAVE,
         step=step,
         manifest="",
@@ -175,10 +175,10 @@ def place(tmp_path: Path) -> Place:
     place = Place(Home(tmp_path / "home").run(new_run()), 3)
     place.path.mkdir(parents=True)
     wish = retention_of(draft_of(root, 3, sw.Keep(last=1)))
-    write_note(place.path / notes.request(notes.RETAIN, SAVE), wish)
+    write_record(place.path / records.request(records.RETAIN, SAVE), wish)
     for stage in ("commit", "persist"):
         done = Done(save_id=SAVE, stage=stage, node="here")
-        write_note(place.path / notes.outcome(stage, SAVE), done)
+        write_record(place.path / records.outcome(stage, SAVE), done)
     return place
 
 
@@ -199,8 +199,8 @@ def test_a_snapshot_that_is_retired_leaves_what_is_still_to_be_removed(
     stages = stages_of(place)
     for _ in range(2):
         assert retire(place, 0.0, wholly=False)
-        assert place.named("") == [notes.request(notes.RETAIN, SAVE)]
-        assert stages.ended(notes.RETAIN) is None
+        assert place.named("") == [records.request(records.RETAIN, SAVE)]
+        assert stages.ended(records.RETAIN) is None
         assert not stages.is_over()
         names = frozenset(place.named(""))
         assert signs.of_retaining(Seen(place, {3: names})) == [SAVE]
@@ -211,7 +211,7 @@ def test_a_snapshot_that_is_retired_leaves_what_is_still_to_be_removed(
     assert not Following("another agent", Mappings()).retain(place)
     assert retire(place, 0.0, wholly=False)
     assert not place.path.exists()
-    assert (place.run.path / ENDED / notes.outcome(notes.RETAIN, SAVE)).exists()
+    assert (place.run.path / ENDED / records.outcome(records.RETAIN, SAVE)).exists()
 
 
 def test_what_the_run_has_left_behind_removes_nothing_more(
@@ -231,7 +231,7 @@ def test_what_the_run_has_left_behind_removes_nothing_more(
 
 
 def test_a_note_that_is_damaged_removes_nothing_and_is_told(tmp_path: Path, place: Place) -> None:
-    (place.path / notes.request(notes.RETAIN, SAVE)).write_bytes(b"{")
+    (place.path / records.request(records.RETAIN, SAVE)).write_bytes(b"{")
     assert Following("here", Mappings()).retain(place)
     with pytest.raises(StoreError, match=r"step 3: retain: StoreError: .*Input data was truncated"):
         stages_of(place).check()
@@ -246,8 +246,8 @@ def test_each_failure_is_told_once_and_what_is_under_way_stays(place: Place) -> 
         begun.add(stages_of(each))
 
     def fails(each: Place) -> None:
-        done = Done(save_id=SAVE, stage=notes.RETAIN, failure="busy")
-        write_note(each.path / notes.outcome(notes.RETAIN, SAVE), done)
+        done = Done(save_id=SAVE, stage=records.RETAIN, failure="busy")
+        write_record(each.path / records.outcome(records.RETAIN, SAVE), done)
 
     begun.raise_failure()
     fails(place)

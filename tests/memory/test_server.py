@@ -26,8 +26,8 @@ from shardwise.errors import StoreError
 from shardwise.memory.agent import connections, server
 from shardwise.memory.agent.connections import serving
 from shardwise.memory.agent.server import create_app
-from shardwise.memory.node.home import LARGEST_NOTE, read_note
-from shardwise.memory.node.notes import Persist
+from shardwise.memory.node.home import LARGEST_RECORD, read_record
+from shardwise.memory.records import Persist
 from tests.memory.certificates import Authority
 
 RUN = "0123456789abcdef"
@@ -366,7 +366,7 @@ def test_only_files_of_the_snapshot_can_be_asked_for(tmp_path: Path, name: str) 
     wish = {"save_id": RUN, "place": "/", "files": [name], "wait": 1.0}
     (tmp_path / "note").write_text(json.dumps(wish))
     with pytest.raises(StoreError, match="regex"):
-        read_note(tmp_path / "note", Persist)
+        read_record(tmp_path / "note", Persist)
 
 
 def test_only_notes_are_taken(served: Served) -> None:
@@ -377,7 +377,7 @@ def test_only_notes_are_taken(served: Served) -> None:
 @pytest.mark.parametrize(
     ("headers", "sent", "status"),
     [
-        (f"Content-Length: {LARGEST_NOTE + 1}", "", 413),
+        (f"Content-Length: {LARGEST_RECORD + 1}", "", 413),
         ("Transfer-Encoding: chunked", "2\r\n{}\r\n0\r\n\r\n", 411),
         ("Content-Length: -1", "", 400),
         ("Content-Length: 1e3", "", 400),

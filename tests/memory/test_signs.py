@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.memory import records
 from shardwise.memory.agent import signs
 from shardwise.memory.agent.attempts import Seen
-from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, new_run
 from shardwise.memory.node.place import Place
-from shardwise.memory.node.trainers import Presence
+from shardwise.memory.node.trainers import RankLock
 
 SAVE = "0" * 16
 FILES = [f"r{rank:05d}-{SAVE}.safetensors" for rank in (0, 1)]
 COPYING = {
     FILES[0],
-    notes.staged(FILES[0]),
-    notes.request("persist", SAVE),
-    notes.copying(FILES[1]),
+    records.staged(FILES[0]),
+    records.request("persist", SAVE),
+    records.copying(FILES[1]),
 }
 
 
@@ -36,26 +36,26 @@ def due(place: Place, names: set[str]) -> tuple[list[str], list[str]]:
 
 
 def test_nothing_is_begun_while_another_rank_copies(place: Place) -> None:
-    presence = Presence(place.run, 1)
+    presence = RankLock(place.run, 1)
     assert due(place, COPYING) == ([], [])
-    assert due(place, COPYING - {notes.copying(FILES[1])}) == ([FILES[0]], [SAVE])
+    assert due(place, COPYING - {records.copying(FILES[1])}) == ([FILES[0]], [SAVE])
     presence.end()
 
 
 def test_a_note_without_its_file_is_nothing_to_do(place: Place) -> None:
     """The trainer was killed before it moved the file to its place."""
-    assert due(place, {notes.staged(FILES[0])}) == ([], [])
+    assert due(place, {records.staged(FILES[0])}) == ([], [])
 
 
 def test_a_rank_that_was_lost_as_it_copied_is_not_waited_for(place: Place) -> None:
     """The agent that leads would wait for this node's part, and rescue nothing meanwhile."""
-    Presence(place.run, 1).leave()
+    RankLock(place.run, 1).leave()
     assert due(place, COPYING) == ([FILES[0]], [SAVE])
 
 
 def test_a_rank_that_is_stuck_as_it_copies_is_not_waited_for_once_the_commit_has_failed(
     place: Place,
 ) -> None:
-    presence = Presence(place.run, 1)
-    assert due(place, {*COPYING, notes.outcome("commit", SAVE)}) == ([FILES[0]], [SAVE])
+    presence = RankLock(place.run, 1)
+    assert due(place, {*COPYING, records.outcome("commit", SAVE)}) == ([FILES[0]], [SAVE])
     presence.end()

@@ -11,13 +11,13 @@ import pytest
 import shardwise as sw
 from shardwise.engine.pages import LARGE
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
+from shardwise.memory import records
 from shardwise.memory.agent.persist import Throttle
-from shardwise.memory.node import notes
-from shardwise.memory.node.home import Home, Run, new_run, write_note
-from shardwise.memory.node.notes import Done, Draft, Staged
+from shardwise.memory.node.home import Home, Run, new_run, write_record
 from shardwise.memory.node.place import Held, Place
 from shardwise.memory.node.retire import discard_newer, replaced, retire_replaced
 from shardwise.memory.node.room import needed_for_others, taken_for_others
+from shardwise.memory.records import Done, PendingManifest, Staged
 from shardwise.memory.trainer.slots import PAGE, Slots
 
 
@@ -233,10 +233,10 @@ def leave_committed(
     file = FileEntry(f"r00000-{save}.safetensors", 0, 10, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(bytes(10))
     staged = Staged(file, f"r00000-{step}.slot", 2, stages)
-    write_note(place.path / notes.staged(file.name), staged)
-    write_note(place.path / "manifest.json", b"{}")
+    write_record(place.path / records.staged(file.name), staged)
+    write_record(place.path / "manifest.json", b"{}")
     for stage in ended:
-        write_note(place.path / notes.outcome(stage, save), Done(save_id=save, stage=stage))
+        write_record(place.path / records.outcome(stage, save), Done(save_id=save, stage=stage))
 
 
 def files_of(run: Run) -> dict[int, list[str]]:
@@ -253,7 +253,7 @@ def test_the_newest_that_is_protected_stays(run: Run) -> None:
     assert run.steps() == [5, 6, 7]
     save = f"{7:016x}"
     outcome = Done(save_id=save, stage="protect")
-    write_note(run.step(7) / notes.outcome("protect", save), outcome)
+    write_record(run.step(7) / records.outcome("protect", save), outcome)
     assert replaced(7, files_of(run)) > before
     assert not replaced(6, files_of(run))
     assert not retire_replaced(Place(run, 6))
@@ -270,7 +270,7 @@ def test_one_whose_protection_failed_is_not_protected(run: Run) -> None:
         leave_committed(run, step, "commit")
         save = f"{step:016x}"
         failed = Done(save_id=save, stage="protect", failure="no node is left")
-        write_note(run.step(step) / notes.outcome("protect", save), failed)
+        write_record(run.step(step) / records.outcome("protect", save), failed)
     assert retire_replaced(Place(run, 7))
     assert run.steps() == [5, 7]
 
@@ -282,7 +282,7 @@ def test_what_was_promised_to_storage_stays_until_it_is_there(run: Run) -> None:
     for step in (5, 6, 7):
         leave_committed(run, step, *stages[: 2 if step == 5 else 3], stages=stages)
     promised = Place(run, 5)
-    draft = Draft(
+    draft = PendingManifest(
         save_id=f"{5:016x}",
         step=5,
         manifest="",
@@ -292,11 +292,11 @@ def test_what_was_promised_to_storage_stays_until_it_is_there(run: Run) -> None:
         root="",
         durable=True,
     )
-    write_note(promised.path / notes.draft(draft.save_id), draft)
+    write_record(promised.path / records.draft(draft.save_id), draft)
     retire_replaced(Place(run, 7))
     assert run.steps() == [5, 7]
-    outcome = notes.outcome("persist", draft.save_id)
-    write_note(promised.path / outcome, Done(save_id=draft.save_id, stage="persist"))
+    outcome = records.outcome("persist", draft.save_id)
+    write_record(promised.path / outcome, Done(save_id=draft.save_id, stage="persist"))
     leave_committed(run, 8, *stages, stages=stages)
     assert retire_replaced(Place(run, 8))
     assert run.steps() == [7, 8]
@@ -320,14 +320,14 @@ def test_what_is_left_of_a_step_that_was_saved_again_is_removed(run: Run) -> Non
     saved = Manifest(
         save_id=f"{7:016x}", step=7, created="", world_size=1, files=(), objects=(), tensors=()
     )
-    write_note(place.path / "manifest.json", encode_manifest(saved))
+    write_record(place.path / "manifest.json", encode_manifest(saved))
     file = FileEntry(f"r00000-{old}.safetensors", 0, 10, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(b"of before")
-    write_note(place.path / notes.staged(file.name), Staged(file, "r00000-old.slot", 2, ()))
+    write_record(place.path / records.staged(file.name), Staged(file, "r00000-old.slot", 2, ()))
     assert not retire_replaced(place)
     assert place.saves() == {old, saved.save_id}
     failed = Done(save_id=old, stage="commit", failure="a rank was killed")
-    write_note(place.path / notes.outcome("commit", old), failed)
+    write_record(place.path / records.outcome("commit", old), failed)
     assert retire_replaced(place)
     assert place.saves() == {saved.save_id}
     assert (run.free / "r00000-old.slot").read_bytes() == b"of before"
@@ -363,7 +363,7 @@ def test_a_snapshot_that_newer_ones_have_replaced_leaves_what_is_to_be_removed(r
     run.free.mkdir(parents=True)
     for step in (5, 6, 7):
         leave_committed(run, step, "commit", "protect")
-    request = notes.request(notes.RETAIN, f"{5:016x}")
+    request = records.request(records.RETAIN, f"{5:016x}")
     (run.step(5) / request).write_bytes(b"{}")
     retire_replaced(Place(run, 7))
     assert Place(run, 5).named("") == [request]

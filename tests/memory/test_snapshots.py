@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.node.home import Home, read_note
-from shardwise.memory.node.notes import Card
+from shardwise.memory.node.home import Home, read_record
+from shardwise.memory.records import AgentInfo
 from shardwise.memory.trainer import staging
 from shardwise.memory.trainer.stage import Fill
 from shardwise.store.store import Buffer
@@ -33,8 +33,8 @@ def end_agents(directory: Path) -> None:
 
 def signal_agents(directory: Path, number: int) -> list[int]:
     """Send a signal to the agents of all homes below a directory; their processes."""
-    cards = [read_note(card, Card) for card in directory.glob("**/agent.json")]
-    processes = [card.process for card in cards if card is not None]
+    infos = [read_record(info, AgentInfo) for info in directory.glob("**/agent.json")]
+    processes = [info.process for info in infos if info is not None]
     for process in processes:
         os.kill(process, number)
     return processes

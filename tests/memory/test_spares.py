@@ -9,13 +9,13 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.manifest.manifest import FileEntry
-from shardwise.memory.node import notes
-from shardwise.memory.node.home import Home, Run, new_run, write_note
-from shardwise.memory.node.notes import Staged
+from shardwise.memory import records
+from shardwise.memory.node.home import Home, Run, new_run, write_record
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.retire import retire_replaced
 from shardwise.memory.node.room import taken_for_others
 from shardwise.memory.node.spares import spare, spares, take_spare, trim_spares
+from shardwise.memory.records import Staged
 from shardwise.testing import Gang
 from tests.memory.test_snapshots import memory_of, rows, shm
 
@@ -37,8 +37,8 @@ def leave(run: Run, step: int, *made: tuple[str, int]) -> None:
     place.path.mkdir(parents=True)
     file = FileEntry(f"r00000-{save}.safetensors", 0, 10, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(bytes(10))
-    write_note(place.path / notes.staged(file.name), Staged(file, f"r00000-{step}.slot", 1, ()))
-    write_note(place.path / "manifest.json", b"{}")
+    write_record(place.path / records.staged(file.name), Staged(file, f"r00000-{step}.slot", 1, ()))
+    write_record(place.path / "manifest.json", b"{}")
     for name, size in made:
         (place.path / f"{name}-{save}.safetensors").write_bytes(bytes(size))
 

@@ -27,12 +27,12 @@ from shardwise.layout import Box
 from shardwise.manifest.datafile import lay_out, list_pieces
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import data_file
+from shardwise.memory import records
 from shardwise.memory.agent import signs
 from shardwise.memory.agent.attempts import Seen
-from shardwise.memory.node import notes
 from shardwise.memory.node.home import Home, Run, new_run
 from shardwise.memory.node.place import Place
-from shardwise.memory.node.trainers import Presence
+from shardwise.memory.node.trainers import RankLock
 from shardwise.memory.remote import vigil as vigil_module
 from shardwise.memory.remote.nodes import Nodes
 from shardwise.memory.remote.vigil import Agents, Vigil
@@ -296,13 +296,13 @@ def test_without_overlap_it_is_copied_when_save_returns(tmp_path: Path) -> None:
     memory = SimulatedMemory(trial.accelerator, CARD, values)
     content = content_of(memory)  # type: ignore[arg-type]
 
-    def card() -> None:
+    def info() -> None:
         while not done.wait(0.001):
             for stream in (trial.accelerator.training[CARD], *trial.accelerator.own.values()):
                 stream.run()
 
     done = threading.Event()
-    running = threading.Thread(target=card)
+    running = threading.Thread(target=info)
     running.start()
     try:
         assert trial.begin(content).done.is_set()
@@ -351,7 +351,7 @@ def test_a_copy_is_spread_over_the_slack_and_a_fence_ends_that_at_once(trial: Tr
 
 def test_agents_begin_once_no_rank_copies(trial: Trial) -> None:
     """Else they would be in the way of the ranks that still do, for whom a training waits."""
-    presence = Presence(trial.run, 0)
+    presence = RankLock(trial.run, 0)
     content = content_of(HostMemory(torch.full((SIZE,), 5, dtype=torch.uint8)))
     slack = trial.staging._slack
     assert slack is not None
@@ -360,13 +360,13 @@ def test_agents_begin_once_no_rank_copies(trial: Trial) -> None:
     copying = trial.begin(content, 2)
     place = Place(trial.run, 2)
     deadline = time.monotonic() + BOUND
-    while not notes.being_copied(place.named("")):
+    while not records.being_copied(place.named("")):
         assert time.monotonic() < deadline, "nobody says that it copies"
         time.sleep(0.001)
     other = data_file(1, f"{2:016x}")
-    (place.path / notes.staged(other)).touch()
+    (place.path / records.staged(other)).touch()
     (place.path / other).touch()
-    (place.path / notes.request("persist", f"{2:016x}")).touch()
+    (place.path / records.request("persist", f"{2:016x}")).touch()
 
     def signs_now() -> tuple[list[str], list[str]]:
         seen = Seen(place, {2: frozenset(place.named(""))})
@@ -542,12 +542,12 @@ def test_what_could_not_be_staged_is_told_to_the_agent(trial: Trial) -> None:
     place = Place(trial.run, 1)
     name = data_file(0, f"{1:016x}")
     with pytest.raises(sw.StoreError, match="out of memory"):
-        place.expect(name, time.monotonic() + BOUND, failed=notes.failed(name))
+        place.expect(name, time.monotonic() + BOUND, failed=records.failed(name))
     with (
         closing(Nodes(place, [], "here", BOUND)) as nodes,
         pytest.raises(sw.StoreError, match=r"node here: staging step 1: .*out of memory"),
     ):
-        nodes.expect("here", notes.entry(name), FileEntry, failed=notes.failed(name))
+        nodes.expect("here", records.entry(name), FileEntry, failed=records.failed(name))
 
 
 def test_a_save_that_the_leader_was_never_given_is_not_waited_for(
@@ -573,7 +573,7 @@ def test_a_save_that_the_leader_was_never_given_is_not_waited_for(
         return now[0] - start
 
     assert 121 < seconds_waited() < 130
-    (place.path / notes.copying(data_file(0, save_id))).touch()
+    (place.path / records.copying(data_file(0, save_id))).touch()
     assert 600 < seconds_waited() < 730
-    (place.path / notes.draft(save_id)).touch()
+    (place.path / records.draft(save_id)).touch()
     assert seconds_waited() == 3600

@@ -23,7 +23,7 @@ from shardwise.engine.memory import Array, HostMemory, Slices
 from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import data_file
-from shardwise.memory.node import notes
+from shardwise.memory import records
 from shardwise.memory.node.home import Home, new_run
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.retire import discard_newer
@@ -158,7 +158,7 @@ def go_on(directory: Path, run: str, work: Callable[..., None]) -> None:
     """As a restore does: forget what is not whole, and have all slots again."""
     left = Home(directory).run(run)
     whole = [each.file.name for each in Place(left, 1).staged()]
-    assert notes.unsealed(Place(left, 1).named("")) == whole
+    assert records.unsealed(Place(left, 1).named("")) == whole
     discard_newer(left, None)
     work(directory, run, *range(11, 11 + SLOTS))
     discard_newer(left, None)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.memory.node.home import Home, Run, new_run
-from shardwise.memory.node.trainers import Presence, forget_lost, is_present, lost_trainers
+from shardwise.memory.node.trainers import RankLock, forget_lost, is_present, lost_trainers
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_looking_at_a_trainer_does_not_end_it(run: Run) -> None:
-    presence = Presence(run, 3)
+    presence = RankLock(run, 3)
     assert is_present(run, 3)
     assert is_present(run, 3)
     assert not is_present(run, 4)
@@ -33,15 +33,15 @@ def test_looking_at_a_trainer_does_not_end_it(run: Run) -> None:
 
 
 def test_one_that_goes_without_a_word_is_lost_until_it_is_back(run: Run) -> None:
-    Presence(run, 3).leave()
+    RankLock(run, 3).leave()
     assert lost_trainers(run) == [3]
-    presence = Presence(run, 3)
+    presence = RankLock(run, 3)
     assert lost_trainers(run) == []
     presence.end()
 
 
 def test_a_child_does_not_keep_its_parent_alive(run: Run) -> None:
-    presence = Presence(run, 0)
+    presence = RankLock(run, 0)
     child = os.fork()
     if child == 0:
         signal.pause()
@@ -62,12 +62,12 @@ from pathlib import Path
 from shardwise.memory.node import trainers
 from shardwise.memory.node.home import Run
 trainers.PATIENCE = 0.1
-trainers.Presence(Run(Path(sys.argv[1])), 0)
+trainers.RankLock(Run(Path(sys.argv[1])), 0)
 """
 
 
 def test_a_rank_is_not_taken_by_another_process(run: Run) -> None:
-    presence = Presence(run, 0)
+    presence = RankLock(run, 0)
     command = [sys.executable, "-c", TAKE, str(run.path)]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert "another process is rank 0 of run" in refused.stderr
@@ -76,8 +76,8 @@ def test_a_rank_is_not_taken_by_another_process(run: Run) -> None:
 
 
 def test_a_process_that_gave_up_may_begin_anew(run: Run) -> None:
-    lost = Presence(run, 0)
-    again = Presence(run, 0)
+    lost = RankLock(run, 0)
+    again = RankLock(run, 0)
     assert is_present(run, 0)
     again.end()
     assert lost_trainers(run) == []
@@ -86,8 +86,8 @@ def test_a_process_that_gave_up_may_begin_anew(run: Run) -> None:
 
 def test_those_of_before_are_forgotten_once_others_have_come(run: Run) -> None:
     """Or their node would have every snapshot persisted, though nobody is lost."""
-    Presence(run, 3).leave()
-    presence = Presence(run, 4)
+    RankLock(run, 3).leave()
+    presence = RankLock(run, 4)
     assert lost_trainers(run) == [3]
     forget_lost(run)
     assert lost_trainers(run) == []
@@ -97,8 +97,8 @@ def test_those_of_before_are_forgotten_once_others_have_come(run: Run) -> None:
 
 
 def test_of_several_in_a_process_the_last_one_counts(run: Run) -> None:
-    first = Presence(run, 0)
-    second = Presence(run, 0)
+    first = RankLock(run, 0)
+    second = RankLock(run, 0)
     assert first.is_followed()
     assert not second.is_followed()
     first.end()

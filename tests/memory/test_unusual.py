@@ -18,13 +18,14 @@ import torch
 import shardwise as sw
 from shardwise.errors import CheckpointExistsError, StoreError
 from shardwise.manifest.names import step_directory
+from shardwise.memory import records
 from shardwise.memory.agent.duties import Leading
 from shardwise.memory.agent.keeper import attendance, is_attended
-from shardwise.memory.node import notes, retire, spawn
-from shardwise.memory.node.home import Home, write_note
-from shardwise.memory.node.notes import Done, Draft
+from shardwise.memory.node import retire, spawn
+from shardwise.memory.node.home import Home, write_record
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.retire import ENDED
+from shardwise.memory.records import Done, PendingManifest
 from shardwise.memory.remote.assembling import what_is_held
 from shardwise.memory.remote.vigil import Agents
 from shardwise.memory.trainer.copying import Copying
@@ -75,7 +76,7 @@ def test_what_was_committed_of_another_save_of_a_step_is_not_published(
         handle.result(20.0)
         home = Home(shm)
         place = Place(home.run(home.runs()[0]), 1)
-        draft = Draft(
+        draft = PendingManifest(
             save_id="0" * 16,
             step=1,
             manifest="",
@@ -85,11 +86,11 @@ def test_what_was_committed_of_another_save_of_a_step_is_not_published(
             root=str(tmp_path / "root"),
             durable=True,
         )
-        write_note(
-            place.path / notes.outcome("commit", draft.save_id),
-            notes.Done(save_id=draft.save_id, stage="commit"),
+        write_record(
+            place.path / records.outcome("commit", draft.save_id),
+            records.Done(save_id=draft.save_id, stage="commit"),
         )
-        write_note(place.path / notes.draft(draft.save_id), draft)
+        write_record(place.path / records.draft(draft.save_id), draft)
         Leading(draft.leader).persist(place)
         done = place.ended("persist", draft.save_id)
         assert done is not None
@@ -271,8 +272,8 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
     place = Place(home.run("0" * 16), 1)
     save_id = "f" * 16
     place.path.mkdir(parents=True)
-    commit = notes.outcome("commit", save_id)
-    write_note(place.path / commit, Done(save_id=save_id, stage="commit"))
+    commit = records.outcome("commit", save_id)
+    write_record(place.path / commit, Done(save_id=save_id, stage="commit"))
     stages = Stages(
         agents=Agents(home, None, None, 10.0),
         place=place,
@@ -288,7 +289,9 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
     assert stages.wait("retain", 10.0).failure == ""
     with pytest.raises(StoreError, match="newer snapshots have taken its place"):
         stages.wait("persist", 10.0)
-    write_note(ended / notes.outcome("persist", save_id), Done(save_id=save_id, stage="persist"))
+    write_record(
+        ended / records.outcome("persist", save_id), Done(save_id=save_id, stage="persist")
+    )
     assert stages.wait("persist", 10.0).failure == ""
 
 
@@ -335,5 +338,5 @@ def test_an_agent_that_another_process_never_finishes_starting_is_not_waited_for
     fd = home.open_lock("start.lock")
     fcntl.flock(fd, fcntl.LOCK_EX)
     with pytest.raises(StoreError, match="another process has been starting the agent"):
-        spawn.agent_of(home, memory(tmp_path))
+        spawn.ensure_agent(home, memory(tmp_path))
     os.close(fd)

@@ -14,7 +14,7 @@ import pytest
 from shardwise.memory.agent import service
 from shardwise.memory.node import vacancies
 from shardwise.memory.node.home import Home, Run, hold, new_run
-from shardwise.memory.node.trainers import Presence, is_present
+from shardwise.memory.node.trainers import RankLock, is_present
 from shardwise.memory.node.vacancies import Vacancies
 
 
@@ -27,7 +27,7 @@ def home(tmp_path: Path) -> Home:
 def begun(home: Home) -> Run:
     """A run that has allocated memory, and whose trainer is gone."""
     run = home.run(new_run())
-    Presence(run, 0).leave()
+    RankLock(run, 0).leave()
     run.free.mkdir()
     (run.free / "r00000-0.slot").write_bytes(b"memory")
     return run
@@ -47,7 +47,7 @@ def test_a_trainer_that_starts_again_soon_finds_its_memory(home: Home) -> None:
     run = begun(home)
     swept = Vacancies(home, 0.3)
     swept.sweep()
-    presence = Presence(run, 0)
+    presence = RankLock(run, 0)
     time.sleep(0.4)
     swept.sweep()
     assert (run.free / "r00000-0.slot").exists()
@@ -65,7 +65,7 @@ def test_trainers_that_come_just_then_have_their_places(
     """One just before it is removed, which then is not, and another as that is seen."""
     run = begun(home)
     inode = run.path.stat().st_ino
-    came: list[Presence] = []
+    came: list[RankLock] = []
     coming: list[threading.Thread] = []
 
     def looking(look: Callable[[Run], bool]) -> Callable[[Run], bool]:
@@ -73,8 +73,8 @@ def test_trainers_that_come_just_then_have_their_places(
             if coming:
                 return look(seen)
             found = look(seen)
-            came.append(Presence(run, 0))
-            coming.append(threading.Thread(target=lambda: came.append(Presence(run, 1))))
+            came.append(RankLock(run, 0))
+            coming.append(threading.Thread(target=lambda: came.append(RankLock(run, 1))))
             return found
 
         return is_vacant
@@ -99,8 +99,8 @@ def test_a_trainer_that_comes_as_a_run_is_removed_begins_it_anew(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = begun(home)
-    came: list[Presence] = []
-    coming = threading.Thread(target=lambda: came.append(Presence(run, 0)))
+    came: list[RankLock] = []
+    coming = threading.Thread(target=lambda: came.append(RankLock(run, 0)))
     look = vacancies._is_vacant
 
     def is_vacant(seen: Run) -> bool:
@@ -128,7 +128,7 @@ def test_what_is_begun_anew_is_vacant_only_later(home: Home) -> None:
     time.sleep(0.3)
     swept.sweep()
     assert not run.path.exists()
-    Presence(run, 0).leave()
+    RankLock(run, 0).leave()
     swept.sweep()
     assert run.path.exists()
 

@@ -19,7 +19,7 @@ from shardwise.memory.node.clearing import clear_run, kept_run
 from shardwise.memory.node.home import Home
 from shardwise.memory.node.interface import LOOPBACK
 from shardwise.memory.node.logfile import log_to
-from shardwise.memory.node.spawn import card_of, end_agent
+from shardwise.memory.node.spawn import end_agent, running_agent
 from shardwise.memory.options import DIRECTORY
 from shardwise.memory.tls import Tls
 
@@ -172,18 +172,18 @@ def stop(
     is given: training starts another agent within seconds.
     """
     home = _home(directory)
-    card = card_of(home)
-    if card is None and not home.has_agent():
+    info = running_agent(home)
+    if info is None and not home.has_agent():
         raise StoreError(f"no agent runs in {home}")
-    if card is None:
+    if info is None:
         raise StoreError(f"the agent of {home} is starting or ending just now: try again")
     if is_attended(home) and not force:
         raise StoreError(
             f"training runs on this node, and would start another agent in place of process "
-            f"{card.process}: end the training first, or pass --force"
+            f"{info.process}: end the training first, or pass --force"
         )
-    end_agent(home, card)
-    output().print(f"stopped the agent of node {wording.printable(card.node)}")
+    end_agent(home, info)
+    output().print(f"stopped the agent of node {wording.printable(info.node)}")
 
 
 def _home(directory: Path) -> Home:

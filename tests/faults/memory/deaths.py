@@ -49,20 +49,20 @@ def die_at_note(pattern: str, when: When) -> None:
     Args:
         when: before it; when it is written, and not yet in place; when it is there.
     """
-    from shardwise.memory.node.home import write_note
+    from shardwise.memory.node.home import write_record
 
     def dying(path: Path, note: object) -> None:
         if not re.search(pattern, path.name):
-            return write_note(path, note)
+            return write_record(path, note)
         if when == "within":
             path.with_name(f".{path.name}.0badf00d").write_bytes(b'{"cut": ')
         if when == "after":
-            write_note(path, note)
+            write_record(path, note)
         return die()
 
     for name, module in list(sys.modules.items()):
-        if name.startswith("shardwise.memory.") and hasattr(module, "write_note"):
-            module.write_note = dying  # type: ignore[attr-defined]
+        if name.startswith("shardwise.memory.") and hasattr(module, "write_record"):
+            module.write_record = dying  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.memory.node.acquaintances import NODES
-from shardwise.memory.node.home import read_note
-from shardwise.memory.node.notes import Card
+from shardwise.memory.node.home import read_record
 from shardwise.memory.node.place import ABANDONED
 from shardwise.memory.node.predecessors import ROOT
+from shardwise.memory.records import AgentInfo
 
 ROWS, COLUMNS = 48, 1024
 FACTOR = 6364136223846793005
@@ -170,15 +170,15 @@ def go_on(
     return went
 
 
-def cards(directory: Path) -> list[Card]:
+def infos(directory: Path) -> list[AgentInfo]:
     """Those of the agents of all homes below a directory."""
-    found = [read_note(card, Card) for card in directory.glob("**/agent.json")]
-    return [card for card in found if card is not None]
+    found = [read_record(info, AgentInfo) for info in directory.glob("**/agent.json")]
+    return [info for info in found if info is not None]
 
 
 def signal_agents(directory: Path, number: signal.Signals) -> list[int]:
     """Send a signal to the agents of all homes below a directory; their processes."""
-    processes = [card.process for card in cards(directory)]
+    processes = [info.process for info in infos(directory)]
     for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process, number)

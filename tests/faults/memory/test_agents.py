@@ -21,9 +21,9 @@ from tests.faults.memory.scenario import (
     Cluster,
     assert_tidy,
     begin,
-    cards,
     end_agents,
     go_on,
+    infos,
     is_running,
     signal_agents,
     steps_in,
@@ -50,7 +50,7 @@ def start_mortal(home: Path, pattern: str, when: deaths.When) -> subprocess.Pope
     (home / f"shardwise-{os.getuid()}" / "agent.json").unlink()
     command = [sys.executable, deaths.__file__, pattern, when, "agent", "run", f"--dir={home}"]
     agent = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    until(lambda: cards(home))
+    until(lambda: infos(home))
     return agent
 
 
@@ -107,7 +107,7 @@ def test_agents_that_die_at_any_note_are_followed_by_others_that_go_on(
     last = 1 + 2 * len(NOTES)
     went = gang.run(go_on, copied, last + 3, world=2, by="columns")
     assert {(each.step, each.source) for each in went} == {(last, "memory")}
-    assert len(cards(shm)) == 2
+    assert len(infos(shm)) == 2
     assert_tidy(shm, 2)
 
 
@@ -213,10 +213,10 @@ def test_an_agent_that_is_stopped_holds_nobody_up_for_long(
 def test_a_card_of_an_agent_that_is_gone_is_not_taken_for_one(shm: Path) -> None:
     """Not even if another process has its number by now."""
     home = Home(shm)
-    home.card.write_text('{"node": "n", "url": "http://127.0.0.1:1", "token": "t", "process": 1}')
+    home.info.write_text('{"node": "n", "url": "http://127.0.0.1:1", "token": "t", "process": 1}')
     root = shm / "root"
     with sw.Checkpointer(root, memory=sw.Memory(dir=str(shm))) as cp:
         assert cp.restore({"step": 0}) is None
-        (card,) = cards(shm)
-        assert card.process != 1
-        assert is_running(card.process)
+        (info,) = infos(shm)
+        assert info.process != 1
+        assert is_running(info.process)

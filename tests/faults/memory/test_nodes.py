@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.memory.node.home import Run
-from shardwise.memory.node.trainers import Presence
+from shardwise.memory.node.trainers import RankLock
 from shardwise.memory.remote.nodes import Nodes
 from shardwise.store.store import Buffer
 from shardwise.testing import Gang
@@ -204,7 +204,7 @@ def test_the_memory_of_an_older_run_is_left_to_its_trainers(
     cluster = Cluster(root=root, shm=shm)
     gang.run(save_and_end, cluster, world=2)
     (older,) = shm.glob("*/*/runs/*")
-    trainer = Presence(Run(older), 7)
+    trainer = RankLock(Run(older), 7)
     (root / "run.json").unlink()
     gang.run(save_and_end, cluster, world=2)
     assert list(older.glob("step-00000001/manifest.json"))

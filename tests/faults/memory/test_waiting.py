@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.engine.content import Content
-from shardwise.memory.node.notes import Done
+from shardwise.memory.records import Done
 from shardwise.memory.trainer.handle import Stages
 from shardwise.store.store import Buffer
 from shardwise.testing import Gang

@@ -1,6 +1,6 @@
-"""The agent of a node: does what the notes beside its snapshots ask for, and serves their files.
+"""The agent of a node: does what the records beside its snapshots ask for, and serves their files.
 
-It has no state of its own. One that is killed is followed by one that reads the same notes.
+It has no state of its own. One that is killed is followed by one that reads the same records.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What an agent does with a snapshot, stage by stage, as its notes ask for it.
+"""What an agent does with a snapshot, stage by stage, as its records ask for it.
 
     staged ─seal─▶ entry ─commit─▶ manifest ─protect─▶ … ─persist─▶ in storage
 
 A duty is a function that looks at one snapshot, does what there is to do now, and says whether it
 did anything. The agent of rank 0's node leads: it has the draft, asks the other nodes for each
-stage by a note, and gathers their notes that it has ended.
+stage by a record, and gathers their records that it has ended.
 """
 
 from __future__ import annotations
@@ -22,16 +22,23 @@ from typing import TypeVar
 from shardwise.errors import ShardwiseError, StoreError
 from shardwise.manifest.manifest import FileEntry, complete_manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
+from shardwise.memory import records
 from shardwise.memory.agent.guard import guard, protection_of
 from shardwise.memory.agent.persist import Throttle, copy_to_store
 from shardwise.memory.agent.publication import publication, retain, retention_of
 from shardwise.memory.agent.rescue import copy_lost
-from shardwise.memory.node import notes
-from shardwise.memory.node.home import Run, read_note, write_note
+from shardwise.memory.node.home import Run, read_record, write_record
 from shardwise.memory.node.mappings import Mappings
-from shardwise.memory.node.notes import Card, Done, Draft, Persist, Protect, Retain, Staged
 from shardwise.memory.node.place import ABANDONED, Place
-from shardwise.memory.node.seal import seal
+from shardwise.memory.records import (
+    AgentInfo,
+    Done,
+    PendingManifest,
+    Persist,
+    Protect,
+    Retain,
+    Staged,
+)
 from shardwise.memory.remote.nodes import Nodes, of_each
 from shardwise.memory.tls import Tls
 from shardwise.store import Store, open_store
@@ -41,28 +48,6 @@ W = TypeVar("W")
 FILES_AT_A_TIME = 2
 AT_ONCE = 0.5
 PATIENCE = 5.0  # with nodes that do not answer, when others are lost
-
-
-@dataclass(frozen=True, slots=True)
-class Sealing:
-    """The duty of every node towards the files of its ranks.
-
-    Attributes:
-        mappings: of these files.
-    """
-
-    mappings: Mappings
-
-    def seal(self, place: Place) -> bool:
-        """Take the checksums of files that were staged."""
-        busy = False
-        for staged in place.staged():
-            name = staged.file.name
-            if not place.has(notes.entry(name)):
-                data = self.mappings.find(place.path / name, staged.file.size)
-                write_note(place.path / notes.entry(name), seal(data, staged.file))
-                busy = True
-        return busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +76,13 @@ class Leading:
         A snapshot that is to be rescued is persisted also by another node than that of its draft.
         """
 
-        def wanted(draft: Draft) -> bool:
-            return draft.durable or place.has(notes.request("rescue", draft.save_id))
+        def wanted(draft: PendingManifest) -> bool:
+            return draft.durable or place.has(records.request("rescue", draft.save_id))
 
         busy = self._lead(place, "persist", wanted, self._persist)
         for draft in place.terms():
-            ended = place.has(notes.outcome("persist", draft.save_id))
-            if not ended and place.has(notes.request("rescue", draft.save_id)):
+            ended = place.has(records.outcome("persist", draft.save_id))
+            if not ended and place.has(records.request("rescue", draft.save_id)):
                 busy = True
                 self._finish(place, "persist", draft, self._persist)
         return busy
@@ -106,14 +91,14 @@ class Leading:
         self,
         place: Place,
         stage: str,
-        wanted: Callable[[Draft], bool],
-        work: Callable[[Place, Draft, Nodes], int],
+        wanted: Callable[[PendingManifest], bool],
+        work: Callable[[Place, PendingManifest, Nodes], int],
     ) -> bool:
         busy = False
         for draft in place.drafts():
             commit = place.ended("commit", draft.save_id)
             after = stage != "protect" or (commit is not None and not commit.failure)
-            ended = place.has(notes.outcome(stage, draft.save_id))
+            ended = place.has(records.outcome(stage, draft.save_id))
             if draft.leader != self.node or ended or not after or not wanted(draft):
                 continue
             busy = True
@@ -124,14 +109,14 @@ class Leading:
         self,
         place: Place,
         stage: str,
-        draft: Draft,
-        work: Callable[[Place, Draft, Nodes], int],
+        draft: PendingManifest,
+        work: Callable[[Place, PendingManifest, Nodes], int],
     ) -> None:
         start = time.monotonic()
-        cards = cards_of(draft, place.run)
-        rescuing = place.has(notes.request("rescue", draft.save_id))
+        infos = agents_of(draft, place.run)
+        rescuing = place.has(records.request("rescue", draft.save_id))
         wait = min(draft.wait, PATIENCE) if rescuing else draft.wait
-        with closing(Nodes(place, cards, self.node, wait, self.tls)) as nodes:
+        with closing(Nodes(place, infos, self.node, wait, self.tls)) as nodes:
             nbytes, failure = attempt(place, lambda: work(place, draft, nodes))
             done = Done(
                 save_id=draft.save_id,
@@ -144,14 +129,16 @@ class Leading:
                 bytes_total=draft.bytes_total,
                 files=len(draft.files),
             )
-            nodes.tell_all(notes.outcome(stage, draft.save_id), done)
+            nodes.tell_all(records.outcome(stage, draft.save_id), done)
 
-    def _commit(self, place: Place, draft: Draft, nodes: Nodes) -> int:
+    def _commit(self, place: Place, draft: PendingManifest, nodes: Nodes) -> int:
         by_node = _files_by_node(draft)
 
         def entries_of(node: str) -> dict[str, FileEntry]:
             return {
-                name: nodes.expect(node, notes.entry(name), FileEntry, failed=notes.failed(name))
+                name: nodes.expect(
+                    node, records.entry(name), FileEntry, failed=records.failed(name)
+                )
                 for name in by_node[node]
             }
 
@@ -160,38 +147,38 @@ class Leading:
         manifest = complete_manifest(draft.manifest.encode(), entries)
         # Here first: a node that is lost, and none of whose files it needs, delays it nowhere else.
         nodes.tell(self.node, MANIFEST, manifest)
-        nodes.tell_others((notes.terms(draft.save_id), draft), (MANIFEST, manifest))
+        nodes.tell_others((records.terms(draft.save_id), draft), (MANIFEST, manifest))
         return sum(each.size for each in entries)
 
-    def _protect(self, place: Place, draft: Draft, nodes: Nodes) -> int:
+    def _protect(self, place: Place, draft: PendingManifest, nodes: Nodes) -> int:
         if not (draft.copies or draft.parity):
             return 0
         manifest = decode_manifest(place.manifest_of(draft.save_id))
         wish = Protect(
             save_id=draft.save_id,
             protection=protection_of(draft, list(manifest.files)),
-            nodes=cards_of(draft, place.run),
+            nodes=agents_of(draft, place.run),
             wait=draft.wait,
             rings=len(draft.rings),
         )
-        nodes.tell_all(notes.request("protect", draft.save_id), wish)
-        done, request = (each("protect", draft.save_id) for each in (notes.done, notes.request))
-        named = [card.node for card in draft.nodes]
+        nodes.tell_all(records.request("protect", draft.save_id), wish)
+        done, request = (each("protect", draft.save_id) for each in (records.done, records.request))
+        named = [info.node for info in draft.nodes]
         ended = of_each(named, lambda node: nodes.expect(node, done, Done, asked=request))
         for node, each in ended.items():
             if each.failure:
                 raise StoreError(f"node {node}: {each.failure}")
         return sum(each.bytes for each in ended.values())
 
-    def _persist(self, place: Place, draft: Draft, nodes: Nodes) -> int:
+    def _persist(self, place: Place, draft: PendingManifest, nodes: Nodes) -> int:
         with publication(draft) as publish:
             copied = 0 if publish.is_published else self._copy(place, draft, nodes, publish.store)
             publish.finish(place.manifest_of(draft.save_id))
         if (wish := retention_of(draft)) is not None:
-            write_note(place.path / notes.request(notes.RETAIN, draft.save_id), wish)
+            write_record(place.path / records.request(records.RETAIN, draft.save_id), wish)
         return copied
 
-    def _copy(self, place: Place, draft: Draft, nodes: Nodes, to: Store) -> int:
+    def _copy(self, place: Place, draft: PendingManifest, nodes: Nodes, to: Store) -> int:
         """Each node copies its own files; this one those of nodes that are lost."""
         by_node = _files_by_node(draft)
 
@@ -206,35 +193,43 @@ class Leading:
                 raise StoreError(f"node {node}: {done.failure}")
         nbytes = sum(done.bytes for done in ended.values() if done is not None)
         lost = [node for node in by_node if ended.get(node) is None]
-        commit = nodes.expect(self.node, notes.outcome("commit", draft.save_id), Done)
+        commit = nodes.expect(self.node, records.outcome("commit", draft.save_id), Done)
         if commit.failure:
             raise StoreError(f"it was never committed: {commit.failure}")
         if lost:
             names = [name for node in lost for name in by_node[node]]
-            cards = cards_of(draft, place.run)
+            infos = agents_of(draft, place.run)
             nbytes += copy_lost(
-                place, names, cards, self.node, self.tls, to, Throttle(draft.budget)
+                place, names, infos, self.node, self.tls, to, Throttle(draft.budget)
             )
         return nbytes
 
     def _ask_to_persist(
-        self, place: Place, draft: Draft, nodes: Nodes, node: str, files: list[str], to: str
+        self,
+        place: Place,
+        draft: PendingManifest,
+        nodes: Nodes,
+        node: str,
+        files: list[str],
+        to: str,
     ) -> bool:
         """Ask a node to copy its files; whether it has heard."""
         wish = Persist(
             save_id=draft.save_id, place=to, files=files, budget=draft.budget, wait=draft.wait
         )
         try:
-            nodes.tell(node, notes.request("persist", draft.save_id), wish)
+            nodes.tell(node, records.request("persist", draft.save_id), wish)
         except StoreError as error:
             place.refuse_abandoned()
             log.warning("node %s is lost: %s", node, error)
             return False
         return True
 
-    def _persisted(self, place: Place, draft: Draft, nodes: Nodes, node: str) -> Done | None:
+    def _persisted(
+        self, place: Place, draft: PendingManifest, nodes: Nodes, node: str
+    ) -> Done | None:
         """How a node has ended; None if it is lost."""
-        done, request = (each("persist", draft.save_id) for each in (notes.done, notes.request))
+        done, request = (each("persist", draft.save_id) for each in (records.done, records.request))
         try:
             return nodes.expect(node, done, Done, asked=request)
         except StoreError as error:
@@ -243,7 +238,7 @@ class Leading:
             return None
 
 
-def _files_by_node(draft: Draft) -> dict[str, list[str]]:
+def _files_by_node(draft: PendingManifest) -> dict[str, list[str]]:
     """The names of the files of each node that has any."""
     found: dict[str, list[str]] = {}
     for name, node in draft.files:
@@ -251,13 +246,13 @@ def _files_by_node(draft: Draft) -> dict[str, list[str]]:
     return found
 
 
-def cards_of(draft: Draft, run: Run) -> list[Card]:
+def agents_of(draft: PendingManifest, run: Run) -> list[AgentInfo]:
     """The agents of a snapshot's nodes, as the newest of the run's drafts know them."""
     if len(draft.nodes) == 1:  # this one
         return draft.nodes
     drafts = [draft, *(each for step in run.steps() for each in Place(run, step).drafts())]
-    known = {card.node: card for each in drafts for card in each.nodes}
-    return [known[card.node] for card in draft.nodes]
+    known = {info.node: info for each in drafts for info in each.nodes}
+    return [known[info.node] for info in draft.nodes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,19 +283,19 @@ class Following:
         return self._follow(place, "protect", Protect, work)
 
     def retain(self, place: Place) -> bool:
-        """Remove what storage no longer keeps, while the note that asks for it is there."""
+        """Remove what storage no longer keeps, while the record that asks for it is there."""
 
         def work(wish: Retain) -> int:
-            request = notes.request(notes.RETAIN, wish.save_id)
+            request = records.request(records.RETAIN, wish.save_id)
             return retain(wish, is_wanted=lambda: place.has(request))
 
-        return self._follow(place, notes.RETAIN, Retain, work, told=notes.outcome)
+        return self._follow(place, records.RETAIN, Retain, work, told=records.outcome)
 
     def rescue(self, place: Place, why: str) -> bool:
         """Have a snapshot persisted, unless that is under way or not wanted."""
         save_id = decode_manifest((place.path / MANIFEST).read_bytes()).save_id
-        called = [notes.request(each, save_id) for each in ("rescue", "called")]
-        if any(map(place.has, [notes.outcome("persist", save_id), *called])):
+        called = [records.request(each, save_id) for each in ("rescue", "called")]
+        if any(map(place.has, [records.outcome("persist", save_id), *called])):
             return False
         for draft in place.drafts() + place.terms():
             if draft.save_id == save_id and draft.rescue and not draft.durable:
@@ -309,18 +304,18 @@ class Following:
                 return True
         return False
 
-    def _call_for_rescue(self, place: Place, draft: Draft) -> None:
+    def _call_for_rescue(self, place: Place, draft: PendingManifest) -> None:
         """Tell the node that leads; or another, if that is lost; or do it here."""
         call = Done(save_id=draft.save_id, stage="rescue", node=self.node)
-        cards = cards_of(draft, place.run)
-        with closing(Nodes(place, cards, self.node, AT_ONCE, self.tls)) as nodes:
-            for node in dict.fromkeys([draft.leader, *(card.node for card in draft.nodes)]):
+        infos = agents_of(draft, place.run)
+        with closing(Nodes(place, infos, self.node, AT_ONCE, self.tls)) as nodes:
+            for node in dict.fromkeys([draft.leader, *(info.node for info in draft.nodes)]):
                 try:
-                    nodes.tell(node, notes.request("rescue", draft.save_id), call)
+                    nodes.tell(node, records.request("rescue", draft.save_id), call)
                 except StoreError as error:
                     log.warning("node %s: %s", node, error)
                     continue
-                write_note(place.path / notes.request("called", draft.save_id), call)
+                write_record(place.path / records.request("called", draft.save_id), call)
                 return
 
     def _copy(self, place: Place, wish: Persist) -> int:
@@ -330,12 +325,12 @@ class Following:
 
         def copy(name: str) -> int:
             deadline = time.monotonic() + wish.wait
-            place.expect(name, deadline, failed=notes.failed(name))  # only then its note counts
-            staged = _read(place.path / notes.staged(name), Staged).file
+            place.expect(name, deadline, failed=records.failed(name))  # only then its record counts
+            staged = _read(place.path / records.staged(name), Staged).file
             data = self.mappings.find(place.path / name, staged.size)
 
             def sealed() -> None:
-                place.expect(notes.entry(name), deadline)
+                place.expect(records.entry(name), deadline)
 
             copy_to_store(data, staged, store, throttle, sealed)
             return staged.size
@@ -351,15 +346,15 @@ class Following:
         stage: str,
         kind: type[W],
         work: Callable[[W], int],
-        told: Callable[[str, str], str] = notes.done,
+        told: Callable[[str, str], str] = records.done,
     ) -> bool:
         busy = False
-        for save_id in notes.requested(stage, place.named(".json")):
+        for save_id in records.requested(stage, place.named(".json")):
             if place.has(told(stage, save_id)):
                 continue
             busy = True
             start = time.monotonic()
-            request = place.path / notes.request(stage, save_id)
+            request = place.path / records.request(stage, save_id)
             nbytes, failure = attempt(place, partial(_fulfil, request, kind, work))
             done = Done(
                 save_id=save_id,
@@ -369,21 +364,21 @@ class Following:
                 failure=failure,
                 node=self.node,
             )
-            write_note(place.path / told(stage, save_id), done)
+            write_record(place.path / told(stage, save_id), done)
         return busy
 
 
 def _fulfil(request: Path, kind: type[W], work: Callable[[W], int]) -> int:
-    """Do what a note asks for."""
+    """Do what a record asks for."""
     return work(_read(request, kind))
 
 
 def _read(path: Path, kind: type[W]) -> W:
-    """A note that is there."""
-    note = read_note(path, kind)
-    if note is None:
+    """A record that is there."""
+    record = read_record(path, kind)
+    if record is None:
         raise StoreError(f"{path} is gone")
-    return note
+    return record
 
 
 def attempt(place: Place, work: Callable[[], int]) -> tuple[int, str]:

@@ -13,12 +13,12 @@ from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
 from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
-from shardwise.memory.node import notes
+from shardwise.memory import records
 from shardwise.memory.node.mappings import Mappings
-from shardwise.memory.node.notes import Card, Draft, Kept, Protect
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.spares import take_spare
 from shardwise.memory.node.trainers import is_present
+from shardwise.memory.records import AgentInfo, Kept, PendingManifest, Protect
 from shardwise.memory.redundancy.encoding import build_parity
 from shardwise.memory.redundancy.placement import (
     Group,
@@ -40,10 +40,10 @@ PIECE = 8 << 20
 POLL = 0.002
 
 
-def protection_of(draft: Draft, files: list[FileEntry]) -> Protection:
+def protection_of(draft: PendingManifest, files: list[FileEntry]) -> Protection:
     """Who protects whom: rings first, then every node with its other files; by failure domains."""
     size_of = {entry.name: entry.size for entry in files}
-    domain_of = {card.node: card.domain for card in draft.nodes}
+    domain_of = {info.node: info.domain for info in draft.nodes}
     node_of = dict(draft.files)
     groups = [
         group_of_files(
@@ -65,9 +65,9 @@ def protection_of(draft: Draft, files: list[FileEntry]) -> Protection:
     return unite(draft.save_id, groups, copies=draft.copies, parity=draft.parity)
 
 
-def gaps(nodes: list[Card], *, copies: int, parity: int, group: int) -> tuple[str, ...]:
+def gaps(nodes: list[AgentInfo], *, copies: int, parity: int, group: int) -> tuple[str, ...]:
     """What of these nodes would be protected less than is asked for, and why."""
-    members = [Member(card.node, card.domain, ()) for card in nodes]
+    members = [Member(info.node, info.domain, ()) for info in nodes]
     made = place(members, "0" * 16, copies=copies, parity=parity, group_size=group)
     return made.gaps
 
@@ -181,15 +181,15 @@ class _Guarding:
         if group not in self._rings:
             return None
         ((mine, _),) = group.members[at].files
-        note = notes.kept(mine, number)
-        while not is_made(self._place, note):
+        record = records.kept(mine, number)
+        while not is_made(self._place, record):
             lives = is_present(self._place.run, self._entries[mine].rank)
             late = not lives or time.monotonic() > self._deadline
-            if late and not is_made(self._place, note):
+            if late and not is_made(self._place, record):
                 return None
             self._place.refuse_abandoned()
             time.sleep(POLL)
-        return claim(self._place, note, name, group)
+        return claim(self._place, record, name, group)
 
     def _open(self, name: str, size: int) -> int:
         """A file of this size beside its place, with all its pages, of a spare one if there is."""

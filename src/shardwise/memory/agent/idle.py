@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardwise.errors import ShardwiseError
 from shardwise.memory.node.branches import is_abandoned
-from shardwise.memory.node.home import Run, read_note
+from shardwise.memory.node.home import Run, read_record
 from shardwise.memory.node.lineage import Lineage, known_lineage
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.predecessors import ROOT
@@ -110,7 +110,7 @@ class Idle:
         if now - known.looked >= self._pause:
             known.looked = now
             try:
-                root = read_note(run.path / ROOT, str)
+                root = read_record(run.path / ROOT, str)
                 store = None if root is None else open_store(root)
                 lineage = None if store is None else known_lineage(store)
                 known.lineage = lineage if lineage and lineage.run == run.name else None

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from shardwise.errors import StoreError
 from shardwise.memory.node.home import Home
 from shardwise.memory.node.logfile import log_tail
-from shardwise.memory.node.spawn import agent_of, card_of
+from shardwise.memory.node.spawn import ensure_agent, running_agent
 from shardwise.memory.options import Memory
 from shardwise.memory.remote.vigil import silence
 
@@ -118,24 +118,24 @@ class _Round:
         doing = "starting another" if self._options.start_agent else "waiting for another"
         log.warning("the agent of %s is gone; %s (its log: %s)", self.home, doing, self.home.log)
         try:
-            card = agent_of(self.home, self._options)
+            info = ensure_agent(self.home, self._options)
         except StoreError as error:
             log.warning("%s", error)
         else:
-            log.warning("the agent of %s lives again (process %d)", self.home, card.process)
+            log.warning("the agent of %s lives again (process %d)", self.home, info.process)
 
     def _ask(self) -> None:
         """Have it answer; one that is stopped or starved lives, so no other may be started."""
-        card = card_of(self.home)
-        if card is None:
+        info = running_agent(self.home)
+        if info is None:
             return
-        failure = silence(card, self._options.tls, NO_ANSWER)
+        failure = silence(info, self._options.tls, NO_ANSWER)
         if failure and not self._is_silent and self.home.has_agent():
             log.warning(
                 "the agent of %s (process %d) lives, but does not answer: %s; snapshots wait until "
                 "it does, or is ended",
                 self.home,
-                card.process,
+                info.process,
                 failure,
             )
         if self._is_silent and not failure:

@@ -11,7 +11,7 @@ from shardwise.engine.leftovers import collect_leftovers
 from shardwise.errors import CheckpointExistsError, FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
 from shardwise.manifest.names import MANIFEST, lock_file, step_directory
-from shardwise.memory.node.notes import Draft, Retain
+from shardwise.memory.records import PendingManifest, Retain
 from shardwise.retention import apply_retention, decode_keep
 from shardwise.store import Store, open_store
 
@@ -27,7 +27,7 @@ class Publication:
     """
 
     store: Store
-    draft: Draft
+    draft: PendingManifest
     is_published: bool
 
     def finish(self, manifest: bytes) -> None:
@@ -52,7 +52,7 @@ class Publication:
 
 
 @contextmanager
-def publication(draft: Draft) -> Iterator[Publication]:
+def publication(draft: PendingManifest) -> Iterator[Publication]:
     """Take possession of a step's place in storage while the block runs.
 
     Raises:
@@ -87,7 +87,7 @@ def _locked(store: Store, lock: str, cleanup: ExitStack) -> bool:
     return False
 
 
-def retention_of(draft: Draft) -> Retain | None:
+def retention_of(draft: PendingManifest) -> Retain | None:
     """What is to be removed once it is published; None if checkpoints below its root are kept for
     ever."""
     if not decode_keep(draft.keep).removes:

@@ -12,8 +12,8 @@ from shardwise.errors import StoreError
 from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory.agent.persist import Throttle, aligned, made_durable
-from shardwise.memory.node.notes import Card
 from shardwise.memory.node.place import Place
+from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.assembled import AssembledStore
 from shardwise.memory.remote.assembling import ask_others, choose, reader, what_is_held
 from shardwise.memory.tls import Tls
@@ -26,7 +26,7 @@ THREADS = 2
 def copy_lost(
     place: Place,
     names: Iterable[str],
-    cards: list[Card],
+    infos: list[AgentInfo],
     here: str,
     tls: Tls | None,
     to: Store,
@@ -35,7 +35,7 @@ def copy_lost(
     """Copy these files of a committed snapshot; the bytes of them.
 
     Args:
-        cards: the agents of the snapshot's nodes, as far as they are known.
+        infos: the agents of the snapshot's nodes, as far as they are known.
         here: the name of this node.
 
     Raises:
@@ -44,8 +44,8 @@ def copy_lost(
     """
     manifest = decode_manifest((place.path / MANIFEST).read_bytes())
     entries = {entry.name: entry for entry in manifest.files}
-    by_node = {card.node: card for card in cards}
-    others = [card for card in cards if card.node != here]
+    by_node = {info.node: info for info in infos}
+    others = [info for info in infos if info.node != here]
     held = [what_is_held(place.run, here), *ask_others(others, place.run.name, tls)]
     read = reader(by_node, place.run, here, tls)
     assembly = choose(held, by_node, read, step=place.step)

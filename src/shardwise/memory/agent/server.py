@@ -1,4 +1,4 @@
-"""Serves a node's snapshots to other nodes over HTTP, and takes their notes.
+"""Serves a node's snapshots to other nodes over HTTP, and takes their records.
 
 All of it lies in files below one directory; no name from outside leaves it, by a link or otherwise.
 """
@@ -24,7 +24,7 @@ from aiohttp.typedefs import Handler, Middleware
 from shardwise.errors import FormatError
 from shardwise.manifest.names import MANIFEST, checked_file, step_of_directory
 from shardwise.memory.agent.connections import STRANGERS
-from shardwise.memory.node.home import LARGEST_NOTE
+from shardwise.memory.node.home import LARGEST_RECORD
 from shardwise.memory.node.identity import run_token
 from shardwise.memory.remote.client import LONGEST_WAIT, Health, ListedFile, ListedStep
 
@@ -32,7 +32,7 @@ LOOK_AROUND = 0.02
 STALLED = 30.0
 SLOWEST = 1 << 20
 SLICE = 1 << 23
-MOST_BODIES = LARGEST_NOTE
+MOST_BODIES = LARGEST_RECORD
 RUN = "/runs/{run:[0-9a-f]{16}}"
 _TOLD = re.compile(r"(?!draft-|retain-)[a-z]+(-all)?-[0-9a-f]{16}\.json")
 """Requests and outcomes of other nodes. What trainers say, and what an agent asks itself for, it
@@ -58,7 +58,7 @@ def create_app(home: Path, token: str, wake: Callable[[], None]) -> web.Applicat
     app.router.add_get("/health", desk.health)
     app.router.add_get(RUN, desk.listing)
     app.router.add_get(f"{RUN}/{{step}}/{{name}}", desk.file)
-    app.router.add_put(f"{RUN}/{{step}}/{{name}}", desk.note)
+    app.router.add_put(f"{RUN}/{{step}}/{{name}}", desk.record)
     app.router.add_post("/wake", desk.woken)
     app.on_response_prepare.append(_say_little)
     return app
@@ -94,15 +94,15 @@ class _Desk:
         with file:
             return await _send(request, file)
 
-    async def note(self, request: web.Request) -> web.Response:
+    async def record(self, request: web.Request) -> web.Response:
         run, step, name = _place(request)
         if name != MANIFEST and not _TOLD.fullmatch(name):
-            raise web.HTTPBadRequest(text="no other node leaves a note of this name")
+            raise web.HTTPBadRequest(text="no other node leaves a record of this name")
         async with self._body(request) as data:
             try:
                 await asyncio.to_thread(_write, self._home, run, step, name, data)
             except OSError as error:
-                text = f"the note cannot be written: {error.strerror}"
+                text = f"the record cannot be written: {error.strerror}"
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise web.HTTPInsufficientStorage(text=text) from error
                 raise web.HTTPInternalServerError(text=text) from error
@@ -110,15 +110,15 @@ class _Desk:
 
     @asynccontextmanager
     async def _body(self, request: web.Request) -> AsyncIterator[bytearray]:
-        """All of a request's body, which is as long as was stated, and no longer than a note.
+        """All of a request's body, which is as long as was stated, and no longer than a record.
 
         All bodies together have a limit too: whoever exceeds it may ask again later.
         """
         size = request.content_length
         if size is None:
             raise web.HTTPLengthRequired
-        if size > LARGEST_NOTE:
-            raise web.HTTPRequestEntityTooLarge(max_size=LARGEST_NOTE, actual_size=size)
+        if size > LARGEST_RECORD:
+            raise web.HTTPRequestEntityTooLarge(max_size=LARGEST_RECORD, actual_size=size)
         body = bytearray()
 
         async def receive() -> None:
@@ -127,7 +127,7 @@ class _Desk:
                 if not chunk:
                     return
                 if self._bytes + len(chunk) > MOST_BODIES:
-                    raise web.HTTPServiceUnavailable(text="too many notes are being sent")
+                    raise web.HTTPServiceUnavailable(text="too many records are being sent")
                 self._bytes += len(chunk)
                 body.extend(chunk)
 

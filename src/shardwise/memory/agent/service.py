@@ -1,4 +1,4 @@
-"""A node's agent as a process: alone in its home, known by its card, working and serving."""
+"""A node's agent as a process: alone in its home, known by its info, working and serving."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from shardwise.memory.agent import signs
 from shardwise.memory.agent.agent import Agent, listen, undisturbed
 from shardwise.memory.agent.attempts import Duty
 from shardwise.memory.agent.connections import BACKLOG, serving
-from shardwise.memory.agent.duties import Following, Leading, Sealing
+from shardwise.memory.agent.duties import Following, Leading
 from shardwise.memory.agent.idle import Idle
 from shardwise.memory.agent.keeper import is_attended
 from shardwise.memory.agent.server import create_app
-from shardwise.memory.node.home import Home, write_note
+from shardwise.memory.node.home import Home, write_record
 from shardwise.memory.node.identity import last_port, node_name, remember_port, secret_of
 from shardwise.memory.node.interface import LOOPBACK, address_of
 from shardwise.memory.node.mappings import Mappings
-from shardwise.memory.node.notes import Card, schema
 from shardwise.memory.node.registry import reenter
 from shardwise.memory.node.retire import retire_replaced
+from shardwise.memory.node.seal import Sealing
 from shardwise.memory.node.vacancies import Vacancies
+from shardwise.memory.records import AgentInfo, schema
 from shardwise.memory.tls import Tls
 
 PATIENCE = 2.0
@@ -80,12 +81,12 @@ def run_agent(directory: Path, terms: Terms) -> bool:
     home = Home(directory)
     address = address_of(terms.interface)
     with _alone(home):
-        home.card.unlink(missing_ok=True)
+        home.info.unlink(missing_ok=True)
         _open_many_files()
         node = node_name(home)
         mappings = Mappings()
         agent = Agent(home, _duties(node, mappings, terms.tls), around=mappings.let_go)
-        card = Card(
+        info = AgentInfo(
             node=node,
             url="",
             token=secret_of(home, terms.secret),
@@ -94,7 +95,7 @@ def run_agent(directory: Path, terms: Terms) -> bool:
             host=socket.gethostname(),
             schema=schema(),
         )
-        return asyncio.run(_serve(home, agent, card, terms, address))
+        return asyncio.run(_serve(home, agent, info, terms, address))
 
 
 def _duties(node: str, mappings: Mappings, tls: Tls | None) -> dict[str, Duty]:
@@ -116,7 +117,7 @@ def _duties(node: str, mappings: Mappings, tls: Tls | None) -> dict[str, Duty]:
     }
 
 
-async def _serve(home: Home, agent: Agent, card: Card, terms: Terms, address: str) -> bool:
+async def _serve(home: Home, agent: Agent, info: AgentInfo, terms: Terms, address: str) -> bool:
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -126,30 +127,30 @@ async def _serve(home: Home, agent: Agent, card: Card, terms: Terms, address: st
     port = listener.getsockname()[1]
     remember_port(home, port)
     scheme, host = "http" if tls is None else "https", f"[{address}]" if ":" in address else address
-    card = msgspec.structs.replace(card, url=f"{scheme}://{host}:{port}")
+    info = msgspec.structs.replace(info, url=f"{scheme}://{host}:{port}")
     threading.Thread(target=listen, args=(home.bell, agent.wake), daemon=True).start()
-    async with serving(create_app(home.path, card.token, agent.wake), listener, tls=tls):
+    async with serving(create_app(home.path, info.token, agent.wake), listener, tls=tls):
         agent.start()
         agent.wake()
-        write_note(home.card, card)
-        threading.Thread(target=_reenter, args=(home, card), daemon=True).start()
-        log.info("agent of node %s serves %s at %s", card.node, home, card.url)
+        write_record(home.info, info)
+        threading.Thread(target=_reenter, args=(home, info), daemon=True).start()
+        log.info("agent of node %s serves %s at %s", info.node, home, info.url)
         try:
             await _until_ended(home, ended, until_idle=terms.until_idle)
         finally:
             log.info("the agent ends, within %.0f s", ENDING)
             finished = await asyncio.to_thread(agent.stop, ENDING)
-            home.card.unlink(missing_ok=True)
+            home.info.unlink(missing_ok=True)
     if not finished:
         log.warning("work is left unfinished; the next agent does it again")
     return finished
 
 
-def _reenter(home: Home, card: Card) -> None:
+def _reenter(home: Home, info: AgentInfo) -> None:
     """Write down where this agent is now, in the roots of the runs that it keeps."""
     for name in home.runs():
         with contextlib.suppress(StoreError):  # it is none of ours
-            reenter(home.run(name), card)
+            reenter(home.run(name), info)
 
 
 async def _until_ended(home: Home, ended: asyncio.Event, *, until_idle: bool) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from shardwise.manifest.names import MANIFEST
+from shardwise.memory import records
 from shardwise.memory.agent.attempts import Seen
-from shardwise.memory.node import notes
 from shardwise.memory.node.retire import replaced
 from shardwise.memory.node.tenants import rank_of
 from shardwise.memory.node.trainers import is_present, lost_trainers
@@ -15,41 +15,41 @@ from shardwise.memory.node.trainers import is_present, lost_trainers
 def of_sealing(seen: Seen) -> list[str]:
     """Data files that have no checksums, once no rank copies any: trainings wait for that."""
     copied = _being_copied(seen)
-    return [name for name in notes.unsealed(seen.names) if notes.save_of(name) not in copied]
+    return [name for name in records.unsealed(seen.names) if records.save_of(name) not in copied]
 
 
 def of_committing(seen: Seen) -> list[str]:
     """Saves whose draft lies here."""
-    return notes.unended("commit", "draft", seen.names)
+    return records.unended("commit", "draft", seen.names)
 
 
 def of_protecting(seen: Seen) -> list[str]:
     """The same, once they are committed, or have failed to be."""
-    saves = notes.unended("protect", "draft", seen.names)
-    return [save_id for save_id in saves if notes.outcome("commit", save_id) in seen.names]
+    saves = records.unended("protect", "draft", seen.names)
+    return [save_id for save_id in saves if records.outcome("commit", save_id) in seen.names]
 
 
 def of_persisting(seen: Seen) -> list[str]:
     """Saves whose draft lies here, and those that are to be rescued."""
-    called = notes.unended("persist", "rescue", seen.names)
-    drafts = notes.unended("persist", "draft", seen.names)
-    return [*drafts, *(notes.request("rescue", save_id) for save_id in called)]
+    called = records.unended("persist", "rescue", seen.names)
+    drafts = records.unended("persist", "draft", seen.names)
+    return [*drafts, *(records.request("rescue", save_id) for save_id in called)]
 
 
 def of_retaining(seen: Seen) -> list[str]:
     """Saves that this node has persisted, and after which older ones are to be removed."""
-    return notes.unended(notes.RETAIN, notes.RETAIN, seen.names)
+    return records.unended(records.RETAIN, records.RETAIN, seen.names)
 
 
 def of_guarding(seen: Seen) -> list[str]:
     """Saves for which others ask this node to protect them."""
-    return notes.undone("protect", seen.names)
+    return records.undone("protect", seen.names)
 
 
 def of_copying(seen: Seen) -> list[str]:
     """Saves of which this node is asked to copy its files to storage, once all are in memory."""
     copied = _being_copied(seen)
-    return [save_id for save_id in notes.undone("persist", seen.names) if save_id not in copied]
+    return [save_id for save_id in records.undone("persist", seen.names) if save_id not in copied]
 
 
 def _being_copied(seen: Seen) -> set[str]:
@@ -57,11 +57,11 @@ def _being_copied(seen: Seen) -> set[str]:
 
     One that was lost, or is stuck for so long that the commit has failed, is not waited for.
     """
-    marks = notes.being_copied(seen.names)
+    marks = records.being_copied(seen.names)
     return {
-        notes.save_of(mark)
+        records.save_of(mark)
         for mark in marks
-        if notes.outcome("commit", notes.save_of(mark)) not in seen.names
+        if records.outcome("commit", records.save_of(mark)) not in seen.names
         and is_present(seen.place.run, rank_of(mark))
     }
 
@@ -73,7 +73,7 @@ def of_watching(seen: Seen) -> list[str]:
     ):
         return []
     lost = [str(rank) for rank in lost_trainers(seen.place.run)]
-    return [*lost, *filter(notes.is_outcome, seen.names)] if lost else []
+    return [*lost, *filter(records.is_outcome, seen.names)] if lost else []
 
 
 def of_retiring(seen: Seen) -> set[str]:

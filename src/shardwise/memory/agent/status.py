@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import StoreError
+from shardwise.memory import records
 from shardwise.memory.agent.keeper import is_attended
 from shardwise.memory.agent.tensors import TensorsStatus, tensors_of
-from shardwise.memory.node import notes
-from shardwise.memory.node.home import Home, Run, read_note
-from shardwise.memory.node.notes import Card, Done, Protect, Staged
+from shardwise.memory.node.home import Home, Run, read_record
 from shardwise.memory.node.place import Place
-from shardwise.memory.node.spawn import card_of
+from shardwise.memory.node.spawn import running_agent
+from shardwise.memory.records import AgentInfo, Done, Protect, Staged
 from shardwise.memory.redundancy.placement import Protection
 from shardwise.memory.remote.client import AgentClient
 from shardwise.memory.tls import Tls
@@ -127,17 +127,17 @@ def status_of(home: Home, tls: Tls | None = None, tensors: str | None = None) ->
     Raises:
         ShardwiseError: tensors were asked for, and what tells of them is damaged.
     """
-    card = card_of(home)
-    known = card or read_note(home.card, Card)
+    info = running_agent(home)
+    known = info or read_record(home.info, AgentInfo)
     room = os.statvfs(home.path)
     return NodeStatus(
         node=known.node if known else None,
         url=known.url if known else None,
         domain=known.domain if known else "",
-        process=card.process if card else None,
+        process=info.process if info else None,
         alive=home.has_agent(),
-        answers=_answers(card, tls) if card else None,
-        agent_bytes=_memory_of(card.process) if card else None,
+        answers=_answers(info, tls) if info else None,
+        agent_bytes=_memory_of(info.process) if info else None,
         training=is_attended(home),
         directory=str(home),
         bytes=sum(_size(path) for path in home.path.rglob("*") if path.is_file()),
@@ -189,7 +189,7 @@ def _stage(
     for name in place.named(".json"):
         if name.startswith(f"{stage}-all-"):
             with suppress(StoreError):
-                ended = read_note(place.path / name, Done)
+                ended = read_record(place.path / name, Done)
             ended_at = _modified(place.path / name)
     if ended is None and not is_wanted:
         return StageStatus()
@@ -214,9 +214,9 @@ def _behind(snapshots: list[SnapshotStatus], stage: str) -> Behind:
 def _protectors(place: Place, node: str) -> list[str]:
     """The nodes that keep something for a node, once all that was asked for is made."""
     found: set[str] = set()
-    for save_id in notes.requested("protect", place.named(".json")):
+    for save_id in records.requested("protect", place.named(".json")):
         with suppress(StoreError):
-            wish = read_note(place.path / notes.request("protect", save_id), Protect)
+            wish = read_record(place.path / records.request("protect", save_id), Protect)
             found |= _protecting(wish.protection, node) if wish is not None else set()
     return sorted(found)
 
@@ -233,21 +233,21 @@ def _protecting(protection: Protection, node: str) -> set[str]:
 
 
 def _staged(place: Place) -> dict[str, Staged]:
-    """The notes of this node's own files, by their names; those that are damaged are left out."""
+    """The records of this node's own files, by their names; those that are damaged are left out."""
     found = {}
     for name in place.named(".staged.json"):
         with suppress(StoreError):
-            staged = read_note(place.path / name, Staged)
+            staged = read_record(place.path / name, Staged)
             if staged is not None:
                 found[name] = staged
     return found
 
 
-def _answers(card: Card, tls: Tls | None) -> bool | None:
-    if card.url.startswith("https:") and tls is None:
+def _answers(info: AgentInfo, tls: Tls | None) -> bool | None:
+    if info.url.startswith("https:") and tls is None:
         return None
     context = None if tls is None else tls.for_client()
-    client = AgentClient(card, connect_timeout=NO_ANSWER, read_timeout=NO_ANSWER, tls=context)
+    client = AgentClient(info, connect_timeout=NO_ANSWER, read_timeout=NO_ANSWER, tls=context)
     with closing(client), suppress(StoreError):
         client.health()
         return True

@@ -1,4 +1,4 @@
-"""How each tensor of a snapshot is protected, as its manifest and the notes beside it tell."""
+"""How each tensor of a snapshot is protected, as its manifest and the records beside it tell."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.manifest.validate import validated_pieces
-from shardwise.memory.node import notes
-from shardwise.memory.node.home import Run, read_note
-from shardwise.memory.node.notes import Protect
+from shardwise.memory import records
+from shardwise.memory.node.home import Run, read_record
 from shardwise.memory.node.place import Place
+from shardwise.memory.records import Protect
 from shardwise.memory.redundancy.placement import Group
 
 
@@ -66,7 +66,7 @@ def tensors_of(run: Run, pattern: str) -> TensorsStatus | None:
 
     Raises:
         FormatError: its manifest cannot be trusted.
-        StoreError: a note of it is damaged.
+        StoreError: a record of it is damaged.
     """
     for step in reversed(run.steps()):
         place = Place(run, step)
@@ -115,7 +115,7 @@ def _nodes(place: Place, save_id: str) -> dict[str, str]:
 def _guards(place: Place, save_id: str) -> dict[str, Guard]:
     """What protects each data file; nothing does before all that was asked for is made."""
     done = place.ended("protect", save_id)
-    wish = read_note(place.path / notes.request("protect", save_id), Protect)
+    wish = read_record(place.path / records.request("protect", save_id), Protect)
     if done is None or done.failure or wish is None:
         return {}
     found: dict[str, Guard] = {}

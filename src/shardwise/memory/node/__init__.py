@@ -1,1 +1,1 @@
-"""What lies on a node: its directories, notes, runs, trainers and agent, found by files alone."""
+"""What lies on a node: its directories, records, runs, trainers and agent, found by files alone."""

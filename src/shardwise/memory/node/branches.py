@@ -8,7 +8,7 @@ from contextlib import suppress
 from shardwise.errors import FormatError, StateError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
-from shardwise.memory.node import notes
+from shardwise.memory import records
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.lineage import Lineage
 from shardwise.memory.node.place import Place
@@ -83,7 +83,7 @@ def _epochs(place: Place) -> dict[str, int | None]:
     found: dict[str, int | None] = {}
     with suppress(FileNotFoundError, FormatError):
         found[decode_manifest((place.path / MANIFEST).read_bytes()).save_id] = None
-    found |= {notes.save_of(each.file.name): each.epoch for each in place.staged()}
+    found |= {records.save_of(each.file.name): each.epoch for each in place.staged()}
     found |= {each.save_id: each.epoch for each in place.drafts() + place.terms()}
     return found
 
@@ -100,8 +100,8 @@ def _is_being_persisted(place: Place, nodes: Collection[str]) -> bool:
 def _is_finished(place: Place) -> bool:
     """Whether it is a snapshot, and nothing was still to become of it."""
     wanted = {
-        (stage, notes.save_of(each.file.name)) for each in place.staged() for stage in each.stages
+        (stage, records.save_of(each.file.name)) for each in place.staged() for stage in each.stages
     }
-    wanted |= {("persist", save) for save in notes.requested("persist", place.named(".json"))}
+    wanted |= {("persist", save) for save in records.requested("persist", place.named(".json"))}
     ended = all(place.ended(stage, save) is not None for stage, save in wanted)
     return ended and place.is_committed()

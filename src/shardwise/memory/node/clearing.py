@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import StoreError
-from shardwise.memory.node.home import Home, Run, hold, read_note
+from shardwise.memory.node.home import Home, Run, hold, read_record
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.predecessors import ROOT
 from shardwise.memory.node.retire import discard_newer
@@ -42,7 +42,7 @@ def kept_run(run: Run) -> KeptRun:
     """What a node keeps of a run."""
     root: str | None = None
     with suppress(StoreError):
-        root = read_note(run.path / ROOT, str)
+        root = read_record(run.path / ROOT, str)
     steps = run.steps()
     return KeptRun(
         run=run.name,

@@ -6,7 +6,7 @@
   runs/<run>/free/<id>.spare               memory that the agent takes for others again
   runs/<run>/step-00000010/                a snapshot
     r00003-<save>.safetensors              data files of this node's ranks
-    r00003-<save>.staged.json  …           notes: how far each of them has come
+    r00003-<save>.staged.json  …           records: how far each of them has come
     manifest.json                          committed for the cluster
 """
 
@@ -29,7 +29,7 @@ from shardwise.errors import StoreError
 from shardwise.manifest.names import step_directory, step_of_directory
 
 FREE = "free"
-LARGEST_NOTE = 1 << 28
+LARGEST_RECORD = 1 << 28
 _RUN = re.compile(r"[0-9a-f]{16}")
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class Home:
         return str(self.path)
 
     @property
-    def card(self) -> Path:
+    def info(self) -> Path:
         """Who the agent is, and how to talk to it."""
         return self.path / "agent.json"
 
@@ -115,7 +115,7 @@ class Home:
             os.close(fd)
 
     def wake(self) -> None:
-        """Have the agent look at the notes, if one lives here."""
+        """Have the agent look at the records, if one lives here."""
         with suppress(OSError):
             fd = os.open(self.bell, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
@@ -189,25 +189,25 @@ def new_run() -> str:
     return secrets.token_hex(8)
 
 
-def write_note(path: Path, note: object) -> None:
-    """Have a note appear, whole, in place of what was there before."""
+def write_record(path: Path, record: object) -> None:
+    """Have a record appear, whole, in place of what was there before."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        beside.write_bytes(note if isinstance(note, bytes) else msgspec.json.encode(note))
+        beside.write_bytes(record if isinstance(record, bytes) else msgspec.json.encode(record))
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
 
 
-def read_note(path: Path, kind: type[T]) -> T | None:
-    """A note, or None if there is none.
+def read_record(path: Path, kind: type[T]) -> T | None:
+    """A record, or None if there is none.
 
     Raises:
         StoreError: it is not what its name says.
     """
     try:
         with path.open("rb") as file:
-            data = file.read(LARGEST_NOTE)
+            data = file.read(LARGEST_RECORD)
     except FileNotFoundError:
         return None
     try:

@@ -1,6 +1,6 @@
 """Who the agent of a home is to others. It lies in the home, so that the next one is the same.
 
-What other nodes and older notes know of an agent is then true of its successor too.
+What other nodes and older records know of an agent is then true of its successor too.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from shardwise.errors import StoreError
-from shardwise.memory.node.notes import Card
+from shardwise.memory.records import AgentInfo
 
 LOOPBACK = "127.0.0.1"
 GLOBAL_SCOPE = "00"
@@ -41,19 +41,19 @@ def address_of(interface: str) -> str:
     return str(address)
 
 
-def served_address(card: Card) -> str:
-    """The address in the URL of a card."""
-    return urlsplit(card.url).hostname or ""
+def served_address(info: AgentInfo) -> str:
+    """The address in the URL of a info."""
+    return urlsplit(info.url).hostname or ""
 
 
-def refuse_unreachable(cards: Sequence[Card]) -> None:
+def refuse_unreachable(infos: Sequence[AgentInfo]) -> None:
     """Raise if the agents of several hosts cannot be reached by each other.
 
     Raises:
         StoreError: some serve only their own host; says what to do.
     """
-    hosts = sorted({card.host for card in cards})
-    alone = [card for card in cards if serves_own_host_only(card)]
+    hosts = sorted({info.host for info in infos})
+    alone = [info for info in infos if serves_own_host_only(info)]
     if len(hosts) > 1 and alone:
         raise StoreError(
             f"this run has {len(hosts)} hosts ({', '.join(hosts[:4])}"
@@ -65,10 +65,10 @@ def refuse_unreachable(cards: Sequence[Card]) -> None:
         )
 
 
-def serves_own_host_only(card: Card) -> bool:
-    """Whether the agent of a card can be reached from its own host alone."""
+def serves_own_host_only(info: AgentInfo) -> bool:
+    """Whether the agent of a info can be reached from its own host alone."""
     try:
-        return ipaddress.ip_address(served_address(card)).is_loopback
+        return ipaddress.ip_address(served_address(info)).is_loopback
     except ValueError:
         return False
 

@@ -12,17 +12,17 @@ from shardwise.engine.group import Group, own_address
 from shardwise.memory.node.home import Home
 from shardwise.memory.node.interface import refuse_unreachable
 from shardwise.memory.node.lineage import Lineage, lineage_of
-from shardwise.memory.node.notes import Card
-from shardwise.memory.node.spawn import agent_of
+from shardwise.memory.node.spawn import ensure_agent
 from shardwise.memory.options import Memory
+from shardwise.memory.records import AgentInfo
 from shardwise.store import Store
 
 
-class Meeting(msgspec.Struct, array_like=True):
+class Membership(msgspec.Struct, array_like=True):
     """Which run this is, its nodes, and the node of each rank."""
 
     lineage: Lineage
-    nodes: list[Card]
+    nodes: list[AgentInfo]
     node_of: list[str]
 
 
@@ -41,7 +41,7 @@ def reaching(options: Memory, group: Group) -> Memory:
     )
 
 
-def meet(root: Store, options: Memory, group: Group) -> tuple[Home, Meeting]:
+def meet(root: Store, options: Memory, group: Group) -> tuple[Home, Membership]:
     """Find this node's home and agent, which is started if there is none, and the others'.
 
     Raises:
@@ -52,14 +52,14 @@ def meet(root: Store, options: Memory, group: Group) -> tuple[Home, Meeting]:
 
     def speak() -> bytes:
         homes.append(Home(options.dir))
-        return msgspec.msgpack.encode(agent_of(homes[0], options))
+        return msgspec.msgpack.encode(ensure_agent(homes[0], options))
 
     def answer(said: list[bytes]) -> bytes:
-        cards = [msgspec.msgpack.decode(each, type=Card) for each in said]
-        refuse_unreachable(cards)
-        nodes = {card.node: card for card in cards}
-        meeting = Meeting(lineage_of(root), list(nodes.values()), [card.node for card in cards])
+        infos = [msgspec.msgpack.decode(each, type=AgentInfo) for each in said]
+        refuse_unreachable(infos)
+        nodes = {info.node: info for info in infos}
+        meeting = Membership(lineage_of(root), list(nodes.values()), [info.node for info in infos])
         return msgspec.msgpack.encode(meeting)
 
     reply = exchange(group, "finding the agents of the nodes", speak, answer)
-    return homes[0], msgspec.msgpack.decode(reply, type=Meeting)
+    return homes[0], msgspec.msgpack.decode(reply, type=Membership)

@@ -1,4 +1,4 @@
-"""A snapshot on a node: its directory, and the notes in it."""
+"""A snapshot on a node: its directory, and the records in it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import TypeVar
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
-from shardwise.memory.node import notes
-from shardwise.memory.node.home import Run, hold, read_note
-from shardwise.memory.node.notes import Done, Draft, Kept, Staged
+from shardwise.memory import records
+from shardwise.memory.node.home import Run, hold, read_record
+from shardwise.memory.records import Done, Kept, PendingManifest, Staged
 
 ABANDONED = "abandoned"
 POLL = 0.002
@@ -64,19 +64,21 @@ class Place:
         except FileNotFoundError:
             return []
 
-    def drafts(self) -> list[Draft]:
+    def drafts(self) -> list[PendingManifest]:
         """The drafts in it: one, unless the step was saved twice."""
         return self._drafts("draft-")
 
-    def terms(self) -> list[Draft]:
+    def terms(self) -> list[PendingManifest]:
         """The drafts that other nodes lead, as those have told this one."""
         return self._drafts("terms-")
 
-    def _drafts(self, prefix: str) -> list[Draft]:
-        return self._whole([name for name in self.named(".json") if name.startswith(prefix)], Draft)
+    def _drafts(self, prefix: str) -> list[PendingManifest]:
+        return self._whole(
+            [name for name in self.named(".json") if name.startswith(prefix)], PendingManifest
+        )
 
     def staged(self) -> list[Staged]:
-        """The files in it that trainers have staged. A note whose file is not there does not
+        """The files in it that trainers have staged. A record whose file is not there does not
         count: the trainer was killed before it moved the file here."""
         found = self._whole(self.named(".staged.json"), Staged)
         return [each for each in found if self.has(each.file.name)]
@@ -91,39 +93,39 @@ class Place:
 
     def saves(self) -> set[str]:
         """The ids of the saves of which trainers have staged something in it."""
-        return {notes.save_of(name) for name in self.named(".staged.json")}
+        return {records.save_of(name) for name in self.named(".staged.json")}
 
     def kept(self) -> list[Kept]:
         """What trainers have made for others from their replicas."""
-        return self._whole([name for name in self.named(".json") if notes.is_kept(name)], Kept)
+        return self._whole([name for name in self.named(".json") if records.is_kept(name)], Kept)
 
     def ended(self, stage: str, save_id: str) -> Done | None:
         """How a stage has ended for the cluster, if it has; badly, if nobody can tell any more."""
-        name = notes.outcome(stage, save_id)
+        name = records.outcome(stage, save_id)
         try:
-            return read_note(self.path / name, Done)
+            return read_record(self.path / name, Done)
         except StoreError as error:
             self._tell_of_damage(name, error)
             return Done(save_id=save_id, stage=stage, failure=f"its outcome is damaged: {error}")
 
     def _whole(self, names: list[str], kind: type[T]) -> list[T]:
-        """The notes of these names, but for those that are damaged: nothing comes of them."""
+        """The records of these names, but for those that are damaged: nothing comes of them."""
         found = []
         for name in names:
             try:
-                note = read_note(self.path / name, kind)
+                record = read_record(self.path / name, kind)
             except StoreError as error:
                 self._tell_of_damage(name, error)
                 continue
-            if note is not None:
-                found.append(note)
+            if record is not None:
+                found.append(record)
         return found
 
     def _tell_of_damage(self, name: str, error: StoreError) -> None:
         """Once, whoever comes across it: a file that is made beside it says that it was told."""
         with suppress(OSError):
             self.beside(f"{name}.damaged").touch(exist_ok=False)
-            log.error("nothing comes of a note that is damaged: %s", error)
+            log.error("nothing comes of a record that is damaged: %s", error)
 
     def abandon(self) -> None:
         """Have whoever waits for something to become of it cease to."""
@@ -163,14 +165,14 @@ class Place:
 
         Args:
             deadline: until when, as `time.monotonic` has it.
-            failed: the note, a `Done`, that says that it will never come, and why.
+            failed: the record, a `Done`, that says that it will never come, and why.
 
         Raises:
             StoreError: it did not appear in time, or never will, or the snapshot is abandoned.
         """
         while not self.has(name):
             self.refuse_abandoned()
-            if failed and (why := read_note(self.path / failed, Done)) is not None:
+            if failed and (why := read_record(self.path / failed, Done)) is not None:
                 raise StoreError(why.failure)
             if time.monotonic() > deadline:
                 raise StoreError(f"{self.path / name} did not appear in time")

@@ -7,7 +7,7 @@ import shutil
 from contextlib import suppress
 
 from shardwise.errors import StoreError
-from shardwise.memory.node.home import Home, Run, read_note, write_note
+from shardwise.memory.node.home import Home, Run, read_record, write_record
 from shardwise.memory.node.retire import discard_newer
 from shardwise.memory.node.trainers import has_trainers
 
@@ -20,7 +20,7 @@ def remove_predecessors(home: Home, run: Run, root: str) -> None:
 
     One stays that has a trainer here, or that the agent does not cease to work on.
     """
-    write_note(run.path / ROOT, root)
+    write_record(run.path / ROOT, root)
     for name in home.runs():
         if name != run.name and _is_of(home, name, root):
             other = home.run(name)
@@ -35,6 +35,6 @@ def remove_predecessors(home: Home, run: Run, root: str) -> None:
 
 
 def _is_of(home: Home, name: str, root: str) -> bool:
-    with suppress(StoreError):  # it is no run, or its note is damaged
-        return read_note(home.run(name).path / ROOT, str) == root
+    with suppress(StoreError):  # it is no run, or its record is damaged
+        return read_record(home.run(name).path / ROOT, str) == root
     return False

@@ -25,12 +25,12 @@ from pathlib import Path
 
 import msgspec
 
-from shardwise.memory.node.home import Run, read_note
+from shardwise.memory.node.home import Run, read_record
 from shardwise.memory.node.identity import run_token
 from shardwise.memory.node.interface import serves_own_host_only
 from shardwise.memory.node.lineage import Epoch
-from shardwise.memory.node.notes import Card
 from shardwise.memory.node.predecessors import ROOT
+from shardwise.memory.records import AgentInfo
 from shardwise.store import LocalStore, Store, open_store
 
 NODES = "nodes"
@@ -42,17 +42,17 @@ _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 log = logging.getLogger("shardwise")
 
 
-class Entry(msgspec.Struct, frozen=True):
+class Entry(msgspec.Struct, frozen=True, rename={"info": "card"}):
     """A node that may hold snapshots of a run.
 
     Attributes:
-        card: where its agent is. The token is for this run alone; "" if there is none.
+        info: where its agent is. The token is for this run alone; "" if there is none.
         run: the run's id.
         epoch: of the run, when the node last saved.
         at: when that was, in seconds since 1970.
     """
 
-    card: Card
+    info: AgentInfo
     run: str
     epoch: Epoch
     at: float
@@ -63,11 +63,11 @@ class Known:
     """What a root says about the nodes of a run.
 
     Attributes:
-        cards: those that can be asked.
+        infos: those that can be asked.
         unknown: those that cannot, and why.
     """
 
-    cards: list[Card]
+    infos: list[AgentInfo]
     unknown: dict[str, str] = field(default_factory=dict)
 
 
@@ -85,21 +85,21 @@ class Registry:
         self._run = run
         self._clock = clock
 
-    def enter(self, card: Card, epoch: int) -> None:
+    def enter(self, info: AgentInfo, epoch: int) -> None:
         """Write down where a node is, in place of what was known of it.
 
         Args:
-            card: as the agent gives it, with its secret, which is not written down.
+            info: as the agent gives it, with its secret, which is not written down.
 
         Raises:
             OSError: the root cannot be written to.
         """
         if self._path is None:
             return
-        known = msgspec.structs.replace(card, token=run_token(card.token, self._run))
+        known = msgspec.structs.replace(info, token=run_token(info.token, self._run))
         entry = Entry(known, self._run, epoch, self._clock())
         self._path.mkdir(parents=True, exist_ok=True)
-        _write_private(self._path / _file_of(card.node), entry)
+        _write_private(self._path / _file_of(info.node), entry)
 
     def leave(self, node: str) -> None:
         """Forget a node, which holds nothing of the run any more.
@@ -147,11 +147,11 @@ class Registry:
             if isinstance(entry, str):
                 found.unknown[node] = entry
             elif entry.run == self._run and self._clock() - entry.at < KEPT_FOR:
-                if serves_own_host_only(entry.card) and entry.card.host != socket.gethostname():
-                    why = f"its agent serves its own host only, {entry.card.host}"
-                    found.unknown[entry.card.node] = why
+                if serves_own_host_only(entry.info) and entry.info.host != socket.gethostname():
+                    why = f"its agent serves its own host only, {entry.info.host}"
+                    found.unknown[entry.info.node] = why
                 else:
-                    found.cards.append(entry.card)
+                    found.infos.append(entry.info)
         return found
 
     def _is_ours(self, path: Path) -> bool:
@@ -169,22 +169,22 @@ class Enrolment:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._entered: tuple[Card, int] | None = None
+        self._entered: tuple[AgentInfo, int] | None = None
         self._warned = False
 
-    def keep(self, card: Card, epoch: int, *, prunes: bool) -> None:
+    def keep(self, info: AgentInfo, epoch: int, *, prunes: bool) -> None:
         """Write down where the node is, if that is not what was written last.
 
         Args:
             epoch: of the run, in which it saves.
             prunes: remove what is old, too.
         """
-        if self._entered == (card, epoch):
+        if self._entered == (info, epoch):
             return
-        self._entered = card, epoch
+        self._entered = info, epoch
 
         def work() -> None:
-            self._registry.enter(card, epoch)
+            self._registry.enter(info, epoch)
             if prunes:
                 self._registry.prune()
 
@@ -208,15 +208,15 @@ class Enrolment:
             self._warned = True
 
 
-def reenter(run: Run, card: Card) -> None:
+def reenter(run: Run, info: AgentInfo) -> None:
     """Write down where an agent is now, in the entry that its run has of it."""
     with suppress(OSError, ValueError):
-        path = _entry_of(run, card.node)
+        path = _entry_of(run, info.node)
         entry = None if path is None else _read_private(path)
         if path is not None and isinstance(entry, Entry) and entry.run == run.name:
-            known = msgspec.structs.replace(card, token=run_token(card.token, run.name))
-            if known != entry.card:
-                _write_private(path, msgspec.structs.replace(entry, card=known))
+            known = msgspec.structs.replace(info, token=run_token(info.token, run.name))
+            if known != entry.info:
+                _write_private(path, msgspec.structs.replace(entry, info=known))
 
 
 def forget(run: Run, node: str) -> None:
@@ -230,7 +230,7 @@ def forget(run: Run, node: str) -> None:
 
 def _entry_of(run: Run, node: str) -> Path | None:
     """Where the root of a run on this node has the entry of a node, if that is known."""
-    root = read_note(run.path / ROOT, str)
+    root = read_record(run.path / ROOT, str)
     store = None if root is None else open_store(root)
     return store.path / NODES / _file_of(node) if isinstance(store, LocalStore) else None
 
@@ -248,13 +248,13 @@ def _write_private(path: Path, entry: Entry) -> None:
     try:
         with os.fdopen(fd, "wb") as file:
             if not _is_private(os.fstat(fd)):
-                bare = msgspec.structs.replace(entry.card, token="")
-                entry = msgspec.structs.replace(entry, card=bare)
+                bare = msgspec.structs.replace(entry.info, token="")
+                entry = msgspec.structs.replace(entry, info=bare)
                 log.warning(
                     "%s: this file system does not enforce file modes, so no token for node %s is "
                     "written there; a restart on other nodes cannot read its snapshots",
                     path,
-                    entry.card.node,
+                    entry.info.node,
                 )
             file.write(msgspec.json.encode(entry))
             file.flush()

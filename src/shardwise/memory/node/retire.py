@@ -11,7 +11,7 @@ from itertools import islice
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
-from shardwise.memory.node import notes
+from shardwise.memory import records
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.place import Held, Place
 from shardwise.memory.node.spares import spare, trim_spares
@@ -37,16 +37,16 @@ def replaced(step: int, run: Mapping[int, Collection[str]]) -> set[str]:
         f"{each}/{name}"
         for each, names in run.items()
         for name in names
-        if name == MANIFEST or notes.is_outcome(name)
+        if name == MANIFEST or records.is_outcome(name)
     }
 
 
 def retire_replaced(place: Place) -> bool:
     """Retire what the newest committed snapshot has replaced, unless it is read or persisted now.
 
-    As many committed snapshots stay as the notes beside the newest of them say, and none of the
+    As many committed snapshots stay as the records beside the newest of them say, and none of the
     files of one that is committed is touched; one that never was goes when a newer one is. One
-    after which storage is still to be tidied leaves the note that asks for it.
+    after which storage is still to be tidied leaves the record that asks for it.
 
     Raises:
         Held: some are to be retired, and others work on them.
@@ -115,8 +115,8 @@ def _retire(place: Place, wholly: bool) -> bool:
                 return False
             store.delete(MANIFEST)
     names = store.list()
-    asked = [] if wholly else notes.unended(notes.RETAIN, notes.RETAIN, names)
-    stay = {notes.request(notes.RETAIN, save_id) for save_id in asked}
+    asked = [] if wholly else records.unended(records.RETAIN, records.RETAIN, names)
+    stay = {records.request(records.RETAIN, save_id) for save_id in asked}
     _remove(place, [name for name in names if name not in stay])
     with suppress(OSError):
         store.remove()
@@ -173,14 +173,14 @@ def _is_busy(place: Place) -> bool:
     waited_for = {
         (stage, save_id)
         for staged in place.staged()
-        for save_id in [notes.save_of(staged.file.name)]
+        for save_id in [records.save_of(staged.file.name)]
         for stage in staged.stages
-        if notes.outcome(stage, save_id) not in names
+        if records.outcome(stage, save_id) not in names
     }
     if not waited_for:
         return False
     promised = {save for stage, save in waited_for if stage == "persist"}
-    leads = any(notes.draft(save) in names for save in promised)
+    leads = any(records.draft(save) in names for save in promised)
     if leads and any(each.durable and each.save_id in promised for each in place.drafts()):
         return True
     newer = [Place(place.run, each) for each in place.run.steps() if each > place.step]
@@ -217,14 +217,14 @@ def _remove(place: Place, names: list[str]) -> None:
     ended = place.run.path / ENDED
     ended.mkdir(exist_ok=True)
     of_agents = _of_agents(names)
-    for name in sorted(names, key=_last_notes):
+    for name in sorted(names, key=_records_last):
         path = place.path / name
         with suppress(FileNotFoundError):
             if name in slots:
                 path.rename(place.run.free / slots[name])
             elif name in of_agents:
                 spare(place.run, path)
-            elif notes.is_outcome(name):
+            elif records.is_outcome(name):
                 path.rename(ended / name)
             else:
                 path.unlink()
@@ -233,17 +233,19 @@ def _remove(place: Place, names: list[str]) -> None:
 
 def _of_agents(names: Collection[str]) -> set[str]:
     """The data files that no rank of this node has staged, but its agent has made for others."""
-    files = {name for name in names if name.endswith(notes.DATA)}
+    files = {name for name in names if name.endswith(records.DATA)}
     return {
-        name for name in files if notes.staged(name) not in names and notes.entry(name) not in names
+        name
+        for name in files
+        if records.staged(name) not in names and records.entry(name) not in names
     }
 
 
-def _last_notes(name: str) -> int:
+def _records_last(name: str) -> int:
     """Drafts go first, so that nobody goes on; what slots are called goes last."""
     if name.startswith("draft-"):
         return 0
-    return 2 if notes.names_slot(name) or notes.is_outcome(name) else 1
+    return 2 if records.names_slot(name) or records.is_outcome(name) else 1
 
 
 def _forget(ended: os.PathLike[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from shardwise.memory.node import notes
+from shardwise.memory import records
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.spares import spares
@@ -33,7 +33,7 @@ def taken_for_others(run: Run) -> int:
         for kept in place.kept():
             in_slots |= {kept.file, kept.file.removeprefix(".")}
         for name in place.named(""):
-            if name.endswith(notes.DATA) and name not in in_slots:
+            if name.endswith(records.DATA) and name not in in_slots:
                 with suppress(FileNotFoundError):
                     total += (place.path / name).stat().st_size
     return total

@@ -14,22 +14,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardwise.errors import StoreError
-from shardwise.memory.node.home import Home, read_note
+from shardwise.memory.node.home import Home, read_record
 from shardwise.memory.node.interface import LOOPBACK, address_of, served_address
 from shardwise.memory.node.logfile import log_tail, open_log
-from shardwise.memory.node.notes import Card, schema
 from shardwise.memory.node.trainers import has_trainers
 from shardwise.memory.options import Memory
+from shardwise.memory.records import AgentInfo, schema
 
 POLL = 0.02
 PATIENCE = 60.0
 LONGER = 10.0
 
 
-def agent_of(home: Home, options: Memory) -> Card:
-    """The card of the node's agent, which is started if none lives there.
+def ensure_agent(home: Home, options: Memory) -> AgentInfo:
+    """The info of the node's agent, which is started if none lives there.
 
-    An agent of another version of shardwise, which may not read our notes, is replaced by one of
+    An agent of another version of shardwise, which may not read our records, is replaced by one of
     ours, unless a training uses it.
 
     Raises:
@@ -38,71 +38,71 @@ def agent_of(home: Home, options: Memory) -> Card:
     """
     address = None if options.interface is None else address_of(options.interface)
     with _alone(home):
-        card = card_of(home)
-        if card is not None and card.schema != schema():
-            _end_other_version(home, card, options)
-            card = None
-        card = card or _await(home, _command(home, options, address or LOOPBACK), options)
-    _refuse_other(home, card, options, address)
-    return card
+        info = running_agent(home)
+        if info is not None and info.schema != schema():
+            _end_other_version(home, info, options)
+            info = None
+        info = info or _await(home, _command(home, options, address or LOOPBACK), options)
+    _refuse_other(home, info, options, address)
+    return info
 
 
-def card_of(home: Home) -> Card | None:
-    """The card of the agent that lives here, if one does."""
-    return read_note(home.card, Card) if home.has_agent() else None
+def running_agent(home: Home) -> AgentInfo | None:
+    """The info of the agent that lives here, if one does."""
+    return read_record(home.info, AgentInfo) if home.has_agent() else None
 
 
-def end_agent(home: Home, card: Card) -> None:
+def end_agent(home: Home, info: AgentInfo) -> None:
     """End the agent that lives here: it finishes what it is writing, for 20 seconds at most.
 
     Raises:
         StoreError: it cannot be ended from here, or does not end.
     """
     try:
-        command = Path(f"/proc/{card.process}/cmdline").read_bytes().split(b"\0")
-        if card.host != socket.gethostname() or b"agent" not in command:
+        command = Path(f"/proc/{info.process}/cmdline").read_bytes().split(b"\0")
+        if info.host != socket.gethostname() or b"agent" not in command:
             raise StoreError(
-                f"process {card.process} is not the agent of {home}: it may run in another "
-                f"container (of host {card.host}); end it there"
+                f"process {info.process} is not the agent of {home}: it may run in another "
+                f"container (of host {info.host}); end it there"
             )
-        os.kill(card.process, signal.SIGTERM)
+        os.kill(info.process, signal.SIGTERM)
     except (FileNotFoundError, ProcessLookupError):
         pass  # it has ended just now
     deadline = time.monotonic() + PATIENCE
     while home.has_agent():
         if time.monotonic() > deadline:
             raise StoreError(
-                f"the agent of {home} (process {card.process}) has not ended in {PATIENCE:.0f} s; "
+                f"the agent of {home} (process {info.process}) has not ended in {PATIENCE:.0f} s; "
                 f"its log: {home.log}"
             )
         time.sleep(POLL)
 
 
-def _end_other_version(home: Home, card: Card, options: Memory) -> None:
+def _end_other_version(home: Home, info: AgentInfo, options: Memory) -> None:
     if not options.start_agent:
         raise StoreError(
-            f"the agent of {home} (process {card.process}) belongs to another version of "
+            f"the agent of {home} (process {info.process}) belongs to another version of "
             "shardwise: start one of the version that trains"
         )
     if any(has_trainers(home.run(run)) for run in home.runs()):
         raise StoreError(
-            f"the agent of {home} (process {card.process}) belongs to another version of "
+            f"the agent of {home} (process {info.process}) belongs to another version of "
             "shardwise, and a training uses it: wait until that training has ended, or choose "
             "another directory by Memory(dir=...)"
         )
-    end_agent(home, card)
+    end_agent(home, info)
 
 
-def _await(home: Home, command: list[str], options: Memory) -> Card:
+def _await(home: Home, command: list[str], options: Memory) -> AgentInfo:
     """Start an agent, unless others are to, and wait until it is there."""
     deadline = time.monotonic() + PATIENCE
     process: subprocess.Popen[bytes] | None = None
-    while (card := card_of(home)) is None:
+    while (info := running_agent(home)) is None:
         if not home.has_agent():
             if process is not None and process.poll() is not None:
                 raise StoreError(f"the agent of {home} ended at once:\n{log_tail(home.log)}")
             if process is None and options.start_agent:
-                home.card.unlink(missing_ok=True)
+                home.info.unlink(missing_ok=True)
                 process = _start(home, command)
         if time.monotonic() > deadline:
             if not options.start_agent:
@@ -114,7 +114,7 @@ def _await(home: Home, command: list[str], options: Memory) -> Card:
                 f"the agent of {home} did not start in {PATIENCE:.0f} s:\n{log_tail(home.log)}"
             )
         time.sleep(POLL)
-    return card
+    return info
 
 
 @contextmanager
@@ -168,24 +168,24 @@ def _start(home: Home, command: list[str]) -> subprocess.Popen[bytes]:
         )
 
 
-def _refuse_other(home: Home, card: Card, options: Memory, address: str | None) -> None:
+def _refuse_other(home: Home, info: AgentInfo, options: Memory, address: str | None) -> None:
     """Raise if an agent that runs is another than would be started.
 
     Raises:
         StoreError: says in what, and how to end it.
     """
     wrong = []
-    served = served_address(card)
+    served = served_address(info)
     if address is not None and served != address:
         wrong.append(f"it serves {served}, not {address} (interface={options.interface!r})")
-    if options.domain is not None and card.domain != options.domain:
-        wrong.append(f"its domain is {card.domain!r}, not {options.domain!r}")
-    encrypted = card.url.startswith("https:")
+    if options.domain is not None and info.domain != options.domain:
+        wrong.append(f"its domain is {info.domain!r}, not {options.domain!r}")
+    encrypted = info.url.startswith("https:")
     if encrypted != (options.tls is not None):
         wrong.append("it speaks TLS, and tls= is not given" if encrypted else "it speaks no TLS")
     if wrong:
         raise StoreError(
             f"the agent that runs in {home} does not match the options of Memory: "
-            f"{'; '.join(wrong)}. Change the options, or end the agent (kill {card.process}): the "
+            f"{'; '.join(wrong)}. Change the options, or end the agent (kill {info.process}): the "
             "next one takes over its snapshots"
         )

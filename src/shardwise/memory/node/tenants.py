@@ -22,7 +22,7 @@ def evict(run: Run, stays: Callable[[int], bool]) -> None:
 
 
 def rank_of(name: str) -> int:
-    """The rank that a slot, or a note of a data file, is of."""
+    """The rank that a slot, or a record of a data file, is of."""
     return int(name[1:].split("-")[0])
 
 

@@ -17,7 +17,7 @@ PATIENCE = 10.0
 POLL = 0.02
 
 
-class Presence:
+class RankLock:
     """A trainer lives, until it says goodbye or ends in whatever way.
 
     Children that are forked let go of the lock, so that none keeps it when this process is gone. A
@@ -115,7 +115,7 @@ def _this_process() -> bytes:
     return f"{namespace}:{os.getpid()}:{started}".ljust(60).encode()
 
 
-def _leave(reference: weakref.ref[Presence]) -> None:
+def _leave(reference: weakref.ref[RankLock]) -> None:
     presence = reference()
     if presence is not None:
         presence.leave()

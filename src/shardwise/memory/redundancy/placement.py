@@ -89,7 +89,7 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Protection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the nodes of a snapshot protect each other; its JSON is the note `protection.json`.
+    """How the nodes of a snapshot protect each other; its JSON is the record `protection.json`.
 
     Attributes:
         save_id: of the snapshot.
@@ -188,10 +188,10 @@ def unite(save_id: str, groups: Sequence[Group], *, copies: int, parity: int) ->
 
 
 def decode_protection(data: bytes) -> Protection:
-    """The note's bytes to what they say.
+    """The record's bytes to what they say.
 
     Raises:
-        FormatError: they are no such note, or it contradicts itself.
+        FormatError: they are no such record, or it contradicts itself.
     """
     try:
         return msgspec.json.decode(data, type=Protection)

@@ -13,8 +13,8 @@ import msgspec
 from shardwise.errors import CorruptionError, StoreError
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.mappings import mapped
-from shardwise.memory.node.notes import Card
 from shardwise.memory.node.place import Place
+from shardwise.memory.records import AgentInfo
 from shardwise.memory.redundancy.placement import Protection, decode_protection
 from shardwise.memory.redundancy.rebuild import Rebuilder
 from shardwise.memory.remote.nodes import Nodes
@@ -47,7 +47,7 @@ class Assembly(msgspec.Struct, array_like=True, frozen=True):
     step: int | None
     holders: dict[str, list[str]]
     sizes: dict[str, int]
-    nodes: dict[str, Card]
+    nodes: dict[str, AgentInfo]
     protection: bytes
     newer: list[tuple[int, str]]
     choosing: float = 0.0
@@ -76,8 +76,8 @@ class AssembledStore:
         self._name = f"memory of run {run.name}, step {assembly.step}"
         self._node = node
         self._local = LocalStore(run.step(assembly.step))
-        cards = list(assembly.nodes.values())
-        self._nodes = Nodes(Place(run, assembly.step), cards, node, WAIT, tls)
+        infos = list(assembly.nodes.values())
+        self._nodes = Nodes(Place(run, assembly.step), infos, node, WAIT, tls)
         self._gone: dict[str, str] = {}
         self._origins = dict.fromkeys(IN_MEMORY, 0)
         self._counting = threading.Lock()

@@ -11,12 +11,12 @@ import msgspec
 from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
-from shardwise.memory.node import notes
+from shardwise.memory import records
 from shardwise.memory.node.acquaintances import acquaintances
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.lineage import Lineage
-from shardwise.memory.node.notes import Card, Draft, Protect
 from shardwise.memory.node.place import Place
+from shardwise.memory.records import AgentInfo, PendingManifest, Protect
 from shardwise.memory.redundancy.placement import Protection
 from shardwise.memory.redundancy.rebuild import assemblable
 from shardwise.memory.remote.assembled import Assembly
@@ -43,21 +43,21 @@ class Held(msgspec.Struct, array_like=True):
 
     node: str
     steps: dict[int, dict[str, int]]
-    knows: list[Card]
+    knows: list[AgentInfo]
     removed: bool = False
 
 
 def what_is_held(run: Run, node: str) -> Held:
     """What this node holds of a run."""
     steps: dict[int, dict[str, int]] = {}
-    knows = {card.node: card for card in acquaintances(run)}
+    knows = {info.node: info for info in acquaintances(run)}
     for step in run.steps():
         place = Place(run, step)
         with suppress(FileNotFoundError):
             steps[step] = _sizes(place)
         with suppress(StoreError):  # a draft that is damaged knows nobody
             for draft in place.drafts() + place.terms():
-                knows |= {card.node: card for card in draft.nodes}
+                knows |= {info.node: info for info in draft.nodes}
     return Held(node, steps, list(knows.values()))
 
 
@@ -70,25 +70,25 @@ def _sizes(place: Place) -> dict[str, int]:
     return found
 
 
-def ask_others(cards: Iterable[Card], run: str, tls: Tls | None) -> list[Held]:
+def ask_others(infos: Iterable[AgentInfo], run: str, tls: Tls | None) -> list[Held]:
     """What the nodes hold whose agents answer."""
 
-    def ask(card: Card) -> Held | None:
-        with suppress(OSError), closing(_client_of(card, tls)) as client:
-            return _ask(client, card, run)
+    def ask(info: AgentInfo) -> Held | None:
+        with suppress(OSError), closing(_client_of(info, tls)) as client:
+            return _ask(client, info, run)
         return None
 
     with ThreadPoolExecutor(ASKED_AT_A_TIME, "shardwise-ask") as pool:
-        return [held for held in pool.map(ask, cards) if held is not None]
+        return [held for held in pool.map(ask, infos) if held is not None]
 
 
 def ask_around(
     held: list[Held],
-    cards: Mapping[str, Card],
+    infos: Mapping[str, AgentInfo],
     run: str,
     tls: Tls | None,
-    suffices: Callable[[list[Held], Mapping[str, Card]], bool] = lambda held, cards: False,
-) -> tuple[list[Held], dict[str, Card]]:
+    suffices: Callable[[list[Held], Mapping[str, AgentInfo]], bool] = lambda held, infos: False,
+) -> tuple[list[Held], dict[str, AgentInfo]]:
     """What all nodes hold whose agents answer: those that nodes know that are heard, and so on.
 
     A node may have been on the run beside nodes of which only one is known here, and be known there
@@ -96,50 +96,50 @@ def ask_around(
 
     Args:
         held: of nodes that have spoken.
-        cards: of these, and others.
+        infos: of these, and others.
         suffices: whether what was heard until now is enough; then no other answer is waited for.
 
     Returns:
-        What all hold, and the cards of those that have answered beside those given.
+        What all hold, and the infos of those that have answered beside those given.
     """
-    found, known = list(held), dict(cards)
+    found, known = list(held), dict(infos)
     heard = {each.node for each in held}
     asked: set[tuple[str, str]] = set()
-    told = [*cards.values(), *(card for each in held for card in each.knows)]
-    pending: dict[Future[Held], Card] = {}
+    told = [*infos.values(), *(info for each in held for info in each.knows)]
+    pending: dict[Future[Held], AgentInfo] = {}
     with (
         ThreadPoolExecutor(ASKED_AT_A_TIME, "shardwise-ask") as pool,
         ExitStack() as unanswered,
     ):
         while True:
-            for card in told:
-                if card.node not in heard and (card.node, card.url) not in asked:
-                    asked.add((card.node, card.url))
-                    with suppress(StoreError):  # the card has no address
-                        client = _client_of(card, tls)
+            for info in told:
+                if info.node not in heard and (info.node, info.url) not in asked:
+                    asked.add((info.node, info.url))
+                    with suppress(StoreError):  # the info has no address
+                        client = _client_of(info, tls)
                         unanswered.callback(client.abort)
-                        pending[pool.submit(_ask, client, card, run)] = card
+                        pending[pool.submit(_ask, client, info, run)] = info
             if not pending or suffices(found, known):
                 return found, known
             told = []
             for answer in wait(pending, return_when=FIRST_COMPLETED).done:
-                card = pending.pop(answer)
+                info = pending.pop(answer)
                 with suppress(OSError):
                     each = answer.result()
                     told += each.knows
-                    if card.node not in heard:
-                        heard.add(card.node)
+                    if info.node not in heard:
+                        heard.add(info.node)
                         found.append(each)
-                        known[card.node] = card
+                        known[info.node] = info
 
 
-def reader(cards: Mapping[str, Card], run: Run, here: str, tls: Tls | None) -> Read:
+def reader(infos: Mapping[str, AgentInfo], run: Run, here: str, tls: Tls | None) -> Read:
     """Reads small files of any of these nodes, and of this one."""
 
     def read(node: str, step: int, name: str) -> bytes:
         if node == here:
             return (run.step(step) / name).read_bytes()
-        with closing(_client_of(cards[node], tls, ANSWERED)) as client:
+        with closing(_client_of(infos[node], tls, ANSWERED)) as client:
             return client.read(run.name, step, name, limit=LARGEST_MANIFEST)
 
     return read
@@ -147,7 +147,7 @@ def reader(cards: Mapping[str, Card], run: Run, here: str, tls: Tls | None) -> R
 
 def choose(
     held: list[Held],
-    cards: Mapping[str, Card],
+    infos: Mapping[str, AgentInfo],
     read: Read,
     *,
     step: int | None,
@@ -166,7 +166,7 @@ def choose(
     """
     newer: list[tuple[int, str]] = []
     for candidate in _candidates(held, step, below, tried):
-        found = _assemble_any(candidate, held, cards, read, lineage)
+        found = _assemble_any(candidate, held, infos, read, lineage)
         if not isinstance(found, str):
             return msgspec.structs.replace(found, newer=newer)
         newer.append((candidate, f"memory: {found}"))
@@ -175,7 +175,7 @@ def choose(
 
 def suffices(
     held: list[Held],
-    cards: Mapping[str, Card],
+    infos: Mapping[str, AgentInfo],
     read: Read,
     *,
     step: int | None,
@@ -190,7 +190,7 @@ def suffices(
     newest = next(iter(_candidates(held, step)), None)
     if newest is None:
         return False
-    found = _assemble_any(newest, held, cards, read, lineage, epoch=lineage.epoch)
+    found = _assemble_any(newest, held, infos, read, lineage, epoch=lineage.epoch)
     return not isinstance(found, str)
 
 
@@ -210,7 +210,7 @@ def _candidates(
 def _assemble_any(
     step: int,
     held: list[Held],
-    cards: Mapping[str, Card],
+    infos: Mapping[str, AgentInfo],
     read: Read,
     lineage: Lineage | None,
     epoch: int | None = None,
@@ -237,7 +237,7 @@ def _assemble_any(
             if epoch not in (None, _epoch(step, manifest.save_id, held, read)):
                 continue
             found = _abandoned(step, manifest.save_id, held, read, lineage) or _assemble(
-                step, manifest, each.node, held, cards, read
+                step, manifest, each.node, held, infos, read
             )
             if not isinstance(found, str):
                 return found
@@ -274,10 +274,10 @@ class _Epoch(msgspec.Struct):
 def _epoch(step: int, save_id: str, held: list[Held], read: Read) -> int | None:
     """The epoch of a save, as the first node says whose draft of it is whole."""
     for each in held:
-        for note in (notes.draft(save_id), notes.terms(save_id)):
-            if note in each.steps.get(step, {}):
+        for record in (records.draft(save_id), records.terms(save_id)):
+            if record in each.steps.get(step, {}):
                 with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                    return msgspec.json.decode(read(each.node, step, note), type=_Epoch).epoch
+                    return msgspec.json.decode(read(each.node, step, record), type=_Epoch).epoch
     return None
 
 
@@ -286,7 +286,7 @@ def _assemble(
     manifest: Manifest,
     source: str,
     held: list[Held],
-    cards: Mapping[str, Card],
+    infos: Mapping[str, AgentInfo],
     read: Read,
 ) -> Assembly | str:
     """Where the files of a manifest lie, which a node was the source of; or why not all can be
@@ -306,7 +306,7 @@ def _assemble(
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         return f"no node that is left has {shown}{more}"
     holders[MANIFEST] = [source]
-    live = {node: cards[node] for node, files in names.items() if files}
+    live = {node: infos[node] for node, files in names.items() if files}
     encoded = b"" if protection is None else msgspec.json.encode(protection)
     return Assembly(step, holders, sizes, live, encoded, [])
 
@@ -314,37 +314,37 @@ def _assemble(
 def _protection(
     step: int, save_id: str, names: Mapping[str, Mapping[str, int]], read: Read
 ) -> Protection | None:
-    """Who protects whom, as the first node says whose note of it is whole."""
-    note = notes.request("protect", save_id)
+    """Who protects whom, as the first node says whose record of it is whole."""
+    record = records.request("protect", save_id)
     for node, files in names.items():
-        if note in files:
+        if record in files:
             with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                return msgspec.json.decode(read(node, step, note), type=Protect).protection
+                return msgspec.json.decode(read(node, step, record), type=Protect).protection
     return None
 
 
-def _ask(client: AgentClient, card: Card, run: str) -> Held:
+def _ask(client: AgentClient, info: AgentInfo, run: str) -> Held:
     """What a node without trainers holds."""
     steps = {
         listed.step: {file.name: file.size for file in listed.files} for listed in client.list(run)
     }
-    return Held(card.node, steps, _nodes_of_newest(client, run, steps))
+    return Held(info.node, steps, _nodes_of_newest(client, run, steps))
 
 
 def _nodes_of_newest(
     client: AgentClient, run: str, steps: Mapping[int, Mapping[str, int]]
-) -> list[Card]:
+) -> list[AgentInfo]:
     """The nodes of the newest snapshot of which a node has a draft that is whole."""
     for step in sorted(steps, reverse=True):
-        drafts = map(notes.draft, notes.requested("draft", steps[step]))
-        terms = map(notes.terms, notes.requested("terms", steps[step]))
+        drafts = map(records.draft, records.requested("draft", steps[step]))
+        terms = map(records.terms, records.requested("terms", steps[step]))
         for name in (*drafts, *terms):
             with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 data = client.read(run, step, name, limit=LARGEST_MANIFEST)
-                return msgspec.json.decode(data, type=Draft).nodes
+                return msgspec.json.decode(data, type=PendingManifest).nodes
     return []
 
 
-def _client_of(card: Card, tls: Tls | None, patience: float = ABSENT) -> AgentClient:
+def _client_of(info: AgentInfo, tls: Tls | None, patience: float = ABSENT) -> AgentClient:
     context = None if tls is None else tls.for_client()
-    return AgentClient(card, connect_timeout=patience, read_timeout=SILENT, tls=context)
+    return AgentClient(info, connect_timeout=patience, read_timeout=SILENT, tls=context)

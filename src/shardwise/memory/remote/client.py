@@ -23,8 +23,8 @@ import msgspec
 
 from shardwise.errors import StoreError
 from shardwise.manifest.names import step_directory
-from shardwise.memory.node.home import LARGEST_NOTE
-from shardwise.memory.node.notes import Card
+from shardwise.memory.node.home import LARGEST_RECORD
+from shardwise.memory.records import AgentInfo
 from shardwise.store.store import Buffer
 
 LONGEST_WAIT = 60.0
@@ -66,7 +66,7 @@ class AgentClient:
     """The agent of a node, as others see it. Threads may share it: each talks over its own line.
 
     Args:
-        card: where the agent is, and the token it wants.
+        info: where the agent is, and the token it wants.
         connect_timeout: seconds until a node that does not take the call counts as lost.
         read_timeout: seconds until one that falls silent does.
         tls: how to call if the card's URL is https; one that is not is refused then.
@@ -74,23 +74,23 @@ class AgentClient:
     Every verb raises `StoreError` if the agent is not there, falls silent, or refuses.
 
     Raises:
-        StoreError: the card has no URL that can be talked to, or no token.
+        StoreError: the info has no URL that can be talked to, or no token.
     """
 
     def __init__(
         self,
-        card: Card,
+        info: AgentInfo,
         *,
         connect_timeout: float = 5.0,
         read_timeout: float = 30.0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._where = f"node {card.node} ({card.url})"
-        self._host, self._port, secure = _address(card)
+        self._where = f"node {info.node} ({info.url})"
+        self._host, self._port, secure = _address(info)
         self._secure, self._tls = secure, tls
-        if not _TOKEN.fullmatch(card.token):
-            raise StoreError(f"{self._where}: its card has no token that can be sent")
-        self._headers = {"Authorization": f"Bearer {card.token}"}
+        if not _TOKEN.fullmatch(info.token):
+            raise StoreError(f"{self._where}: its info has no token that can be sent")
+        self._headers = {"Authorization": f"Bearer {info.token}"}
         self._connect_timeout = connect_timeout
         self._read_timeout = read_timeout
         self._lock = threading.Lock()
@@ -190,13 +190,13 @@ class AgentClient:
         return self._ask("HEAD", _path(run, step, name), take)
 
     def put(self, run: str, step: int, name: str, data: bytes) -> None:
-        """Leave a note, which appears whole or not at all, and wake the agent.
+        """Leave a record, which appears whole or not at all, and wake the agent.
 
         Raises:
             StoreError: it is larger than 256 MiB, or the node has no room for it.
         """
-        if len(data) > LARGEST_NOTE:
-            raise StoreError(f"{self}: {name} has {len(data)} bytes; a note has {LARGEST_NOTE}")
+        if len(data) > LARGEST_RECORD:
+            raise StoreError(f"{self}: {name} has {len(data)} bytes; a record has {LARGEST_RECORD}")
         self._ask("PUT", _path(run, step, name), HTTPResponse.read, body=data)
 
     def wake(self) -> None:
@@ -373,19 +373,19 @@ def _refusal(asked: str, response: HTTPResponse) -> OSError:
     if response.status == 401:
         return StoreError(
             f"{asked}: it does not take this token: another agent lives there by now; "
-            "read its card again"
+            "read its info again"
         )
     return StoreError(f"{asked}: {response.status}: {text}")
 
 
-def _address(card: Card) -> tuple[str, int, bool]:
+def _address(info: AgentInfo) -> tuple[str, int, bool]:
     try:
-        url = urlsplit(card.url)
+        url = urlsplit(info.url)
         port = url.port
     except ValueError:
         url, port = urlsplit(""), None
     if url.scheme not in ("http", "https") or not url.hostname or port is None:
-        raise StoreError(f"node {card.node}: {card.url!r} is no http(s) URL with host and port")
+        raise StoreError(f"node {info.node}: {info.url!r} is no http(s) URL with host and port")
     return url.hostname, port, url.scheme == "https"
 
 

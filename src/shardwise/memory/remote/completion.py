@@ -11,11 +11,11 @@ import numpy as np
 from shardwise.errors import CorruptionError
 from shardwise.manifest.checksums import BLOCK, block_checksums, crc32
 from shardwise.manifest.manifest import FileEntry
-from shardwise.memory.node import notes
-from shardwise.memory.node.home import read_note, write_note
-from shardwise.memory.node.notes import Kept
+from shardwise.memory import records
+from shardwise.memory.node.home import read_record, write_record
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.seal import is_sealed
+from shardwise.memory.records import Kept
 from shardwise.memory.redundancy.encoding import PIECE, encode_pieces, owned
 from shardwise.memory.redundancy.placement import Group
 from shardwise.memory.remote.nodes import Nodes
@@ -24,30 +24,30 @@ from shardwise.store.store import Buffer
 log = logging.getLogger("shardwise.agent")
 
 
-def claim(place: Place, note: str, name: str, group: Group) -> Kept | None:
+def claim(place: Place, record: str, name: str, group: Group) -> Kept | None:
     """What a rank has made of a file, if it can be completed: nobody has begun to before.
 
     From then on it lies beside where the file will be, under which name its memory is known.
 
     Args:
-        note: the name of the rank's note.
+        record: the name of the rank's record.
         name: of the file.
         group: those who protect each other, as the snapshot has them.
     """
-    kept = read_note(place.path / note, Kept)
+    kept = read_record(place.path / record, Kept)
     same = kept is not None and msgspec.structs.replace(kept.ring, name=group.name) == group
-    made = notes.kept_file(note)
+    made = records.kept_file(record)
     if kept is None or not same or not place.has(made):
         return None
     beside = place.beside(name)
-    write_note(place.path / note, msgspec.structs.replace(kept, file=beside.name))
+    write_record(place.path / record, msgspec.structs.replace(kept, file=beside.name))
     (place.path / made).rename(beside)
     return kept
 
 
-def is_made(place: Place, note: str) -> bool:
-    """Whether a rank has made what a note is about: the file is there, or was claimed."""
-    kept = read_note(place.path / note, Kept)
+def is_made(place: Place, record: str) -> bool:
+    """Whether a rank has made what a record is about: the file is there, or was claimed."""
+    kept = read_record(place.path / record, Kept)
     return kept is not None and (kept.file.startswith(".") or place.has(kept.file))
 
 

@@ -1,4 +1,4 @@
-"""The nodes of a run, as the agent that leads a snapshot talks to them: by notes."""
+"""The nodes of a run, as the agent that leads a snapshot talks to them: by records."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import TypeVar
 import msgspec
 
 from shardwise.errors import StoreError
-from shardwise.memory.node.home import LARGEST_NOTE, read_note, write_note
-from shardwise.memory.node.notes import Card, Done
+from shardwise.memory.node.home import LARGEST_RECORD, read_record, write_record
 from shardwise.memory.node.place import ABANDONED, Place
+from shardwise.memory.records import AgentInfo, Done
 from shardwise.memory.remote.client import AgentClient
 from shardwise.memory.tls import Tls
 from shardwise.store.store import Buffer
@@ -55,7 +55,7 @@ class Nodes:
 
     Args:
         place: the snapshot, here.
-        cards: of all nodes.
+        infos: of all nodes.
         here: which of them this is.
         wait: seconds until one that does not answer counts as lost.
         tls: by what they know each other; in clear if None.
@@ -67,7 +67,7 @@ class Nodes:
     def __init__(
         self,
         place: Place,
-        cards: Sequence[Card],
+        infos: Sequence[AgentInfo],
         here: str,
         wait: float,
         tls: Tls | None = None,
@@ -75,12 +75,12 @@ class Nodes:
         self._place = place
         self._here = here
         self._wait = wait
-        others = [card for card in cards if card.node != here]
+        others = [info for info in infos if info.node != here]
         context = None if tls is None or not others else tls.for_client()
         calling, silent = min(CALLING, wait), min(SILENT, wait)
         self._clients = {
-            card.node: AgentClient(card, connect_timeout=calling, read_timeout=silent, tls=context)
-            for card in others
+            info.node: AgentClient(info, connect_timeout=calling, read_timeout=silent, tls=context)
+            for info in others
         }
         self._closed, self._abandoned = threading.Event(), threading.Event()
         if others:
@@ -109,14 +109,14 @@ class Nodes:
     def expect(
         self, node: str, name: str, kind: type[T], *, asked: str = "", failed: str = ""
     ) -> T:
-        """A note of a node, once it is there.
+        """A record of a node, once it is there.
 
         Args:
-            asked: the note by which it was asked for it; waits for as long as the node has that.
-            failed: the note, a `Done`, that says that it will never come, and why.
+            asked: the record by which it was asked for it; waits for as long as the node has that.
+            failed: the record, a `Done`, that says that it will never come, and why.
 
         Raises:
-            StoreError: the node does not answer, the note does not come, or the snapshot is
+            StoreError: the node does not answer, the record does not come, or the snapshot is
                 abandoned, or was discarded there.
         """
         last_sign = time.monotonic()
@@ -141,16 +141,16 @@ class Nodes:
             if time.monotonic() - last_sign > self._wait:
                 raise StoreError(f"node {node} gave no {name} within {self._wait:.0f} s")
 
-    def tell(self, node: str, name: str, note: object) -> None:
-        """Leave a note at a node.
+    def tell(self, node: str, name: str, record: object) -> None:
+        """Leave a record at a node.
 
         Raises:
             StoreError: the node does not answer, or the snapshot is abandoned.
         """
-        self.insist(lambda: self._put(node, name, note))
+        self.insist(lambda: self._put(node, name, record))
 
     def tell_others(self, *told: tuple[str, object]) -> None:
-        """Leave notes, by their names, at all nodes but this one: at each in this order.
+        """Leave records, by their names, at all nodes but this one: at each in this order.
 
         Raises:
             StoreError: some nodes do not answer, and the others have it; or the snapshot is
@@ -167,17 +167,17 @@ class Nodes:
 
         self.insist(tell)
 
-    def tell_all(self, name: str, note: object) -> None:
-        """Leave a note at all nodes, at this one last: then all others have it, or are lost.
+    def tell_all(self, name: str, record: object) -> None:
+        """Leave a record at all nodes, at this one last: then all others have it, or are lost.
 
         Raises:
             StoreError: some nodes do not answer, and the others have it; or the snapshot is
                 abandoned.
         """
         try:
-            self.tell_others((name, note))
+            self.tell_others((name, record))
         finally:
-            self._put(self._here, name, note)
+            self._put(self._here, name, record)
 
     def insist(self, work: Callable[[], T]) -> T:
         """What some work with other nodes gives; again and again, where one does not answer.
@@ -231,7 +231,7 @@ class Nodes:
             newer = Place(run, step)
             drafts = newer.drafts() + newer.terms()
             if drafts:
-                present = {card.node for draft in drafts for card in draft.nodes}
+                present = {info.node for draft in drafts for info in draft.nodes}
                 gone = sorted(set(nodes) - present)
                 if gone:
                     raise _GoneError(f"the run has gone on without node {', '.join(gone)}")
@@ -243,43 +243,43 @@ class Nodes:
         except KeyError:
             raise StoreError(f"nothing is known of node {node}") from None
 
-    def _put(self, node: str, name: str, note: object) -> None:
-        data = note if isinstance(note, bytes) else msgspec.json.encode(note)
+    def _put(self, node: str, name: str, record: object) -> None:
+        data = record if isinstance(record, bytes) else msgspec.json.encode(record)
         if node == self._here:
-            write_note(self._place.path / name, data)
+            write_record(self._place.path / name, data)
         else:
             self._client(node).put(self._place.run.name, self._place.step, name, data)
 
     def _try_to_tell(self, node: str, told: Sequence[tuple[str, object]]) -> str:
         try:
-            for name, note in told:
-                self._put(node, name, note)
+            for name, record in told:
+                self._put(node, name, record)
         except StoreError as error:
             return f"node {node}: {error}"
         return ""
 
     def _has(self, node: str, name: str) -> bool:
-        """Whether a node has a note."""
+        """Whether a node has a record."""
         if node == self._here:
             return self._place.has(name)
         try:
-            self.read(node, name, limit=LARGEST_NOTE)
+            self.read(node, name, limit=LARGEST_RECORD)
         except FileNotFoundError:
             return False
         return True
 
     def _look(self, node: str, name: str, kind: type[T], left: float) -> T | None:
-        """A note, once it is there; None if it is not within `left` seconds, or in due time."""
+        """A record, once it is there; None if it is not within `left` seconds, or in due time."""
         place = self._place
         if node == self._here:
-            found = read_note(place.path / name, kind)
+            found = read_record(place.path / name, kind)
             if found is None and left > 0:
                 time.sleep(POLL)
             return found
         try:
             wait = min(AT_ONCE, max(0.0, left))
             data = self._client(node).read(
-                place.run.name, place.step, name, limit=LARGEST_NOTE, wait=wait
+                place.run.name, place.step, name, limit=LARGEST_RECORD, wait=wait
             )
         except FileNotFoundError:
             return None

@@ -8,11 +8,11 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from shardwise.errors import StoreError
-from shardwise.memory.node import notes
+from shardwise.memory import records
 from shardwise.memory.node.home import Home
-from shardwise.memory.node.notes import Card
 from shardwise.memory.node.place import Place
-from shardwise.memory.node.spawn import card_of
+from shardwise.memory.node.spawn import running_agent
+from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.client import AgentClient
 from shardwise.memory.tls import Tls
 
@@ -35,7 +35,7 @@ class Agents:
     """
 
     home: Home
-    leader: Card | None
+    leader: AgentInfo | None
     tls: Tls | None
     patience: float
 
@@ -82,32 +82,34 @@ class Vigil:
 
     def _ask_all(self, within: float) -> None:
         agents = self._agents
-        for card in (card_of(agents.home), agents.leader):
-            if card is None:
+        for info in (running_agent(agents.home), agents.leader):
+            if info is None:
                 continue
-            since = self._answered.setdefault(card.node, self._asked)
-            failure = silence(card, agents.tls, within)
+            since = self._answered.setdefault(info.node, self._asked)
+            failure = silence(info, agents.tls, within)
             now = time.monotonic()
             if not failure:
-                self._answered[card.node] = now
+                self._answered[info.node] = now
             elif now - since > agents.patience:
                 raise StoreError(
-                    f"the agent of node {card.node} (process {card.process} of {card.host}) has "
+                    f"the agent of node {info.node} (process {info.process} of {info.host}) has "
                     f"not answered for {now - since:.0f} s: {failure}. If it is stopped, have it "
                     "go on, or end it: the next one does what is left"
                 )
 
     def _look_for_draft(self, within: float) -> None:
         """An agent that has the draft of a save ends it, well or not. Without one nobody does: rank
-        0 has failed, and could not even leave a note of that, or has ended."""
+        0 has failed, and could not even leave a record of that, or has ended."""
         names = self._names_at_leader(within)
         if names is None:
             return
         now = time.monotonic()
-        copied = notes.copying(f"-{self._save_id}.safetensors")
+        copied = records.copying(f"-{self._save_id}.safetensors")
         is_copied = any(name.endswith(copied) for name in names)
-        asked = (notes.draft(self._save_id), notes.request(notes.RETAIN, self._save_id))
-        if any(note in names for note in asked) or (is_copied and now - self._begun < LONGEST_COPY):
+        asked = (records.draft(self._save_id), records.request(records.RETAIN, self._save_id))
+        if any(record in names for record in asked) or (
+            is_copied and now - self._begun < LONGEST_COPY
+        ):
             self._led = now
         elif now - self._led > 2 * self._agents.patience + 1:
             raise StoreError(
@@ -129,16 +131,16 @@ class Vigil:
         return [file.name for each in listed if each.step == place.step for file in each.files]
 
 
-def silence(card: Card, tls: Tls | None, within: float) -> str:
+def silence(info: AgentInfo, tls: Tls | None, within: float) -> str:
     """Why an agent does not answer within so many seconds; "" if it does."""
     try:
-        with closing(_client(card, tls, within)) as client:
+        with closing(_client(info, tls, within)) as client:
             client.health()
     except StoreError as error:
         return str(error)
     return ""
 
 
-def _client(card: Card, tls: Tls | None, within: float) -> AgentClient:
+def _client(info: AgentInfo, tls: Tls | None, within: float) -> AgentClient:
     context = None if tls is None else tls.for_client()
-    return AgentClient(card, connect_timeout=within, read_timeout=within, tls=context)
+    return AgentClient(info, connect_timeout=within, read_timeout=within, tls=context)

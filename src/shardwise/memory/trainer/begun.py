@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.memory.node import notes
-from shardwise.memory.node.home import write_note
-from shardwise.memory.node.notes import Done
+from shardwise.memory import records
+from shardwise.memory.node.home import write_record
+from shardwise.memory.records import Done
 from shardwise.memory.trainer.handle import Stages
 
 
@@ -82,7 +82,7 @@ class Begun:
         last = self._stages[-1]
         last.wait("commit", None)
         if leads:
-            note = notes.request("rescue", last.save_id)
-            write_note(last.place.path / note, Done(save_id=last.save_id, stage="rescue"))
+            record = records.request("rescue", last.save_id)
+            write_record(last.place.path / record, Done(save_id=last.save_id, stage="rescue"))
         stages = ("commit", "protect", "persist")
         self._stages[-1] = replace(last, stages=stages, retains=retains)

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from shardwise.engine.options import SaveOptions
 from shardwise.engine.planning import Planned
 from shardwise.manifest.names import data_file
-from shardwise.memory.node.meeting import Meeting
-from shardwise.memory.node.notes import Draft
+from shardwise.memory.node.meeting import Membership
 from shardwise.memory.options import Memory
+from shardwise.memory.records import PendingManifest
 from shardwise.retention import Keep
 
 
@@ -33,10 +33,10 @@ def draft_of(
     options: SaveOptions,
     storing: Storing,
     memory: Memory,
-    meeting: Meeting,
+    meeting: Membership,
     root: str,
     rings: list[list[str]],
-) -> Draft:
+) -> PendingManifest:
     """The draft of a snapshot, made on rank 0.
 
     Args:
@@ -48,7 +48,7 @@ def draft_of(
     if template is None:
         raise RuntimeError("only rank 0 has a draft")
     node_of = meeting.node_of
-    return Draft(
+    return PendingManifest(
         save_id=planned.save_id,
         step=options.step or 0,
         manifest=template.encode(()).decode(),

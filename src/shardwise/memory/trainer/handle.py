@@ -1,4 +1,4 @@
-"""A save that was begun: how far it has come, as the notes on this node say."""
+"""A save that was begun: how far it has come, as the records on this node say."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 
 from shardwise.engine.save import SaveReport
 from shardwise.errors import StoreError
-from shardwise.memory.node import notes
-from shardwise.memory.node.home import read_note
-from shardwise.memory.node.notes import Done
+from shardwise.memory import records
+from shardwise.memory.node.home import read_record
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.retire import ENDED
+from shardwise.memory.records import Done
 from shardwise.memory.remote.vigil import Agents, Vigil
 from shardwise.memory.trainer.copying import Copying
 
@@ -23,7 +23,7 @@ log = logging.getLogger("shardwise")
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """What a save goes through, in the words of its notes, and where those are looked for.
+    """What a save goes through, in the words of its records, and where those are looked for.
 
     What fails of one that is for memory only is no reason to end a training: the next takes its
     place.
@@ -51,7 +51,7 @@ class Stages:
 
     @property
     def _with_last(self) -> tuple[str, ...]:
-        return (*self.stages, notes.RETAIN) if self.retains else self.stages
+        return (*self.stages, records.RETAIN) if self.retains else self.stages
 
     def check(self) -> bool:
         """Whether no stage has failed.
@@ -77,9 +77,9 @@ class Stages:
         """
         if self.retains:
             try:
-                self.wait(notes.RETAIN, None)
+                self.wait(records.RETAIN, None)
             except StoreError:
-                if notes.RETAIN not in self._known:
+                if records.RETAIN not in self._known:
                     raise
 
     def _bear(self, look: Callable[[], object]) -> bool:
@@ -116,11 +116,11 @@ class Stages:
             StoreError: it has failed; or nothing can come of it, as the agent is gone.
         """
         done = self._known.get(stage) or self._look_up(stage)
-        if done is None and stage in ("protect", notes.RETAIN) and self._is_replaced():
+        if done is None and stage in ("protect", records.RETAIN) and self._is_replaced():
             # Its memory has gone to newer ones meanwhile, which also do what was left of this.
             done = self._look_up(stage) or Done(save_id=self.save_id, stage=stage)
         if done is not None:
-            self._known[stage] = done  # its note goes with the memory of the run
+            self._known[stage] = done  # its record goes with the memory of the run
         failure = self.staging_failure if done is None else done.failure
         if failure:
             raise StoreError(f"step {self.place.step}: {stage}: {failure}")
@@ -132,9 +132,9 @@ class Stages:
         return "" if self.copying is None else self.copying.failure
 
     def _look_up(self, stage: str) -> Done | None:
-        name = notes.outcome(stage, self.save_id)
-        done = read_note(self.place.path / name, Done)
-        return done or read_note(self.place.run.path / ENDED / name, Done)
+        name = records.outcome(stage, self.save_id)
+        done = read_record(self.place.path / name, Done)
+        return done or read_record(self.place.run.path / ENDED / name, Done)
 
     def _is_replaced(self) -> bool:
         """Whether it was committed, and is not in memory any more."""

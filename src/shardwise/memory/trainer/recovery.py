@@ -14,12 +14,12 @@ from shardwise.engine.group import Group
 from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
-from shardwise.memory.node import notes
+from shardwise.memory import records
 from shardwise.memory.node.home import Run
-from shardwise.memory.node.notes import Card
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.registry import Known
 from shardwise.memory.node.seal import is_intact
+from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.assembled import AssembledStore, Assembly
 from shardwise.memory.remote.assembling import (
     Held,
@@ -96,23 +96,23 @@ def find_assembly(
 
     def answer(said: list[bytes]) -> bytes:
         held = [msgspec.msgpack.decode(each, type=Held) for each in said if each]
-        known = snapshots.registry.read({card.node for card in meeting.nodes})
-        met = {card.node: card for card in (*known.cards, *meeting.nodes)}
+        known = snapshots.registry.read({info.node for info in meeting.nodes})
+        met = {info.node: info for info in (*known.infos, *meeting.nodes)}
         lineage = meeting.lineage
 
-        def is_enough(held: list[Held], cards: Mapping[str, Card]) -> bool:
-            read = reader(cards, run, here, tls)
-            return suffices(held, cards, read, step=step, lineage=lineage)
+        def is_enough(held: list[Held], infos: Mapping[str, AgentInfo]) -> bool:
+            read = reader(infos, run, here, tls)
+            return suffices(held, infos, read, step=step, lineage=lineage)
 
         first = () if damaged else (is_enough,)
-        held, cards = ask_around(held, met, run.name, tls, *first)
+        held, infos = ask_around(held, met, run.name, tls, *first)
         start = time.perf_counter()
-        read = reader(cards, run, here, tls)
+        read = reader(infos, run, here, tls)
         tried = () if damaged is None else damaged.nodes
-        found = choose(held, cards, read, step=step, below=below, tried=tried, lineage=lineage)
+        found = choose(held, infos, read, step=step, below=below, tried=tried, lineage=lineage)
         seconds = time.perf_counter() - start
         unasked = _unasked(known, {each.node for each in held})
-        if unasked and is_enough(held, cards):
+        if unasked and is_enough(held, infos):
             unasked = {}
         found = msgspec.structs.replace(found, choosing=seconds, unasked=unasked)
         return msgspec.msgpack.encode(found)
@@ -124,8 +124,8 @@ def find_assembly(
 def _unasked(known: Known, heard: set[str]) -> dict[str, str]:
     """The nodes that the root knows and nobody heard, and why."""
     silent = {
-        card.node: f"its agent at {card.url} did not answer, or another agent has replaced it"
-        for card in known.cards
+        info.node: f"its agent at {info.url} did not answer, or another agent has replaced it"
+        for info in known.infos
     }
     return {node: why for node, why in {**known.unknown, **silent}.items() if node not in heard}
 
@@ -146,7 +146,7 @@ def remove_damaged(place: Place) -> bool:
         ]
     for name in damaged:
         (place.path / name).unlink(missing_ok=True)
-        (place.path / notes.staged(name)).unlink(missing_ok=True)  # its slot is no more in use
+        (place.path / records.staged(name)).unlink(missing_ok=True)  # its slot is no more in use
     return bool(damaged)
 
 
@@ -158,7 +158,7 @@ def _complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
         begun: list[tuple[str, list[str]]] = []
         for step in snapshots.run.steps() if snapshots.is_first_of_node else ():
             place = Place(snapshots.run, step)
-            with suppress(StoreError):  # a note is damaged: nothing comes of it
+            with suppress(StoreError):  # a record is damaged: nothing comes of it
                 staged += [each.file.name for each in place.staged()]
                 begun += [
                     (each.save_id, [name for name, _ in each.files]) for each in place.drafts()

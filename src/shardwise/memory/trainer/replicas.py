@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.manifest.checksums import BLOCK, block_checksums, block_count
-from shardwise.memory.node import notes
-from shardwise.memory.node.home import write_note
-from shardwise.memory.node.notes import Kept
+from shardwise.memory import records
+from shardwise.memory.node.home import write_record
 from shardwise.memory.node.place import Place
+from shardwise.memory.records import Kept
 from shardwise.memory.redundancy.encoding import PIECE, encode_pieces, owned
 from shardwise.memory.redundancy.placement import Group, parity_file_size
 from shardwise.memory.trainer.rings import Holder, Ring, known_range
@@ -55,7 +55,7 @@ class Keeping:
     threads: int
 
     def keep(self) -> None:
-        """Make it, and leave a note of each file.
+        """Make it, and leave a record of each file.
 
         Raises:
             StoreError: there is no memory for it.
@@ -111,10 +111,10 @@ class Keeping:
         of: dict[str, tuple[int, int]],
         sums: dict[str, bytes],
     ) -> None:
-        note = notes.kept(self.ring.holders[self.ring.at].file.name, number)
-        file = notes.kept_file(note)
+        record = records.kept(self.ring.holders[self.ring.at].file.name, number)
+        file = records.kept_file(record)
         kept = Kept(self.ring.group, file, slot.name, block, of, sums)
-        write_note(self.place.path / note, kept)  # first, as for what is staged
+        write_record(self.place.path / record, kept)  # first, as for what is staged
         slot.path.rename(self.place.path / file)
 
 

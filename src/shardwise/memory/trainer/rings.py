@@ -17,7 +17,7 @@ from shardwise.engine.group import Group as RankGroup
 from shardwise.engine.planning import Planned
 from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.manifest import FileEntry
-from shardwise.memory.node.meeting import Meeting
+from shardwise.memory.node.meeting import Membership
 from shardwise.memory.options import Memory
 from shardwise.memory.redundancy.placement import Group, Member, copied_files, group_of_files, place
 
@@ -110,7 +110,7 @@ class Rings:
         files: on rank 0, the names of the files of each ring of the newest snapshot.
     """
 
-    def __init__(self, options: Memory, meeting: Meeting, group: RankGroup) -> None:
+    def __init__(self, options: Memory, meeting: Membership, group: RankGroup) -> None:
         self._options = options
         self._meeting = meeting
         self._group = group
@@ -125,7 +125,7 @@ class Rings:
         self._formed = rings_of(
             alike,
             self._meeting.node_of,
-            {card.node: card.domain for card in self._meeting.nodes},
+            {info.node: info.domain for info in self._meeting.nodes},
             copies=options.copies,
             parity=options.parity,
             group_size=options.group,
@@ -151,7 +151,7 @@ class Rings:
 
     def _introduce(self, said: list[bytes]) -> list[bytes]:
         """Tell the ranks of each ring of each other's files; a ring needs a file of each."""
-        domain_of = {card.node: card.domain for card in self._meeting.nodes}
+        domain_of = {info.node: info.domain for info in self._meeting.nodes}
         told = [b""] * len(said)
         self.files = []
         for ranks in self._formed:

@@ -76,7 +76,7 @@ class Slots:
     Args:
         run: what the node keeps of the run.
         prefix: what their names begin with: whose they are.
-        named_by: a word in the names of the notes that say which of them are in use.
+        named_by: a word in the names of the records that say which of them are in use.
         count: how many there should be, those in use included.
         locks: page-locks those that a device copies to.
     """
@@ -139,7 +139,7 @@ class Slots:
             StoreError: the memory file system is full.
         """
         names = [name for name in self._free() if name not in besides]
-        if not names and self._lacking() > 0:  # the note was damaged that said what it is called
+        if not names and self._lacking() > 0:  # the record was damaged that said what it is called
             names = [self._new_name()]
         if not names:
             return None

@@ -1,4 +1,4 @@
-"""The snapshots of a run, as its ranks make them: staged here, and left to the agent by notes."""
+"""The snapshots of a run, as its ranks make them: staged here, and left to the agent by records."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from shardwise.memory.node.branches import leave_behind, refuse_to_go_back
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.lineage import Lineage, go_on_from
 from shardwise.memory.node.meeting import meet, reaching
-from shardwise.memory.node.notes import Card
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.predecessors import remove_predecessors
 from shardwise.memory.node.registry import Enrolment, Registry
-from shardwise.memory.node.spawn import agent_of
+from shardwise.memory.node.spawn import ensure_agent
 from shardwise.memory.node.tenants import evict
-from shardwise.memory.node.trainers import Presence, forget_lost
+from shardwise.memory.node.trainers import RankLock, forget_lost
 from shardwise.memory.options import Memory
+from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.vigil import Agents
 from shardwise.memory.tls import Tls
 from shardwise.memory.trainer.begun import Begun
@@ -82,12 +82,12 @@ class Snapshots:
         if group.rank == 0:
             self._warn_of_gaps()
 
-    def _take_its_place(self) -> Presence:
+    def _take_its_place(self) -> RankLock:
         """On each node. All ranks together."""
-        taken: list[Presence] = []
+        taken: list[RankLock] = []
 
         def speak() -> bytes:
-            taken.append(Presence(self.run, self._group.rank))
+            taken.append(RankLock(self.run, self._group.rank))
             return b""
 
         exchange(self._group, "taking their places", speak, lambda _: b"")
@@ -153,25 +153,25 @@ class Snapshots:
             self._raise_failures()
             if self._keeper is not None:
                 self._keeper.check()
-            card = agent_of(self.home, self._options)
+            info = ensure_agent(self.home, self._options)
             if self.is_first_of_node:
                 epoch = self.meeting.lineage.epoch
-                self._enrolment.keep(card, epoch, prunes=self._group.rank == 0)
+                self._enrolment.keep(info, epoch, prunes=self._group.rank == 0)
             brought.append(prepare())
             job = brought[0]
             refuse_to_go_back(self.run, job.options.step or 0, self.meeting.lineage)
             self._begun.settle(step=job.options.step or 0)  # of several, the last one is to stay
             staging = self._staging
             free = not staging.is_prepared or storing.durable or staging.has_free()
-            note = msgspec.msgpack.encode((free, card))
+            record = msgspec.msgpack.encode((free, info))
             place = str(job.store) if storing.durable else f"memory, for {job.store}"
-            return Wish(held=job.held, options=job.options, place=place, note=note)
+            return Wish(held=job.held, options=job.options, place=place, note=record)
 
         def admit(said: list[bytes]) -> str:
             if storing.durable:
                 refuse_existing(brought[0])
-            heard = [msgspec.msgpack.decode(each, type=tuple[bool, Card]) for each in said]
-            self.meeting.nodes = list({card.node: card for _, card in heard}.values())
+            heard = [msgspec.msgpack.decode(each, type=tuple[bool, AgentInfo]) for each in said]
+            self.meeting.nodes = list({info.node: info for _, info in heard}.values())
             if self._options.when_full == "skip" and not all(free for free, _ in heard):
                 return ""
             return new_save_id()

@@ -13,13 +13,13 @@ import torch
 from shardwise.engine.content import Content, data_of
 from shardwise.engine.planning import Planned
 from shardwise.errors import ShardwiseError, StoreError
-from shardwise.memory.node import notes
-from shardwise.memory.node.home import Home, Run, write_note
-from shardwise.memory.node.notes import Done, Draft, Staged
+from shardwise.memory import records
+from shardwise.memory.node.home import Home, Run, write_record
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.retire import give_up_failed
 from shardwise.memory.node.room import needed_for_others, taken_for_others
 from shardwise.memory.options import Memory
+from shardwise.memory.records import Done, PendingManifest, Staged
 from shardwise.memory.redundancy.placement import parity_file_size
 from shardwise.memory.trainer.copying import Copying
 from shardwise.memory.trainer.device import Accelerator, TorchAccelerator
@@ -53,7 +53,7 @@ class Part:
     planned: Planned
     content: Content | None
     ring: Ring | None
-    draft: Draft | None
+    draft: PendingManifest | None
     stages: tuple[str, ...]
     epoch: int
 
@@ -84,7 +84,7 @@ class Staging:
         home, run: of this node.
         rank: this one.
         options: as the user gave them.
-        wake: has the node's agent look at the notes.
+        wake: has the node's agent look at the records.
         accelerator: what tensors may lie on; if None, that of torch.
         nodes, ranks_here: how many the run has, and of its ranks, this node.
     """
@@ -244,7 +244,7 @@ class Staging:
         if part.content is not None:
             self._fill(part, part.content, copying)
         if part.draft is not None:
-            write_note(part.place.path / notes.draft(part.planned.save_id), part.draft)
+            write_record(part.place.path / records.draft(part.planned.save_id), part.draft)
         self._wake()
 
     def _attempt(self, part: Part, work: Callable[[], object]) -> str:
@@ -270,9 +270,9 @@ class Staging:
             return
         done = Done(save_id=planned.save_id, stage="stage", failure=failure)
         try:
-            write_note(place.path / notes.failed(planned.key), done)
+            write_record(place.path / records.failed(planned.key), done)
             if part.draft is not None:
-                write_note(place.path / notes.draft(planned.save_id), part.draft)
+                write_record(place.path / records.draft(planned.save_id), part.draft)
         except OSError as error:  # then the commit fails when its time is up
             log.warning("the agents cannot be told that %s: %s", failure, error)
 
@@ -280,7 +280,7 @@ class Staging:
         planned, place = part.planned, part.place
         slot = self._slot(self._own, content.layout.size, locked=_by_device(content))
         fill = copying.paced(self._streams.fill(content, wait=False))
-        mark = place.path / notes.copying(planned.key)
+        mark = place.path / records.copying(planned.key)
         mark.touch()
         try:
             try:
@@ -294,9 +294,9 @@ class Staging:
             mark.unlink(missing_ok=True)  # before it is staged: whoever is killed then leaves none
         entry = planned.entry(content)
         staged = Staged(entry, slot.name, self._options.slots, part.stages, part.epoch)
-        # The note comes first. If this process is killed in between, or the note cannot be
-        # written, the slot is still free, and a note without its file has no effect.
-        write_note(place.path / notes.staged(planned.key), staged)
+        # The record comes first. If this process is killed in between, or the record cannot be
+        # written, the slot is still free, and a record without its file has no effect.
+        write_record(place.path / records.staged(planned.key), staged)
         slot.path.rename(place.path / planned.key)
 
     def _keep(self, part: Part, ring: Ring, copying: Copying) -> None:

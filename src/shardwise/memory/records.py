@@ -1,6 +1,6 @@
-"""The notes that trainers and agents leave beside the files of a snapshot, and their names.
+"""The records that trainers and agents leave beside the files of a snapshot, and their names.
 
-Each is written once, whole, by one process; what an agent has to do next follows from the notes
+Each is written once, whole, by one process; what an agent has to do next follows from the records
 that are there. So an agent that is killed needs nobody to tell its successor anything.
 """
 
@@ -21,16 +21,16 @@ from shardwise.retention import PlainKeep
 
 PlainName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")]
 DATA = (".safetensors", ".bin")
-"""How the names of files end that are no notes."""
+"""How the names of files end that are no records."""
 RETAIN = "retain"
 """What comes after the last stage, and only the end of a run waits for: old checkpoints go."""
 _STAGED = ".staged.json"
 _COPYING = ".copying"
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
-_NOTE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.json")
+_RECORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.json")
 
 
-class Card(msgspec.Struct, frozen=True):
+class AgentInfo(msgspec.Struct, frozen=True):
     """How to talk to the agent of a node; whoever has it may.
 
     Attributes:
@@ -46,13 +46,13 @@ class Card(msgspec.Struct, frozen=True):
     schema: str = ""
 
     def __repr__(self) -> str:
-        return f"Card(node={self.node!r}, url={self.url!r})"
+        return f"AgentInfo(node={self.node!r}, url={self.url!r})"
 
 
 class Staged(msgspec.Struct, frozen=True):
     """A rank's file lies in memory, but for its checksums.
 
-    The note is written before the file is moved to its place: it counts once the file is there.
+    The record is written before the file is moved to its place: it counts once the file is there.
 
     Attributes:
         file: its entry in the manifest, but for its checksums.
@@ -72,11 +72,11 @@ class Staged(msgspec.Struct, frozen=True):
 class Kept(msgspec.Struct, frozen=True):
     """A rank has made, from its own replicas, what its node keeps for others, as far as it can.
 
-    The note is written before the file is moved to its place.
+    The record is written before the file is moved to its place.
 
     Attributes:
         ring: those who protect each other, with their files.
-        file: its name beside this note.
+        file: its name beside this record.
         slot: the name of its memory when it is free.
         block: the number of the block of parity that it is; None if it is a copy.
         of: the bytes of each data file that went into it, in whole blocks of checksums.
@@ -91,7 +91,7 @@ class Kept(msgspec.Struct, frozen=True):
     sums: dict[str, bytes] = {}
 
 
-class Draft(msgspec.Struct, frozen=True, kw_only=True):
+class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
     """What the node of rank 0 knows of a snapshot, whose agent leads it to its end.
 
     Attributes:
@@ -115,7 +115,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     manifest: str
     files: list[tuple[str, str]]
-    nodes: list[Card]
+    nodes: list[AgentInfo]
     leader: str
     root: str
     epoch: int = 0
@@ -153,7 +153,7 @@ class Protect(msgspec.Struct, frozen=True, kw_only=True):
 
     save_id: str
     protection: Protection
-    nodes: list[Card]
+    nodes: list[AgentInfo]
     wait: float
     rings: int = 0
 
@@ -191,7 +191,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 
 @cache
 def schema() -> str:
-    """Equal for versions of shardwise that read each other's notes: a digest of their fields."""
+    """Equal for versions of shardwise that read each other's records: a digest of their fields."""
     kinds = [each for each in globals().values() if isinstance(each, type)]
     structs = [each for each in kinds if issubclass(each, msgspec.Struct)]
     _, components = msgspec.json.schema_components(structs)
@@ -200,17 +200,17 @@ def schema() -> str:
 
 
 def save_of(data_file: str) -> str:
-    """The id of the save that a data file, or a note of it, is of."""
+    """The id of the save that a data file, or a record of it, is of."""
     return data_file.split("-")[1].split(".")[0]
 
 
 def staged(data_file: str) -> str:
-    """The name of the note that a data file is staged."""
+    """The name of the record that a data file is staged."""
     return data_file.removesuffix(".safetensors") + _STAGED
 
 
 def failed(data_file: str) -> str:
-    """The name of the note that a data file will never be staged: `Done`, with the reason."""
+    """The name of the record that a data file will never be staged: `Done`, with the reason."""
     return f"{data_file.removesuffix('.safetensors')}.failed.json"
 
 
@@ -225,18 +225,17 @@ def being_copied(names: Iterable[str]) -> list[str]:
 
 
 def kept(data_file: str, number: int) -> str:
-    """The name of the note that the rank of a data file has made what it keeps for others."""
+    """The name of the record that the rank of a data file has made what it keeps for others."""
     return f"{data_file.removesuffix('.safetensors')}.kept-{number}.json"
 
 
-def kept_file(note: str) -> str:
-    """The name of the file that the note of what a rank keeps for others is about, until the agent
-    claims it."""
-    return f"{note.removesuffix('.json')}.bin"
+def kept_file(record: str) -> str:
+    """The name of the file that a rank has made for others, until the agent claims it."""
+    return f"{record.removesuffix('.json')}.bin"
 
 
 def entry(data_file: str) -> str:
-    """The name of the note that a data file has its checksums: its entry in the manifest."""
+    """The name of the record that a data file has its checksums: its entry in the manifest."""
     return f"{data_file}.entry.json"
 
 
@@ -251,12 +250,12 @@ def terms(save_id: str) -> str:
 
 
 def request(stage: str, save_id: str) -> str:
-    """The name of the note by which a leader asks a node for a stage."""
+    """The name of the record by which a leader asks a node for a stage."""
     return f"{stage}-{save_id}.json"
 
 
 def requested(stage: str, names: Iterable[str]) -> list[str]:
-    """The saves for which a leader has asked for a stage, by the names of the notes."""
+    """The saves for which a leader has asked for a stage, by the names of the records."""
     before, after = f"{stage}-", ".json"
     named = [name for name in names if name.startswith(before) and name.endswith(after)]
     found = (name.removeprefix(before).removesuffix(after) for name in named)
@@ -269,7 +268,7 @@ def undone(stage: str, names: Collection[str]) -> list[str]:
 
 
 def unended(stage: str, of: str, names: Collection[str]) -> list[str]:
-    """The saves that have a note `of` something, and for which a stage has not ended."""
+    """The saves that have a record `of` something, and for which a stage has not ended."""
     return [each for each in requested(of, names) if outcome(stage, each) not in names]
 
 
@@ -282,36 +281,36 @@ def unsealed(names: Collection[str]) -> list[str]:
 
 
 def done(stage: str, save_id: str) -> str:
-    """The name of the note that a stage has ended on this node."""
+    """The name of the record that a stage has ended on this node."""
     return f"{stage}-done-{save_id}.json"
 
 
 def outcome(stage: str, save_id: str) -> str:
-    """The name of the note that a stage has ended for the cluster."""
+    """The name of the record that a stage has ended for the cluster."""
     return f"{stage}-all-{save_id}.json"
 
 
 def names_slot(name: str) -> bool:
-    """Whether this is the name of a note that says what a file's memory is called when free."""
+    """Whether this is the name of a record that says what a file's memory is called when free."""
     return name.endswith(_STAGED) or is_kept(name)
 
 
 def is_kept(name: str) -> bool:
-    """Whether this is the name of a note that a rank has made what it keeps for others."""
+    """Whether this is the name of a record that a rank has made what it keeps for others."""
     return ".kept-" in name and name.endswith(".json")
 
 
 def is_outcome(name: str) -> bool:
-    """Whether this is the name of a note that a stage has ended for the cluster."""
+    """Whether this is the name of a record that a stage has ended for the cluster."""
     return "-all-" in name and name.endswith(".json")
 
 
-def checked_note(name: str) -> str:
-    """The name of a note, if it is one plain component.
+def checked_record(name: str) -> str:
+    """The name of a record, if it is one plain component.
 
     Raises:
         FormatError: it is not.
     """
-    if not _NOTE.fullmatch(name):
-        raise FormatError(f"{name!r} is no name of a note")
+    if not _RECORD.fullmatch(name):
+        raise FormatError(f"{name!r} is no name of a record")
     return name
