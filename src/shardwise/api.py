@@ -12,11 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.adapters import Binding, asked_of, bind_state, optimizer_names
-from shardwise.adapters.deepspeed import EngineBinding
-from shardwise.adapters.megatron import MegatronBinding
-from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.adapters.overlapping import fillable_leaves
-from shardwise.adapters.values import PerRankBinding
 from shardwise.checkpoint import Checkpoint
 from shardwise.engine.alike import check_sample
 from shardwise.engine.arena import DEFAULT_STAGING_BYTES, Arena
@@ -27,7 +23,7 @@ from shardwise.engine.load import GroupFilling, LoadReport, plan_filling
 from shardwise.engine.match import Matched, agree_on_match, match
 from shardwise.engine.opened import Opened, read_per_rank
 from shardwise.engine.options import LoadOptions, SaveOptions
-from shardwise.engine.positions import GROUPS, Order, with_names_by_position
+from shardwise.engine.positions import GROUPS, with_names_by_position
 from shardwise.engine.save import Save, SaveReport, save_all
 from shardwise.engine.uncompiled import uncompiled
 from shardwise.errors import StateError
@@ -39,7 +35,7 @@ from shardwise.plan.cache import PlanCache
 from shardwise.plan.saved import Rename, SavedState, renaming
 from shardwise.resizing import Resizing
 from shardwise.retention import Choice
-from shardwise.state.leaves import LocalState, TensorLeaf
+from shardwise.state.leaves import LocalState, ParameterOrder, TensorLeaf
 from shardwise.state.selection import Selection
 from shardwise.store import Store, open_store
 
@@ -322,8 +318,7 @@ class _Load:
 
         exchange(group, "loading", move, lambda _: b"")
         for binding in bindings:
-            if isinstance(binding, (EngineBinding, MegatronBinding)):
-                binding.settle()
+            binding.rebuild_weights()
         plan = filling.filling.plan
         filled = (name for name in optimizer_names(bindings) if found.counts[name][1] > 0)
         return LoadReport(
@@ -363,11 +358,11 @@ class _Load:
             prepare = partial(plan_filling, leaves, saved, opened, arena)
             return GroupFilling(prepare, opened, arena, group, cleanup)
 
-    def _orders(self, saved: SavedState, resizing: Resizing) -> dict[str, Order]:
+    def _orders(self, saved: SavedState, resizing: Resizing) -> dict[str, ParameterOrder]:
         """The order of parameters in optimizers of the state, by their names in the checkpoint."""
-        found: dict[str, Order] = {}
+        found: dict[str, ParameterOrder] = {}
         for binding in bind_state(self.state, allow_pickle=self.allow_pickle):
-            order = binding.order() if isinstance(binding, OptimizerBinding) else None
+            order = binding.parameter_order()
             if order is not None:
                 name = saved.saved_name(f"{binding.name}.{GROUPS}").removesuffix(f".{GROUPS}")
                 found[name] = resizing.order_before(order, saved)
@@ -387,5 +382,5 @@ class _Load:
         names = {name: saved.saved_name(name) for name in found.per_rank}
         ranks = read_per_rank(opened, list(names.values()), group, verify=self.options.verify)
         for binding in bindings:
-            if isinstance(binding, PerRankBinding) and binding.name in names:
+            if binding.name in names:
                 binding.restore_ranks(ranks[names[binding.name]], group.rank, group.size)

@@ -15,9 +15,9 @@ from shardwise.adapters.values import TensorBinding
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened
-from shardwise.engine.positions import Order
 from shardwise.errors import MismatchError, StateError
 from shardwise.plan.saved import SavedState
+from shardwise.state.leaves import ParameterOrder
 from shardwise.state.selection import Selection
 
 KEEP_COMMON = "keep-common"
@@ -87,7 +87,7 @@ class Resizing:
         reply = exchange(group, "finding tensors to resize", speak, answer)
         return cls(*msgspec.msgpack.decode(reply, type=tuple[dict[str, Target], list[str]]))
 
-    def order_before(self, order: Order, saved: SavedState) -> Order:
+    def order_before(self, order: ParameterOrder, saved: SavedState) -> ParameterOrder:
         """The order of an optimizer's parameters, with the shapes that the checkpoint has."""
         before: dict[tuple[str, Shape], Shape] = {}
         for name, target in self.targets.items():

@@ -1,5 +1,6 @@
 """Framework objects to named leaves and back. Only here are frameworks known."""
 
-from shardwise.adapters.bind import Binding, asked_of, bind_state, optimizer_names, optimizers_in
+from shardwise.adapters.bind import asked_of, bind_state, optimizer_names, optimizers_in
+from shardwise.adapters.binding import Binding
 
 __all__ = ["Binding", "asked_of", "bind_state", "optimizer_names", "optimizers_in"]

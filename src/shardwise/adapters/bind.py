@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.optim import Optimizer
 
+from shardwise.adapters.binding import Binding
 from shardwise.adapters.deepspeed import (
     EngineBinding,
     EngineOptimizerBinding,
@@ -43,33 +44,8 @@ from shardwise.adapters.values import (
 )
 from shardwise.adapters.zero import is_optimizer_of_engine
 from shardwise.errors import StateError
-from shardwise.plan.saved import SavedState
 from shardwise.state.leaves import LocalState, Shards
-from shardwise.state.objects import JsonValue
 from shardwise.state.per_rank import PerRankValue
-from shardwise.state.selection import Selection
-
-
-class Binding(Protocol):
-    """What hangs in the state below one name."""
-
-    name: str
-
-    def local_state(self) -> LocalState:
-        """What there is to save now."""
-        ...
-
-    def targets(self, saved: SavedState, selection: Selection) -> LocalState:
-        """What a load fills, of what is chosen; made first where it does not exist yet."""
-        ...
-
-    def restore(self, values: Mapping[str, JsonValue]) -> None:
-        """Set what was made, and plain values, once the tensors are filled.
-
-        `values` go by the target's names.
-        """
-        ...
-
 
 State = MutableMapping[str, object]
 Modules = list[ModuleBinding | EngineBinding | MegatronBinding]
@@ -104,7 +80,7 @@ def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
         raise StateError(
             "a dict in the state is nested deeper than Python's stack allows, or holds itself"
         ) from error
-    order = {**dict.fromkeys(OF_MODULES, 0), **dict.fromkeys(OF_OPTIMIZERS, 1)}
+    order: dict[type, int] = {**dict.fromkeys(OF_MODULES, 0), **dict.fromkeys(OF_OPTIMIZERS, 1)}
     return sorted(bindings, key=lambda binding: order.get(type(binding), 2))
 
 

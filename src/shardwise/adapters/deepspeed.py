@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.adapters.binding import Binding
 from shardwise.adapters.modules import ModuleBinding
 from shardwise.adapters.names import CleanNames
 from shardwise.adapters.optimizers import OptimizerBinding, ParameterMap
@@ -74,7 +75,7 @@ def refuse_inside_engine(name: str, module: nn.Module) -> None:
             )
 
 
-class EngineBinding:
+class EngineBinding(Binding):
     """An engine: the weights that it steps in full precision, all else of its module, its counts.
 
     Args:
@@ -113,7 +114,7 @@ class EngineBinding:
         return selection.of(held)
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
-        """Set counts; the module's own weights follow in `settle`."""
+        """Set counts; the module's own weights follow in `rebuild_weights`."""
         self._bound.restore(values)
         for name in self._counts():
             if name not in values:
@@ -126,8 +127,8 @@ class EngineBinding:
             else:
                 raise StateError(f"{name}: {value!r} is no count")
 
-    def settle(self) -> None:
-        """Make the module's weights from those that were loaded. All ranks, when all have."""
+    def rebuild_weights(self) -> None:
+        """Compute the module's weights from the master weights that were loaded."""
         kind = kind_of(self._engine.optimizer)
         with torch.no_grad():
             if kind is not None:
@@ -168,7 +169,7 @@ class EngineBinding:
         return held
 
 
-class EngineOptimizerBinding:
+class EngineOptimizerBinding(Binding):
     """An engine's optimizer: state of flat weights by the names of the parameters in them."""
 
     def __init__(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.adapters.binding import Binding
 from shardwise.adapters.megatron_buckets import MASTER, BucketedState, Buckets, saved_buckets
 from shardwise.adapters.names import unwrapped
 from shardwise.adapters.optimizers import OptimizerBinding, ParameterMap
@@ -86,7 +87,7 @@ def _is(value: object, module: str, name: str) -> bool:
     return any((kind.__module__, kind.__name__) == wanted for kind in type(value).__mro__)
 
 
-class MegatronBinding:
+class MegatronBinding(Binding):
     """A model, or the chunks of one that this rank has, below one name.
 
     Args:
@@ -138,7 +139,7 @@ class MegatronBinding:
         return selection.of(held)
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
-        """Set extra state; the weights that are not stepped themselves follow in `settle`."""
+        """Set extra state. `rebuild_weights` computes the weights that have master weights."""
         for module, contents in zip(self._modules, self._contents, strict=True):
             states: dict[str, Any] = {}
             for extra in contents.extras:
@@ -151,8 +152,8 @@ class MegatronBinding:
             with user_code(self.name, "load_state_dict(), given its extra state,"):
                 module.load_state_dict(states, strict=False)
 
-    def settle(self) -> None:
-        """Make the model's weights from those that were loaded. All ranks, when all have."""
+    def rebuild_weights(self) -> None:
+        """Compute the model's weights from the master weights that were loaded."""
         mine = {id(each.tensor) for contents in self._contents for each in contents.tensors}
         with torch.no_grad():
             for optimizer in self._optimizers:
@@ -215,7 +216,7 @@ class MegatronBinding:
             yield TensorLeaf(name, flat.dtype, part.shape, fragments, identity, padded=part.padded)
 
 
-class MegatronOptimizerBinding:
+class MegatronOptimizerBinding(Binding):
     """An optimizer of Megatron-Core's: state of what it steps, by the names of the parameters.
 
     Args:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.adapters.binding import Binding
 from shardwise.adapters.fsdp1 import flat_parameters, flat_tensors, is_fsdp1, reshard
 from shardwise.adapters.names import CleanNames, unwrapped
 from shardwise.adapters.parameters import Parameter
@@ -21,7 +22,7 @@ from shardwise.state.selection import Selection
 EXTRA_STATE = "_extra_state"
 
 
-class ModuleBinding:
+class ModuleBinding(Binding):
     """A module, or the parts of one that this rank has (pipeline stages), below one name."""
 
     def __init__(self, name: str, modules: Sequence[nn.Module], *, allow_pickle: bool) -> None:

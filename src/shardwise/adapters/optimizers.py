@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch.optim import Optimizer
 
+from shardwise.adapters.binding import Binding
 from shardwise.adapters.parameters import Parameter, joined
 from shardwise.adapters.steps import (
     STEP,
@@ -20,7 +21,7 @@ from shardwise.adapters.steps import (
 from shardwise.errors import StateError
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.saved import SavedState
-from shardwise.state.leaves import GroupedValue, LocalState
+from shardwise.state.leaves import GroupedValue, LocalState, ParameterOrder
 from shardwise.state.objects import JsonValue, decode, differences, encode
 from shardwise.state.selection import Selection
 
@@ -33,7 +34,7 @@ BESIDES = ("params", "param_names", "is_expert_parallel")
 OF_DEEPSPEED = ("bias_correction", STEP)
 
 
-class OptimizerBinding:
+class OptimizerBinding(Binding):
     """One optimizer, or several that share the parameters of a model, below one name.
 
     Args:
@@ -109,9 +110,11 @@ class OptimizerBinding:
                 if names:
                     self._set_group(optimizer, group, settings[names[0]], f"{groups}.{names[0]}")
 
-    def order(self) -> list[list[tuple[str, tuple[int, ...]]]] | None:
-        """Names and shapes of the parameters in each group; None if they are flattened together,
-        or of several optimizers, so that their order is another than that of the model's."""
+    def parameter_order(self) -> ParameterOrder | None:
+        """Return the names and shapes of the parameters of each group.
+
+        None if there are several optimizers or flattened parameters, whose order differs.
+        """
         if len(self._optimizers) != 1:
             return None
         known = self._parameters()

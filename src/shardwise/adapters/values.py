@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from shardwise.adapters.binding import Binding
 from shardwise.adapters.tensors import TensorLike, tensor_leaf, tensor_of_array
 from shardwise.errors import StateError, user_code
 from shardwise.plan.saved import SavedState
@@ -32,7 +33,7 @@ class Stateful(Protocol):
         ...
 
 
-class TensorBinding:
+class TensorBinding(Binding):
     """A tensor, array or `Shards` in the state."""
 
     def __init__(self, name: str, value: TensorLike | np.ndarray) -> None:
@@ -49,11 +50,8 @@ class TensorBinding:
             raise StateError(f"{self.name}: the array is read-only, and cannot be loaded into")
         return selection.of(self.local_state())
 
-    def restore(self, values: Mapping[str, JsonValue]) -> None:
-        """Nothing is left to do."""
 
-
-class ObjectBinding:
+class ObjectBinding(Binding):
     """A plain value, or the state of a Stateful; tensors in it are stored as tensors.
 
     Args:
@@ -130,7 +128,7 @@ class ObjectBinding:
         return found
 
 
-class PerRankBinding:
+class PerRankBinding(Binding):
     """A value that each rank has of its own."""
 
     def __init__(self, name: str, value: PerRankValue, *, allow_pickle: bool) -> None:
@@ -148,9 +146,6 @@ class PerRankBinding:
     def targets(self, saved: SavedState, selection: Selection) -> LocalState:
         """Only that the name is wanted: the value at hand may be of any kind."""
         return selection.of(LocalState(per_rank={self.name: None}))
-
-    def restore(self, values: Mapping[str, JsonValue]) -> None:
-        """Nothing: see `restore_ranks`."""
 
     def restore_ranks(self, encoded: list[JsonValue], rank: int, world: int) -> None:
         """Choose this rank's value from those of all saved ranks, and set it."""

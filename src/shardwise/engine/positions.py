@@ -5,7 +5,7 @@ As `Optimizer.load_state_dict` has it: the first of a group is the first of that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,15 +15,13 @@ from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened
 from shardwise.manifest.manifest import Manifest, ObjectEntry, TensorEntry
+from shardwise.state.leaves import ParameterOrder
 
 GROUPS, STATE, PARAMS = "param_groups", "state", "params"
 
-Order = Sequence[Sequence[tuple[str, tuple[int, ...]]]]
-"""Names and shapes of the parameters of each group of an optimizer."""
-
 
 def with_names_by_position(
-    opened: Opened, orders: Callable[[], Mapping[str, Order]], group: Group
+    opened: Opened, orders: Callable[[], Mapping[str, ParameterOrder]], group: Group
 ) -> Opened:
     """The same checkpoint, with names in optimizers that number what the target's groups have.
 
@@ -62,7 +60,7 @@ def _numbers(groups: Any) -> list[list[int]] | None:
         return None
 
 
-def _named(manifest: Manifest, root: str, order: Order) -> Manifest:
+def _named(manifest: Manifest, root: str, order: ParameterOrder) -> Manifest:
     groups = next(each.value for each in manifest.objects if each.name == f"{root}.{GROUPS}")
     numbers = _numbers(groups) or []
     if [len(each) for each in numbers] != [len(each) for each in order]:

@@ -20,6 +20,9 @@ _CARRIERS = {
     16: torch.complex128,
 }
 
+ParameterOrder = Sequence[Sequence[tuple[str, tuple[int, ...]]]]
+"""Names and shapes of the parameters of each group of an optimizer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
