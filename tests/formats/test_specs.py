@@ -1,18 +1,16 @@
-"""Specifications that ship: checkpoints of their models, written and read by them."""
+"""Specifications that ship: checkpoints of their models, read by them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from shardwise.errors import SpecError
-from shardwise.formats.language import arrange, lay
+from shardwise.formats.language import lay
 from shardwise.formats.specs import names, shipped
 from tests.formats.language.rankfiles import NOWHERE, Array, Ranks, catalogue, same
-from tests.formats.language.test_arrange import contents
 from tests.formats.reference import read_tensors
 
 LAYERS, GROUPS, PER, DIM, WIDTH, INNER, VOCAB = 4, 2, 3, 2, 5, 6, 11
@@ -95,28 +93,6 @@ def test_megatron_llama() -> None:
         same(read[f"model.{name}"], array)
         same(read[f"optimizer.{name}.exp_avg"], array ^ 1)
         same(read[f"optimizer.{name}.step"], np.array(7, np.float32))
-
-
-@pytest.mark.parametrize("axes", [{"tp": 1, "pp": 4}, {"tp": 2, "pp": 1, "dp": 2}])
-def test_what_was_read_is_written_for_other_ranks(axes: dict[str, int]) -> None:
-    ranks, whole = megatron_llama()
-    spec, sizes = (
-        shipped("megatron_llama"),
-        {"vocab": VOCAB, "heads": GROUPS * PER, "groups": GROUPS},
-    )
-    foreign = lay(spec, catalogue({"tp": TP, "pp": PP}, ranks), sizes=sizes)
-    tensors = {f"model.{name}": array for name, array in whole.items()}
-    for name, array in whole.items():
-        tensors[f"optimizer.{name}.exp_avg"] = array ^ 1
-        tensors[f"optimizer.{name}.step"] = np.array(7, np.float32)
-    arrangement = arrange(spec, foreign.tensors, axes, sizes=sizes)
-    files = contents(arrangement, tensors)
-    again = lay(spec, arrangement.catalogue, sizes=sizes)
-    full = [replace(f, content=bytes(c)) for f, c in zip(again.files, files, strict=True)]
-    read = read_tensors(NOWHERE, replace(again, files=tuple(full)))
-    assert read.keys() == tensors.keys()
-    for name, array in tensors.items():
-        same(read[name], array)
 
 
 def test_a_head_that_is_not_stored_is_the_embedding() -> None:

@@ -14,10 +14,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.formats.language import arrange, parse
-from shardwise.manifest.manifest import TensorEntry
 from tests.formats.language.rankfiles import Array, read, same
-from tests.formats.language.test_arrange import contents
 
 RANKS = ("tp", "ep")
 
@@ -90,18 +87,6 @@ def test_any_layout_is_read_element_for_element(layout: Layout) -> None:
     whole = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
     axes = {axis: layout.sizes[axis] for axis in RANKS}
     same(read(layout.text(), axes, cut(layout, whole))["w"], whole)
-
-
-@settings(max_examples=100)
-@given(layouts())
-def test_any_layout_is_written_as_it_is_cut(layout: Layout) -> None:
-    shape = [math.prod(layout.sizes[axis] for axis in dim) for dim in layout.whole]
-    whole = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
-    axes = {axis: layout.sizes[axis] for axis in RANKS}
-    entry = TensorEntry("w", "int32", tuple(shape))
-    files = contents(arrange(parse(layout.text()), [entry], axes), {"w": whole})
-    for file, arrays in zip(files, cut(layout, whole).values(), strict=True):
-        assert bytes(file) == arrays["w"].tobytes()
 
 
 @settings(max_examples=40)

@@ -95,21 +95,6 @@ class Template:
         holes = (part for part in self.parts if not isinstance(part, str))
         return tuple(dict.fromkeys(name for hole in holes for name in names_in(hole)))
 
-    def pattern(self, texts: Collection[str], stars: Collection[str]) -> Pattern:
-        """What its names match: texts by their captures, other holes as `#0`, `#1`, … by position.
-
-        Args:
-            texts: captures that stand for text.
-            stars: those of them that take any text.
-        """
-        found: list[str | Capture] = []
-        for i, part in enumerate(self.parts):
-            if isinstance(part, Name) and part.name in texts:
-                found.append(Capture(part.name, part.name in stars))
-            else:
-                found.append(part if isinstance(part, str) else Capture(f"#{i}"))
-        return Pattern(tuple(found))
-
 
 def substitute(
     parts: tuple[str | Capture, ...], by: Mapping[str, tuple[str | Capture, ...]]
