@@ -44,12 +44,13 @@ LAYERS_OF_MEMORY = (
     ("tls", "redundancy", "intervals"),
 )
 LAYERS_OF_FORMATS = (
-    ("recognise", "specification", "sums"),
+    ("detect", "specification", "checksums"),
     ("readers",),
     ("specs", "validate", "rankfiles"),
     ("language", "laying"),
-    ("stored", "indexed", "files"),
-    ("index", "tree", "catalogue"),
+    ("containers",),
+    ("index",),
+    ("tree",),
     ("foreign",),
 )
 LAYERS_OF_CHECKPOINTER = (
@@ -221,8 +222,8 @@ def test_imports_within_a_folder_go_one_way(folder: str) -> None:
         ("memory/agent/keeper.py", "from shardwise.memory.trainer.slots import Slots", 1),
         ("memory/agent/keeper.py", "def late():\n    from ..trainer import slots", 1),
         ("memory/agent/keeper.py", "import shardwise.memory.surprise", 1),
-        ("formats/stored/pickles.py", "from shardwise.formats.tree import Tree", 0),
-        ("formats/stored/pickles.py", "from shardwise.formats.readers import dcp", 1),
+        ("formats/containers/pickles.py", "from shardwise.formats.tree import Tree", 0),
+        ("formats/containers/pickles.py", "from shardwise.formats.readers import dcp", 1),
     ],
 )
 def test_a_wrong_import_within_a_folder_is_seen(path: str, text: str, wrong: int) -> None:

@@ -27,14 +27,12 @@ from shardwise.errors import (
     MismatchError,
     StateError,
 )
-from shardwise.formats.files import ForeignFiles
+from shardwise.formats.checksums import sums_of
+from shardwise.formats.detect import read_foreign, recognised
 from shardwise.formats.foreign import Foreign
-from shardwise.formats.index import MAGIC, decode_index, encode_index
-from shardwise.formats.indexed import read_indexed
-from shardwise.formats.recognise import read_foreign, recognised
+from shardwise.formats.index import MAGIC, decode_index, encode_index, read_indexed
 from shardwise.formats.specification import Specification
-from shardwise.formats.sums import sums_of
-from shardwise.formats.tree import Tree
+from shardwise.formats.tree import ForeignFiles, Tree
 from shardwise.formats.validate import checked
 from shardwise.manifest.manifest import FileEntry, Manifest
 from shardwise.manifest.names import MANIFEST, made_by_save, step_directory, step_of_directory
@@ -265,7 +263,7 @@ def opened_foreign(tree: Tree, foreign: Foreign) -> Opened:
         number |= {each: len(number) + k for k, each in enumerate(versions)}
         parts[number[name]] = tuple(number[each] for each in versions)
     renumber = np.array([number[tensor.name] for tensor in foreign.tensors], np.int64)
-    pieces = foreign.laid.pieces
+    pieces = foreign.table.pieces
     copies = foreign.replicas.pieces
     moved = replace(pieces, tensor=renumber[pieces.tensor])
     copies = replace(copies, tensor=renumber[copies.tensor])
@@ -284,7 +282,7 @@ def opened_foreign(tree: Tree, foreign: Foreign) -> Opened:
         objects=foreign.objects,
         tensors=tuple(shown),
     )
-    held, stride = ForeignFiles(tree, foreign.files), foreign.laid.stride
+    held, stride = ForeignFiles(tree, foreign.files), foreign.table.stride
     sums = partial(sums_of, tree, [file.name for file in foreign.files if file.content is None])
     lacking = (f"{name}: {said} is missing" for name, said in foreign.absent.items())
     return Opened(

@@ -10,8 +10,7 @@ import numpy as np
 
 from shardwise.engine.opened import Opened, Replicas
 from shardwise.errors import StateError
-from shardwise.formats.catalogue import Catalogue, StoredArray
-from shardwise.formats.foreign import Foreign, ForeignFile, Laid
+from shardwise.formats.foreign import Catalogue, Foreign, ForeignFile, PieceTable, StoredArray
 from shardwise.formats.language import lay
 from shardwise.formats.language.rules import Spec
 from shardwise.formats.laying.lay import joined
@@ -37,7 +36,7 @@ def respecified(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
     held = _held(opened)
     upper = _without_means(lay(spec, _rows(catalogue, np.flatnonzero(~held)), sizes=sizes))
     upper = _with(upper, catalogue, np.flatnonzero(held).tolist())
-    laid, _ = _composed(upper, upper.laid, catalogue, opened, (opened.pieces, opened.stride))
+    laid, _ = _composed(upper, upper.table, catalogue, opened, (opened.pieces, opened.stride))
     objects = tuple(
         _renamed(each, upper, opened.manifest.tensors) for each in opened.manifest.objects
     )
@@ -56,13 +55,13 @@ def respecified(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
 def _replicas(upper: Foreign, catalogue: Catalogue, opened: Opened) -> Replicas | None:
     """Copies of new tensors: old ones that the specification says are equal, and their copies."""
     held = (opened.pieces, opened.stride)
-    tables: list[tuple[Laid, tuple[str, ...], tuple[Pieces, Int], tuple[str, ...]]]
+    tables: list[tuple[PieceTable, tuple[str, ...], tuple[Pieces, Int], tuple[str, ...]]]
     tables = [(upper.replicas, upper.replica_names, held, ())]
     if opened.replicas is not None:
         again = (opened.replicas.pieces, opened.replicas.stride)
-        tables.append((upper.laid, (), again, opened.replicas.names))
+        tables.append((upper.table, (), again, opened.replicas.names))
         tables.append((upper.replicas, upper.replica_names, again, opened.replicas.names))
-    found: list[Laid] = []
+    found: list[PieceTable] = []
     names: list[str] = []
     for table, of_table, below, of_below in tables:
         if not len(table) or not len(below[0]):
@@ -116,8 +115,8 @@ def _with(upper: Foreign, catalogue: Catalogue, rows: Sequence[int]) -> Foreign:
         shape, stride = (tuple(c[row, :ndim].tolist()) for c in (catalogue.shape, catalogue.stride))
         arrays.append((number, StoredArray(int(catalogue.file[row]), 0, dtype, shape, stride)))
         entries.append(TensorEntry(catalogue.names[row], dtype, shape))
-    laid = joined(upper.laid, lay_arrays(arrays))
-    return replace(upper, tensors=(*upper.tensors, *entries), laid=laid)
+    laid = joined(upper.table, lay_arrays(arrays))
+    return replace(upper, tensors=(*upper.tensors, *entries), table=laid)
 
 
 def catalogue_of(tensors: Sequence[TensorEntry]) -> Catalogue:
@@ -152,8 +151,12 @@ def catalogue_of(tensors: Sequence[TensorEntry]) -> Catalogue:
 
 
 def _composed(
-    upper: Foreign, table: Laid, catalogue: Catalogue, opened: Opened, below: tuple[Pieces, Int]
-) -> tuple[Laid, tuple[Int, Int]]:
+    upper: Foreign,
+    table: PieceTable,
+    catalogue: Catalogue,
+    opened: Opened,
+    below: tuple[Pieces, Int],
+) -> tuple[PieceTable, tuple[Int, Int]]:
     """Pieces of new tensors over old ones, whose pieces lie in files, as pieces in files.
 
     Args:
@@ -191,10 +194,10 @@ def _composed(
 
     offset = new.offset[left] + along_source(found.offset - corner[left], 0)
     pieces = Pieces(new.tensor[left], old.file[right], start, offset, along_source(found.shape, 1))
-    return Laid(pieces, along_source(old_stride, 0)), (left, right)
+    return PieceTable(pieces, along_source(old_stride, 0)), (left, right)
 
 
-def _source_dims(upper: Foreign, table: Laid, shapes: Int, strides: Int) -> Int:
+def _source_dims(upper: Foreign, table: PieceTable, shapes: Int, strides: Int) -> Int:
     """Of each dimension of each piece the dimension of the old tensor that it runs along, or -1.
 
     Raises:
@@ -210,7 +213,7 @@ def _source_dims(upper: Foreign, table: Laid, shapes: Int, strides: Int) -> Int:
 
 
 def _refuse_beyond(
-    upper: Foreign, table: Laid, wrong: np.ndarray[tuple[int, int], np.dtype[np.bool_]]
+    upper: Foreign, table: PieceTable, wrong: np.ndarray[tuple[int, int], np.dtype[np.bool_]]
 ) -> None:
     rows = np.flatnonzero(wrong.any(axis=1))
     if len(rows):
@@ -231,7 +234,7 @@ def _renamed(entry: ObjectEntry, upper: Foreign, old: Sequence[TensorEntry]) -> 
     root, _, last = entry.name.rpartition(".")
     if last != "param_groups" or not isinstance(entry.value, list):
         return entry
-    pieces = upper.laid.pieces
+    pieces = upper.table.pieces
     pairs = np.unique(np.column_stack([pieces.file, pieces.tensor]), axis=0).tolist()
     names: dict[str, dict[str, None]] = {}  # in order, each once
     for source, target in pairs:

@@ -12,8 +12,8 @@ import torch
 from shardwise.convert.archive import Archive, Growing
 from shardwise.convert.output import Late, Output, Part, size_of
 from shardwise.convert.torchsave import add_torch_file
-from shardwise.formats.stored.archive import read_directory
-from shardwise.formats.stored.ranges import Part as Range
+from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.containers.zip_archive import read_directory
 from shardwise.layout import Box
 from shardwise.manifest.checksums import crc32
 from shardwise.store import LocalStore
@@ -63,7 +63,7 @@ def test_checksums_follow_the_bytes(tmp_path: Path) -> None:
     contents = {name: read.read(name) for name in read.namelist()}
     assert contents == {"a/known": b"hello", "a/tensor": data, "a/nothing": b"", "a/again": data}
     stored = LocalStore(tmp_path).open("x.zip")
-    entries = read_directory(Range.whole(stored, 0, "x.zip"))
+    entries = read_directory(FileRange.whole(stored, 0, "x.zip"))
     assert all(entry.start % 64 == 0 for entry in entries.values())
     assert {name: entry.size for name, entry in entries.items()} == {
         name: len(content) for name, content in contents.items()
@@ -84,7 +84,7 @@ def test_beyond_four_gigabytes_numbers_are_wide(tmp_path: Path) -> None:
     sizes = {each.filename: each.file_size for each in read.infolist()}
     assert sizes["archive/data/0"] == 5 << 30
     assert read.read("archive/version") == b"3\n"
-    entries = read_directory(Range.whole(LocalStore(tmp_path).open(path.name), 0, path.name))
+    entries = read_directory(FileRange.whole(LocalStore(tmp_path).open(path.name), 0, path.name))
     assert {name: entry.size for name, entry in entries.items()} == sizes
     loaded = torch.load(path, weights_only=True, mmap=True)
     assert loaded["large"].shape == (5 << 30,)
@@ -100,5 +100,5 @@ def test_many_entries(tmp_path: Path, count: int) -> None:
         archive.add(f"{number}", b"")
     archive.close()
     write(file.output(), tmp_path / "many.zip", None)
-    entries = read_directory(Range.whole(LocalStore(tmp_path).open("many.zip"), 0, "many.zip"))
+    entries = read_directory(FileRange.whole(LocalStore(tmp_path).open("many.zip"), 0, "many.zip"))
     assert len(entries) == count == len(zipfile.ZipFile(tmp_path / "many.zip").namelist())

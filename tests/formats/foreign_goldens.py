@@ -5,8 +5,8 @@ from __future__ import annotations
 import tarfile
 from pathlib import Path
 
+from shardwise.formats.detect import read_foreign
 from shardwise.formats.foreign import Foreign
-from shardwise.formats.recognise import read_foreign
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 

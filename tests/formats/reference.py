@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.foreign import Foreign, ForeignFile
+from shardwise.formats.foreign import Foreign, ForeignFile, StoredArray
 from shardwise.manifest.dtypes import DTYPES
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -55,15 +54,15 @@ def _bytes(place: Path, file: ForeignFile) -> Bytes:
 
 
 def _tensor(foreign: Foreign, index: int, files: list[Bytes]) -> torch.Tensor:
-    entry, laid = foreign.tensors[index], foreign.laid
+    entry, table = foreign.tensors[index], foreign.table
     ndim = len(entry.shape)
     whole = np.zeros(entry.shape, f"V{DTYPES[entry.dtype].itemsize}")
     times = np.zeros(entry.shape, int)
-    for row in np.flatnonzero(laid.pieces.tensor == index):
-        offset, shape = laid.pieces.offset[row][:ndim], laid.pieces.shape[row][:ndim]
+    for row in np.flatnonzero(table.pieces.tensor == index):
+        offset, shape = table.pieces.offset[row][:ndim], table.pieces.shape[row][:ndim]
         box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-        data, start = files[laid.pieces.file[row]], int(laid.pieces.start[row])
-        whole[box] = _strided(data, start, whole.dtype, tuple(shape), laid.stride[row][:ndim])
+        data, start = files[table.pieces.file[row]], int(table.pieces.start[row])
+        whole[box] = _strided(data, start, whole.dtype, tuple(shape), table.stride[row][:ndim])
         times[box] += 1
     assert (times == 1).all(), f"{entry.name}: not each element once"
     return _as_tensor(whole, entry.dtype)

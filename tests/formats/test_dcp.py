@@ -156,7 +156,7 @@ def test_a_transposed_tensor_and_a_flat_module(tmp_path: Path) -> None:
     read = read_tensors(tmp_path, foreign)
     assert sorted(read) == ["model.b", "model.layer.weight"]
     assert same(read["model.layer.weight"], weight)
-    assert foreign.laid.stride.tolist().count([1, 3]) == 1
+    assert foreign.table.stride.tolist().count([1, 3]) == 1
 
 
 def test_a_conjugated_view_is_refused_by_name(tmp_path: Path) -> None:

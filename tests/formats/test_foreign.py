@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 import shardwise as sw
 from shardwise.checkpoint import Checkpoint
 from shardwise.errors import FormatError
-from shardwise.formats import recognise
-from shardwise.formats.foreign import Foreign, ForeignFile, Laid
-from shardwise.formats.index import decode_index, encode_index
-from shardwise.formats.indexed import read_indexed
+from shardwise.formats import detect
+from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable
+from shardwise.formats.index import decode_index, encode_index, read_indexed
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 from shardwise.manifest.manifest import TensorEntry
@@ -40,7 +39,7 @@ class Row:
     stride: tuple[int, ...]
 
 
-def laid(rows: list[Row]) -> Laid:
+def table(rows: list[Row]) -> PieceTable:
     dims = max((len(row.shape) for row in rows), default=0)
 
     def columns(name: str, fill: int) -> np.ndarray:
@@ -48,11 +47,13 @@ def laid(rows: list[Row]) -> Laid:
         return np.array(padded, np.int64).reshape(len(rows), dims)
 
     flat = [np.array([getattr(r, n) for r in rows], np.int64) for n in ("tensor", "file", "start")]
-    return Laid(Pieces(*flat, columns("offset", 0), columns("shape", 1)), columns("stride", 0))
+    return PieceTable(
+        Pieces(*flat, columns("offset", 0), columns("shape", 1)), columns("stride", 0)
+    )
 
 
 def foreign_of(tensors: list[TensorEntry], rows: list[Row], *files: ForeignFile) -> Foreign:
-    return Foreign(format="made here", files=files, tensors=tuple(tensors), laid=laid(rows))
+    return Foreign(format="made here", files=files, tensors=tuple(tensors), table=table(rows))
 
 
 def scattered(values: np.ndarray, folder: Path, seed: int) -> Foreign:
@@ -96,8 +97,8 @@ def test_arrays_in_any_order_at_any_byte_are_read(shape: list[int], dtype: str, 
 def known(monkeypatch: pytest.MonkeyPatch) -> list[Foreign]:
     """What the place that is opened next is said to be."""
     found: list[Foreign] = []
-    reader = recognise.Reader("made", "made here", lambda _: True, lambda _: found[-1])
-    monkeypatch.setattr(recognise, "READERS", (reader,))
+    reader = detect.Reader("made", "made here", lambda _: True, lambda _: found[-1])
+    monkeypatch.setattr(detect, "READERS", (reader,))
     return found
 
 
@@ -108,8 +109,8 @@ def test_reads_that_are_cut_anywhere_lose_no_element(seed: int) -> None:
     values = random.integers(0, 2**60, (2, 3, int(random.integers(1, 60_000)))).astype(np.int64)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         foreign = scattered(values, Path(folder), seed)
-        reader = recognise.Reader("made", "made here", lambda _: True, lambda _: foreign)
-        patch.setattr(recognise, "READERS", (reader,))
+        reader = detect.Reader("made", "made here", lambda _: True, lambda _: foreign)
+        patch.setattr(detect, "READERS", (reader,))
 
         def load(group: ThreadGroup) -> torch.Tensor:
             out = torch.zeros(values.shape, dtype=torch.int64)

@@ -21,13 +21,12 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.errors import FormatError
-from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.foreign import Foreign, ForeignFile
+from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.containers.safetensors import read_header
+from shardwise.formats.containers.torch_files import read_torch_file
+from shardwise.formats.containers.zip_archive import read_directory
+from shardwise.formats.foreign import Foreign, ForeignFile, StoredArray
 from shardwise.formats.laying.lay import lay
-from shardwise.formats.stored.archive import read_directory
-from shardwise.formats.stored.ranges import Part
-from shardwise.formats.stored.safetensors import read_header
-from shardwise.formats.stored.torchfile import read_torch_file
 from shardwise.formats.validate import checked
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
@@ -54,8 +53,8 @@ class Bytes:
         pass
 
 
-def part_of(data: bytes) -> Part:
-    return Part.whole(Bytes(data), 0, "it")
+def part_of(data: bytes) -> FileRange:
+    return FileRange.whole(Bytes(data), 0, "it")
 
 
 def saved(value: object, *, zipped: bool = True) -> bytes:
@@ -217,9 +216,9 @@ def assert_within(value: Any, size: int) -> None:
     if isinstance(value, dict):
         arrays = [each for each in value.values() if isinstance(each, StoredArray)]
     entries = [TensorEntry(f"t{i}", a.dtype, a.shape) for i, a in enumerate(arrays)]
-    laid = lay(list(enumerate(arrays)))
+    table = lay(list(enumerate(arrays)))
     files = (ForeignFile("a.pt", size),)
-    checked(Foreign(format="it", files=files, tensors=tuple(entries), laid=laid))
+    checked(Foreign(format="it", files=files, tensors=tuple(entries), table=table))
 
 
 def test_a_storage_of_before_that_lies_about_its_size() -> None:
@@ -362,7 +361,7 @@ def test_an_archive_over_4_gib_is_read(tmp_path: Path) -> None:
         file.write(small[:start] + local_header + name + wide)
         file.seek(after)
         file.write(directory + end64 + locator + full)
-    part = Part.whole(LocalStore(tmp_path).open("large.pt"), 0, "it")
+    part = FileRange.whole(LocalStore(tmp_path).open("large.pt"), 0, "it")
     found = read_directory(part)["archive/data/0"]
     assert (found.start, found.size) == (after - data, data)
     assert read_torch_file(part).value is None

@@ -24,12 +24,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from shardwise.errors import FormatError
+from shardwise.formats.containers.pickle_opcodes import OPERATIONS
+from shardwise.formats.containers.pickle_values import ALLOWED, Name, Opaque, Record
+from shardwise.formats.containers.pickles import unpickle
+from shardwise.formats.containers.torch_values import TORCH
 from shardwise.formats.readers.dcp.metadata import read_metadata
-from shardwise.formats.stored.allowed import ALLOWED
-from shardwise.formats.stored.opcodes import OPERATIONS
-from shardwise.formats.stored.pickled import Name, Opaque, Record
-from shardwise.formats.stored.pickles import unpickle
-from shardwise.formats.stored.torchtypes import TORCH
 from shardwise.formats.tree import Tree
 
 MOST_MEMORY = 16 << 20

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import shardwise as sw
-from shardwise.formats.recognise import read_foreign
+from shardwise.formats.detect import read_foreign
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 from tests.formats.comparing import assert_same

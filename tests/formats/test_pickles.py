@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import FormatError
-from shardwise.formats.stored.pickled import Constant, Name, Opaque, Record, records
-from shardwise.formats.stored.pickles import unpickle
+from shardwise.formats.containers.pickle_values import Constant, Name, Opaque, Record, records
+from shardwise.formats.containers.pickles import unpickle
 
 PROTOCOLS = range(2, 6)
 

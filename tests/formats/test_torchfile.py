@@ -15,10 +15,15 @@ import pytest
 import torch
 
 from shardwise.errors import FormatError
-from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.stored.pickled import Opaque
-from shardwise.formats.stored.ranges import Part
-from shardwise.formats.stored.torchfile import Alike, Contents, is_torch_file, read_torch_file
+from shardwise.formats.containers.pickle_values import Opaque
+from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.containers.torch_files import (
+    Contents,
+    ParseCache,
+    is_torch_file,
+    read_torch_file,
+)
+from shardwise.formats.foreign import StoredArray
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.store import LocalStore
 from tests.formats.comparing import assert_same
@@ -27,8 +32,8 @@ from tests.formats.reference import read_array
 KINDS = [True, False]  # zip archives, and what was before
 
 
-def part_of(path: Path, offset: int = 0, size: int | None = None) -> Part:
-    whole = Part.whole(LocalStore(path.parent).open(path.name), 3, path.name)
+def part_of(path: Path, offset: int = 0, size: int | None = None) -> FileRange:
+    whole = FileRange.whole(LocalStore(path.parent).open(path.name), 3, path.name)
     return whole.within(offset, path.stat().st_size if size is None else size, "part")
 
 
@@ -212,13 +217,13 @@ def test_conjugated_and_negated_views_are_refused_by_name(new: bool, tmp_path: P
 
 def test_files_that_are_alike_are_parsed_once(tmp_path: Path) -> None:
     """Whatever the bytes of their tensors and the names of their archives."""
-    alike = Alike()
+    cache = ParseCache()
     read = []
     for number, shape in enumerate([(2, 3), (2, 3), (3, 2), (2, 3)]):
         path = tmp_path / f"rank{number}.pt"
         torch.save({"w": torch.randn(shape), "n": torch.randn(4)}, path)
-        part = Part.whole(LocalStore(tmp_path).open(path.name), number, path.name)
-        read.append(read_torch_file(part, alike=alike))
+        part = FileRange.whole(LocalStore(tmp_path).open(path.name), number, path.name)
+        read.append(read_torch_file(part, cache=cache))
         alone = read_torch_file(part)
         assert read[-1].file in (number, 0)
         moved = {k: replace(a, file=number) for k, a in read[-1].value.items()}
@@ -229,7 +234,7 @@ def test_files_that_are_alike_are_parsed_once(tmp_path: Path) -> None:
 
 def test_of_files_that_are_alike_only_the_places_may_differ(tmp_path: Path) -> None:
     """A pickle that is the same, with its arrays elsewhere, is not taken for alike."""
-    alike = Alike()
+    cache = ParseCache()
     for number, gap in enumerate([b"", b"-" * 64]):
         path = tmp_path / f"{number}.pt"
         torch.save([torch.arange(4)], path)
@@ -240,8 +245,8 @@ def test_of_files_that_are_alike_only_the_places_may_differ(tmp_path: Path) -> N
                 new.writestr(f"{number}/gap", gap)
             for name, data in entries.items():
                 new.writestr(name, data)
-        part = Part.whole(LocalStore(tmp_path).open(path.name), number, path.name)
-        found = read_torch_file(part, alike=alike)
+        part = FileRange.whole(LocalStore(tmp_path).open(path.name), number, path.name)
+        found = read_torch_file(part, cache=cache)
         assert found.file == number
         assert torch.equal(
             read_array(np.frombuffer(path.read_bytes(), np.uint8), found.value[0]), torch.arange(4)

@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import shardwise as sw
 from shardwise.errors import FormatError
-from shardwise.formats.stored.dtensors import DTENSORS
-from shardwise.formats.stored.pickles import unpickle
-from shardwise.formats.stored.torchtypes import TORCH, Storage
+from shardwise.formats.containers.pickles import unpickle
+from shardwise.formats.containers.torch_values import DTENSORS, TORCH, Storage
 from shardwise.testing import Gang
 from tests.formats.comparing import assert_same
 from tests.multirank.models import WORLDS, build, train

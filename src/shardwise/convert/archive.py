@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from shardwise.convert.output import Late, Output, Part, Segment, Sums, size_of
-from shardwise.formats.stored.archive import (
+from shardwise.formats.containers.zip_archive import (
     END,
     END64,
     END64_MARK,

@@ -17,7 +17,7 @@ import torch
 
 from shardwise.convert.output import Part
 from shardwise.errors import StateError
-from shardwise.formats.stored.torchtypes import STORAGES
+from shardwise.formats.containers.torch_values import STORAGES
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 _PROTOCOL = 2

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
+from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import ObjectEntry, TensorEntry
-from shardwise.manifest.table import Int, Pieces
+from shardwise.manifest.table import Int, Pieces, check_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class ForeignFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class PieceTable:
     """Boxes of global tensors over bytes of files.
 
     `pieces.start` is the byte of a piece's first element, from the start of its file; `stride`
@@ -40,7 +42,7 @@ class Laid:
         return len(self.pieces)
 
     @classmethod
-    def nothing(cls) -> Laid:
+    def nothing(cls) -> PieceTable:
         """No piece."""
         none, flat = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
         return cls(Pieces(none, none, none, flat, flat), flat)
@@ -56,10 +58,10 @@ class Foreign:
 
     Attributes:
         format: what it is, in words.
-        files: what `laid` counts.
+        files: what `table` counts.
         tensors: without pieces; those tied to others have `same_as`.
-        laid: covers each element of each stored tensor exactly once.
-        replicas: further places that must hold the same bytes as `laid` has.
+        table: covers each element of each stored tensor exactly once.
+        replicas: further places that must hold the same bytes as `table` has.
         replica_names: for each row of `replicas` the name of the stored array that it is part of;
             or empty, if all have the names of their tensors.
         averages: by name, the tensors whose mean it is; these are in `tensors`, hidden from users.
@@ -72,8 +74,8 @@ class Foreign:
     format: str
     files: tuple[ForeignFile, ...]
     tensors: tuple[TensorEntry, ...]
-    laid: Laid
-    replicas: Laid = field(default_factory=Laid.nothing)
+    table: PieceTable
+    replicas: PieceTable = field(default_factory=PieceTable.nothing)
     replica_names: tuple[str, ...] = ()
     averages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     objects: tuple[ObjectEntry, ...] = ()
@@ -81,3 +83,97 @@ class Foreign:
     world_size: int = 1
     left_out: tuple[str, ...] = ()
     absent: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """An array in a file, as a reader of the file finds it; no byte of it was read.
+
+    `start` is the byte of its first element from the start of the file, `stride` in elements, as
+    torch counts; `dtype` is torch's name.
+    """
+
+    file: int
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """All arrays of all rank files, in columns of n rows.
+
+    Attributes:
+        files: what `file` counts.
+        axes: the axes of the ranks that wrote them, and their sizes: `{"tp": 2, "pp": 4}`.
+        names: distinct names; `name` counts them.
+        dtypes: distinct dtypes, by torch's names; `dtype` counts them.
+        name, dtype, file, start, ndim: `(n,)`; `start` in bytes.
+        shape, stride: `(n, D)`, padded on the right with 1 and 0; strides in elements.
+        coordinate: `(n, len(axes))`: which rank an array is of.
+    """
+
+    files: tuple[ForeignFile, ...]
+    axes: Mapping[str, int]
+    names: Sequence[str]
+    dtypes: Sequence[str]
+    name: Int
+    dtype: Int
+    file: Int
+    start: Int
+    ndim: Int
+    shape: Int
+    stride: Int
+    coordinate: Int
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+
+Row: TypeAlias = tuple[str, StoredArray, tuple[int, ...]]
+"""The name of an array, the array, and the coordinate of the rank that has it."""
+
+
+def catalogued(
+    files: Sequence[ForeignFile], axes: Mapping[str, int], rows: Iterable[Row]
+) -> Catalogue:
+    """Arrays that were found one by one, in columns.
+
+    Raises:
+        FormatError: they have too many dimensions for so many arrays.
+    """
+    rows = list(rows)
+    arrays = [array for _, array, _ in rows]
+    names = list(dict.fromkeys(name for name, _, _ in rows))
+    dtypes = list(dict.fromkeys(array.dtype for array in arrays))
+    number = {name: i for i, name in enumerate(names)}
+    dims = max((len(array.shape) for array in arrays), default=0)
+    check_width(len(rows), dims)
+
+    def column(values: Iterable[int]) -> Int:
+        return np.array(list(values), np.int64)
+
+    def padded(values: Sequence[tuple[int, ...]], fill: int) -> Int:
+        wide = [(*each, *(fill,) * (dims - len(each))) for each in values]
+        return np.array(wide, np.int64).reshape(len(values), dims)
+
+    return Catalogue(
+        files=tuple(files),
+        axes=axes,
+        names=names,
+        dtypes=dtypes,
+        name=column(number[name] for name, _, _ in rows),
+        dtype=column(dtypes.index(array.dtype) for array in arrays),
+        file=column(array.file for array in arrays),
+        start=column(array.start for array in arrays),
+        ndim=column(len(array.shape) for array in arrays),
+        shape=padded([array.shape for array in arrays], 1),
+        stride=padded([array.stride for array in arrays], 0),
+        coordinate=np.array([at for _, _, at in rows], np.int64).reshape(len(rows), len(axes)),
+    )

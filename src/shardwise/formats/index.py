@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
+import secrets
 import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import numpy as np
 
-from shardwise.errors import FormatError
-from shardwise.formats.foreign import Foreign, ForeignFile, Laid
+from shardwise.errors import FormatError, StateError, StoreError
+from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable
+from shardwise.formats.tree import Tree
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.manifest import LARGEST, ObjectEntry, TensorEntry
 from shardwise.manifest.table import Int, Pieces, check_width
@@ -40,7 +48,7 @@ class _Index(msgspec.Struct, frozen=True, array_like=True):
     format: str
     files: tuple[_File, ...]
     tensors: tuple[TensorEntry, ...]
-    laid: _Table
+    table: _Table
     replicas: _Table
     replica_names: tuple[tuple[str, ...], bytes]
     averages: dict[str, tuple[str, ...]]
@@ -57,7 +65,7 @@ def encode_index(foreign: Foreign) -> bytes:
         foreign.format,
         tuple(_File(file.name, file.size, file.content) for file in foreign.files),
         foreign.tensors,
-        _pack(foreign.laid),
+        _pack(foreign.table),
         _pack(foreign.replicas),
         _pack_names(foreign.replica_names),
         dict(foreign.averages),
@@ -95,7 +103,7 @@ def decode_index(data: bytes) -> Foreign:
         format=index.format,
         files=tuple(ForeignFile(file.name, file.size, file.content) for file in index.files),
         tensors=index.tensors,
-        laid=_unpack(index.laid),
+        table=_unpack(index.table),
         replicas=_unpack(index.replicas),
         replica_names=_unpack_names(*index.replica_names, index.replicas.rows),
         averages=index.averages,
@@ -107,16 +115,16 @@ def decode_index(data: bytes) -> Foreign:
     )
 
 
-def _pack(laid: Laid) -> _Table:
-    pieces = laid.pieces
-    tables = (*pieces.offset.T, *pieces.shape.T, *laid.stride.T)
+def _pack(table: PieceTable) -> _Table:
+    pieces = table.pieces
+    tables = (*pieces.offset.T, *pieces.shape.T, *table.stride.T)
     columns = (pieces.tensor, pieces.file, pieces.start, *tables)
     steps = (np.diff(column, prepend=0).astype("<i8") for column in columns)
     packed = tuple(zlib.compress(column.tobytes(), 1) for column in steps)
     return _Table(len(pieces), pieces.offset.shape[1], packed)
 
 
-def _unpack(table: _Table) -> Laid:
+def _unpack(table: _Table) -> PieceTable:
     dims = table.dims
     if len(table.columns) != 3 + 3 * dims:
         raise FormatError(f"the index has {len(table.columns)} columns for {dims} dimensions")
@@ -126,7 +134,7 @@ def _unpack(table: _Table) -> Laid:
         np.cumsum(_inflated(column, 8 * table.rows), out=row)
     parts = rows[3:].reshape(3, dims, table.rows).transpose(0, 2, 1)
     offset, shape, stride = (np.ascontiguousarray(part) for part in parts)
-    return Laid(Pieces(rows[0], rows[1], rows[2], offset, shape), stride)
+    return PieceTable(Pieces(rows[0], rows[1], rows[2], offset, shape), stride)
 
 
 def _pack_names(names: tuple[str, ...]) -> tuple[tuple[str, ...], bytes]:
@@ -154,3 +162,69 @@ def _inflated(data: bytes, size: int) -> Int:
     if len(found) != size:
         raise FormatError("the index is malformed: a column has another length than it says")
     return np.frombuffer(found, "<i8").astype(np.int64)
+
+
+_STAMP = 32
+"""Letters of what stands at the beginning."""
+
+
+def read_indexed(
+    tree: Tree, index: str | os.PathLike[str], read: Callable[[Tree], Foreign], terms: str = ""
+) -> bytes:
+    """The index of a place, encoded; if it is missing, damaged or out of date, it is made anew.
+
+    Args:
+        index: a file; of a checkpoint whose files have other sizes or times, it is out of date.
+        terms: what else the reading depends on.
+
+    Raises:
+        StateError: the file is something else, which is left alone.
+        StoreError: it cannot be written.
+    """
+    path = Path(index)
+    stamp = _stamp(tree, path, terms)
+    if _is_index(path):
+        head, _, body = path.read_bytes().partition(b"\n")
+        if head == stamp and is_index(body):
+            return body
+    body = encode_index(read(tree))
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        beside.write_bytes(stamp + b"\n" + body)
+        os.replace(beside, path)
+    except OSError as error:
+        raise StoreError(
+            f"index={str(path)!r}: it cannot be written: {error.strerror}; name a file in a "
+            "directory that can be, or open the checkpoint without"
+        ) from error
+    finally:
+        with suppress(OSError):
+            beside.unlink()
+    return body
+
+
+def _is_index(path: Path) -> bool:
+    """Whether a file is there, of those that are made anew as need be.
+
+    Raises:
+        StateError: something else is there.
+    """
+    if not path.exists():
+        return False
+    if path.is_file():
+        with open(path, "rb") as file:
+            head = file.read(_STAMP + 1)
+        if not head or re.fullmatch(rb"[0-9a-f]{%d}\n" % _STAMP, head):
+            return bool(head)
+    raise StateError(f"index={str(path)!r}: this is no index, and is left alone: name a new file")
+
+
+def _stamp(tree: Tree, index: Path, terms: str) -> bytes:
+    """What changes when a file does; the index itself, which may lie beside, does not count."""
+    own = index.resolve()
+    lines = [terms]
+    for name, size in tree.sizes.items():
+        path = tree.path if tree.only is not None else tree.path / name
+        if path.resolve() != own:
+            lines.append(f"{name}\0{size}\0{path.stat().st_mtime_ns}")
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=_STAMP // 2).hexdigest().encode()

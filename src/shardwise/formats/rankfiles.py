@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
-from shardwise.formats.catalogue import Catalogue, StoredArray, catalogued
+from shardwise.formats.containers.pickle_values import Record
+from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.containers.safetensors import is_safetensors, read_header
+from shardwise.formats.containers.torch_files import read_torch_file
+from shardwise.formats.containers.torch_values import DTENSORS, StoredShard
+from shardwise.formats.foreign import Catalogue, StoredArray, catalogued
 from shardwise.formats.laying.plain import same_plain
-from shardwise.formats.stored.dtensors import DTENSORS, StoredShard
-from shardwise.formats.stored.pickled import Record
-from shardwise.formats.stored.ranges import Part
-from shardwise.formats.stored.safetensors import is_safetensors, read_header
-from shardwise.formats.stored.torchfile import read_torch_file
 from shardwise.formats.tree import Tree
 from shardwise.manifest.table import Int
 
@@ -112,7 +112,7 @@ def _check_complete(tree: Tree, pattern: str, coordinate: Int, sizes: Mapping[st
 
 def _read(tree: Tree, name: str, number: int) -> _File:
     with closing(tree.open(name)) as file:
-        part = Part.whole(file, number, f"{tree}/{name}")
+        part = FileRange.whole(file, number, f"{tree}/{name}")
         if is_safetensors(part.read(0, min(64, part.size))):
             return _File(read_header(part).arrays, {})
         value = read_torch_file(part, stubs=DTENSORS, opaque=True).value

@@ -47,7 +47,7 @@ class Specification:
         laid = lay(self.rules, found.catalogue, sizes=self.sizes)
         # Plain values of the first rank come along under their own names.
         builder = Builder(
-            laid.files, laid.laid, [*laid.left_out, *found.left_out], list(laid.tensors)
+            laid.files, laid.table, [*laid.left_out, *found.left_out], list(laid.tensors)
         )
         for name, value in found.values.items():
             builder.add_value(name, value)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
+
+import numpy as np
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
 from shardwise.formats.foreign import ForeignFile
 from shardwise.store import LocalStore, ReadableFile
+from shardwise.store.store import Buffer
 
 MOST_FILES = 2**20
 LARGEST_PICKLE = 2**31
@@ -122,3 +125,39 @@ class Tree:
 def _raise(error: OSError) -> None:
     """A directory that cannot be listed is not an empty one."""
     raise error
+
+
+class ForeignFiles:
+    """Files below a place, by the names that a manifest laid over them has."""
+
+    def __init__(self, tree: Tree, files: Sequence[ForeignFile]) -> None:
+        self._tree = tree
+        self._contents = {file.name: file.content for file in files if file.content is not None}
+
+    def __str__(self) -> str:
+        return str(self._tree)
+
+    def open(self, key: str) -> ReadableFile:
+        """Open a file.
+
+        Raises:
+            FormatError: there is none.
+        """
+        content = self._contents.get(key)
+        return self._tree.open(key) if content is None else _Content(content)
+
+
+class _Content:
+    """Bytes, as a file."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = np.frombuffer(content, np.uint8)
+        self.size = len(content)
+
+    def read_at(self, offset: int, out: Buffer) -> int:
+        part = self._content[offset : offset + len(out)]
+        out[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import FormatError
-from shardwise.formats.foreign import Foreign, Laid
+from shardwise.formats.foreign import Foreign, PieceTable
 from shardwise.formats.laying.lay import widened
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import LARGEST, TensorEntry
@@ -29,17 +29,17 @@ def checked(foreign: Foreign) -> Foreign:
     _check_names(foreign)
     _check_tensors(foreign.tensors)
     dims = max((len(tensor.shape) for tensor in foreign.tensors), default=0)
-    for rows in (len(foreign.tensors), len(foreign.laid), len(foreign.replicas)):
+    for rows in (len(foreign.tensors), len(foreign.table), len(foreign.replicas)):
         check_width(rows, dims)
-    laid, replicas = widened(foreign.laid, dims), widened(foreign.replicas, dims)
-    foreign = replace(foreign, laid=laid, replicas=replicas)
-    for each in (laid, replicas):
+    table, replicas = widened(foreign.table, dims), widened(foreign.replicas, dims)
+    foreign = replace(foreign, table=table, replicas=replicas)
+    for each in (table, replicas):
         if len(each) > MOST_PIECES:
             raise FormatError(f"{len(each)} pieces are more than the {MOST_PIECES} that are read")
         _check_pieces(foreign, each)
     if foreign.replica_names and len(foreign.replica_names) != len(replicas):
         raise FormatError(f"{len(foreign.replica_names)} names for {len(replicas)} replicas")
-    pieces = foreign.laid.pieces
+    pieces = foreign.table.pieces
     shapes = _shapes(foreign, pieces.offset.shape[1])
     stored = np.array(
         [t.same_as is None and t.name not in foreign.averages for t in foreign.tensors], bool
@@ -94,10 +94,10 @@ def _check_tensors(tensors: Sequence[TensorEntry]) -> None:
             raise FormatError(f"{tensor.name}: differs in dtype or shape from {tensor.same_as!r}")
 
 
-def _check_pieces(foreign: Foreign, laid: Laid) -> None:
-    if not len(laid):
+def _check_pieces(foreign: Foreign, table: PieceTable) -> None:
+    if not len(table):
         return
-    pieces, stride = laid.pieces, laid.stride
+    pieces, stride = table.pieces, table.stride
     for index, count, what in (
         (pieces.tensor, len(foreign.tensors), "tensor"),
         (pieces.file, len(foreign.files), "file"),
@@ -107,15 +107,15 @@ def _check_pieces(foreign: Foreign, laid: Laid) -> None:
     shapes = _shapes(foreign, pieces.offset.shape[1])[pieces.tensor]
     inside = (pieces.shape > 0) & (pieces.offset >= 0) & (pieces.shape <= shapes)
     inside &= pieces.offset <= shapes - pieces.shape
-    _refuse(foreign, laid, ~inside.all(axis=1), "is empty or lies outside of it")
+    _refuse(foreign, table, ~inside.all(axis=1), "is empty or lies outside of it")
     itemsize = np.array([DTYPES[t.dtype].itemsize for t in foreign.tensors], np.int64)
     sizes = np.array([file.size for file in foreign.files], np.int64)[pieces.file]
     # Floats are wide enough to tell what would overflow.
     reach = ((pieces.shape - 1.0) * stride).sum(axis=1) * itemsize[pieces.tensor]
     room = sizes - pieces.start - itemsize[pieces.tensor]
-    _refuse(foreign, laid, (stride < 0).any(axis=1), "runs backwards")
-    _refuse(foreign, laid, (pieces.start < 0) | (reach > room), "lies outside of its file")
-    _refuse(foreign, laid, ~_nested(pieces.shape, stride), "has elements that share bytes")
+    _refuse(foreign, table, (stride < 0).any(axis=1), "runs backwards")
+    _refuse(foreign, table, (pieces.start < 0) | (reach > room), "lies outside of its file")
+    _refuse(foreign, table, ~_nested(pieces.shape, stride), "has elements that share bytes")
 
 
 def _nested(shape: Int, stride: Int) -> npt.NDArray[np.bool_]:
@@ -138,11 +138,11 @@ def _nested_in_order(shape: Int, stride: Int) -> npt.NDArray[np.bool_]:
     return nested
 
 
-def _refuse(foreign: Foreign, laid: Laid, wrong: npt.ArrayLike, what: str) -> None:
+def _refuse(foreign: Foreign, table: PieceTable, wrong: npt.ArrayLike, what: str) -> None:
     rows = np.flatnonzero(np.asarray(wrong))
     if len(rows):
-        tensor = foreign.tensors[int(laid.pieces.tensor[rows[0]])]
-        file = foreign.files[int(laid.pieces.file[rows[0]])]
+        tensor = foreign.tensors[int(table.pieces.tensor[rows[0]])]
+        file = foreign.files[int(table.pieces.file[rows[0]])]
         raise FormatError(
             f"{tensor.name}, of shape {list(tensor.shape)}: a piece in {file.name} {what}"
         )

@@ -167,7 +167,7 @@ def without_averages(foreign: Foreign) -> Foreign:
         for entry in foreign.tensors
     )
     return type(foreign)(
-        format=foreign.format, files=foreign.files, tensors=entries, laid=foreign.laid
+        format=foreign.format, files=foreign.files, tensors=entries, table=foreign.table
     )
 
 

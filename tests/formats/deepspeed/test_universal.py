@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shardwise.errors import FormatError
+from shardwise.formats.detect import read_foreign
 from shardwise.formats.readers.deepspeed import native, universal
-from shardwise.formats.recognise import read_foreign
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 from shardwise.state.objects import decode

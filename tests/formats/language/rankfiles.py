@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.formats.catalogue import Catalogue
-from shardwise.formats.foreign import ForeignFile
+from shardwise.formats.foreign import Catalogue, ForeignFile
 from shardwise.formats.language import lay, parse
 from shardwise.formats.validate import checked
 from tests.formats.reference import read_tensors

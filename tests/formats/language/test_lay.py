@@ -45,7 +45,7 @@ def test_replicas_are_told() -> None:
     whole = numbered(4)
     ranks = catalogue(TP2, on_tp("ln", [whole, whole]))
     foreign = lay(parse("ranks tp\nln -> ln [h]"), ranks)
-    assert len(foreign.laid) == 1
+    assert len(foreign.table) == 1
     assert foreign.replicas.pieces.file.tolist() == [1]
     same(read_tensors(NOWHERE, foreign)["ln"], whole)
 

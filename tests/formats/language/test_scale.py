@@ -6,8 +6,7 @@ import time
 
 import numpy as np
 
-from shardwise.formats.catalogue import Catalogue
-from shardwise.formats.foreign import ForeignFile
+from shardwise.formats.foreign import Catalogue, ForeignFile
 from shardwise.formats.language import check
 from shardwise.formats.specs import shipped
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.formats.recognise import READERS, read_foreign
+from shardwise.formats.detect import READERS, read_foreign
 from shardwise.formats.tree import Tree
 from shardwise.testing import Gang
 from tests.formats.matrix.sources import SOURCES

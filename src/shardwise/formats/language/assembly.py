@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from shardwise.errors import LayoutError
-from shardwise.formats.catalogue import Catalogue
+from shardwise.formats.foreign import Catalogue
 from shardwise.formats.language.matching import Matches, captured_numbers, coordinate
 from shardwise.formats.language.naming import Tensors
 from shardwise.formats.language.numbers import Known, Value

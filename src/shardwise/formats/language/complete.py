@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import FormatError
-from shardwise.formats.foreign import Foreign, Laid
+from shardwise.formats.foreign import Foreign, PieceTable
 from shardwise.formats.language.assembly import Assembly
 from shardwise.formats.language.pieces import Block
 from shardwise.formats.language.report import Report
@@ -49,7 +49,7 @@ def complete(assembly: Assembly) -> tuple[Foreign | None, Report]:
         format=f"rank files, as {spec.text.source} says",
         files=catalogue.files,
         tensors=tensors,
-        laid=_laid(assembly, block, shapes),
+        table=_laid(assembly, block, shapes),
         replicas=_laid(assembly, copies, shapes),
         replica_names=tuple(catalogue.names[i] for i in catalogue.name[copies.row].tolist()),
         averages={name: tuple(own) for name, own in assembly.tensors.averages.items()},
@@ -259,7 +259,7 @@ def _named_ties(assembly: Assembly) -> Iterator[tuple[str, str]]:
                 yield tied, name
 
 
-def _laid(assembly: Assembly, block: Block, shapes: list[tuple[int, ...] | None]) -> Laid:
+def _laid(assembly: Assembly, block: Block, shapes: list[tuple[int, ...] | None]) -> PieceTable:
     catalogue = assembly.catalogue
     itemsize = np.array([DTYPES[dtype].itemsize for dtype in catalogue.dtypes], np.int64)
     start = catalogue.start[block.row] + block.start * itemsize[catalogue.dtype[block.row]]
@@ -275,7 +275,7 @@ def _laid(assembly: Assembly, block: Block, shapes: list[tuple[int, ...] | None]
     dims = np.array([len(shape or ()) for shape in shapes], np.int64)[pieces.tensor]
     real = np.arange(block.offset.shape[1]) < dims[:, None]
     stride = np.where(pieces.shape == 1, row_major(pieces.shape), block.stride[order])
-    return Laid(pieces, np.where(real, stride, 0))
+    return PieceTable(pieces, np.where(real, stride, 0))
 
 
 def _report(assembly: Assembly, tensors: tuple[TensorEntry, ...], copies: Block) -> Report:

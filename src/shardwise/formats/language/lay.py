@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardwise.errors import LayoutError, MismatchError
-from shardwise.formats.catalogue import Catalogue
-from shardwise.formats.foreign import Foreign
+from shardwise.formats.foreign import Catalogue, Foreign
 from shardwise.formats.language.assembly import Assembly, Shapes
 from shardwise.formats.language.complete import complete
 from shardwise.formats.language.constants import constants_of, rank_sizes, rule_sizes

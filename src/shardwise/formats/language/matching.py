@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.errors import LayoutError
-from shardwise.formats.catalogue import Catalogue
+from shardwise.formats.foreign import Catalogue
 from shardwise.formats.language.numbers import Known, Product, evaluate
 from shardwise.formats.language.rules import Rule, Skip, Spec
 from shardwise.manifest.table import Int

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardwise.errors import LayoutError
-from shardwise.formats.catalogue import Catalogue
+from shardwise.formats.foreign import Catalogue
 from shardwise.formats.language.axes import Dim, Sizes, axes_of, size_of, solve
 from shardwise.formats.language.numbers import Known, Value, evaluate
 from shardwise.formats.language.pieces import sizes_of

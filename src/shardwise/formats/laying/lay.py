@@ -10,8 +10,7 @@ from itertools import product
 import numpy as np
 
 from shardwise.errors import FormatError
-from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.foreign import Foreign, Laid
+from shardwise.formats.foreign import Foreign, PieceTable, StoredArray
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.table import Int, Pieces, check_width
 
@@ -21,7 +20,7 @@ MOST_PARTS = 4096
 _Row = tuple[int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
-def lay(arrays: Sequence[tuple[int, StoredArray]]) -> Laid:
+def lay(arrays: Sequence[tuple[int, StoredArray]]) -> PieceTable:
     """Each array as all of a tensor, which is given by its number; empty ones have no piece.
 
     Raises:
@@ -37,62 +36,62 @@ def lay(arrays: Sequence[tuple[int, StoredArray]]) -> Laid:
         _column([row[5] for row in rows], dims),
     )
     shape = _column([row[4] for row in rows], dims, fill=1)
-    return Laid(Pieces(places[:, 0], places[:, 1], places[:, 2], offset, shape), stride)
+    return PieceTable(Pieces(places[:, 0], places[:, 1], places[:, 2], offset, shape), stride)
 
 
-def lay_boxes(arrays: Sequence[tuple[int, tuple[int, ...], StoredArray]]) -> Laid:
+def lay_boxes(arrays: Sequence[tuple[int, tuple[int, ...], StoredArray]]) -> PieceTable:
     """Each array as the box at an offset of a tensor, which is given by its number.
 
     Raises:
         FormatError: the elements of an array share bytes too often.
     """
     arrays = [each for each in arrays if 0 not in each[2].shape]
-    laid = lay([(row, array) for row, (_, _, array) in enumerate(arrays)])
-    pieces = laid.pieces
+    table = lay([(row, array) for row, (_, _, array) in enumerate(arrays)])
+    pieces = table.pieces
     of = pieces.tensor
     offset = _column([offset for _, offset, _ in arrays], pieces.offset.shape[1])
     tensor = np.array([tensor for tensor, _, _ in arrays], np.int64)
     return replace(
-        laid, pieces=replace(pieces, tensor=tensor[of], offset=pieces.offset + offset[of])
+        table, pieces=replace(pieces, tensor=tensor[of], offset=pieces.offset + offset[of])
     )
 
 
-def joined(*tables: Laid) -> Laid:
+def joined(*tables: PieceTable) -> PieceTable:
     """The pieces of all."""
     if not tables:
-        return Laid.nothing()
+        return PieceTable.nothing()
     dims = max(table.stride.shape[1] for table in tables)
     wide = [widened(table, dims) for table in tables]
     columns = [
         np.concatenate([getattr(table.pieces, name) for table in wide])
         for name in ("tensor", "file", "start", "offset", "shape")
     ]
-    return Laid(Pieces(*columns), np.concatenate([table.stride for table in wide]))
+    return PieceTable(Pieces(*columns), np.concatenate([table.stride for table in wide]))
 
 
-def widened(laid: Laid, dims: int) -> Laid:
+def widened(table: PieceTable, dims: int) -> PieceTable:
     """The same, its columns padded to so many dimensions.
 
     Raises:
         FormatError: they have more.
     """
-    pieces = laid.pieces
+    pieces = table.pieces
     missing = dims - pieces.offset.shape[1]
     if missing < 0:
         raise FormatError(f"a piece has more dimensions than the {dims} of any tensor")
     if missing == 0:
-        return laid
+        return table
     none = np.zeros((len(pieces.offset), missing), np.int64)
     offset, shape, stride = (
         np.concatenate((column, fill), axis=1)
-        for column, fill in ((pieces.offset, none), (pieces.shape, none + 1), (laid.stride, none))
+        for column, fill in ((pieces.offset, none), (pieces.shape, none + 1), (table.stride, none))
     )
-    return Laid(replace(pieces, offset=offset, shape=shape), stride)
+    return PieceTable(replace(pieces, offset=offset, shape=shape), stride)
 
 
 def with_ties(foreign: Foreign) -> Foreign:
     """The same, where tensors that are one array of a file are tied to the first of them."""
-    pieces, stride = foreign.laid.pieces, foreign.laid.stride
+    pieces, stride = foreign.table.pieces, foreign.table.stride
     first: dict[tuple[object, ...], int] = {}
     tied: dict[int, int] = {}
     alone = np.bincount(pieces.tensor, minlength=len(foreign.tensors)) == 1
@@ -120,7 +119,7 @@ def with_ties(foreign: Foreign) -> Foreign:
         pieces.offset[keep],
         pieces.shape[keep],
     )
-    return replace(foreign, tensors=tuple(tensors), laid=Laid(kept, stride[keep]))
+    return replace(foreign, tensors=tuple(tensors), table=PieceTable(kept, stride[keep]))
 
 
 def _at_one_place(pieces: Pieces) -> Iterator[int]:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import StateError
-from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.foreign import Foreign, ForeignFile, Laid
+from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
 from shardwise.formats.laying.lay import joined, lay
 from shardwise.formats.laying.optimizers import (
     GROUPS,
@@ -30,12 +29,12 @@ CONTENT = "(content)"
 class Leaves:
     """Tensors and values of a nested state, by their paths in it.
 
-    `tensors` are paths, dtypes and shapes, which `laid` counts.
+    `tensors` are paths, dtypes and shapes, which `table` counts.
     """
 
     files: tuple[ForeignFile, ...]
     tensors: Sequence[tuple[Path, str, tuple[int, ...]]]
-    laid: Laid
+    table: PieceTable
     values: Mapping[Path, Any]
     left_out: Sequence[str] = ()
 
@@ -44,12 +43,12 @@ def united(*parts: Leaves) -> Leaves:
     """All of several; their arrays count the files of all of them."""
     files: list[ForeignFile] = []
     tensors: list[tuple[Path, str, tuple[int, ...]]] = []
-    tables: list[Laid] = []
+    tables: list[PieceTable] = []
     values: dict[Path, Any] = {}
     left_out: list[str] = []
     for part in parts:
-        pieces = replace(part.laid.pieces, tensor=part.laid.pieces.tensor + len(tensors))
-        tables.append(replace(part.laid, pieces=pieces))
+        pieces = replace(part.table.pieces, tensor=part.table.pieces.tensor + len(tensors))
+        tables.append(replace(part.table, pieces=pieces))
         tensors += part.tensors
         files += part.files
         values |= part.values
@@ -68,7 +67,7 @@ def foreign_of(leaves: Leaves, format: str) -> Foreign:  # noqa: A002 - as it is
     paths = [path for path, _, _ in leaves.tensors]
     optimizers = find_optimizers((*paths, *leaves.values), leaves.values)
     names = _Names(optimizers, paths, leaves.values)
-    builder = Builder(leaves.files, leaves.laid, list(leaves.left_out))
+    builder = Builder(leaves.files, leaves.table, list(leaves.left_out))
     for path, dtype, shape in leaves.tensors:
         builder.add_tensor(names.of(path), dtype, shape)
     taken = {path for optimizer in optimizers for path in optimizer.taken}
@@ -92,7 +91,7 @@ def foreign_of(leaves: Leaves, format: str) -> Foreign:  # noqa: A002 - as it is
 
 def beside(one: Foreign, other: Foreign) -> Foreign:
     """Both, of which the first has all its bytes in files."""
-    pieces = other.laid.pieces
+    pieces = other.table.pieces
     moved = replace(
         pieces, tensor=pieces.tensor + len(one.tensors), file=pieces.file + len(one.files)
     )
@@ -100,7 +99,7 @@ def beside(one: Foreign, other: Foreign) -> Foreign:
         one,
         files=(*one.files, *other.files),
         tensors=(*one.tensors, *other.tensors),
-        laid=joined(one.laid, replace(other.laid, pieces=moved)),
+        table=joined(one.table, replace(other.table, pieces=moved)),
         objects=(*one.objects, *other.objects),
         left_out=(*one.left_out, *other.left_out),
     )
@@ -153,10 +152,10 @@ def _is_extra(path: Path) -> bool:
 
 @dataclass(slots=True)
 class Builder:
-    """A `Foreign` that grows: what is added lies behind the tensors that `laid` covers."""
+    """A `Foreign` that grows: what is added lies behind the tensors that `table` covers."""
 
     files: tuple[ForeignFile, ...]
-    laid: Laid
+    table: PieceTable
     left_out: list[str]
     tensors: list[TensorEntry] = field(default_factory=list)
     objects: list[ObjectEntry] = field(default_factory=list)
@@ -164,7 +163,7 @@ class Builder:
     _content: bytearray = field(default_factory=bytearray)
 
     def add_tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-        """The next of the tensors that `laid` counts, all of which are added first."""
+        """The next of the tensors that `table` counts, all of which are added first."""
         self.tensors.append(TensorEntry(name, dtype, shape))
 
     def add_array(self, name: str, array: StoredArray) -> None:
@@ -214,7 +213,7 @@ class Builder:
             format=format,
             files=files,
             tensors=tuple(self.tensors),
-            laid=joined(self.laid, lay(self._arrays)),
+            table=joined(self.table, lay(self._arrays)),
             objects=tuple(self.objects),
             left_out=tuple(self.left_out),
         )

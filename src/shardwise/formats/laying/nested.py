@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.foreign import ForeignFile
+from shardwise.formats.foreign import ForeignFile, StoredArray
 from shardwise.formats.laying.lay import lay
 from shardwise.formats.laying.leaves import Leaves
 from shardwise.formats.laying.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, Path

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from shardwise.errors import FormatError, StateError
-from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.stored.pickled import Name, Opaque, Record
-from shardwise.formats.stored.torchtypes import Storage
+from shardwise.formats.containers.pickle_values import Name, Opaque, Record
+from shardwise.formats.containers.torch_values import Storage
+from shardwise.formats.foreign import StoredArray
 from shardwise.state.objects import JsonValue, encode
 
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")

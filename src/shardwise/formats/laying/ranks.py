@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import FormatError
-from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.foreign import Foreign, ForeignFile, Laid
+from shardwise.formats.containers.pickle_values import Record
+from shardwise.formats.containers.torch_values import StoredShard
+from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
 from shardwise.formats.laying.lay import joined, lay_boxes, with_ties
 from shardwise.formats.laying.leaves import foreign_of
 from shardwise.formats.laying.nested import nested_leaves
 from shardwise.formats.laying.optimizers import Path, is_of_optimizer
-from shardwise.formats.stored.dtensors import StoredShard
-from shardwise.formats.stored.pickled import Record
 from shardwise.manifest.table import Pieces
 
 _COUNTERS = ("step", "global_step", "iteration", "epoch")
@@ -187,7 +186,7 @@ class _Merging:
 
     def placed(self, foreign: Foreign) -> Foreign:
         """The same, with the pieces of shards in place of global tensors, and replicas."""
-        pieces, stride = foreign.laid.pieces, foreign.laid.stride
+        pieces, stride = foreign.table.pieces, foreign.table.stride
         boxes: list[tuple[int, tuple[int, ...], StoredArray]] = []
         copies: list[tuple[int, tuple[int, ...], StoredArray]] = []
         for row in np.flatnonzero(pieces.file < 0).tolist():
@@ -206,7 +205,7 @@ class _Merging:
                 zeros = (0,) * len(first.shape)
                 copies += [(tensor_of_first, zeros, other) for other in others]
         keep = pieces.file >= 0
-        kept = Laid(
+        kept = PieceTable(
             Pieces(
                 pieces.tensor[keep],
                 pieces.file[keep],
@@ -216,7 +215,7 @@ class _Merging:
             ),
             stride[keep],
         )
-        return replace(foreign, laid=joined(kept, lay_boxes(boxes)), replicas=lay_boxes(copies))
+        return replace(foreign, table=joined(kept, lay_boxes(boxes)), replicas=lay_boxes(copies))
 
 
 def _sample(array: StoredArray) -> StoredArray:

@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 
 from shardwise.errors import FormatError
+from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.laying.lay import with_ties
 from shardwise.formats.laying.leaves import Leaves, beside, foreign_of, united
@@ -25,8 +27,6 @@ from shardwise.formats.readers import huggingface
 from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
 from shardwise.formats.readers.dcp.reader import leaves
 from shardwise.formats.readers.dcp.stored import read_stored, world_size
-from shardwise.formats.stored.ranges import Part
-from shardwise.formats.stored.torchfile import read_torch_file
 from shardwise.formats.tree import Tree
 
 FORMAT = "accelerate"
@@ -147,7 +147,7 @@ def _folder(tree: Tree, folder: str, key: str, first: int) -> Leaves:
 
 def _file(tree: Tree, name: str, key: str, first: int) -> Leaves:
     with closing(tree.open(name)) as file:
-        part = Part.whole(file, first, f"{tree}/{name}")
+        part = FileRange.whole(file, first, f"{tree}/{name}")
         value = read_torch_file(part, opaque=tree.opaque).value
     return nested_leaves({key: value}, (tree.file(name),))
 

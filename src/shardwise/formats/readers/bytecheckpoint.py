@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import FormatError
-from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.foreign import Foreign, ForeignFile, Laid
+from shardwise.formats.containers.pickles import unpickle
+from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.containers.torch_files import read_torch_file
+from shardwise.formats.containers.torch_values import TORCH
+from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
 from shardwise.formats.laying.lay import joined
 from shardwise.formats.laying.leaves import Leaves, foreign_of
 from shardwise.formats.laying.optimizers import Path
@@ -20,10 +23,6 @@ from shardwise.formats.readers.dcp.folded import fold
 from shardwise.formats.readers.dcp.items import Arrays, first_storage
 from shardwise.formats.readers.dcp.metadata import METADATA, Metadata, index_of, read_metadata
 from shardwise.formats.readers.dcp.stored import Chunks, read_stored, world_size
-from shardwise.formats.stored.pickles import unpickle
-from shardwise.formats.stored.ranges import Part
-from shardwise.formats.stored.torchfile import read_torch_file
-from shardwise.formats.stored.torchtypes import TORCH
 from shardwise.formats.tree import Tree
 
 FORMAT = "ByteCheckpoint"
@@ -45,7 +44,7 @@ def read(tree: Tree) -> Foreign:
     """
     files: tuple[ForeignFile, ...] = ()
     tensors: list[tuple[Path, str, tuple[int, ...]]] = []
-    laid = Laid.nothing()
+    table = PieceTable.nothing()
     values: dict[Path, Any] = {}
     left_out: list[str] = []
     for part in PARTS:
@@ -54,7 +53,7 @@ def read(tree: Tree) -> Foreign:
         metadata = read_metadata(tree, f"{part}/{METADATA}")
         find = partial(_find, _geometries(metadata))
         stored = read_stored(tree, metadata, folder=f"{part}/", first=len(files), find=find)
-        laid = joined(laid, _behind(stored.laid, len(tensors)))
+        table = joined(table, _behind(stored.table, len(tensors)))
         paths = [(part, *metadata.paths.get(name, (name,))) for name in stored.names]
         tensors += zip(paths, stored.dtypes, stored.shapes, strict=True)
         for name, value in stored.values.items():
@@ -65,14 +64,14 @@ def read(tree: Tree) -> Foreign:
     if ranks:
         name = f"extra_state/extra_state_rank_{ranks[0]}.pt"
         with closing(tree.open(name)) as file:
-            part_of = Part.whole(file, len(files), f"{tree}/{name}")
+            part_of = FileRange.whole(file, len(files), f"{tree}/{name}")
             values["extra_state",] = read_torch_file(part_of, opaque=tree.opaque).value
         files += (tree.file(name),)
     if len(ranks) > 1:
         left_out.append(f"extra_state of {len(ranks) - 1} ranks: that of rank {ranks[0]} is taken")
     lacking = [part for part in PARTS if f"{part}/{METADATA}" not in tree.sizes]
     folded = fold(values, [path for path, _, _ in tensors])
-    foreign = foreign_of(Leaves(files, tensors, laid, folded, left_out), FORMAT)
+    foreign = foreign_of(Leaves(files, tensors, table, folded, left_out), FORMAT)
     step = _STEP.fullmatch(tree.path.resolve().name)
     world = max(world_size(files), len(ranks))
     return replace(
@@ -115,6 +114,6 @@ def _find(
     return Arrays(list(kinds), np.array(kind, np.int64), np.array(start, np.int64))
 
 
-def _behind(laid: Laid, tensors: int) -> Laid:
+def _behind(table: PieceTable, tensors: int) -> PieceTable:
     """The same, counted behind so many tensors."""
-    return replace(laid, pieces=replace(laid.pieces, tensor=laid.pieces.tensor + tensors))
+    return replace(table, pieces=replace(table.pieces, tensor=table.pieces.tensor + tensors))

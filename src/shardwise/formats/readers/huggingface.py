@@ -16,13 +16,12 @@ from typing import Any
 import msgspec
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
-from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.foreign import Foreign, Laid
+from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.containers.safetensors import METADATA, Header, is_safetensors, read_header
+from shardwise.formats.containers.torch_files import read_torch_file
+from shardwise.formats.foreign import Foreign, PieceTable, StoredArray
 from shardwise.formats.laying.lay import with_ties
 from shardwise.formats.laying.leaves import Builder
-from shardwise.formats.stored.ranges import Part
-from shardwise.formats.stored.safetensors import METADATA, Header, is_safetensors, read_header
-from shardwise.formats.stored.torchfile import read_torch_file
 from shardwise.formats.tree import Tree
 from shardwise.manifest.manifest import TensorEntry
 
@@ -64,7 +63,7 @@ def read(tree: Tree) -> Foreign:
     with ThreadPoolExecutor(_THREADS) as threads:
         shards = list(threads.map(partial(_read_shard, tree), names, range(len(names))))
     files = tuple(tree.file(name) for name in names)
-    builder = Builder(files, Laid.nothing(), [])
+    builder = Builder(files, PieceTable.nothing(), [])
     for name, shard in zip(names, shards, strict=True):
         _add(builder, name, shard, index)
     if tree.only is not None and (found := _SHARD.fullmatch(tree.only)) is not None:
@@ -128,7 +127,7 @@ class _Index(msgspec.Struct):
 
 def _read_shard(tree: Tree, name: str, number: int) -> _Shard:
     with closing(tree.open(name)) as file:
-        part = Part.whole(file, number, f"{tree}/{name}" if tree.only is None else str(tree))
+        part = FileRange.whole(file, number, f"{tree}/{name}" if tree.only is None else str(tree))
         if not name.endswith(PICKLED):
             return _shard_of(read_header(part))
         value: Any = read_torch_file(part, opaque=tree.opaque).value

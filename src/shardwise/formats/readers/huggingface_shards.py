@@ -12,12 +12,11 @@ from contextlib import closing
 import msgspec
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
-from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.foreign import Foreign
+from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.containers.safetensors import Header, read_header
+from shardwise.formats.foreign import Foreign, StoredArray
 from shardwise.formats.laying.lay import lay_boxes
 from shardwise.formats.laying.leaves import Builder
-from shardwise.formats.stored.ranges import Part
-from shardwise.formats.stored.safetensors import Header, read_header
 from shardwise.formats.tree import Tree
 from shardwise.manifest.manifest import Dims
 
@@ -50,7 +49,7 @@ def read(tree: Tree) -> Foreign:
     left_out: list[str] = []
     for number, name in enumerate(names):
         with closing(tree.open(name)) as file:
-            part = Part.whole(file, number, f"{tree}/{name}")
+            part = FileRange.whole(file, number, f"{tree}/{name}")
             header = read_header(part)
         for tensor, box in _boxes(header, part.where):
             boxes.setdefault(tensor, []).append(box)

@@ -9,6 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import FormatError
+from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.containers.torch_files import pickle_text, read_torch_file
+from shardwise.formats.containers.zip_archive import START
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.laying.lay import with_ties
 from shardwise.formats.laying.leaves import Leaves, foreign_of, united
@@ -17,9 +20,6 @@ from shardwise.formats.laying.optimizers import Path
 from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
 from shardwise.formats.readers.dcp.reader import leaves
 from shardwise.formats.readers.dcp.stored import read_stored, world_size
-from shardwise.formats.stored.archive import START
-from shardwise.formats.stored.ranges import Part
-from shardwise.formats.stored.torchfile import pickle_text, read_torch_file
 from shardwise.formats.tree import Tree
 
 FORMAT = "Lightning"
@@ -36,7 +36,7 @@ def recognise(tree: Tree) -> bool:
     if tree.only is None:
         return METADATA in tree.sizes and BESIDE in tree.sizes
     with closing(tree.open(tree.only)) as file:
-        part = Part.whole(file, 0, str(tree))
+        part = FileRange.whole(file, 0, str(tree))
         try:
             return part.read(0, len(START)) == START and _VERSION.encode() in pickle_text(part)
         except FormatError:
@@ -67,7 +67,7 @@ def read(tree: Tree) -> Foreign:
 
 def _value(tree: Tree, name: str, number: int) -> dict[Any, Any]:
     with closing(tree.open(name)) as file:
-        part = Part.whole(file, number, f"{tree}/{name}" if tree.only is None else str(tree))
+        part = FileRange.whole(file, number, f"{tree}/{name}" if tree.only is None else str(tree))
         value = read_torch_file(part, opaque=tree.opaque).value
     if not isinstance(value, dict):
         raise FormatError(f"{part.where}: it holds no dict")

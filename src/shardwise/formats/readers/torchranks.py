@@ -11,13 +11,12 @@ from math import prod
 from typing import Any
 
 from shardwise.errors import FormatError
-from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.foreign import Foreign
+from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.containers.torch_files import pickle_text, read_torch_file
+from shardwise.formats.containers.torch_values import DTENSORS
+from shardwise.formats.containers.zip_archive import START
+from shardwise.formats.foreign import Foreign, StoredArray
 from shardwise.formats.laying.ranks import lay_ranks
-from shardwise.formats.stored.archive import START
-from shardwise.formats.stored.dtensors import DTENSORS
-from shardwise.formats.stored.ranges import Part
-from shardwise.formats.stored.torchfile import pickle_text, read_torch_file
 from shardwise.formats.tree import MOST_NAMED, Tree
 
 FORMAT = "torch.save by each rank"
@@ -78,7 +77,7 @@ def read(tree: Tree) -> Foreign:
 
     def bytes_of(array: StoredArray) -> bytes:
         with closing(tree.open(files[array.file].name)) as file:
-            part = Part.whole(file, array.file, f"{tree}/{files[array.file].name}")
+            part = FileRange.whole(file, array.file, f"{tree}/{files[array.file].name}")
             return part.read(array.start, prod(array.shape) * array.itemsize)
 
     foreign = lay_ranks(
@@ -125,7 +124,7 @@ def _check_ranks(tree: Tree, sets: Mapping[tuple[str, str], Files]) -> None:
 def _has_dtensors(tree: Tree, files: Files) -> bool:
     name = files[min(files)]
     with closing(tree.open(name)) as file:
-        part = Part.whole(file, 0, f"{tree}/{name}")
+        part = FileRange.whole(file, 0, f"{tree}/{name}")
         try:
             return part.read(0, len(START)) == START and _MARK in pickle_text(part)
         except FormatError:
@@ -134,5 +133,5 @@ def _has_dtensors(tree: Tree, files: Files) -> bool:
 
 def _value(tree: Tree, name: str, number: int) -> Any:
     with closing(tree.open(name)) as file:
-        part = Part.whole(file, number, f"{tree}/{name}")
+        part = FileRange.whole(file, number, f"{tree}/{name}")
         return read_torch_file(part, stubs=DTENSORS, opaque=tree.opaque).value

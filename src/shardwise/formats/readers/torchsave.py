@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from contextlib import closing
 
+from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.containers.torch_files import is_torch_file, read_torch_file
+from shardwise.formats.containers.torch_values import DTENSORS
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.laying.ranks import lay_ranks
-from shardwise.formats.stored.dtensors import DTENSORS
-from shardwise.formats.stored.ranges import Part
-from shardwise.formats.stored.torchfile import is_torch_file, read_torch_file
 from shardwise.formats.tree import Tree
 
 FORMAT = "a file of torch.save"
@@ -33,6 +33,6 @@ def read(tree: Tree) -> Foreign:
     """
     name = tree.only or ""
     with closing(tree.open(name)) as file:
-        part = Part.whole(file, 0, str(tree))
+        part = FileRange.whole(file, 0, str(tree))
         value = read_torch_file(part, stubs=DTENSORS, opaque=tree.opaque).value
     return lay_ranks([(0, value)], (tree.file(name),), str(tree), FORMAT, lambda *_: True)

@@ -14,14 +14,13 @@ from urllib.parse import unquote
 import msgspec
 
 from shardwise.errors import FormatError
-from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.foreign import Foreign
+from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.containers.torch_files import read_torch_file
+from shardwise.formats.foreign import Foreign, StoredArray
 from shardwise.formats.laying.lay import lay_boxes
 from shardwise.formats.laying.leaves import Leaves, foreign_of
 from shardwise.formats.laying.optimizers import STATE, Path
 from shardwise.formats.readers.dcp.folded import fold, with_lists
-from shardwise.formats.stored.ranges import Part
-from shardwise.formats.stored.torchfile import read_torch_file
 from shardwise.formats.tree import Tree
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Count, Dims
@@ -201,7 +200,7 @@ class _Snapshot:
     def _saved(self, location: str, within: tuple[int, int] | None, name: str) -> Any:
         number = self._file(location)
         with closing(self._tree.open(location)) as file:
-            part = Part.whole(file, number, f"{self._tree}/{location}")
+            part = FileRange.whole(file, number, f"{self._tree}/{location}")
             if within is not None:
                 part = part.within(within[0], within[1] - within[0], name)
             return read_torch_file(part, opaque=self._tree.opaque).value

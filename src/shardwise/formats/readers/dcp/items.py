@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from shardwise.errors import FormatError
-from shardwise.formats.catalogue import StoredArray
+from shardwise.formats.containers.pickle_values import Stubs
+from shardwise.formats.containers.pickles import unpickle
+from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.containers.torch_files import read_torch_file, storage_fields
+from shardwise.formats.containers.torch_values import TORCH, Storage
+from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.dcp.metadata import Item
-from shardwise.formats.stored.pickled import Stubs
-from shardwise.formats.stored.pickles import unpickle
-from shardwise.formats.stored.ranges import Part
-from shardwise.formats.stored.torchfile import read_torch_file, storage_fields
-from shardwise.formats.stored.torchtypes import TORCH, Storage
 from shardwise.formats.tree import Tree
 from shardwise.manifest.table import Int
 from shardwise.store import ReadableFile
@@ -67,7 +67,7 @@ def find_arrays(tree: Tree, names: Sequence[str], items: Sequence[Item]) -> Arra
         found = heads.find(head, names[index])
         while found is None and wanted < min(item.length, _LARGEST_HEAD):
             wanted = min(4 * wanted, item.length)
-            whole = Part(file, 0, item.offset, item.length, names[index])
+            whole = FileRange(file, 0, item.offset, item.length, names[index])
             found = heads.find(whole.read(0, wanted), names[index])
         if found is None:
             raise FormatError(f"{names[index]}: what lies at its place is no tensor of torch.save")
@@ -103,7 +103,7 @@ def read_values(
             values[index] = seen[data]
             return
         window: ReadableFile = _Window(data, item.offset) if len(data) == item.length else file
-        part = Part(window, numbers[index], item.offset, item.length, names[index])
+        part = FileRange(window, numbers[index], item.offset, item.length, names[index])
         values[index] = read_torch_file(part, stubs=stubs, opaque=tree.opaque).value
         if b"/data/" not in data and len(data) == item.length:
             seen[data] = values[index]
@@ -209,7 +209,7 @@ def _for_each(
             for indices in _windows(items, group[1], most):
                 first = items[indices[0]].offset
                 last = max(items[i].offset + min(items[i].length, most) for i in indices)
-                data = Part.whole(file, 0, f"{tree}/{group[0]}").read(first, last - first)
+                data = FileRange.whole(file, 0, f"{tree}/{group[0]}").read(first, last - first)
                 for index in indices:
                     item, at = items[index], items[index].offset - first
                     if item.length > file.size - item.offset:

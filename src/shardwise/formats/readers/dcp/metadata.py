@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
-from shardwise.formats.stored.pickled import Record, Stubs, records
-from shardwise.formats.stored.pickles import unpickle
-from shardwise.formats.stored.torchtypes import TORCH
+from shardwise.formats.containers.pickle_values import Record, Stubs, records
+from shardwise.formats.containers.pickles import unpickle
+from shardwise.formats.containers.torch_values import TORCH
 from shardwise.formats.tree import Tree
 from shardwise.manifest.manifest import LARGEST
 from shardwise.manifest.validate import MOST_PIECES

@@ -72,7 +72,7 @@ def leaves(
     return Leaves(
         stored.files,
         list(zip(paths, stored.dtypes, stored.shapes, strict=True)),
-        stored.laid,
+        stored.table,
         fold(values, paths),
         stored.left_out,
     )

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import FormatError
-from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.foreign import ForeignFile, Laid
+from shardwise.formats.containers.pickle_values import Stubs
+from shardwise.formats.foreign import ForeignFile, PieceTable, StoredArray
 from shardwise.formats.readers.dcp.items import Arrays, find_arrays, read_values
 from shardwise.formats.readers.dcp.metadata import METADATA, Item, Metadata
-from shardwise.formats.stored.pickled import Stubs
 from shardwise.formats.tree import Tree
 from shardwise.manifest.table import Int, Pieces, check_width
 
@@ -26,7 +25,7 @@ class Stored:
     """What a checkpoint has, before anything is renamed.
 
     Attributes:
-        names, dtypes, shapes: of the tensors, which `laid` counts.
+        names, dtypes, shapes: of the tensors, which `table` counts.
         values: by name; tensors in them are `StoredArray`s.
         left_out: as in `Foreign`.
     """
@@ -35,7 +34,7 @@ class Stored:
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    laid: Laid
+    table: PieceTable
     values: Mapping[str, Any]
     left_out: tuple[str, ...]
 
@@ -78,7 +77,7 @@ def read_stored(
         tuple(metadata.tensors),
         tuple(tensor.dtype for tensor in metadata.tensors.values()),
         tuple(tensor.shape for tensor in metadata.tensors.values()),
-        Laid(pieces, kinds[arrays.kind]),
+        PieceTable(pieces, kinds[arrays.kind]),
         dict(zip(values, read, strict=True)),
         tuple(_unused(metadata)),
     )

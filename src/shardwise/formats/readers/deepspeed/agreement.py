@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import torch
 
 from shardwise.errors import FormatError
-from shardwise.formats.catalogue import StoredArray
+from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.deepspeed.states import ModelState, OptimizerState
-from shardwise.formats.stored.ranges import Part
 from shardwise.formats.tree import Tree
 
 THREADS = 8
@@ -89,7 +89,7 @@ def read_numbers(tree: Tree, arrays: Iterable[StoredArray]) -> Numbers:
     def read(number: int) -> list[tuple[tuple[int, int], float]]:
         name = names[number]
         with closing(tree.open(name)) as file:
-            part = Part.whole(file, number, f"{tree}/{name}")
+            part = FileRange.whole(file, number, f"{tree}/{name}")
             return [
                 ((number, start), _number(part.read(start, array.itemsize), array.dtype))
                 for start, array in by_file[number].items()

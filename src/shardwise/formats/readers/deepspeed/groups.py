@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import FormatError
-from shardwise.formats.catalogue import StoredArray
+from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.deepspeed.partitions import (
     Ranges,
     concatenated,

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import FormatError, StateError
-from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.foreign import Foreign, ForeignFile, Laid
+from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
 from shardwise.formats.laying.lay import joined
 from shardwise.formats.laying.optimizers import Group, encoded_groups
 from shardwise.formats.laying.plain import bytes_of, encode_plain, number_tensor
@@ -35,7 +34,7 @@ class Laying:
         self._contents: dict[bytes, int] = {}
         self._entries: list[TensorEntry] = []
         self._numbers: dict[str, int] = {}
-        self._laid: dict[bool, list[Laid]] = {False: [], True: []}
+        self._laid: dict[bool, list[PieceTable]] = {False: [], True: []}
         self._objects: list[ObjectEntry] = []
         self.averages: dict[str, tuple[str, ...]] = {}
         self.left_out: list[str] = []
@@ -73,7 +72,7 @@ class Laying:
             name, entry.dtype, entry.shape, same_as=entry.same_as or other
         )
 
-    def lay(self, laid: Laid, *, replica: bool = False) -> None:
+    def lay(self, laid: PieceTable, *, replica: bool = False) -> None:
         """Lay pieces, in columns; as replicas, if others lie there already."""
         self._laid[replica].append(laid)
 
@@ -127,7 +126,7 @@ class Laying:
         none = np.zeros((len(tensors), 0), np.int64)
         file, start = (np.full(len(tensors), n, np.int64) for n in (first.file, first.start))
         pieces = Pieces(np.array(tensors, np.int64), file, start, none, none)
-        self.lay(Laid(pieces, none))
+        self.lay(PieceTable(pieces, none))
         for array in arrays[1:]:
             self._lay_part(tensors[0], array, Box((), ()), (), True)
 
@@ -139,7 +138,7 @@ class Laying:
         one = (np.array([n], np.int64) for n in (tensor, array.file, start))
         rows = (np.array([n], np.int64).reshape(1, -1) for n in (there, box.shape))
         stride = np.array(array.stride, np.int64).reshape(1, -1)
-        self.lay(Laid(Pieces(*one, *rows), stride), replica=replica)
+        self.lay(PieceTable(Pieces(*one, *rows), stride), replica=replica)
 
     def number(self, value: float) -> StoredArray:
         """A number that lies in no file as a tensor: as a 0-d float32 tensor."""
@@ -183,7 +182,7 @@ class Laying:
             format=kind,
             files=tuple(self._files),
             tensors=tuple(self._entries),
-            laid=joined(*self._laid[False]),
+            table=joined(*self._laid[False]),
             replicas=joined(*self._laid[True]),
             averages=dict(self.averages),
             objects=tuple(self._objects),

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardwise.errors import FormatError
-from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.foreign import Laid
+from shardwise.formats.foreign import PieceTable, StoredArray
 from shardwise.formats.readers.deepspeed.laying import Laying
 from shardwise.formats.readers.deepspeed.partitions import as_fragments, sliced
 from shardwise.formats.readers.deepspeed.placements import Placing, whole
@@ -155,7 +154,7 @@ def _lay_slices(laying: Laying, names: Sequence[str], states: Sequence[ModelStat
     start = start + held.at * itemsize[held.parameter]
     stride = np.where(held.shape > 1, row_major(padded)[held.parameter], 0)
     tensor = np.array(numbers, np.int64)[held.parameter]
-    laying.lay(Laid(Pieces(tensor, file, start, held.offset, held.shape), stride))
+    laying.lay(PieceTable(Pieces(tensor, file, start, held.offset, held.shape), stride))
 
 
 def _slices_of(name: str, each: int, states: Sequence[ModelState]) -> list[StoredArray]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import FormatError
-from shardwise.formats.foreign import Laid
+from shardwise.formats.foreign import PieceTable
 from shardwise.formats.laying import optimizers as param_groups
 from shardwise.formats.readers.deepspeed.groups import MASTER, Flat, Group
 from shardwise.formats.readers.deepspeed.laying import Laying
@@ -115,7 +115,7 @@ def _lay(
                 held.shape[rows],
             )
             strides = np.where(pieces.shape > 1, stride[rows], 0)
-            laying.lay(Laid(pieces, strides), replica=as_replica)
+            laying.lay(PieceTable(pieces, strides), replica=as_replica)
 
 
 def _lay_small(laying: Laying, shards: Sequence[Group]) -> None:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import FormatError
-from shardwise.formats.catalogue import StoredArray
+from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.containers.torch_files import Contents, ParseCache, read_torch_file
+from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.deepspeed.agreement import check_counters, check_optimizers
 from shardwise.formats.readers.deepspeed.files import Files, check_modules, check_ranks
 from shardwise.formats.readers.deepspeed.laying import Laying
@@ -24,8 +26,6 @@ from shardwise.formats.readers.deepspeed.states import (
     model_state,
     optimizer_state,
 )
-from shardwise.formats.stored.ranges import Part
-from shardwise.formats.stored.torchfile import Alike, Contents, read_torch_file
 from shardwise.formats.tree import Tree
 
 THREADS = 8
@@ -37,20 +37,20 @@ def load_all(tree: Tree, names: Iterable[str], laying: Laying) -> dict[str, Any]
     Raises:
         FormatError: one is malformed, or not there.
     """
-    found = _read_all(tree, names, laying, alike=None)
+    found = _read_all(tree, names, laying, cache=None)
     return {name: contents.value for name, contents in found.items()}
 
 
 def _read_all(
-    tree: Tree, names: Iterable[str], laying: Laying, *, alike: Alike | None
+    tree: Tree, names: Iterable[str], laying: Laying, *, cache: ParseCache | None
 ) -> dict[str, Contents]:
     numbers = {name: number for number, name in enumerate(tree.sizes)}
 
     def load(name: str) -> Contents:
         file = tree.open(name)
         try:
-            part = Part.whole(file, numbers[name], f"{tree}/{name}")
-            return read_torch_file(part, stubs=STUBS, opaque=tree.opaque, alike=alike)
+            part = FileRange.whole(file, numbers[name], f"{tree}/{name}")
+            return read_torch_file(part, stubs=STUBS, opaque=tree.opaque, cache=cache)
         finally:
             file.close()
 
@@ -67,7 +67,7 @@ def _model_states(
 ) -> dict[tuple[int, int], ModelState]:
     """What each rank has; files that are alike are parsed once."""
     numbers = {name: number for number, name in enumerate(tree.sizes)}
-    found = _read_all(tree, files.values(), laying, alike=Alike())
+    found = _read_all(tree, files.values(), laying, cache=ParseCache())
     parsed: dict[int, ModelState] = {}
     states = {}
     for rank, name in files.items():

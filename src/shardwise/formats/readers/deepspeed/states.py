@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
-from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.stored.pickled import Record, Stubs, records
+from shardwise.formats.containers.pickle_values import Record, Stubs, records
+from shardwise.formats.foreign import StoredArray
 from shardwise.manifest.manifest import LARGEST
 
 Shape: TypeAlias = tuple[int, ...]

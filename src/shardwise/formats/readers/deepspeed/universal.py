@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import FormatError
-from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.foreign import Foreign
+from shardwise.formats.foreign import Foreign, StoredArray
 from shardwise.formats.readers.deepspeed.files import (
     SETTINGS,
     WEIGHTS,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.errors import FormatError
-from shardwise.formats.catalogue import StoredArray
+from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.deepspeed.groups import groups_of
 from shardwise.formats.readers.deepspeed.laying import Laying
 from shardwise.formats.readers.deepspeed.optimizers import STEP, Settings, lay_group, lay_number

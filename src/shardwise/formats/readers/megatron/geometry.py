@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import FormatError, LayoutError
-from shardwise.formats.foreign import Laid
+from shardwise.formats.foreign import PieceTable
 from shardwise.formats.readers.dcp.metadata import Metadata
 from shardwise.formats.readers.dcp.stored import Stored
 from shardwise.layout import boxes_of_range, row_major
@@ -48,7 +48,7 @@ def unflattened(stored: Stored, metadata: Metadata) -> Stored:
     flat = {i: original[name] for i, name in enumerate(stored.names) if name in original}
     if not flat:
         return stored
-    pieces = stored.laid.pieces
+    pieces = stored.table.pieces
     is_flat = np.isin(pieces.tensor, list(flat))
     rows: list[_Row] = []
     for row in np.flatnonzero(is_flat).tolist():
@@ -59,7 +59,7 @@ def unflattened(stored: Stored, metadata: Metadata) -> Stored:
             raise FormatError(f"{stored.names[tensor]}: it was flattened: {error}") from error
     shapes = tuple(flat.get(i, shape) for i, shape in enumerate(stored.shapes))
     dims = max(len(shape) for shape in shapes)
-    kept = _rows(stored.laid, ~is_flat, max(dims, pieces.offset.shape[1]))
+    kept = _rows(stored.table, ~is_flat, max(dims, pieces.offset.shape[1]))
     width = kept.stride.shape[1]
     shape = _padded([row.shape for row in rows], width, 1)
     made = Pieces(
@@ -69,13 +69,15 @@ def unflattened(stored: Stored, metadata: Metadata) -> Stored:
         _padded([row.offset for row in rows], width, 0),
         shape,
     )
-    laid = Laid(_concatenated(kept.pieces, made), np.concatenate([kept.stride, row_major(shape)]))
-    return replace(stored, shapes=shapes, laid=laid)
+    table = PieceTable(
+        _concatenated(kept.pieces, made), np.concatenate([kept.stride, row_major(shape)])
+    )
+    return replace(stored, shapes=shapes, table=table)
 
 
 def _boxes(stored: Stored, row: int, tensor: int, shape: tuple[int, ...]) -> Iterator[_Row]:
     """The boxes of a piece of a tensor `[X/x, Y/y, x*y]`, which was `[X, Y]` of shards `[x, y]`."""
-    pieces = stored.laid.pieces
+    pieces = stored.table.pieces
     counts = stored.shapes[tensor][:-1]
     if len(counts) != len(shape) or any(n % count for n, count in zip(shape, counts, strict=True)):
         raise ValueError(f"shards {list(counts)} do not divide {list(shape)}")
@@ -98,7 +100,7 @@ def unstacked(stored: Stored) -> Stored:
     Raises:
         FormatError: a tensor claims more layers than there are pieces.
     """
-    pieces = stored.laid.pieces
+    pieces = stored.table.pieces
     single = np.ones(len(stored.names), bool)
     if pieces.offset.shape[1]:
         single[pieces.tensor[pieces.shape[:, 0] != 1]] = False
@@ -130,7 +132,7 @@ def unstacked(stored: Stored) -> Stored:
         moved = np.pad(column[:, 1:], ((0, 0), (0, 1)), constant_values=fill)
         return np.where(rows[:, None], moved, column)[:, :dims]
 
-    laid = Laid(
+    table = PieceTable(
         Pieces(
             first[pieces.tensor] + np.where(rows, layer, 0),
             pieces.file,
@@ -138,18 +140,18 @@ def unstacked(stored: Stored) -> Stored:
             shifted(pieces.offset, 0),
             shifted(pieces.shape, 1),
         ),
-        shifted(stored.laid.stride, 0),
+        shifted(stored.table.stride, 0),
     )
     return replace(
-        stored, names=tuple(names), dtypes=tuple(dtypes), shapes=tuple(shapes), laid=laid
+        stored, names=tuple(names), dtypes=tuple(dtypes), shapes=tuple(shapes), table=table
     )
 
 
-def _rows(laid: Laid, chosen: Any, dims: int) -> Laid:
+def _rows(table: PieceTable, chosen: Any, dims: int) -> PieceTable:
     """Some of the pieces, in columns of so many dimensions."""
-    pieces = laid.pieces
+    pieces = table.pieces
     by = ((0, 0), (0, dims - pieces.offset.shape[1]))
-    return Laid(
+    return PieceTable(
         Pieces(
             pieces.tensor[chosen],
             pieces.file[chosen],
@@ -157,7 +159,7 @@ def _rows(laid: Laid, chosen: Any, dims: int) -> Laid:
             np.pad(pieces.offset[chosen], by),
             np.pad(pieces.shape[chosen], by, constant_values=1),
         ),
-        np.pad(laid.stride[chosen], by),
+        np.pad(table.stride[chosen], by),
     )
 
 

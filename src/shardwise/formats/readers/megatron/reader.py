@@ -15,15 +15,14 @@ from typing import Any
 import msgspec
 
 from shardwise.errors import FormatError
-from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.foreign import Foreign, ForeignFile
+from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.containers.torch_files import read_torch_file
+from shardwise.formats.foreign import Foreign, ForeignFile, StoredArray
 from shardwise.formats.laying.leaves import Builder
 from shardwise.formats.laying.optimizers import GROUPS, Group
 from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
 from shardwise.formats.readers.dcp.stored import Stored, read_stored, world_size
 from shardwise.formats.readers.megatron.geometry import STACKED, unflattened, unstacked
-from shardwise.formats.stored.ranges import Part
-from shardwise.formats.stored.torchfile import read_torch_file
 from shardwise.formats.tree import Tree
 
 FORMAT = "Megatron-Core torch_dist"
@@ -70,7 +69,7 @@ def read(tree: Tree) -> Foreign:
         tree.require([COMMON], "Megatron-Core wrote")
     stored = unstacked(unflattened(read_stored(tree, metadata), metadata))
     files, common = _common(tree, stored)
-    builder = Builder((*stored.files, *files), stored.laid, list(stored.left_out))
+    builder = Builder((*stored.files, *files), stored.table, list(stored.left_out))
     parameters = _add_tensors(builder, stored)
     _add_objects(builder, {key: each for key, each in stored.values.items() if key != SHARED})
     for key, value in common.items():
@@ -106,7 +105,7 @@ def _common(tree: Tree, stored: Stored) -> tuple[tuple[ForeignFile, ...], dict[A
         files: tuple[ForeignFile, ...] = (tree.file(COMMON),)
         where = f"{tree}/{COMMON}"
         with closing(tree.open(COMMON)) as file:
-            part = Part.whole(file, len(stored.files), where)
+            part = FileRange.whole(file, len(stored.files), where)
             common = read_torch_file(part, opaque=tree.opaque).value
     else:
         files, where = (), f"{tree}: {SHARED}"

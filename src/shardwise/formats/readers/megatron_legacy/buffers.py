@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from shardwise.errors import FormatError
-from shardwise.formats.catalogue import StoredArray
+from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.megatron_legacy.parameters import Parameter
 
 ALIGNMENTS = (64, 1)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from shardwise.formats.catalogue import StoredArray
+from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.megatron_legacy.ranks import Rank
 
 _BUFFERS = ("_extra_state", "expert_bias", "inv_freq", "local_tokens_per_expert")

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import FormatError
-from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.foreign import ForeignFile
+from shardwise.formats.containers.pickle_values import Record
+from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.containers.torch_files import read_torch_file
+from shardwise.formats.foreign import ForeignFile, StoredArray
 from shardwise.formats.readers.megatron_legacy.files import (
     FLAT,
     MODEL,
@@ -19,9 +21,6 @@ from shardwise.formats.readers.megatron_legacy.files import (
     Files,
     Numbers,
 )
-from shardwise.formats.stored.pickled import Record
-from shardwise.formats.stored.ranges import Part
-from shardwise.formats.stored.torchfile import read_torch_file
 from shardwise.formats.tree import Tree
 
 ARGS, OPTIMIZER, RNG = "args", "optimizer", "rng_state"
@@ -76,7 +75,9 @@ def read_rank(tree: Tree, numbers: Numbers, own: Mapping[str, str], first: int) 
     where = ""
     for number, (name, path) in enumerate(own.items(), first):
         with closing(tree.open(path)) as file:
-            found = read_torch_file(Part.whole(file, number, f"{tree}/{path}"), opaque=True).value
+            found = read_torch_file(
+                FileRange.whole(file, number, f"{tree}/{path}"), opaque=True
+            ).value
         if name == FLAT:
             flat = found
         elif not isinstance(found, dict):

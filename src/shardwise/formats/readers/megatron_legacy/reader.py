@@ -9,8 +9,7 @@ from itertools import accumulate
 from typing import TypeAlias
 
 from shardwise.errors import FormatError
-from shardwise.formats.catalogue import Row, catalogued
-from shardwise.formats.foreign import Foreign
+from shardwise.formats.foreign import Foreign, Row, catalogued
 from shardwise.formats.language import lay
 from shardwise.formats.laying.leaves import Builder
 from shardwise.formats.laying.optimizers import GROUPS, Group
@@ -67,7 +66,7 @@ def read(tree: Tree) -> Foreign:
     ]
     catalogue = catalogued(listed_files(tree, files), geometry.axes, rows)
     laid = lay(shipped(SPEC), catalogue, sizes={"gates": geometry.gates})
-    builder = Builder(laid.files, laid.laid, list(laid.left_out), list(laid.tensors))
+    builder = Builder(laid.files, laid.table, list(laid.left_out), list(laid.tensors))
     _add_groups(builder, laid, states)
     add_values(builder, ranks, states[0].beside)
     builder.left_out += [f"{name}: no file of a checkpoint" for name in files.others]
@@ -179,7 +178,7 @@ def _names_at(laid: Foreign) -> dict[tuple[int, int], str]:
     found: dict[tuple[int, int], str] = {}
     tables: list[tuple[Int, Int, Int]] = [
         (table.pieces.file, table.pieces.start, table.pieces.tensor)
-        for table in (laid.laid, laid.replicas)
+        for table in (laid.table, laid.replicas)
     ]
     for columns in tables:
         for file, start, tensor in zip(*(column.tolist() for column in columns), strict=True):

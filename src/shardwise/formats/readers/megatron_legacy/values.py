@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardwise.formats.containers.pickle_values import Name, Opaque, Record
 from shardwise.formats.laying.leaves import Builder
 from shardwise.formats.rankfiles import unlike_values
 from shardwise.formats.readers.megatron_legacy.ranks import ARGS, RNG, Rank
-from shardwise.formats.stored.pickled import Name, Opaque, Record
 
 
 def add_values(builder: Builder, ranks: Sequence[Rank], beside: Mapping[str, Any]) -> None:

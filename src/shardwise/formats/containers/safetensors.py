@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import msgspec
 
 from shardwise.errors import FormatError
-from shardwise.formats.catalogue import StoredArray
-from shardwise.formats.stored.ranges import Part
+from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.foreign import StoredArray
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Dims
 
@@ -43,7 +43,7 @@ def is_safetensors(head: bytes) -> bool:
     return len(head) > 8 and int.from_bytes(head[:8], "little") <= LARGEST_HEADER and head[8] == 123
 
 
-def read_header(part: Part) -> Header:
+def read_header(part: FileRange) -> Header:
     """Read which arrays a file has; none of them is read.
 
     Raises:
@@ -80,7 +80,7 @@ def read_header(part: Part) -> Header:
     return Header(in_order, metadata, left_out)
 
 
-def _decoded(part: Part, text: bytes) -> tuple[dict[str, _Array], dict[str, str]]:
+def _decoded(part: FileRange, text: bytes) -> tuple[dict[str, _Array], dict[str, str]]:
     try:
         header: Any = msgspec.json.decode(text, type=dict[str, Any])
         metadata = msgspec.convert(header.pop(METADATA, {}), dict[str, str])

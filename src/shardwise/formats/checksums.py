@@ -7,9 +7,9 @@ from contextlib import closing
 
 import numpy as np
 
+from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.containers.zip_archive import START, read_sums
 from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
-from shardwise.formats.stored.archive import START, read_sums
-from shardwise.formats.stored.ranges import Part
 from shardwise.formats.tree import Tree
 from shardwise.manifest.checksums import Summed
 
@@ -29,7 +29,7 @@ def sums_of(tree: Tree, names: Iterable[str]) -> Iterator[Summed]:
     for name in names:
         folder, _, base = name.rpartition("/")
         with closing(tree.open(name)) as file:
-            whole = Part.whole(file, 0, f"{tree}/{name}")
+            whole = FileRange.whole(file, 0, f"{tree}/{name}")
             parts = [whole]
             if name.endswith(OF_ITEMS):
                 items = folders.setdefault(folder, _items(tree, folder))
@@ -39,7 +39,7 @@ def sums_of(tree: Tree, names: Iterable[str]) -> Iterator[Summed]:
         yield Summed(name, np.array(rows, np.int64).reshape(len(rows), 3))
 
 
-def _rows(part: Part) -> Iterator[tuple[int, int, int]]:
+def _rows(part: FileRange) -> Iterator[tuple[int, int, int]]:
     """Ranges of the file, and their checksums; none of what is no archive."""
     if part.read(0, min(len(START), part.size)) != START:
         return

@@ -11,7 +11,7 @@ from shardwise.store import ReadableFile
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FileRange:
     """`size` bytes of a file from `offset` on, which is known to `Foreign` by `number`.
 
     `where` says what it is, in messages.
@@ -24,11 +24,11 @@ class Part:
     where: str
 
     @classmethod
-    def whole(cls, file: ReadableFile, number: int, where: str) -> Part:
+    def whole(cls, file: ReadableFile, number: int, where: str) -> FileRange:
         """All of a file."""
         return cls(file, number, 0, file.size, where)
 
-    def within(self, offset: int, size: int, where: str) -> Part:
+    def within(self, offset: int, size: int, where: str) -> FileRange:
         """A part of this part.
 
         Raises:
@@ -39,7 +39,9 @@ class Part:
                 f"{self.where}: {where} lies at [{offset}, {offset + size}), and there are only "
                 f"{self.size} bytes"
             )
-        return Part(self.file, self.number, self.offset + offset, size, f"{self.where}: {where}")
+        return FileRange(
+            self.file, self.number, self.offset + offset, size, f"{self.where}: {where}"
+        )
 
     def read(self, offset: int, size: int) -> bytes:
         """So many bytes.

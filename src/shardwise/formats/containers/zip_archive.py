@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shardwise.errors import FormatError
-from shardwise.formats.stored.ranges import Part
+from shardwise.formats.containers.ranges import FileRange
 
 START, ENTRY_MARK = b"PK\x03\x04", b"PK\x01\x02"
 END_MARK, LOCATOR_MARK, END64_MARK = b"PK\x05\x06", b"PK\x06\x07", b"PK\x06\x06"
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
     size: int
 
 
-def read_directory(archive: Part) -> dict[str, Entry]:
+def read_directory(archive: FileRange) -> dict[str, Entry]:
     """Entries by name, each header of its own compared with the directory.
 
     Raises:
@@ -46,7 +46,7 @@ def read_directory(archive: Part) -> dict[str, Entry]:
         raise FormatError(f"{archive.where}: this zip archive is cut off") from error
 
 
-def read_sums(archive: Part) -> list[tuple[Entry, int]]:
+def read_sums(archive: FileRange) -> list[tuple[Entry, int]]:
     """Entries, and the CRC-32 that the directory has of each; 0 is what some writers put there.
 
     Raises:
@@ -70,7 +70,7 @@ class _Listed(NamedTuple):
     crc32: int
 
 
-def _directory(archive: Part) -> tuple[bytes, int]:
+def _directory(archive: FileRange) -> tuple[bytes, int]:
     """The directory's bytes, and how many entries it has."""
     tail_at = max(0, archive.size - END.size - LOCATOR.size - _MOST_COMMENT)
     tail = archive.read(tail_at, archive.size - tail_at)
@@ -96,7 +96,7 @@ def _directory(archive: Part) -> tuple[bytes, int]:
     return archive.read(start, size), count
 
 
-def _listed(archive: Part, directory: bytes, count: int) -> Iterator[_Listed]:
+def _listed(archive: FileRange, directory: bytes, count: int) -> Iterator[_Listed]:
     at = 0
     for _ in range(count):
         fields = ENTRY.unpack_from(directory, at)
@@ -121,7 +121,7 @@ def _listed(archive: Part, directory: bytes, count: int) -> Iterator[_Listed]:
         yield _Listed(header, name, size, crc32)
 
 
-def _wide(archive: Part, extra: bytes, *narrow: int) -> Iterator[int]:
+def _wide(archive: FileRange, extra: bytes, *narrow: int) -> Iterator[int]:
     """Numbers of an entry, those that are too large for its fields out of the extra field."""
     at = 0
     while at + 4 <= len(extra):
@@ -139,7 +139,7 @@ def _wide(archive: Part, extra: bytes, *narrow: int) -> Iterator[int]:
         yield found
 
 
-def _located(archive: Part, listed: Sequence[_Listed]) -> Iterator[tuple[str, Entry]]:
+def _located(archive: FileRange, listed: Sequence[_Listed]) -> Iterator[tuple[str, Entry]]:
     """Where the bytes of entries lie, by the headers before them."""
     seen: set[bytes] = set()
     before = 0
@@ -161,7 +161,7 @@ def _located(archive: Part, listed: Sequence[_Listed]) -> Iterator[tuple[str, En
         yield entry.name.decode("utf-8", "replace"), Entry(start, entry.size)
 
 
-def _headers(archive: Part, listed: Sequence[_Listed]) -> Iterator[bytes]:
+def _headers(archive: FileRange, listed: Sequence[_Listed]) -> Iterator[bytes]:
     """The headers before entries with their names, those near to each other read at once."""
     window, at = b"", 0
     for index, entry in enumerate(listed):

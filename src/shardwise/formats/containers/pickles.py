@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import FormatError
-from shardwise.formats.stored.allowed import ALLOWED
-from shardwise.formats.stored.opcodes import OPERATIONS, SENSELESS, CutOffError, Machine, Persistent
-from shardwise.formats.stored.pickled import Stubs
-from shardwise.formats.stored.unfolded import check_unfolded
+from shardwise.formats.containers.pickle_opcodes import (
+    OPERATIONS,
+    SENSELESS,
+    CutOffError,
+    Machine,
+    Persistent,
+)
+from shardwise.formats.containers.pickle_values import ALLOWED, Stubs, check_unfolded
 
 _NAMES_SHOWN = 20
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
-from shardwise.formats.stored.allowed import set_state
-from shardwise.formats.stored.pickled import Constant, Name, Opaque, Stubs
+from shardwise.formats.containers.pickle_values import Constant, Name, Opaque, Stubs, set_state
 from shardwise.state.keys import SAFE_KEYS, Keys
 
 NEWEST = 5

@@ -1,17 +1,85 @@
-"""The closed list of Python's and numpy's values that a pickle may hold."""
+"""What a pickle's classes and functions become when it is read: names and inert values."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from shardwise.formats.stored.pickled import Builder, Name, Opaque, Record, Stubs, records
+from shardwise.errors import FormatError
 from shardwise.state.keys import check_keys
+
+Builder: TypeAlias = Callable[..., object]
+"""Makes a value of the arguments in a pickle. They are not trusted: TypeError, ValueError,
+LookupError, ArithmeticError or RuntimeError say that they make no sense. What is made must have no
+method that a pickle could turn to harm, for it may be given items; and be flat, if it is hashed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A name that stands for this value itself, as `torch.float32` does."""
+
+    value: object
+
+
+Stubs: TypeAlias = Mapping[str, Builder | Constant]
+"""A closed list: dotted names, as pickles have them, and what becomes of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A class or function that is on the list, where a pickle has it as a value."""
+
+    name: str
+    build: Builder
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """In place of a class or function that is not on the list, and of all that it would make."""
+
+    name: str
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """In place of an instance of a class: its arguments and attributes, and none of its methods.
+
+    A member of an enum has its value as the only argument, or its name if that is what was stored.
+    """
+
+    name: str
+    args: tuple[object, ...] = ()
+    fields: dict[str, object] = field(default_factory=dict)
+
+    def set_state(self, state: object) -> None:
+        """Take attributes as pickles have them: a dict, or a pair of that and those of slots.
+
+        Raises:
+            TypeError: they are no such thing.
+        """
+        parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+        for part in parts:
+            if part is None:
+                continue
+            if not isinstance(part, dict) or not all(type(key) is str for key in part):
+                raise TypeError(f"the attributes of a {self.name} are no names and values")
+            self.fields.update(part)
+
+
+def records(*names: str) -> Stubs:
+    """Classes whose instances, or members, become records."""
+    return {name: _record_of(name) for name in names}
+
+
+def _record_of(name: str) -> Builder:
+    return lambda *args: Record(name, args)
+
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -258,3 +326,50 @@ ALLOWED: Stubs = {
     **records("types.SimpleNamespace"),
 }
 """Times and paths become text, deques lists, defaultdicts dicts, and a timedelta its seconds."""
+
+
+DEEPEST = 100
+_CONTAINERS = (dict, list, tuple, set, frozenset, Record, slice)
+
+
+def check_unfolded(value: object, most: int) -> None:
+    """Refuse what would have more than `most` values if all references were copies.
+
+    Raises:
+        FormatError: it would; or it is nested more than `DEEPEST` deep, or within itself.
+    """
+    done: dict[int, tuple[int, int]] = {}  # how many values are in a container, and how deep
+    entered: set[int] = set()
+    stack = [(value, False)]
+    while stack:
+        here, after = stack.pop()
+        if id(here) in done:
+            continue
+        parts = _parts(here)
+        inner = [part for part in parts if isinstance(part, _CONTAINERS)]
+        if after or not inner:
+            entered.discard(id(here))
+            below = [done[id(part)] for part in inner]
+            size = 1 + len(parts) + sum(n for n, _ in below)
+            depth = 1 + max((n for _, n in below), default=0)
+            if size > most or depth > DEEPEST:
+                raise FormatError("values are nested too deep, or repeated too often, to be meant")
+            done[id(here)] = size, depth
+        elif id(here) in entered:
+            raise FormatError("a value holds itself")
+        elif len(entered) > DEEPEST:
+            raise FormatError(f"values are nested more than {DEEPEST} deep")
+        else:
+            entered.add(id(here))
+            stack.append((here, True))
+            stack += [(part, False) for part in inner]
+
+
+def _parts(value: object) -> Sequence[object]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, Record):
+        return [*value.args, *value.fields.values()]
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
+    return list(value) if isinstance(value, (list, tuple, set, frozenset)) else []
