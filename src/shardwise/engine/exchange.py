@@ -1,11 +1,20 @@
-"""The one way in which ranks agree: all speak, rank 0 answers, and a failure is everyone's.
+"""Exchanges: every rank sends a message to rank 0, which replies. A failure is raised on all ranks.
 
-An exchange returns on all ranks or raises on all, so that no rank waits for one that gave up.
+An exchange returns on all ranks or raises on all, so that no rank waits for one that has failed.
+Code that may fail on one rank alone therefore runs inside an exchange. The functions differ in
+what they return:
+
+- `exchange`: rank 0's reply.
+- `exchange_keeping`: rank 0's reply, and a value that each rank made before it sent its message.
+- `collect`: on rank 0, a value made from all messages.
+- `run_on_all`: a value that each rank made; nothing is sent.
+- `run_on_first`: the bytes that rank 0 made, on all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -13,17 +22,22 @@ from shardwise import errors
 from shardwise.engine.group import Group
 from shardwise.errors import LostRankError, MismatchError, RankError, ShardwiseError, described
 
+Kept = TypeVar("Kept")
+United = TypeVar("United")
+Reply = bytes | Sequence[bytes]
+"""One reply for all ranks, or a sequence with one for each rank."""
 
-class _Said(msgspec.Struct, array_like=True):
-    """What a rank says: what it is doing, and its bytes, or the error it met instead."""
+
+class _Message(msgspec.Struct, array_like=True):
+    """A rank's message: the name of the exchange, and its data or its error."""
 
     doing: str
     data: bytes = b""
     failure: str | None = None
 
 
-class _Answer(msgspec.Struct, array_like=True):
-    """What rank 0 answers: bytes, or an error of its own (`kind`), or those of other ranks."""
+class _Reply(msgspec.Struct, array_like=True):
+    """Rank 0's reply: data, an error raised on rank 0 (`kind`), or the errors of other ranks."""
 
     data: bytes = b""
     kind: str | None = None
@@ -36,86 +50,164 @@ def exchange(
     group: Group,
     doing: str,
     speak: Callable[[], bytes],
-    answer: Callable[[list[bytes]], bytes | Sequence[bytes]],
+    answer: Callable[[list[bytes]], Reply],
 ) -> bytes:
-    """Gather what every rank has to say, and give each what rank 0 makes of it.
+    """Gather a message from every rank, and return rank 0's reply to this rank.
 
     Args:
-        group: the ranks; all call this with the same `doing`.
-        doing: what is being done, for the errors; it has no answer unless all ranks do it.
-        speak: runs on every rank.
-        answer: runs on rank 0, on what all said; one answer for all, or a sequence of one each.
+        group: the ranks; all of them call this function with the same `doing`.
+        doing: the name of the operation, for error messages.
+        speak: makes this rank's message; runs on every rank.
+        answer: makes the reply from the messages of all ranks; runs on rank 0.
 
     Raises:
-        ShardwiseError: whatever `answer` raised, on all ranks.
+        ShardwiseError: `answer` failed; the same error on all ranks.
         MismatchError: the ranks are not doing the same.
         RankError: `speak` failed on another rank.
-        LostRankError: a rank is gone, or does not answer in time.
-        Exception: whatever `speak` raised, on the rank that it failed on.
+        LostRankError: a rank died or did not answer in time.
+        Exception: `speak` failed on this rank.
     """
-    mine, error = _attempt(doing, speak)
+    return _exchange(group, doing, lambda: (None, speak()), lambda _, said: (None, answer(said)))[2]
+
+
+def exchange_keeping(
+    group: Group,
+    doing: str,
+    speak: Callable[[], tuple[Kept, bytes]],
+    answer: Callable[[Kept, list[bytes]], Reply],
+) -> tuple[Kept, bytes]:
+    """Return what this rank's `speak` made beside its message, and rank 0's reply.
+
+    Args:
+        group, doing: as for `exchange`.
+        speak: returns a value to keep and this rank's message.
+        answer: takes the value that rank 0 kept, and the messages of all ranks.
+
+    Raises:
+        ShardwiseError: as for `exchange`.
+    """
+    kept, _, reply = _exchange(group, doing, speak, lambda own, said: (None, answer(own, said)))
+    return kept, reply
+
+
+def collect(
+    group: Group,
+    doing: str,
+    speak: Callable[[], bytes],
+    unite: Callable[[list[bytes]], United],
+) -> United | None:
+    """Return on rank 0 what `unite` makes of the messages of all ranks; None on other ranks.
+
+    Raises:
+        ShardwiseError: as for `exchange`; also if `unite` failed.
+    """
+    made = _exchange(group, doing, lambda: (None, speak()), lambda _, said: (unite(said), b""))
+    return made[1]
+
+
+def run_on_all(group: Group, doing: str, work: Callable[[], Kept]) -> Kept:
+    """Run `work` on every rank, and return its result once it has succeeded on all of them.
+
+    Raises:
+        ShardwiseError: as for `exchange`.
+    """
+    return _exchange(group, doing, lambda: (work(), b""), lambda _, __: (None, b""))[0]
+
+
+def run_on_first(group: Group, doing: str, work: Callable[[], bytes]) -> bytes:
+    """Run `work` on rank 0, and return its result on all ranks.
+
+    Raises:
+        ShardwiseError: as for `exchange`.
+    """
+    return exchange(group, doing, lambda: b"", lambda _: work())
+
+
+def require_equal(said: Sequence[str], message: str) -> None:
+    """Refuse to continue if the messages of the ranks are not all equal.
+
+    Args:
+        said: the message of each rank, as an error shows it.
+        message: the first line of the error.
+
+    Raises:
+        MismatchError: they differ; lists the message of each rank.
+    """
+    if len(set(said)) > 1:
+        raise MismatchError(message, [f"rank {rank}: {each}" for rank, each in enumerate(said)])
+
+
+def _exchange(
+    group: Group,
+    doing: str,
+    speak: Callable[[], tuple[Kept, bytes]],
+    answer: Callable[[Kept, list[bytes]], tuple[United, Reply]],
+) -> tuple[Kept, United | None, bytes]:
+    """Return what `speak` kept here, what `answer` kept on rank 0, and the reply to this rank."""
+    kept: Kept
+    error: Exception | None = None
+    message = _Message(doing)
     try:
-        heard, central = _meet(group, mine, answer)
+        kept, message.data = speak()
+    except Exception as failure:  # it is raised again once the other ranks know
+        error, message.failure = failure, described(failure)
+    united: United | None = None
+    replies: list[_Reply] = []
+    error_here: Exception | None = None
+    try:
+        messages = [
+            msgspec.msgpack.decode(data, type=_Message)
+            for data in group.gather(msgspec.msgpack.encode(message))
+        ]
+        if group.rank == 0:
+            united, replies, error_here = _answer(
+                messages, lambda said: answer(kept, said), group.size
+            )
+        reply = _send_replies(group, replies)
     except LostRankError as lost:
         if error is None:
             raise
-        raise error from lost  # what this rank has met says more
+        raise error from lost  # this rank's own error says more
     if error is not None:
         raise error
-    if central is not None:
-        raise central
-    _raise_failure(heard, doing)
-    return heard.data
+    if error_here is not None:
+        raise error_here
+    _raise_failure(reply, doing)
+    return kept, united, reply.data
 
 
-def _meet(
-    group: Group, mine: _Said, answer: Callable[[list[bytes]], bytes | Sequence[bytes]]
-) -> tuple[_Answer, Exception | None]:
-    """What this rank is answered; and on rank 0, what `answer` raised."""
-    said = [
-        msgspec.msgpack.decode(data, type=_Said)
-        for data in group.gather(msgspec.msgpack.encode(mine))
-    ]
-    answers: list[_Answer] = []
-    central: Exception | None = None
-    if group.rank == 0:
-        answers, central = _answers(said, answer, group.size)
-    encoded = [msgspec.msgpack.encode(each) for each in answers]
-    reply = group.broadcast(encoded[0] if len(encoded) == 1 else b"")
-    if not reply:  # no answer is empty: each rank has one of its own
-        reply = group.scatter(encoded)
-    return msgspec.msgpack.decode(reply, type=_Answer), central
-
-
-def _attempt(doing: str, speak: Callable[[], bytes]) -> tuple[_Said, Exception | None]:
-    try:
-        return _Said(doing, speak()), None
-    except Exception as error:  # it is raised again once the other ranks know
-        return _Said(doing, failure=described(error)), error
-
-
-def _answers(
-    said: list[_Said], answer: Callable[[list[bytes]], bytes | Sequence[bytes]], size: int
-) -> tuple[list[_Answer], Exception | None]:
-    failures = {rank: each.failure for rank, each in enumerate(said) if each.failure is not None}
+def _answer(
+    messages: list[_Message], answer: Callable[[list[bytes]], tuple[United, Reply]], size: int
+) -> tuple[United | None, list[_Reply], Exception | None]:
+    """Make rank 0's replies: one for all ranks, or one for each."""
+    failures = {rank: m.failure for rank, m in enumerate(messages) if m.failure is not None}
     if failures:
-        return [_Answer(kind="RankError", failures=failures)], None
+        return None, [_Reply(kind="RankError", failures=failures)], None
     try:
-        _refuse_apart([each.doing for each in said])
-        reply = answer([each.data for each in said])
+        _refuse_different_exchanges([each.doing for each in messages])
+        united, reply = answer([each.data for each in messages])
     except Exception as error:  # it is raised again once the other ranks know
         problems = error.problems if isinstance(error, MismatchError) else []
-        message = error.summary if isinstance(error, MismatchError) else str(error)
-        return [_Answer(kind=type(error).__name__, message=message, problems=problems)], error
+        text = error.summary if isinstance(error, MismatchError) else str(error)
+        return None, [_Reply(kind=type(error).__name__, message=text, problems=problems)], error
     if isinstance(reply, bytes):
-        return [_Answer(reply)], None
+        return united, [_Reply(reply)], None
     if len(reply) == 1 == size:
-        return [_Answer(reply[0])], None
-    return [_Answer(each) for each in reply], None
+        return united, [_Reply(reply[0])], None
+    return united, [_Reply(each) for each in reply], None
 
 
-def _refuse_apart(doing: Sequence[str]) -> None:
-    """Refuse to mix messages of different kinds, which could be read as each other."""
+def _send_replies(group: Group, replies: list[_Reply]) -> _Reply:
+    """Send rank 0's replies, and return the one to this rank."""
+    encoded = [msgspec.msgpack.encode(each) for each in replies]
+    reply = group.broadcast(encoded[0] if len(encoded) == 1 else b"")
+    if not reply:  # an encoded reply is never empty: each rank has its own
+        reply = group.scatter(encoded)
+    return msgspec.msgpack.decode(reply, type=_Reply)
+
+
+def _refuse_different_exchanges(doing: Sequence[str]) -> None:
+    """Refuse messages of different exchanges, which could be misread as each other."""
     if len(set(doing)) > 1:
         firsts = sorted(doing.index(each) for each in set(doing))
         raise MismatchError(
@@ -125,14 +217,14 @@ def _refuse_apart(doing: Sequence[str]) -> None:
         )
 
 
-def _raise_failure(heard: _Answer, doing: str) -> None:
-    if heard.kind is None:
+def _raise_failure(reply: _Reply, doing: str) -> None:
+    if reply.kind is None:
         return
-    if heard.failures:
-        raise RankError(doing, heard.failures)
-    kind = getattr(errors, heard.kind, None)
-    if heard.kind == "MismatchError":
-        raise MismatchError(heard.message, heard.problems)
+    if reply.failures:
+        raise RankError(doing, reply.failures)
+    kind = getattr(errors, reply.kind, None)
+    if reply.kind == "MismatchError":
+        raise MismatchError(reply.message, reply.problems)
     if isinstance(kind, type) and issubclass(kind, ShardwiseError) and kind is not RankError:
-        raise kind(heard.message)
-    raise RankError(doing, {0: f"{heard.kind}: {heard.message}"})
+        raise kind(reply.message)
+    raise RankError(doing, {0: f"{reply.kind}: {reply.message}"})
