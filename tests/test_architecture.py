@@ -41,7 +41,7 @@ LAYERS_OF_MEMORY = (
     ("remote",),
     ("node",),
     ("options", "records"),
-    ("tls", "redundancy", "intervals"),
+    ("tls", "redundancy"),
 )
 LAYERS_OF_FORMATS = (
     ("detect", "specification", "checksums"),

@@ -16,7 +16,7 @@ from shardwise.memory.node.home import Home, write_record
 from shardwise.memory.node.lineage import Branch, Lineage
 from shardwise.memory.node.place import Place
 from shardwise.memory.records import AgentInfo, PendingManifest
-from shardwise.memory.remote.assembling import (
+from shardwise.memory.remote.search import (
     ABSENT,
     Held,
     ask_around,

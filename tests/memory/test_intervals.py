@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.memory.intervals import (
+from shardwise.cli.checkpoint_interval import (
     DAY,
     Costs,
     Failures,

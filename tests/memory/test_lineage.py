@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.manifest.manifest import Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.node.lineage import MOST_BRANCHES, Branch, Lineage, go_on_from, lineage_of
-from shardwise.memory.remote.assembling import Held, choose
+from shardwise.memory.remote.search import Held, choose
 from shardwise.store import LocalStore
 
 RUN = "0" * 16

@@ -17,7 +17,7 @@ from shardwise.memory import records
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.place import Place
 from shardwise.memory.records import AgentInfo, Done
-from shardwise.memory.remote.nodes import Nodes, of_each
+from shardwise.memory.remote.peers import Nodes, of_each
 from tests.memory.test_server import RUN, TOKEN, Served, served
 
 __all__ = ["served"]

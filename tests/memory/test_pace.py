@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.memory.trainer.pace import OF_SLACK, SAVES, Pace, Slack
+from shardwise.memory.trainer.copying import OF_SLACK, SAVES, Pace, Slack
 
 
 def run(total: int, bucket: int, target: float, seconds_a_byte: float) -> tuple[float, list[float]]:

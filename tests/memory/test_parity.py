@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import StoreError
-from shardwise.memory.redundancy.parity import (
+from shardwise.memory.redundancy.stripes import (
     GRAIN,
     chunk_size,
     code_of,

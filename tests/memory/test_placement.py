@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import FormatError
-from shardwise.memory.redundancy.pieces import extents
+from shardwise.memory.redundancy.parity import extents
 from shardwise.memory.redundancy.placement import (
     Group,
     Member,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import CorruptionError, FormatError, StoreError
 from shardwise.manifest.checksums import BLOCK, crc32
-from shardwise.memory.redundancy.encoding import asked_at_a_time, build_parity
+from shardwise.memory.redundancy.parity import asked_at_a_time, build_parity
 from shardwise.memory.redundancy.placement import (
     Member,
     Protection,

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.memory import records
+from shardwise.memory.agent.guard import claim
 from shardwise.memory.node.home import Run, write_record
 from shardwise.memory.node.place import Place
-from shardwise.memory.remote.completion import claim
 from shardwise.memory.trainer.rings import peers_of, rings_of
 from shardwise.testing import Gang
 from tests.memory.test_snapshots import lose, memory_of, shm

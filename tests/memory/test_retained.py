@@ -25,9 +25,8 @@ from shardwise.memory.node.mappings import Mappings
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.retire import ENDED, discard, retire
 from shardwise.memory.records import Done, PendingManifest
-from shardwise.memory.remote.vigil import Agents
-from shardwise.memory.trainer.begun import Begun
-from shardwise.memory.trainer.handle import Stages
+from shardwise.memory.remote.watch import Agents
+from shardwise.memory.trainer.handle import Begun, Stages
 from shardwise.store.local import LocalStore
 from tests.memory.test_snapshots import shm
 

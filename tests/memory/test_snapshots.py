@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.memory.node.home import Home, read_record
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.trainer import staging
-from shardwise.memory.trainer.stage import Fill
+from shardwise.memory.trainer.copying import Fill
 from shardwise.store.store import Buffer
 from shardwise.testing import Gang
 

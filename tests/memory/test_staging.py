@@ -33,16 +33,14 @@ from shardwise.memory.agent.attempts import Seen
 from shardwise.memory.node.home import Home, Run, new_run
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.trainers import RankLock
-from shardwise.memory.remote import vigil as vigil_module
-from shardwise.memory.remote.nodes import Nodes
-from shardwise.memory.remote.vigil import Agents, Vigil
+from shardwise.memory.remote import watch as watch_module
+from shardwise.memory.remote.peers import Nodes
+from shardwise.memory.remote.watch import Agents, Vigil
 from shardwise.memory.trainer import device as device_module
-from shardwise.memory.trainer.copying import Copying
-from shardwise.memory.trainer.device import TorchAccelerator
-from shardwise.memory.trainer.pace import Slack
+from shardwise.memory.trainer.copying import Copying, Slack
+from shardwise.memory.trainer.device import Streams, TorchAccelerator
 from shardwise.memory.trainer.slots import Slots
 from shardwise.memory.trainer.staging import Part, Staging
-from shardwise.memory.trainer.streams import Streams
 from shardwise.plan.section import Section
 
 CARD = torch.device("meta", 0)
@@ -208,7 +206,7 @@ class Trial:
 @pytest.fixture
 def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
     """Staging in buckets of 4 KiB, beside a training."""
-    monkeypatch.setattr("shardwise.memory.trainer.stage.BUCKET", 4096)
+    monkeypatch.setattr("shardwise.memory.trainer.copying.BUCKET", 4096)
     found = Trial(tmp_path)
     yield found
     found.staging.close()
@@ -555,7 +553,7 @@ def test_a_save_that_the_leader_was_never_given_is_not_waited_for(
 ) -> None:
     """Rank 0 was killed before it left a draft, or had no memory for any note."""
     now = [0.0]
-    monkeypatch.setattr(vigil_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(Home, "has_agent", lambda home: True)
     place, save_id = Place(trial.run, 1), f"{1:016x}"
     place.path.mkdir(parents=True)

@@ -27,8 +27,7 @@ from shardwise.memory import records
 from shardwise.memory.node.home import Home, new_run
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.retire import discard_newer
-from shardwise.memory.trainer.replicas import Keeping
-from shardwise.memory.trainer.rings import Holder, Ring
+from shardwise.memory.trainer.rings import Holder, Keeping, Ring
 from shardwise.memory.trainer.slots import Slot, Slots
 from shardwise.store.store import Buffer
 from tests.memory.test_staging import SIZE, Trial, content_of

@@ -26,8 +26,8 @@ from shardwise.memory.node.home import Home, write_record
 from shardwise.memory.node.place import Place
 from shardwise.memory.node.retire import ENDED
 from shardwise.memory.records import Done, PendingManifest
-from shardwise.memory.remote.assembling import what_is_held
-from shardwise.memory.remote.vigil import Agents
+from shardwise.memory.remote.search import what_is_held
+from shardwise.memory.remote.watch import Agents
 from shardwise.memory.trainer.copying import Copying
 from shardwise.memory.trainer.handle import Stages
 from tests.memory.test_snapshots import end_agents, shm

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.cli.checkpoint_interval import DAY, Costs, Failures, Plan, Waste, plan_intervals
 from shardwise.cli.terminal import AsJson, output, print_json
-from shardwise.memory.intervals import DAY, Costs, Failures, Plan, Waste, plan_intervals
 
 GROUP = 8
 MUCH = 0.5  # of the time; the formulas are first approximations, good while little is wasted

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.remote import assembling
+from shardwise.memory.remote import search
 from shardwise.testing import Gang
 from tests.faults.memory.scenario import Cluster, lose
 
@@ -112,15 +112,15 @@ def flip_a_bit(path: Path, at: int) -> None:
 
 def restore_before_all_answer(cluster: Cluster, by: str) -> tuple[int | None, int]:
     """Restore, while each node answers late but the one that rank 2 was on."""
-    ask = assembling._ask
+    ask = search._ask
 
-    def answer_late(*args: Any) -> assembling.Held:
+    def answer_late(*args: Any) -> search.Held:
         held = ask(*args)
         if not any(re.fullmatch("r00002-.*staged.json", name) for name in held.steps[5]):
             time.sleep(0.5)
         return held
 
-    with mock.patch.object(assembling, "_ask", answer_late):
+    with mock.patch.object(search, "_ask", answer_late):
         return restore(cluster, by)
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.memory.node.home import Run
 from shardwise.memory.node.trainers import RankLock
-from shardwise.memory.remote.nodes import Nodes
+from shardwise.memory.remote.peers import Nodes
 from shardwise.store.store import Buffer
 from shardwise.testing import Gang
 from tests.faults.memory.scenario import (

@@ -39,7 +39,7 @@ from shardwise.memory.records import (
     Retain,
     Staged,
 )
-from shardwise.memory.remote.nodes import Nodes, of_each
+from shardwise.memory.remote.peers import Nodes, of_each
 from shardwise.memory.tls import Tls
 from shardwise.store import Store, open_store
 

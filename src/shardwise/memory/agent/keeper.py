@@ -17,7 +17,7 @@ from shardwise.memory.node.home import Home
 from shardwise.memory.node.logfile import log_tail
 from shardwise.memory.node.spawn import ensure_agent, running_agent
 from shardwise.memory.options import Memory
-from shardwise.memory.remote.vigil import silence
+from shardwise.memory.remote.watch import silence
 
 LOOK_AROUND = 1.0
 BETWEEN_QUESTIONS = 5.0

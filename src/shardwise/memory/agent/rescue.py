@@ -15,7 +15,7 @@ from shardwise.memory.agent.persist import Throttle, aligned, made_durable
 from shardwise.memory.node.place import Place
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.assembled import AssembledStore
-from shardwise.memory.remote.assembling import ask_others, choose, reader, what_is_held
+from shardwise.memory.remote.search import ask_others, choose, reader, what_is_held
 from shardwise.memory.tls import Tls
 from shardwise.store import Store
 

@@ -1,226 +1,243 @@
-"""Parity over stripes, rotated among the nodes of a group as in RAID 5 and 6.
+"""Parity made from what other nodes hold.
 
-Each of `n` nodes has a string of bytes, cut into `n - m` chunks of one size, with zeros at the end.
-There are `n` stripes. Stripe `j` has `m` blocks of parity, on nodes `j … j+m-1`, and a chunk of
-each other node: chunk `f` of node `j+m+f` (all modulo `n`). So no node holds two pieces of one
-stripe, any `m` nodes may be lost, and all nodes keep alike: `m / (n - m)` of the data on top.
-
-The code of a stripe is XOR for `m = 1` (Patterson, Gibson, Katz: RAID, SIGMOD 1988). From 2 on it
-is Reed–Solomon over GF(2⁸) with a Cauchy matrix (Blömer et al.: An XOR-based erasure-resilient
-coding scheme, 1995), which decodes after every loss of `m`; computed by isa-l through pyeclib.
+It goes through pieces of a stripe. Each thread holds three of them, and with two blocks of parity
+or more to a stripe, one of each of its blocks, whatever the size of the data.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Protocol
+from functools import partial
+from typing import TypeVar
 
-import numpy as np
-
-from shardwise.errors import StoreError
-from shardwise.manifest.checksums import BLOCK
+from shardwise.engine.arena import aligned_buffer
+from shardwise.errors import CorruptionError, StoreError
+from shardwise.manifest.checksums import BLOCK, block_checksums
+from shardwise.memory.redundancy.placement import Group, Member, parity_file_size, parity_name
+from shardwise.memory.redundancy.stripes import Stripe, code_of, stripe_of_parity
 from shardwise.store.store import Buffer
 
-GRAIN = BLOCK
-"""Chunks are multiples of this many bytes, so that blocks of checksums lie in one chunk each."""
+PIECE = 16 * BLOCK
+"""Bytes of a block that are worked on at a time; a multiple of `BLOCK`."""
 
-MOST_NODES = 32
-"""Of a group with two blocks of parity to a stripe, or more: what liberasurecode can do."""
+HELD = 8 * PIECE
+"""Bytes of what a thread asks other nodes for, that it may hold at a time."""
 
-_SLICE = 64 * 1024  # of each block at a time: some of them fit into the second level of cache
-_RS_ALIGNMENT = 16
+Read = Callable[[str, str, int, Buffer], Buffer]
+"""`read(node, file, offset, out)`: as many bytes of what `node` held as `out` has, in `out`; or, if
+they lie in memory, where they lie.
+
+It may be called from several threads at once. It has its own bound of time, and raises `OSError`
+or `CorruptionError` where the bytes are not to be had.
+"""
+
+Write = Callable[[str, int, Buffer], None]
+"""`write(file, offset, data)`, at multiples of 4096; the memory is aligned to that too."""
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
-class Stripe:
-    """Who holds the pieces of a stripe; nodes are positions in their group.
+class Extent:
+    """Part of a node's string: bytes `low:high` of it are those of `file` from `offset` on."""
 
-    Attributes:
-        data: at position `f`, the node whose chunk number `f` is part of the stripe.
-        parity: at position `q`, the node that keeps block number `q` of the stripe's parity.
+    file: str
+    offset: int
+    low: int
+    high: int
+
+
+def extents(member: Member, low: int, high: int) -> Iterator[Extent]:
+    """Where bytes `low:high` of a node's string lie; those past its files are zeros, and left out.
+
+    Extents count from the start of the string.
     """
-
-    data: tuple[int, ...]
-    parity: tuple[int, ...]
-
-
-def stripes(n: int, m: int) -> tuple[Stripe, ...]:
-    """The stripes of a group of `n` nodes with `m` blocks of parity to a stripe.
-
-    Raises:
-        ValueError: `m` is not less than `n`, or negative.
-    """
-    if not 0 <= m < n:
-        raise ValueError(f"{m} blocks of parity in a group of {n} nodes: fewer than nodes needed")
-    return tuple(
-        Stripe(
-            tuple((j + m + f) % n for f in range(n - m)),
-            tuple((j + q) % n for q in range(m)),
-        )
-        for j in range(n)
-    )
+    start = 0
+    for name, size in member.files:
+        first, last = max(low, start), min(high, start + size)
+        if first < last:
+            yield Extent(name, first - start, first, last)
+        start += size
 
 
-def stripe_of_chunk(node: int, chunk: int, n: int, m: int) -> int:
-    """The stripe that a node's chunk is part of."""
-    return (node - m - chunk) % n
+class LostPiece(Exception):  # noqa: N818
+    """A block of a stripe could not be read."""
+
+    def __init__(self, key: tuple[str, str], error: Exception) -> None:
+        super().__init__(f"{key[1]} of node {key[0]}: {error}")
+        self.key = key
+        self.error = error
 
 
-def stripe_of_parity(node: int, block: int, n: int) -> int:
-    """The stripe whose parity block of this number a node keeps."""
-    return (node - block) % n
+def build_parity(
+    save_id: str, group: Group, at: int, read: Read, write: Write, *, threads: int = 1
+) -> None:
+    """Make the files of parity that a member keeps, with a checksum of each 64 KiB of them.
 
-
-def chunk_size(lengths: Sequence[int], n: int, m: int) -> int:
-    """Bytes of a chunk for strings of these lengths: the least that holds the longest of them."""
-    return max(GRAIN, -(-max(lengths) // ((n - m) * GRAIN)) * GRAIN)
-
-
-class Code(Protocol):
-    """The code of one stripe: `k` data blocks, numbered from 0, then the parity blocks from `k`."""
-
-    window: int
-
-    def recover(self, blocks: Iterable[tuple[int, Buffer]], out: Mapping[int, Buffer]) -> None:
-        """Fill the blocks of `out`, which are lost or not yet made, from the first `k` of others.
-
-        All have one length. A block has to stay as it is until `window` more have been taken, so
-        that many may come in little memory.
-
-        Raises:
-            StoreError: there are fewer than `k`.
-        """
-        ...
-
-    def close(self) -> None:
-        """Let go of the library's resources."""
-        ...
-
-
-def code_of(k: int, m: int) -> Code:
-    """The code for `k` data and `m` parity blocks; the caller closes it.
-
-    Raises:
-        StoreError: it needs pyeclib, which is not there, or cannot do this.
-    """
-    return _Xor(k) if m == 1 else _ReedSolomon(k, m)
-
-
-def encode(blocks: Sequence[Buffer], m: int) -> list[Buffer]:
-    """The `m` blocks of parity for data blocks of one length."""
-    k = len(blocks)
-    return decode(dict(enumerate(blocks)), range(k, k + m), k, m)
-
-
-def decode(present: Mapping[int, Buffer], missing: Sequence[int], k: int, m: int) -> list[Buffer]:
-    """Blocks that are missing, from those present.
+    A file begins with the block of parity, whose size is the group's `chunk`, and ends with a table
+    of checksums, of 4 bytes each. Until this returns, the files are not to be used.
 
     Args:
-        present: by number: data from 0, parity from `k`; all of one length.
-        missing: the numbers of the blocks to be had.
-        k: how many data blocks there are.
-        m: how many parity blocks.
+        save_id: whose files they are.
+        group, at: the group, and the position in it of the member whose files of parity to make.
+        read: reads the data files of the other members.
+        write: writes to the files, which `placement.parity_files` names.
+        threads: how many work at the same time.
 
     Raises:
-        StoreError: fewer than `k` blocks are present, or the library is missing.
+        StoreError: a file of another node cannot be read, or pyeclib is needed and missing.
     """
-    size = len(next(iter(present.values()), b""))
-    found = {number: np.empty(size, np.uint8) for number in missing}
-    code = code_of(k, m)
+    tables = [aligned_buffer(parity_file_size(group.chunk) - group.chunk) for _ in owned(group, at)]
+    for table in tables:
+        table[:] = 0
+
+    def take(q: int, low: int, block: Buffer) -> None:
+        sums = block_checksums(block)
+        tables[q].view("<u4")[low // BLOCK : low // BLOCK + len(sums)] = sums
+        write(parity_name(save_id, group, q), low, block)
+
+    size = asked_at_a_time(len(group.members) - group.parity, group.parity)
+    everything = ((q, low) for q in range(group.parity) for low in range(0, group.chunk, size))
+    encode_pieces(group, at, everything, read, take, size=size, threads=threads)
+    for q, table in enumerate(tables):
+        write(parity_name(save_id, group, q), group.chunk, table)
+
+
+def owned(group: Group, at: int) -> list[Stripe]:
+    """The stripes of which a member keeps parity, by the number of the block that it keeps."""
+    every = group.stripes()
+    return [every[stripe_of_parity(at, q, len(every))] for q in range(group.parity)]
+
+
+def encode_pieces(
+    group: Group,
+    at: int,
+    pieces: Iterable[tuple[int, int]],
+    read: Read,
+    take: Callable[[int, int, Buffer], None],
+    *,
+    size: int = PIECE,
+    threads: int = 1,
+) -> None:
+    """Make pieces of the blocks of parity that a member keeps.
+
+    Parity is linear: made from zeros in place of what is not there, and made from that alone, the
+    two add up by XOR.
+
+    Args:
+        group, at: the group, and the position of the member in it.
+        pieces: number of the block, and where the piece begins in it: a multiple of `size`.
+        read: reads the data files of the other members.
+        take: is given the number of the block, where the piece begins, and its bytes.
+        size: of a piece, in bytes; a multiple of `PIECE`.
+        threads: how many work at the same time.
+
+    Raises:
+        StoreError: a file of another node cannot be read, or pyeclib is needed and missing.
+    """
+    if not group.parity:
+        return
+    k = len(group.members) - group.parity
+    stripes = owned(group, at)
+
+    def make(piece: tuple[int, int], buffers: list[Buffer]) -> None:
+        q, low = piece
+        high = min(low + size, group.chunk)
+        *sources, block = (buffer[: high - low] for buffer in buffers)
+
+        def data() -> Iterator[tuple[int, Buffer]]:
+            for f, position in enumerate(stripes[q].data):
+                source = sources[f % code.window]
+                yield f, read_data(read, group, position, f * group.chunk + low, source)
+
+        code.recover(data(), {k + q: block})
+        take(q, low, block)
+
+    code = code_of(k, group.parity)
     try:
-        for low in range(0, max(size, 1), _SLICE):
-            cut = slice(low, low + _SLICE)
-            blocks = ((number, present[number][cut]) for number in present if number not in found)
-            code.recover(blocks, {number: block[cut] for number, block in found.items()})
+        memory = partial(buffers_of, size, code.window + 1)
+        for_each(pieces, make, lambda: nullcontext(memory()), threads)
+    except LostPiece as lost:
+        node = group.members[at].node
+        raise StoreError(f"node {node} cannot keep parity: no {lost}") from lost.error
     finally:
         code.close()
-    return [found[number] for number in missing]
 
 
-class _Xor:
-    def __init__(self, k: int) -> None:
-        self._k = k
-        self.window = 2
+def asked_at_a_time(k: int, m: int) -> int:
+    """Bytes of a block that are asked of another node at a time, as each time is a request.
 
-    def recover(self, blocks: Iterable[tuple[int, Buffer]], out: Mapping[int, Buffer]) -> None:
-        # Any k of the k + 1 blocks add up to the one that is left.
-        target, *_ = out.values()
-        total: Buffer | None = None
-        count = 0
-        for count, (_, block) in enumerate(islice(blocks, self._k), 1):  # noqa: B007
-            total = block if total is None else np.bitwise_xor(total, block, out=target)
-        _check_enough(count, self._k)
-        if total is not None and total is not target:
-            target[:] = total
-
-    def close(self) -> None:
-        pass
-
-
-class _ReedSolomon:
-    """By pyeclib, which holds the GIL as long as it works on a slice: some 20 µs.
-
-    Its fragments are a header and a block. Headers say nothing of the content, so they are not
-    stored, but made again: they are those of zeros. Encoding too is done as a reconstruction, of
-    blocks that were never there: it copies each block once, where pyeclib's own copies it thrice.
+    A power of two, so that what it asks of a file of parity has its checksums on one page.
     """
+    held = HELD // (2 if m == 1 else k)
+    return max(PIECE, 1 << held.bit_length() - 1)
 
-    def __init__(self, k: int, m: int) -> None:
-        if k + m > MOST_NODES:
-            raise StoreError(
-                f"{m} blocks of parity for {k} of data: at most {MOST_NODES} together can be done; "
-                "use smaller groups"
-            )
+
+def buffers_of(size: int, count: int) -> list[Buffer]:
+    """So many buffers of this many bytes, of which only what is used takes memory."""
+    return [aligned_buffer(size) for _ in range(count)]
+
+
+def read_data(read: Read, group: Group, position: int, low: int, out: Buffer) -> Buffer:
+    """A range of a member's string, in `out` or where it lies; zeros past the end of its files."""
+    member = group.members[position]
+    filled = low
+    for each in extents(member, low, low + len(out)):
+        part = out[each.low - low : each.high - low]
         try:
-            library = importlib.import_module("pyeclib.ec_iface")
-        except ImportError as error:
-            raise StoreError(
-                f"parity that survives the loss of {m} nodes needs pyeclib ({error}): "
-                "pip install 'shardwise[parity]', or ask for parity=1"
-            ) from error
+            found = read(member.node, each.file, each.offset, part)
+        except (OSError, CorruptionError) as error:
+            raise LostPiece((member.node, each.file), error) from error
+        if len(part) == len(out):
+            return found
+        if found is not part:
+            part[:] = found
+        filled = each.high
+    out[filled - low :] = 0
+    return out
+
+
+def for_each(
+    items: Iterable[Item],
+    work: Callable[[Item, list[Buffer]], None],
+    memory: Callable[[], AbstractContextManager[list[Buffer]]],
+    threads: int,
+) -> None:
+    """Do the work for each item, in threads that have buffers of their own; stop at an error."""
+    lock = threading.Lock()
+    remaining = iter(items)
+    failed = threading.Event()
+
+    def mine() -> Iterator[Item]:
+        while True:
+            with lock:
+                if failed.is_set():
+                    return
+                try:
+                    item = next(remaining)
+                except StopIteration:
+                    return
+            yield item
+
+    def run(_: int) -> None:
         try:
-            self._driver: Any = library.ECDriver(k=k, m=m, ec_type="isa_l_rs_cauchy")
-        except library.ECDriverError as error:
-            raise StoreError(
-                f"pyeclib cannot do isa_l_rs_cauchy for {k} + {m} blocks: {error}"
-            ) from error
-        self._k = k
-        self.window = k
-        self._headers: dict[int, list[bytes]] = {}
+            with memory() as buffers:
+                for item in mine():
+                    work(item, buffers)
+        except BaseException:
+            failed.set()
+            raise
 
-    def recover(self, blocks: Iterable[tuple[int, Buffer]], out: Mapping[int, Buffer]) -> None:
-        missing = sorted(out)
-        size = len(out[missing[0]])
-        chosen = list(islice(blocks, self._k))
-        _check_enough(len(chosen), self._k)
-        for low in range(0, size, _SLICE):
-            high = min(low + _SLICE, size)
-            fragments = [self._fragment(number, block[low:high]) for number, block in chosen]
-            # It takes bytes objects only, and ends the process where it is given anything else.
-            found = self._driver.reconstruct(fragments, list(missing))
-            for number, fragment in zip(missing, found, strict=True):
-                start = len(fragment) - _padded(high - low)
-                out[number][low:high] = np.frombuffer(fragment, np.uint8, high - low, start)
-
-    def close(self) -> None:
-        self._driver.close()
-
-    def _fragment(self, number: int, block: Buffer) -> bytes:
-        size = _padded(len(block))
-        if size not in self._headers:
-            fragments = self._driver.encode(bytes(self._k * size))
-            self._headers[size] = [each[: len(each) - size] for each in fragments]
-        header = self._headers[size][number]
-        return b"".join((header, block.data, bytes(size - len(block))))
-
-
-def _padded(size: int) -> int:
-    return -(-size // _RS_ALIGNMENT) * _RS_ALIGNMENT
-
-
-def _check_enough(have: int, need: int) -> None:
-    if have < need:
-        raise StoreError(f"a stripe needs {need} of its pieces, and {have} are left")
+    if threads == 1:
+        run(0)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for _ in pool.map(run, range(threads)):
+                pass
+        finally:
+            failed.set()  # also where this thread was interrupted

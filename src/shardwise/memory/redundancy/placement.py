@@ -13,7 +13,7 @@ from shardwise.errors import FormatError
 from shardwise.manifest.checksums import block_count
 from shardwise.manifest.manifest import LARGEST
 from shardwise.manifest.names import checked_file, checked_save_id
-from shardwise.memory.redundancy.parity import MOST_NODES, Stripe, chunk_size, stripes
+from shardwise.memory.redundancy.stripes import MOST_NODES, Stripe, chunk_size, stripes
 
 TABLE_PAGE = 4096
 """A table of checksums takes a multiple of so many bytes."""

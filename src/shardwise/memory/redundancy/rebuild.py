@@ -11,18 +11,17 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
-from shardwise.errors import CorruptionError, StoreError
+from shardwise.errors import CorruptionError, FormatError, StoreError
 from shardwise.manifest.checksums import BLOCK, BlockTable, block_count
-from shardwise.memory.redundancy.encoding import (
+from shardwise.memory.redundancy.parity import (
     LostPiece,
     Read,
     asked_at_a_time,
     buffers_of,
+    extents,
     for_each,
     read_data,
 )
-from shardwise.memory.redundancy.parity import Code, code_of
-from shardwise.memory.redundancy.pieces import Part, needed_files, parts, position_of
 from shardwise.memory.redundancy.placement import (
     TABLE_PAGE,
     Group,
@@ -31,6 +30,7 @@ from shardwise.memory.redundancy.placement import (
     locate,
     parity_name,
 )
+from shardwise.memory.redundancy.stripes import Code, Stripe, code_of, stripe_of_chunk
 from shardwise.store.store import Buffer
 
 
@@ -278,3 +278,66 @@ def _can_decode(
         if left < n - m:
             return False
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes `low:high` of the blocks of a stripe, in which the block of number `wanted` is lost."""
+
+    stripe: Stripe
+    wanted: int
+    low: int
+    high: int
+
+
+def parts(group: Group, at: int, low: int, high: int, *, grid: int) -> Iterator[Part]:
+    """Cut bytes `low:high` of a member's string, in their order.
+
+    Cuts are at multiples of `grid` in a chunk, and where a file of any other piece of the stripe
+    begins or ends: so each piece lies in one file, and is there or is not.
+    """
+    chunk, n = group.chunk, len(group.members)
+    all_stripes = group.stripes()
+    for f in range(low // chunk, -(-high // chunk)):
+        first, last = max(low - f * chunk, 0), min(high - f * chunk, chunk)
+        stripe = all_stripes[stripe_of_chunk(at, f, n, group.parity)]
+        cuts = {last}
+        for g, position in enumerate(stripe.data):
+            start = g * chunk
+            for each in extents(group.members[position], start + first, start + last):
+                cuts |= {each.low - start, each.high - start}
+        for cut in sorted(cuts):
+            while first < cut:
+                stop = min(cut, (first // grid + 1) * grid)
+                yield Part(stripe, f, first, stop)
+                first = stop
+
+
+def needed_files(save_id: str, group: Group, part: Part, number: int) -> list[tuple[str, str]]:
+    """Node and name of each file that a part of a stripe's block lies in; none if it is zeros."""
+    k = len(part.stripe.data)
+    if number >= k:
+        node = group.members[part.stripe.parity[number - k]].node
+        return [(node, parity_name(save_id, group, number - k))]
+    member = group.members[part.stripe.data[number]]
+    start = number * group.chunk
+    found = extents(member, start + part.low, start + part.high)
+    return [(member.node, each.file) for each in found]
+
+
+def position_of(member: Member, file: str, offset: int, nbytes: int) -> int:
+    """Where a range of a file begins in the string of its node.
+
+    Raises:
+        FormatError: there is no such file, or it ends before.
+    """
+    start = 0
+    for name, size in member.files:
+        if name == file:
+            if not 0 <= offset <= offset + nbytes <= size:
+                raise FormatError(
+                    f"{file} of node {member.node} has {size} bytes, not {offset + nbytes}"
+                )
+            return start + offset
+        start += size
+    raise FormatError(f"node {member.node} had no file {file}")

@@ -17,7 +17,7 @@ from shardwise.memory.node.place import Place
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.redundancy.placement import Protection, decode_protection
 from shardwise.memory.redundancy.rebuild import Rebuilder
-from shardwise.memory.remote.nodes import Nodes
+from shardwise.memory.remote.peers import Nodes
 from shardwise.memory.tls import Tls
 from shardwise.store import LocalStore, ReadableFile, Store, WritableFile
 from shardwise.store.store import Buffer

@@ -21,7 +21,7 @@ from shardwise.memory.node.registry import Known
 from shardwise.memory.node.seal import is_intact
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.assembled import AssembledStore, Assembly
-from shardwise.memory.remote.assembling import (
+from shardwise.memory.remote.search import (
     Held,
     ask_around,
     choose,

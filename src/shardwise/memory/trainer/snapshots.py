@@ -32,11 +32,10 @@ from shardwise.memory.node.tenants import evict
 from shardwise.memory.node.trainers import RankLock, forget_lost
 from shardwise.memory.options import Memory
 from shardwise.memory.records import AgentInfo
-from shardwise.memory.remote.vigil import Agents
+from shardwise.memory.remote.watch import Agents
 from shardwise.memory.tls import Tls
-from shardwise.memory.trainer.begun import Begun
 from shardwise.memory.trainer.draft import Storing, draft_of
-from shardwise.memory.trainer.handle import SaveHandle, Stages
+from shardwise.memory.trainer.handle import Begun, SaveHandle, Stages
 from shardwise.memory.trainer.rings import Rings
 from shardwise.memory.trainer.staging import Part, Staging
 from shardwise.plan.cache import PlanCache

@@ -21,14 +21,10 @@ from shardwise.memory.node.room import needed_for_others, taken_for_others
 from shardwise.memory.options import Memory
 from shardwise.memory.records import Done, PendingManifest, Staged
 from shardwise.memory.redundancy.placement import parity_file_size
-from shardwise.memory.trainer.copying import Copying
-from shardwise.memory.trainer.device import Accelerator, TorchAccelerator
-from shardwise.memory.trainer.pace import Slack
-from shardwise.memory.trainer.replicas import Keeping, bytes_read
-from shardwise.memory.trainer.rings import Ring
+from shardwise.memory.trainer.copying import Copying, Fill, Slack, stage
+from shardwise.memory.trainer.device import Accelerator, Source, Streams, TorchAccelerator
+from shardwise.memory.trainer.rings import Keeping, Ring, bytes_read
 from shardwise.memory.trainer.slots import Slot, Slots
-from shardwise.memory.trainer.stage import Fill, stage
-from shardwise.memory.trainer.streams import Source, Streams
 
 THREADS = 4
 THREADS_BESIDE_TRAINING = 1
