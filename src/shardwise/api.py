@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.adapters import Binding, asked_of, bind_state, optimizer_names
-from shardwise.adapters.overlapping import fillable_leaves
+from shardwise.adapters.tensors import fillable_leaves
 from shardwise.checkpoint import Checkpoint
 from shardwise.engine.alike import check_sample
 from shardwise.engine.arena import DEFAULT_STAGING_BYTES, Arena

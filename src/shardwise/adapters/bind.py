@@ -31,10 +31,10 @@ from shardwise.adapters.megatron import (
     load_scheduler,
     refuse_parts_of_model,
 )
+from shardwise.adapters.megatron_optimizer import inner_optimizers, is_megatron_optimizer
 from shardwise.adapters.modules import ModuleBinding
 from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.adapters.parameters import Parameter
-from shardwise.adapters.stepped import inner_optimizers, is_megatron_optimizer
 from shardwise.adapters.values import (
     ObjectBinding,
     PerRankBinding,

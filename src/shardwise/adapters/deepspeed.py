@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 
 from shardwise.adapters.binding import Binding
 from shardwise.adapters.modules import ModuleBinding
-from shardwise.adapters.names import CleanNames
 from shardwise.adapters.optimizers import OptimizerBinding, ParameterMap
-from shardwise.adapters.parameters import Parameter
+from shardwise.adapters.parameters import CleanNames, Parameter
 from shardwise.adapters.zero import (
     filled_groups,
     frozen_leaf,

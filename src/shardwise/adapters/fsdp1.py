@@ -9,8 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 
-from shardwise.adapters.names import CleanNames
-from shardwise.adapters.parameters import FlatPart, Parameter
+from shardwise.adapters.parameters import CleanNames, FlatPart, Parameter
 from shardwise.layout import Box, boxes_of_range
 from shardwise.state.leaves import TensorLeaf
 

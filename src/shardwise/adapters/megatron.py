@@ -15,19 +15,21 @@ import torch
 from torch import nn
 
 from shardwise.adapters.binding import Binding
-from shardwise.adapters.megatron_buckets import MASTER, BucketedState, Buckets, saved_buckets
-from shardwise.adapters.names import unwrapped
-from shardwise.adapters.optimizers import OptimizerBinding, ParameterMap
-from shardwise.adapters.parameters import Parameter, joined
-from shardwise.adapters.sharded_tensors import Contents, Sharded, contents_of
-from shardwise.adapters.stepped import (
+from shardwise.adapters.megatron_model import Contents, Sharded, contents_of
+from shardwise.adapters.megatron_optimizer import (
+    MASTER,
+    BucketedState,
+    Buckets,
     Stepped,
     inner_optimizers,
     links_of,
     refuse_unknown_optimizer,
+    saved_buckets,
     settle,
     stepped_by,
 )
+from shardwise.adapters.optimizers import OptimizerBinding, ParameterMap
+from shardwise.adapters.parameters import Parameter, joined, unwrapped
 from shardwise.errors import StateError, user_code
 from shardwise.plan.saved import SavedState
 from shardwise.state.leaves import LocalState, TensorLeaf

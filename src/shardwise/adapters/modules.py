@@ -10,8 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.adapters.binding import Binding
 from shardwise.adapters.fsdp1 import flat_parameters, flat_tensors, is_fsdp1, reshard
-from shardwise.adapters.names import CleanNames, unwrapped
-from shardwise.adapters.parameters import Parameter
+from shardwise.adapters.parameters import CleanNames, Parameter, unwrapped
 from shardwise.adapters.tensors import tensor_leaf
 from shardwise.errors import StateError, user_code
 from shardwise.plan.saved import SavedState

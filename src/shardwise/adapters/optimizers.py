@@ -8,8 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise.adapters.binding import Binding
-from shardwise.adapters.parameters import Parameter, joined
-from shardwise.adapters.steps import (
+from shardwise.adapters.optimizer_state import (
     STEP,
     Group,
     counts_as_torch,
@@ -18,6 +17,7 @@ from shardwise.adapters.steps import (
     settings_of,
     state_of,
 )
+from shardwise.adapters.parameters import Parameter, joined
 from shardwise.errors import StateError
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.saved import SavedState

@@ -7,9 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from shardwise.adapters.tensors import fragments_at, tensor_leaf
+from shardwise.adapters.dtensor import fragments_at
+from shardwise.adapters.tensors import tensor_leaf
 from shardwise.errors import StateError
 from shardwise.layout import Box
 from shardwise.state.leaves import Fragment, TensorLeaf
@@ -181,3 +184,46 @@ def _refuse_unless_scalar(name: str, value: torch.Tensor) -> None:
             f"{name}: a plain tensor of shape {list(value.shape)}, kept for a sharded parameter, "
             "does not show how it is sharded: keep it as a DTensor"
         )
+
+
+_MARKS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel or DataParallel."""
+    while isinstance(module, (DataParallel, DistributedDataParallel)):
+        module = module.module
+    return module
+
+
+class CleanNames:
+    """Paths below `root` as the unwrapped model would have them.
+
+    Left out are the marks of torch.compile, activation checkpointing and FSDP, and `module` where
+    a data-parallel wrapper put it.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._known: dict[str, tuple[object, str]] = {"": (root, "")}
+
+    def __call__(self, path: str) -> str:
+        """The name for a path."""
+        above, _, last = path.rpartition(".")
+        module, prefix = self._above(above)
+        return prefix[:-1] if _is_left_out(module, last) else prefix + last
+
+    def _above(self, path: str) -> tuple[object, str]:
+        """What lies at a path, and what the names of all below it begin with."""
+        known = self._known.get(path)
+        if known is None:
+            above, _, last = path.rpartition(".")
+            module, prefix = self._above(above)
+            longer = prefix if _is_left_out(module, last) else f"{prefix}{last}."
+            known = self._known[path] = getattr(module, last, None), longer
+        return known
+
+
+def _is_left_out(module: object, part: str) -> bool:
+    if part == "module":
+        return isinstance(module, (DataParallel, DistributedDataParallel))
+    return part in _MARKS

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import numpy as np
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from shardwise.errors import LayoutError, StateError
-from shardwise.layout import Box, MeshShard, Split, fragments_of_shard, splits_of
+from shardwise.adapters.dtensor import dtensor_fragments
+from shardwise.errors import StateError
+from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.state.leaves import Fragment, Shards, TensorLeaf
+from shardwise.state.leaves import Fragment, Shards, TensorLeaf, reach, same_bytes
 
 TensorLike = torch.Tensor | Shards
-_KNOWN = (Replicate, Shard, _StridedShard)
 
 
 def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
@@ -66,46 +66,6 @@ def check_dtype(name: str, dtype: torch.dtype) -> str:
     return text
 
 
-def dtensor_fragments(name: str, tensor: DTensor) -> tuple[Fragment, ...]:
-    """The boxes of a DTensor that this rank holds, and their local memory.
-
-    Raises:
-        StateError: a placement is a pending reduction.
-        LayoutError: the local tensor is not what its placements say.
-    """
-    local = tensor._local_tensor.detach()  # what to_local() gives, without its autograd node
-    return fragments_at(name, local, tuple(tensor.shape), tensor.device_mesh, tensor.placements)
-
-
-def fragments_at(
-    name: str,
-    local: torch.Tensor,
-    shape: tuple[int, ...],
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-) -> tuple[Fragment, ...]:
-    """The same for a local tensor that lies as a DTensor of these placements would."""
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return ()
-    splits = _splits(tuple(mesh.shape), tuple(coordinate), placements)
-    if splits is None:
-        pending = next(p for p in placements if not isinstance(p, _KNOWN))
-        raise StateError(
-            f"{name}: its placement is {pending}: every rank has a summand, and none the value; "
-            "redistribute it to Replicate() or Shard() first"
-        )
-    pairs, size = _boxes(shape, splits)
-    if size != local.numel():
-        raise LayoutError(
-            f"{name}: the local tensor has shape {list(local.shape)}, which is not what "
-            f"{placements} of {list(shape)} over mesh {tuple(mesh.shape)} gives this rank"
-        )
-    if len(pairs) == 1:
-        return (Fragment(pairs[0][0], local),)
-    return tuple(Fragment(box, local[within.slices()]) for box, within in pairs)
-
-
 @lru_cache
 def _stored(dtype: torch.dtype) -> str | None:
     text = str(dtype).removeprefix("torch.")
@@ -115,27 +75,6 @@ def _stored(dtype: torch.dtype) -> str | None:
 @lru_cache(maxsize=4096)
 def _whole(shape: tuple[int, ...]) -> Box:
     return Box.whole(shape)
-
-
-@lru_cache(maxsize=4096)
-def _boxes(shape: tuple[int, ...], splits: tuple[Split, ...]) -> tuple[list[tuple[Box, Box]], int]:
-    pairs = fragments_of_shard(shape, splits)
-    return pairs, sum(box.size for box, _ in pairs)
-
-
-@lru_cache(maxsize=4096)
-def _splits(
-    mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Placement, ...]
-) -> tuple[Split, ...] | None:
-    """How placements split a tensor, in the order of the splits; None if one is no sharding."""
-    if not all(isinstance(placement, _KNOWN) for placement in placements):
-        return None
-    shards = [
-        MeshShard(i, p.dim, int(p.split_factor) if isinstance(p, _StridedShard) else 1)
-        for i, p in enumerate(placements)
-        if isinstance(p, (Shard, _StridedShard))
-    ]
-    return splits_of(mesh, coordinate, shards)
 
 
 def _identity(tensor: torch.Tensor, fragments: tuple[Fragment, ...]) -> object:
@@ -165,3 +104,101 @@ def tensor_of_array(name: str, array: np.ndarray) -> torch.Tensor:
         raise StateError(
             f"{name}: numpy array of {array.dtype} with strides {array.strides}: {error}"
         ) from error
+
+
+def fillable_leaves(leaves: Sequence[TensorLeaf]) -> list[TensorLeaf]:
+    """Leaves that can be filled in any order: copies where memory overlaps, moved when filled."""
+    tangled = _tangled(leaves)
+    moved: list[tuple[TensorLeaf, TensorLeaf]] = []
+    return [
+        _copied(leaf, moved) if i in tangled else fillable(leaf) for i, leaf in enumerate(leaves)
+    ]
+
+
+def _tangled(leaves: Sequence[TensorLeaf]) -> set[int]:
+    """Leaves whose memory lies between that of others; not those of one and the same memory."""
+    ranges: dict[torch.device, list[tuple[int, int, int]]] = {}
+    seen: set[object] = set()
+    for i, leaf in enumerate(leaves):
+        if leaf.identity is not None and leaf.identity in seen:
+            continue
+        seen.add(leaf.identity)
+        for data in (fragment.data for fragment in leaf.fragments):
+            if data.numel() and not data.is_meta:
+                start = data.data_ptr()
+                stop = start + reach(data) * data.element_size()
+                ranges.setdefault(data.device, []).append((start, stop, i))
+    found: set[int] = set()
+    for lying in ranges.values():
+        furthest, owner = 0, -1
+        for start, stop, i in sorted(lying):
+            if start < furthest and i != owner:
+                found |= {i, owner}
+            if stop > furthest:
+                furthest, owner = stop, i
+    return found
+
+
+def _copied(leaf: TensorLeaf, moved: list[tuple[TensorLeaf, TensorLeaf]]) -> TensorLeaf:
+    """A leaf of memory of its own, moved to where `leaf` lies when filled, after those `moved`."""
+    copies = tuple(Fragment(f.box, f.data.clone()) for f in leaf.fragments)
+    copy = TensorLeaf(leaf.name, leaf.dtype, leaf.shape, copies)
+
+    def finish() -> None:
+        moved.append((leaf, copy))
+        for here, there in zip(leaf.fragments, copies, strict=True):
+            here.data.copy_(there.data)
+        for earlier, filled in moved:
+            for here, there in zip(earlier.fragments, filled.fragments, strict=True):
+                if not same_bytes(here.data, there.data):
+                    raise StateError(
+                        f"{earlier.name} and {leaf.name} share memory in the target, and differ "
+                        "there in the checkpoint; load into clones instead"
+                    )
+        if leaf.finish is not None:
+            leaf.finish()
+
+    return replace(leaf, fragments=copies, identity=None, finish=finish)
+
+
+def fillable(leaf: TensorLeaf) -> TensorLeaf:
+    """The leaf itself, or a copy that is moved to it when filled: of memory that overlaps itself.
+
+    An expanded tensor holds one element in many places. It is filled from a copy, and only if the
+    saved values allow it.
+    """
+    if len(leaf.fragments) != 1:
+        return leaf
+    box, data = leaf.fragments[0].box, leaf.fragments[0].data
+    if not _overlaps_itself(data):
+        return leaf
+    copy = torch.empty(data.shape, dtype=data.dtype, device=data.device).copy_(data)
+
+    def finish() -> None:
+        _move_overlapping(leaf.name, copy, data)
+
+    return replace(leaf, fragments=(Fragment(box, copy),), identity=None, finish=finish)
+
+
+def _overlaps_itself(data: torch.Tensor) -> bool:
+    if data.is_contiguous():
+        return False
+    covered = 0
+    for stride, n in sorted(zip(data.stride(), data.shape, strict=True)):
+        if n > 1 and stride <= covered:
+            return True
+        covered += stride * (n - 1)
+    return False
+
+
+def _move_overlapping(name: str, copy: torch.Tensor, data: torch.Tensor) -> None:
+    first = tuple(slice(0, 1) if s == 0 else slice(None) for s in data.stride())
+    base = data[first]
+    every = [torch.arange(n, device="cpu") for n in base.shape]
+    for index in torch.cartesian_prod(*every).reshape(-1, base.dim()):
+        base[tuple(index)] = copy[first][tuple(index)]
+    if not same_bytes(data, copy):
+        raise StateError(
+            f"{name}: the tensor overlaps itself in memory, and the saved values differ where one "
+            "element lies in several places; load into a clone() instead"
+        )

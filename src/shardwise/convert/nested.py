@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from shardwise.adapters.state_tree import rebuilt
+from shardwise.adapters.optimizer_state import rebuilt
 from shardwise.adapters.values import saved_tensors
 from shardwise.convert.chosen import Chosen
 from shardwise.convert.output import Part

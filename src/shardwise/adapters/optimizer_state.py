@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 
 import torch
 from torch.optim import Optimizer
-
-from shardwise.adapters.state_tree import leaves_of, rebuilt
 
 STEP = "step"
 Group = MutableMapping[str, object]
@@ -65,3 +63,28 @@ def forget_count(optimizer: Optimizer, group: Group) -> None:
     kept = isinstance(parameters, list) and any(map(optimizer.state.get, parameters))
     if _counts_in_groups(optimizer) and not kept:
         group.pop(STEP, None)
+
+
+def leaves_of(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Leaves by dotted keys; dicts are taken apart, everything else is a leaf."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and all(isinstance(k, str) for k in value):
+            yield from leaves_of(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def rebuilt(leaves: Mapping[str, object]) -> dict[str, object]:
+    """The tree of dotted keys again."""
+    tree: dict[str, object] = {}
+    for name, value in leaves.items():
+        *path, last = name.split(".")
+        here = tree
+        for part in path:
+            child = here.setdefault(part, {})
+            if not isinstance(child, dict):
+                child = here[part] = {}
+            here = child
+        here[last] = value
+    return tree
