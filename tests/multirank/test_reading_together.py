@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine import datareader, neighbours
+from shardwise.engine import datareader, ring
 from shardwise.engine import load as engine_load
-from shardwise.plan.load import Spans
-from shardwise.plan.share import SharedReads, share_reads
+from shardwise.plan.load import SharedReads, Spans, share_reads
 from shardwise.testing import Gang
 
 ROWS, COLUMNS = 64, 4096
@@ -140,13 +139,13 @@ def load_while(
 
 def change_what_is_passed_on() -> AbstractContextManager[object]:
     """What this rank passes on is no longer what it has read and verified."""
-    publish = neighbours.Rings.publish
+    publish = ring.Rings.publish
 
-    def changed(self: neighbours.Rings, read: int, checksum: int) -> None:
+    def changed(self: ring.Rings, read: int, checksum: int) -> None:
         self.slot(read)[100] ^= 1
         publish(self, read, checksum)
 
-    return patch.object(neighbours.Rings, "publish", changed)
+    return patch.object(ring.Rings, "publish", changed)
 
 
 def plan_other_reads() -> AbstractContextManager[object]:

@@ -27,9 +27,16 @@ from shardwise.layout import Box
 from shardwise.manifest.checksums import BLOCK, block_count
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.description import columns_of
-from shardwise.plan.load import LoadPlan, Spans, assign_transfers, plan_load, wanted_columns
+from shardwise.plan.load import (
+    LoadPlan,
+    Spans,
+    assign_transfers,
+    bytes_saved,
+    plan_load,
+    share_reads,
+    wanted_columns,
+)
 from shardwise.plan.saved import SavedState
-from shardwise.plan.share import bytes_saved, share_reads
 from shardwise.state.leaves import Fragment, TensorLeaf, same_bytes
 from shardwise.store import MappedStore
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from shardwise.engine.arena import Arena
 from shardwise.engine.copies import Copies
 from shardwise.engine.datareader import DataReader
-from shardwise.engine.neighbours import Rings
+from shardwise.engine.ring import Rings
 from shardwise.errors import CorruptionError
 from shardwise.plan.load import Spans
 from shardwise.store.store import Buffer

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 import msgspec
 
-from shardwise.engine.doorbell import ring
+from shardwise.engine.ring import ring
 from shardwise.errors import StoreError
 from shardwise.manifest.names import step_directory, step_of_directory
 
