@@ -25,7 +25,7 @@ LAYERS = (
     ("api",),
     ("convert",),
     ("checkpoint", "opening"),
-    ("respecified", "notebook", "resizing"),
+    ("notebook", "resizing"),
     ("memory", "formats"),
     ("retention",),
     ("engine", "adapters"),
@@ -44,7 +44,7 @@ LAYERS_OF_MEMORY = (
     ("tls", "redundancy"),
 )
 LAYERS_OF_FORMATS = (
-    ("detect", "specification", "checksums"),
+    ("detect", "specification", "checksums", "remap"),
     ("readers",),
     ("specs", "validate", "rankfiles"),
     ("language", "laying"),

@@ -20,10 +20,9 @@ from shardwise.engine.collection import without_collection
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, moves_cpu_tensors
 from shardwise.engine.load import GroupFilling, LoadReport, plan_filling
-from shardwise.engine.match import Matched, agree_on_match, match
+from shardwise.engine.match import GROUPS, Matched, agree_on_match, match, with_names_by_position
 from shardwise.engine.opened import Opened, read_per_rank
 from shardwise.engine.options import LoadOptions, SaveOptions
-from shardwise.engine.positions import GROUPS, with_names_by_position
 from shardwise.engine.save import Save, SaveReport, save_all
 from shardwise.engine.uncompiled import uncompiled
 from shardwise.errors import StateError

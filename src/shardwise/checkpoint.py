@@ -16,7 +16,7 @@ from shardwise.engine.alike import refuse, unlike_sample
 from shardwise.engine.arena import Arena
 from shardwise.engine.load import fill, plan_filling
 from shardwise.engine.opened import Opened
-from shardwise.engine.selecting import read_selected
+from shardwise.engine.slices import read_selected
 from shardwise.engine.verify import VerifyReport, verify_all
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink

@@ -31,12 +31,12 @@ from shardwise.formats.checksums import sums_of
 from shardwise.formats.detect import read_foreign, recognised
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.index import MAGIC, decode_index, encode_index, read_indexed
+from shardwise.formats.remap import remap
 from shardwise.formats.specification import Specification
 from shardwise.formats.tree import ForeignFiles, Tree
 from shardwise.formats.validate import checked
 from shardwise.manifest.manifest import FileEntry, Manifest
 from shardwise.manifest.names import MANIFEST, made_by_save, step_directory, step_of_directory
-from shardwise.respecified import respecified
 from shardwise.retention import Choice, checked_choice, choose_step
 from shardwise.store import LocalStore, Store
 
@@ -82,7 +82,7 @@ class Reading:
         """A checkpoint of global tensors, as the specification has it."""
         if self.spec is None or self.spec.files is not None:
             return opened
-        return respecified(opened, self.spec.rules, self.spec.sizes)
+        return remap(opened, self.spec.rules, self.spec.sizes)
 
 
 PLAIN = Reading()

@@ -22,7 +22,7 @@ from shardwise.manifest.table import Int, Pieces
 from shardwise.manifest.validate import padded_shapes
 
 
-def respecified(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
+def remap(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
     """The same checkpoint as a specification has it, whose arrays are its global tensors.
 
     Raises:

@@ -12,8 +12,8 @@ from shardwise.checkpoint import Checkpoint
 from shardwise.engine.group import SoloGroup
 from shardwise.errors import MismatchError
 from shardwise.formats.language import parse
+from shardwise.formats.remap import remap
 from shardwise.opening import open_any
-from shardwise.respecified import respecified
 from shardwise.store import LocalStore
 from shardwise.testing.threads import ThreadGroup, run_ranks
 
@@ -56,7 +56,7 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 
 def opened(place: Path, text: str = SPEC) -> Checkpoint:
     found = open_any(lambda: LocalStore(place), SoloGroup())
-    return Checkpoint(respecified(found, parse(text), {}), verify=True)
+    return Checkpoint(remap(found, parse(text), {}), verify=True)
 
 
 def test_fused_and_transposed_tensors_are_read_from_shards(

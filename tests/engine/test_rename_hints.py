@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 import shardwise as sw
-from shardwise.engine.renames import fitting_renames
+from shardwise.engine.rename_hints import fitting_renames
 
 Named = dict[str, torch.Tensor]
 
