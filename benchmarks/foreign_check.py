@@ -6,7 +6,7 @@ from statistics import median
 
 from harness import ITS_OWN, Bench, arguments
 
-from shardwise.formats.language import check
+from shardwise.formats.language import check_spec
 from shardwise.formats.specs import shipped
 from tests.formats.language.test_scale import PP, SIZES, simulated
 
@@ -20,7 +20,7 @@ def main() -> None:
     for layers in LAYERS[:1] if bench.quick else LAYERS:
         catalogue, name = simulated(layers), f"check {layers * PP} layers"
         for _ in bench.rounds:
-            report = bench.measure(name, lambda c=catalogue: check(spec, c, sizes=SIZES))
+            report = bench.measure(name, lambda c=catalogue: check_spec(spec, c, sizes=SIZES))
             if report.problems:
                 raise RuntimeError(f"it does not fit: {report}")
         rows.append(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardwise.errors import SpecError
-from shardwise.formats.language import lay
+from shardwise.formats.language import apply_spec
 from shardwise.formats.specs import names, shipped
 from tests.formats.language.rankfiles import NOWHERE, Array, Ranks, catalogue, same
 from tests.formats.reference import read_tensors
@@ -86,7 +86,9 @@ def megatron_llama() -> tuple[Ranks, dict[str, Array]]:
 def test_megatron_llama() -> None:
     ranks, whole = megatron_llama()
     sizes = {"vocab": VOCAB, "heads": GROUPS * PER, "groups": GROUPS}
-    foreign = lay(shipped("megatron_llama"), catalogue({"tp": TP, "pp": PP}, ranks), sizes=sizes)
+    foreign = apply_spec(
+        shipped("megatron_llama"), catalogue({"tp": TP, "pp": PP}, ranks), sizes=sizes
+    )
     read = read_tensors(NOWHERE, foreign)
     assert len(read) == 3 * len(whole)
     for name, array in whole.items():
@@ -101,7 +103,9 @@ def test_a_head_that_is_not_stored_is_the_embedding() -> None:
         for name in [name for name in arrays if "output_layer" in name]:
             del arrays[name]
     sizes = {"vocab": VOCAB, "heads": GROUPS * PER, "groups": GROUPS}
-    foreign = lay(shipped("megatron_llama"), catalogue({"tp": TP, "pp": PP}, ranks), sizes=sizes)
+    foreign = apply_spec(
+        shipped("megatron_llama"), catalogue({"tp": TP, "pp": PP}, ranks), sizes=sizes
+    )
     entries = {entry.name: entry.same_as for entry in foreign.tensors}
     assert entries["model.lm_head.weight"] == "model.model.embed_tokens.weight"
     read = read_tensors(NOWHERE, foreign)
@@ -123,7 +127,9 @@ def test_megatron_gpt2_fuses_otherwise_and_transposes() -> None:
         for p in range(PP)
     }
     spec, sizes = shipped("megatron_gpt2"), {"vocab": VOCAB, "heads": heads}
-    read = read_tensors(NOWHERE, lay(spec, catalogue({"tp": TP, "pp": PP}, ranks), sizes=sizes))
+    read = read_tensors(
+        NOWHERE, apply_spec(spec, catalogue({"tp": TP, "pp": PP}, ranks), sizes=sizes)
+    )
     wanted = qkv.transpose(3, 1, 0, 2).reshape(WIDTH, -1)
     for p in range(PP):
         same(read[f"model.transformer.h.{p}.attn.c_attn.weight"], wanted + p)
@@ -150,7 +156,9 @@ def test_megatron_mixtral_has_experts_on_two_axes() -> None:
                 "embedding.word_embeddings.weight"
             ]
     sizes = {"vocab": VOCAB, "heads": 4, "groups": 2}
-    foreign = lay(shipped("megatron_mixtral"), catalogue({"tp": TP, "ep": 2}, ranks), sizes=sizes)
+    foreign = apply_spec(
+        shipped("megatron_mixtral"), catalogue({"tp": TP, "ep": 2}, ranks), sizes=sizes
+    )
     read = read_tensors(NOWHERE, foreign)
     to = "model.model.layers.0.block_sparse_moe."
     same(read[f"{to}gate.weight"], experts[0][0][:4])

@@ -11,8 +11,8 @@ from shardwise.formats.readers import (
     accelerate,
     bytecheckpoint,
     huggingface,
-    huggingface_shards,
     lightning,
+    megatron,
     torchranks,
     torchsave,
     torchsnapshot,
@@ -20,7 +20,6 @@ from shardwise.formats.readers import (
 from shardwise.formats.readers.dcp import reader as dcp
 from shardwise.formats.readers.deepspeed import native as deepspeed
 from shardwise.formats.readers.deepspeed import universal as deepspeed_universal
-from shardwise.formats.readers.megatron import reader as megatron
 from shardwise.formats.readers.megatron_legacy import reader as megatron_legacy
 from shardwise.formats.tree import Tree
 
@@ -82,9 +81,9 @@ READERS: tuple[Reader, ...] = (
     ),
     Reader(
         "hf-shards",
-        huggingface_shards.FORMAT,
-        huggingface_shards.recognise,
-        huggingface_shards.read,
+        huggingface.SHARDED_FORMAT,
+        huggingface.recognise_sharded,
+        huggingface.read_sharded,
         ("hf",),
     ),
     Reader("hf", huggingface.FORMAT, huggingface.recognise, huggingface.read),

@@ -11,7 +11,7 @@ import numpy as np
 from shardwise.engine.opened import Opened, Replicas
 from shardwise.errors import StateError
 from shardwise.formats.foreign import Catalogue, Foreign, ForeignFile, PieceTable, StoredArray
-from shardwise.formats.language import lay
+from shardwise.formats.language import apply_spec
 from shardwise.formats.language.rules import Spec
 from shardwise.formats.laying.lay import joined
 from shardwise.formats.laying.lay import lay as lay_arrays
@@ -34,7 +34,7 @@ def remap(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
         raise StateError(f"{opened.store}: no specification fits tensors that are means of others")
     catalogue = catalogue_of(opened.manifest.tensors)
     held = _held(opened)
-    upper = _without_means(lay(spec, _rows(catalogue, np.flatnonzero(~held)), sizes=sizes))
+    upper = _without_means(apply_spec(spec, _rows(catalogue, np.flatnonzero(~held)), sizes=sizes))
     upper = _with(upper, catalogue, np.flatnonzero(held).tolist())
     laid, _ = _composed(upper, upper.table, catalogue, opened, (opened.pieces, opened.stride))
     objects = tuple(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardwise.errors import StateError
 from shardwise.formats.foreign import Foreign
-from shardwise.formats.language import Spec, lay, parse
+from shardwise.formats.language import Spec, apply_spec, parse
 from shardwise.formats.laying.leaves import Builder
 from shardwise.formats.rankfiles import read_rank_files
 from shardwise.formats.specs import names, shipped
@@ -44,7 +44,7 @@ class Specification:
             MismatchError: the rules do not fit; `problems` lists everything.
         """
         found = read_rank_files(tree, self.files or "")
-        laid = lay(self.rules, found.catalogue, sizes=self.sizes)
+        laid = apply_spec(self.rules, found.catalogue, sizes=self.sizes)
         # Plain values of the first rank come along under their own names.
         builder = Builder(
             laid.files, laid.table, [*laid.left_out, *found.left_out], list(laid.tensors)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from shardwise.formats.foreign import Catalogue, ForeignFile
-from shardwise.formats.language import lay, parse
+from shardwise.formats.language import apply_spec, parse
 from shardwise.formats.validate import checked
 from tests.formats.reference import read_tensors
 
@@ -72,7 +72,9 @@ def read(
     text: str, axes: Mapping[str, int], ranks: Ranks, **options: Any
 ) -> dict[str, torch.Tensor]:
     """Tensors that a specification makes of rank files, read element by element."""
-    return read_tensors(NOWHERE, checked(lay(parse(text), catalogue(axes, ranks), **options)))
+    return read_tensors(
+        NOWHERE, checked(apply_spec(parse(text), catalogue(axes, ranks), **options))
+    )
 
 
 def same(tensor: torch.Tensor, array: Array) -> None:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import SpecError
 from shardwise.formats.language import parse
-from shardwise.formats.language.names import Capture
-from shardwise.formats.language.rules import Rule, Skip
+from shardwise.formats.language.rules import Capture, Rule, Skip
 
 
 def test_statements_begin_at_the_margin_and_go_on_where_indented() -> None:

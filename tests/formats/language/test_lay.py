@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardwise.errors import MismatchError
-from shardwise.formats.language import check, lay, parse
+from shardwise.formats.language import apply_spec, check_spec, parse
 from shardwise.formats.validate import checked
 from tests.formats.language.rankfiles import NOWHERE, Array, catalogue, numbered, read, same
 from tests.formats.reference import read_tensors
@@ -44,7 +44,7 @@ def test_two_axes_at_once() -> None:
 def test_replicas_are_told() -> None:
     whole = numbered(4)
     ranks = catalogue(TP2, on_tp("ln", [whole, whole]))
-    foreign = lay(parse("ranks tp\nln -> ln [h]"), ranks)
+    foreign = apply_spec(parse("ranks tp\nln -> ln [h]"), ranks)
     assert len(foreign.table) == 1
     assert foreign.replicas.pieces.file.tolist() == [1]
     same(read_tensors(NOWHERE, foreign)["ln"], whole)
@@ -111,7 +111,7 @@ def test_layers_of_pipeline_stages() -> None:
 def test_numbers_with_gaps_are_refused() -> None:
     ranks = {(0,): {"l.0.w": numbered(2), "l.1.w": numbered(2)}, (1,): {"l.0.w": numbered(2)}}
     ranks[(2,)] = ranks[(0,)]
-    report = check(parse("ranks pp\nl.{i}.w -> layers.{pp i}.w"), catalogue({"pp": 3}, ranks))
+    report = check_spec(parse("ranks pp\nl.{i}.w -> layers.{pp i}.w"), catalogue({"pp": 3}, ranks))
     assert len(report.problems) == 1
     assert "layers.…: numbers go up to 5, without 3" in report.problems[0]
 
@@ -191,9 +191,9 @@ def test_gpt2_wants_all_of_q_before_k_and_transposed() -> None:
 
 def test_averages_are_left_to_the_reader() -> None:
     ranks = catalogue(TP2, on_tp("b", [numbered(2), numbered(2) + 2]))
-    foreign = lay(parse("ranks tp\nb -> b [h] average over tp"), ranks)
+    foreign = apply_spec(parse("ranks tp\nb -> b [h] average over tp"), ranks)
     assert foreign.averages == {"b": ("b#tp=0", "b#tp=1")}
-    got = read_tensors(NOWHERE, lay(parse("ranks tp\nb -> b.{tp} [h]"), ranks))
+    got = read_tensors(NOWHERE, apply_spec(parse("ranks tp\nb -> b.{tp} [h]"), ranks))
     same(got["b.1"], numbered(2) + 2)
     assert [entry.name for entry in foreign.tensors] == ["b#tp=0", "b#tp=1", "b"]
 
@@ -201,7 +201,7 @@ def test_averages_are_left_to_the_reader() -> None:
 def test_ties_and_skips() -> None:
     ranks = {(): {"embed": numbered(2, 2), "rng": numbered(3)}}
     text = 'head.weight = embed.weight\nembed -> embed.weight\nskip r* "x y"'
-    foreign = lay(parse(text), catalogue({}, ranks))
+    foreign = apply_spec(parse(text), catalogue({}, ranks))
     assert foreign.left_out == ("rng: skipped by specification:3",)
     same(read_tensors(NOWHERE, foreign)["head.weight"], numbered(2, 2))
 
@@ -230,8 +230,8 @@ def test_optimizer_states_follow_their_parameters() -> None:
 
 def test_dtypes_are_checked() -> None:
     ranks = catalogue({}, {(): {"w": numbered(2)}})
-    assert check(parse("w -> w as int32"), ranks).fits
-    assert check(parse("w -> w as float32"), ranks).problems == (
+    assert check_spec(parse("w -> w as int32"), ranks).fits
+    assert check_spec(parse("w -> w as float32"), ranks).problems == (
         "w (specification:1): it is not float32",
     )
 
@@ -273,15 +273,15 @@ def test_empty_tensors(text: str) -> None:
 )
 def test_what_does_not_fit(text: str, problem: str) -> None:
     ranks = catalogue({"tp": 2, "ep": 1}, {(t, 0): {"w": numbered(4, 2) + 8 * t} for t in range(2)})
-    (found,) = check(parse("ranks tp ep\n" + text), ranks).problems
+    (found,) = check_spec(parse("ranks tp ep\n" + text), ranks).problems
     assert problem in found
 
 
 def test_absurd_numbers_are_refused() -> None:
     far = {(0,): {"w.999999999.999999999.999999999": numbered(2)}}
-    report = check(parse("ranks tp\nw.{i}.{j}.{k} -> w [i j k h]"), catalogue({"tp": 1}, far))
+    report = check_spec(parse("ranks tp\nw.{i}.{j}.{k} -> w [i j k h]"), catalogue({"tp": 1}, far))
     assert "the tensor would be absurdly large" in report.problems[0]
-    report = check(parse("ranks tp\nw -> w"), catalogue({"tp": 1}, {(3,): {"w": numbered(2)}}))
+    report = check_spec(parse("ranks tp\nw -> w"), catalogue({"tp": 1}, {(3,): {"w": numbered(2)}}))
     assert report.problems == ("an array is of a rank that is not one of {'tp': 1}",)
 
 
@@ -305,7 +305,7 @@ def test_all_that_is_wrong_is_told() -> None:
         kind -> kind [(tp f)]
     """
     with pytest.raises(MismatchError) as error:
-        lay(parse(text, "a.spec"), catalogue(TP2, ranks))
+        apply_spec(parse(text, "a.spec"), catalogue(TP2, ranks))
     assert error.value.problems == [
         "odd (a.spec:3): [5, 2]: `((gate + up) f)` cannot be 5 with gate = 1, up = 1: "
         "it does not divide",
@@ -320,7 +320,7 @@ def test_names_that_are_tied_and_stored_are_copies() -> None:
     one, other = numbered(2, 2), numbered(2, 2) + 1
     ranks = {(0,): {"embed": one}, (1,): {"head": other, "norm": numbered(3)}}
     text = "ranks pp\nembed -> embed\nhead -> head\nnorm -> norm\nhead = embed"
-    foreign = checked(lay(parse(text), catalogue({"pp": 2}, ranks)))
+    foreign = checked(apply_spec(parse(text), catalogue({"pp": 2}, ranks)))
     assert {entry.name: entry.same_as for entry in foreign.tensors} == {
         "embed": None,
         "head": "embed",
@@ -337,10 +337,10 @@ def test_names_that_are_tied_and_stored_are_copies() -> None:
 def test_a_tie_may_give_way_to_what_is_stored() -> None:
     text = "ranks pp\nembed -> embed\nhead -> head\nhead = embed unless stored"
     ranks = {(0,): {"embed": numbered(2, 2)}, (1,): {"head": numbered(2, 2) + 1}}
-    own = checked(lay(parse(text), catalogue({"pp": 2}, ranks)))
+    own = checked(apply_spec(parse(text), catalogue({"pp": 2}, ranks)))
     assert not len(own.replicas)
     same(read_tensors(NOWHERE, own)["head"], numbered(2, 2) + 1)
-    tied = checked(lay(parse(text), catalogue({"pp": 1}, {(0,): {"embed": numbered(2, 2)}})))
+    tied = checked(apply_spec(parse(text), catalogue({"pp": 1}, {(0,): {"embed": numbered(2, 2)}})))
     same(read_tensors(NOWHERE, tied)["head"], numbered(2, 2))
 
 
@@ -358,5 +358,5 @@ def test_ties_that_make_no_sense_are_refused(text: str, problem: str) -> None:
     if "[y x]" in text:
         text = text.replace("b -> b [y x]", "b [x y] -> b [y x]")
     with pytest.raises(MismatchError) as caught:
-        lay(parse(text), catalogue({}, {(): arrays}))
+        apply_spec(parse(text), catalogue({}, {(): arrays}))
     assert any(line.startswith(problem) for line in caught.value.problems), caught.value.problems

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardwise.errors import MismatchError
-from shardwise.formats.language import lay, parse
+from shardwise.formats.language import apply_spec, parse
 from shardwise.formats.validate import checked
 from tests.formats.language.rankfiles import NOWHERE, Array, catalogue, numbered
 from tests.formats.reference import read_tensors
@@ -67,7 +67,7 @@ def test_pictures_are_true(text: str, picture: str) -> None:
     spec = parse(text, "language.md")
     sizes = np.max(list(ranks), axis=0) + 1
     axes = dict(zip((name for name, _ in spec.ranks), sizes.tolist(), strict=True))
-    foreign = checked(lay(spec, catalogue(axes, ranks)))
+    foreign = checked(apply_spec(spec, catalogue(axes, ranks)))
     hidden = {name for own in foreign.averages.values() for name in own}
     got: dict[str, Any] = read_tensors(NOWHERE, foreign) if not hidden else means(foreign)
     assert {name: t.tolist() for name, t in got.items()} == {
@@ -112,5 +112,5 @@ def test_the_problems_on_the_page_are_those_that_are_told() -> None:
         (1,): {"odd": numbered(5, 2)},
     }
     with pytest.raises(MismatchError) as error:
-        lay(parse(text, "my.spec"), catalogue({"tp": 2}, ranks))
+        apply_spec(parse(text, "my.spec"), catalogue({"tp": 2}, ranks))
     assert f"```\n{error.value}\n```" in PAGE

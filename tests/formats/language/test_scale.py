@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from shardwise.formats.foreign import Catalogue, ForeignFile
-from shardwise.formats.language import check
+from shardwise.formats.language import check_spec
 from shardwise.formats.specs import shipped
 
 TP, PP, DP = 8, 64, 8
@@ -67,7 +67,7 @@ def test_a_trillion_parameters_on_4096_ranks() -> None:
     """A tenth of its arrays, in half of the time that all may take."""
     catalogue = simulated(layers=1)
     begin = time.process_time()
-    report = check(shipped("megatron_llama"), catalogue, sizes=SIZES)
+    report = check_spec(shipped("megatron_llama"), catalogue, sizes=SIZES)
     spent = time.process_time() - begin
     assert report.problems == ()
     assert len(catalogue) > 120_000

@@ -26,8 +26,8 @@ from shardwise.formats.readers import (
     accelerate,
     bytecheckpoint,
     huggingface,
-    huggingface_shards,
     lightning,
+    megatron,
     torchranks,
     torchsave,
     torchsnapshot,
@@ -35,7 +35,6 @@ from shardwise.formats.readers import (
 from shardwise.formats.readers.dcp import reader as dcp
 from shardwise.formats.readers.deepspeed import native as deepspeed
 from shardwise.formats.readers.deepspeed import universal
-from shardwise.formats.readers.megatron import reader as megatron
 from shardwise.formats.readers.megatron_legacy import reader as megatron_legacy
 from tests.formats.conftest import Checkpoints
 from tests.formats.dcp_checkpoints import named, settings_of, torch_loads
@@ -257,7 +256,7 @@ def _sources() -> Iterable[Source]:
         make = partial(of_accelerate, sharded)
         yield Source(f"accelerate-{kind}", accelerate.FORMAT, make)
         yield Source(f"lightning-{kind}", lightning.FORMAT, partial(of_lightning, sharded))
-    yield Source("hf-shards", huggingface_shards.FORMAT, of_shards)
+    yield Source("hf-shards", huggingface.SHARDED_FORMAT, of_shards)
     for suffix in (".safetensors", ".bin"):
         for count in (1, 3):
             make = partial(of_hugging_face, suffix, count)

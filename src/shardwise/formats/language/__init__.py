@@ -1,8 +1,8 @@
 """Specifications: how the arrays of all ranks make up global tensors. See docs/language.md."""
 
-from shardwise.formats.language.grammar import parse
-from shardwise.formats.language.lay import check, lay
-from shardwise.formats.language.report import Report
+from shardwise.formats.language.apply import apply_spec, check_spec
+from shardwise.formats.language.check import Report
 from shardwise.formats.language.rules import Spec
+from shardwise.formats.language.syntax import parse
 
-__all__ = ["Report", "Spec", "check", "lay", "parse"]
+__all__ = ["Report", "Spec", "apply_spec", "check_spec", "parse"]

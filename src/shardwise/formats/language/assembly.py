@@ -9,11 +9,9 @@ import numpy as np
 
 from shardwise.errors import LayoutError
 from shardwise.formats.foreign import Catalogue
-from shardwise.formats.language.matching import Matches, captured_numbers, coordinate
-from shardwise.formats.language.naming import Tensors
-from shardwise.formats.language.numbers import Known, Value
-from shardwise.formats.language.parts import Part
-from shardwise.formats.language.pieces import Block
+from shardwise.formats.language.expressions import Known, Value
+from shardwise.formats.language.match import Matches, Tensors, captured_numbers, coordinate
+from shardwise.formats.language.pieces import Block, Part
 from shardwise.formats.language.rules import Rule, Skip, Spec, Target
 from shardwise.manifest.table import Int
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.errors import LayoutError
-from shardwise.formats.language.numbers import Expression, render
+from shardwise.formats.language.expressions import Expression, render
 
 Sizes = Mapping[str, int]
 

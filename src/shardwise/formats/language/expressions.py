@@ -1,155 +1,204 @@
-"""Arithmetic and axis expressions, from their text."""
+"""Arithmetic of the language: numbers of layers and experts, and sizes."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
-from shardwise.formats.language.axes import Axis, Chain, Dim, Node, Shape, Sum
-from shardwise.formats.language.cursor import NAME, Cursor
-from shardwise.formats.language.numbers import (
-    Expression,
-    Item,
-    Name,
-    Number,
-    Operation,
-    Operator,
-    Product,
-    SizeOf,
-)
-from shardwise.formats.language.rules import Declared
+from shardwise.errors import LayoutError
 
-MOST_DEPTH = 32
-MOST_DIMS = 32
-SUMS: tuple[Operator, ...] = ("+", "-")
-PRODUCTS: tuple[Operator, ...] = ("*", "//", "%")
+Operator = Literal["+", "-", "*", "//", "%"]
+Value = int | tuple[int, ...]
 
 
-def declared(cursor: Cursor) -> Declared:
-    """What stands after `=`: a number, or a list of them."""
-    if not cursor.take("["):
-        return expression(cursor)
-    items = [expression(cursor)]
-    while cursor.take(","):
-        items.append(expression(cursor))
-    cursor.expect("]", "at the end of the list")
-    return tuple(items)
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A literal."""
+
+    value: int
 
 
-def expression(cursor: Cursor, depth: int = 0) -> Expression:
-    """A sum of products of atoms."""
-    if depth > MOST_DEPTH:
-        cursor.fail("too many parentheses")
-    return _operations(cursor, depth, SUMS)
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A captured number, a coordinate of the rank, or a declared number."""
+
+    name: str
 
 
-def _operations(cursor: Cursor, depth: int, operators: tuple[Operator, ...]) -> Expression:
-    def operand() -> Expression:
-        if operators is SUMS:
-            return _operations(cursor, depth, PRODUCTS)
-        return _atom(cursor, depth)
+@dataclass(frozen=True, slots=True)
+class SizeOf:
+    """`|tp|`: how many there are."""
 
-    left = operand()
-    while True:
-        for operator in operators:
-            if not cursor.sees("->") and not _ends_capture(cursor) and cursor.take(operator):
-                left = Operation(operator, left, operand())
-                break
-        else:
-            return left
+    name: str
 
 
-def _ends_capture(cursor: Cursor) -> bool:
-    # `{rest*}`: the star is of the capture.
-    return cursor.sees("*}")
+@dataclass(frozen=True, slots=True)
+class Item:
+    """`first[pp]`: an element of a declared list."""
+
+    name: str
+    index: Expression
 
 
-def _atom(cursor: Cursor, depth: int) -> Expression:
-    number = cursor.number()
-    if number is not None:
-        return Number(number)
-    if cursor.take("("):
-        inner = expression(cursor, depth + 1)
-        cursor.expect(")", "at the end of what `(` began")
-        return inner
-    if cursor.take("|"):
-        name = cursor.name("the axis whose size is meant")
-        cursor.expect("|", f"after `|{name}`")
-        return SizeOf(name)
-    axes, ragged = [cursor.name("a number, a name, `|axis|` or `(`")], False
-    if cursor.take("["):
-        index = expression(cursor, depth + 1)
-        cursor.expect("]", "after the position in the list")
-        return Item(axes[0], index)
-    while not ragged and not _is_keyword(cursor):
-        ragged = cursor.take("~")
-        found = cursor.name("the ragged axis") if ragged else cursor.match(NAME)
+@dataclass(frozen=True, slots=True)
+class Product:
+    """`pp i`: the position in a product of axes, the last of which runs fastest.
+
+    With `ragged`, the last axis has another size at each position of those before it.
+    """
+
+    axes: tuple[str, ...]
+    ragged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Integer arithmetic."""
+
+    operator: Operator
+    left: Expression
+    right: Expression
+
+
+Expression = Number | Name | SizeOf | Item | Product | Operation
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the names in an expression stand for.
+
+    Attributes:
+        values: of captures and coordinates.
+        sizes: of axes.
+        constants: declared numbers and lists.
+        starts: of ragged products, by the position of all but the last axis: where it begins.
+    """
+
+    values: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    constants: Mapping[str, Value] = field(default_factory=dict)
+    starts: Mapping[tuple[str, ...], Mapping[int, int]] = field(default_factory=dict)
+
+    def value(self, name: str) -> int:
+        """What a name stands for.
+
+        Raises:
+            LayoutError: nothing says.
+        """
+        found = self.values.get(name, self.constants.get(name))
+        if not isinstance(found, int):
+            raise LayoutError(f"nothing says what {name} is")
+        return found
+
+    def size(self, name: str) -> int:
+        """How many there are of an axis.
+
+        Raises:
+            LayoutError: nothing says.
+        """
+        found = self.sizes.get(name, self.constants.get(name))
+        if isinstance(found, tuple):
+            return sum(found)
         if found is None:
-            break
-        axes.append(found)
-    return Product(tuple(axes), ragged) if len(axes) > 1 else Name(axes[0])
+            raise LayoutError(f"nothing says how many {name} there are")
+        return found
 
 
-def _is_keyword(cursor: Cursor) -> bool:
-    return any(cursor.sees(word) for word in ("where", "flat", "average", "on", "as"))
+def evaluate(expression: Expression, known: Known) -> int:
+    """The value of an expression.
+
+    Raises:
+        LayoutError: it depends on something unknown, or divides by zero, or leads out of a list.
+    """
+    match expression:
+        case Number(value):
+            return value
+        case Name(name):
+            return known.value(name)
+        case SizeOf(name):
+            return known.size(name)
+        case Item(name, index):
+            items = known.constants.get(name)
+            at = evaluate(index, known)
+            if not isinstance(items, tuple) or not 0 <= at < len(items):
+                raise LayoutError(f"there is no {name}[{at}]")
+            return items[at]
+        case Product(axes, ragged):
+            return _position(axes, ragged, known)
+        case Operation(operator, left, right):
+            return _calculate(operator, evaluate(left, known), evaluate(right, known))
 
 
-def shape(cursor: Cursor) -> Shape:
-    """An axis expression: `[(tp f) h]`."""
-    at = cursor.at
-    cursor.expect("[", "and the dimensions of the array")
-    dims: list[Dim] = []
-    rest = None
-    literals: Counter[str] = Counter()
-    while not cursor.take("]"):
-        if cursor.done:
-            cursor.fail("expected `]` at the end of the dimensions")
-        if len(dims) > MOST_DIMS:
-            cursor.fail(f"too many dimensions; at most {MOST_DIMS}")
-        if cursor.sees("..."):
-            if rest is not None:
-                cursor.fail("`...` can stand for dimensions only once")
-            cursor.take("...")
-            rest = len(dims)
-            continue
-        node = _factor(cursor, literals, 0)
-        limit = None
-        if cursor.take("["):
-            cursor.expect(":", "and how many elements the tensor has, as in `(tp v)[:vocab]`")
-            limit = expression(cursor)
-            cursor.expect("]", "after the number of elements")
-        dims.append(Dim(node, limit))
-    return Shape(tuple(dims), rest, at)
+def _position(axes: tuple[str, ...], ragged: bool, known: Known) -> int:
+    *outer, last = axes
+    at = 0
+    for axis in outer:
+        at = at * known.size(axis) + known.value(axis)
+    if not ragged:
+        return at * known.size(last) + known.value(last)
+    starts = known.starts.get(axes, {})
+    if at not in starts:
+        raise LayoutError(f"nothing says where {last} begins at {' '.join(outer)} = {at}")
+    return starts[at] + known.value(last)
 
 
-def _factor(cursor: Cursor, literals: Counter[str], depth: int) -> Node:
-    at = cursor.at
-    if depth > MOST_DEPTH:
-        cursor.fail("too many parentheses")
-    if cursor.take("("):
-        return _sum(cursor, literals, depth)
-    number = cursor.number()
-    if number is not None:
-        return (
-            Chain(()) if number == 1 else Axis(_counted(str(number), literals), size=number, at=at)
-        )
-    ragged = cursor.take("~")
-    name = cursor.name("an axis, a number or `(`")
-    return Axis(_counted(name, literals) if name == "_" else name, ragged, at=at)
+def _calculate(operator: Operator, left: int, right: int) -> int:
+    if operator in ("//", "%") and right == 0:
+        raise LayoutError("there is a division by zero")
+    match operator:
+        case "+":
+            return left + right
+        case "-":
+            return left - right
+        case "*":
+            return left * right
+        case "//":
+            return left // right
+        case "%":
+            return left % right
 
 
-def _counted(name: str, literals: Counter[str]) -> str:
-    literals[name] += 1
-    return f"{name}'{literals[name] - 1}"
+def names_in(expression: Expression) -> Iterator[str]:
+    """The captures, coordinates and constants whose values an expression takes."""
+    match expression:
+        case Name(name):
+            yield name
+        case Item(_, index):
+            yield from names_in(index)
+        case Product(axes):
+            yield from axes
+        case Operation(_, left, right):
+            yield from names_in(left)
+            yield from names_in(right)
 
 
-def _sum(cursor: Cursor, literals: Counter[str], depth: int) -> Node:
-    parts: list[Node] = []
-    factors: list[Node] = []
-    while True:
-        factors.append(_factor(cursor, literals, depth + 1))
-        if cursor.sees("+") or cursor.sees(")"):
-            parts.append(factors[0] if len(factors) == 1 else Chain(tuple(factors)))
-            factors = []
-            if cursor.take(")"):
-                return parts[0] if len(parts) == 1 else Sum(tuple(parts))
-            cursor.take("+")
+def sizes_in(expression: Expression) -> Iterator[str]:
+    """The axes whose sizes an expression takes."""
+    match expression:
+        case SizeOf(name):
+            yield name
+        case Item(_, index):
+            yield from sizes_in(index)
+        case Product(axes):
+            yield from axes
+        case Operation(_, left, right):
+            yield from sizes_in(left)
+            yield from sizes_in(right)
+
+
+def render(expression: Expression) -> str:
+    """As it is written in a specification."""
+    match expression:
+        case Number(value):
+            return str(value)
+        case Name(name):
+            return name
+        case SizeOf(name):
+            return f"|{name}|"
+        case Item(name, index):
+            return f"{name}[{render(index)}]"
+        case Product(axes, ragged):
+            return " ".join([*axes[:-1], ("~" if ragged else "") + axes[-1]])
+        case Operation(operator, left, right):
+            return f"({render(left)} {operator} {render(right)})"

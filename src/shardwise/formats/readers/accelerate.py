@@ -25,8 +25,7 @@ from shardwise.formats.laying.nested import nested_leaves
 from shardwise.formats.laying.optimizers import Path
 from shardwise.formats.readers import huggingface
 from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
-from shardwise.formats.readers.dcp.reader import leaves
-from shardwise.formats.readers.dcp.stored import read_stored, world_size
+from shardwise.formats.readers.dcp.reader import leaves, read_stored, world_size
 from shardwise.formats.tree import Tree
 
 FORMAT = "accelerate"

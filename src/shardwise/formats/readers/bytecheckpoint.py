@@ -19,10 +19,9 @@ from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredAr
 from shardwise.formats.laying.lay import joined
 from shardwise.formats.laying.leaves import Leaves, foreign_of
 from shardwise.formats.laying.optimizers import Path
-from shardwise.formats.readers.dcp.folded import fold
 from shardwise.formats.readers.dcp.items import Arrays, first_storage
 from shardwise.formats.readers.dcp.metadata import METADATA, Metadata, index_of, read_metadata
-from shardwise.formats.readers.dcp.stored import Chunks, read_stored, world_size
+from shardwise.formats.readers.dcp.reader import Chunks, fold, read_stored, world_size
 from shardwise.formats.tree import Tree
 
 FORMAT = "ByteCheckpoint"

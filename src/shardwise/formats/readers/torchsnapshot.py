@@ -20,7 +20,7 @@ from shardwise.formats.foreign import Foreign, StoredArray
 from shardwise.formats.laying.lay import lay_boxes
 from shardwise.formats.laying.leaves import Leaves, foreign_of
 from shardwise.formats.laying.optimizers import STATE, Path
-from shardwise.formats.readers.dcp.folded import fold, with_lists
+from shardwise.formats.readers.dcp.reader import fold, with_lists
 from shardwise.formats.tree import Tree
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Count, Dims

@@ -1,19 +1,198 @@
-"""PyTorch DCP, as FSDP, DTensor, torchtitan, Lightning and others save with it."""
+"""Values that DCP took apart, put together again where nothing in them is sharded."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from shardwise.errors import CheckpointNotFoundError
-from shardwise.formats.foreign import Foreign
+import numpy as np
+
+from shardwise.errors import CheckpointNotFoundError, FormatError
+from shardwise.formats.containers.pickle_values import Stubs
+from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
 from shardwise.formats.laying.leaves import Leaves, foreign_of
-from shardwise.formats.laying.optimizers import Path
-from shardwise.formats.readers.dcp.folded import fold
-from shardwise.formats.readers.dcp.metadata import METADATA, Metadata, read_metadata
-from shardwise.formats.readers.dcp.stored import Stored, read_stored, world_size
+from shardwise.formats.laying.optimizers import Path, is_of_optimizer
+from shardwise.formats.readers.dcp.items import Arrays, find_arrays, read_values
+from shardwise.formats.readers.dcp.metadata import METADATA, Item, Metadata, read_metadata
 from shardwise.formats.tree import Tree
+from shardwise.manifest.table import Int, Pieces, check_width
+
+
+def fold(values: Mapping[Path, Any], tensors: Iterable[Path]) -> dict[Path, Any]:
+    """The same values; dicts and lists without tensors are one value each.
+
+    So is the state of a scheduler or a loader one value, which it takes on as a whole. What is
+    of an optimizer stays as it is.
+    """
+    sharded = {path[:n] for path in tensors for n in range(1, len(path) + 1)}
+    folded: dict[Path, Any] = {}
+    for path, value in values.items():
+        cut = next((n for n in range(1, len(path)) if path[:n] not in sharded), len(path))
+        if cut == len(path) or is_of_optimizer(path):
+            folded[path] = value
+            continue
+        here = folded.setdefault(path[:cut], {})
+        for part in path[cut:-1]:
+            here = here.setdefault(part, {})
+        here[path[-1]] = value
+    return {
+        path: with_lists(value) if path not in values else value for path, value in folded.items()
+    }
+
+
+def with_lists(value: Any) -> Any:
+    """Dicts with the keys 0, 1, … (as numbers) as the lists that they were."""
+    if not isinstance(value, dict):
+        return value
+    made = {key: with_lists(each) for key, each in value.items()}
+    numbered = len(made) > 0 and all(type(key) is int for key in made)
+    return [made[key] for key in sorted(made)] if numbered else made
+
+
+_RANK = re.compile(r"(?:.*/)?__(\d{1,7})_\d+\.distcp")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a checkpoint has, before anything is renamed.
+
+    Attributes:
+        names, dtypes, shapes: of the tensors, which `table` counts.
+        values: by name; tensors in them are `StoredArray`s.
+        left_out: as in `Foreign`.
+    """
+
+    files: tuple[ForeignFile, ...]
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    table: PieceTable
+    values: Mapping[str, Any]
+    left_out: tuple[str, ...]
+
+
+def read_stored(
+    tree: Tree,
+    metadata: Metadata,
+    *,
+    folder: str = "",
+    first: int = 0,
+    stubs: Stubs | None = None,
+    find: Callable[[Tree, Chunks], Arrays] | None = None,
+) -> Stored:
+    """Find the bytes of all tensors, and read all values.
+
+    Args:
+        folder: where below the tree the files are that the metadata names; empty, or ends in `/`.
+        first: the number that its first file has.
+        stubs: what may be in pickled values beside what torch has.
+        find: where the arrays of chunks begin, if they are no items of torch.save.
+
+    Raises:
+        FormatError: a file or an item is missing, or is not what the metadata says.
+    """
+    chunks = Chunks(metadata, folder)
+    values = {name: _item(metadata, folder, name, None) for name in metadata.values}
+    used = sorted({item.file for item in (*chunks.items, *values.values())})
+    tree.require(used, f"{METADATA} names")
+    files = tuple(tree.file(name) for name in used)
+    number = {name: i for i, name in enumerate(used, first)}
+    arrays = find_arrays(tree, chunks.names, chunks.items) if find is None else find(tree, chunks)
+    chunks.check(metadata, arrays.kinds, arrays.kind)
+    kinds = _stack([kind.stride for kind in arrays.kinds], chunks.offset.shape[1], 0)
+    file = np.array([number[item.file] for item in chunks.items], np.int64)
+    pieces = Pieces(chunks.tensor, file, arrays.start, chunks.offset, chunks.shape)
+    numbers = [number[item.file] for item in values.values()]
+    read = read_values(tree, list(values), list(values.values()), numbers, stubs)
+    return Stored(
+        files,
+        tuple(metadata.tensors),
+        tuple(tensor.dtype for tensor in metadata.tensors.values()),
+        tuple(tensor.shape for tensor in metadata.tensors.values()),
+        PieceTable(pieces, kinds[arrays.kind]),
+        dict(zip(values, read, strict=True)),
+        tuple(_unused(metadata)),
+    )
+
+
+def world_size(files: Sequence[ForeignFile]) -> int:
+    """How many ranks wrote files of these names, as far as these tell."""
+    ranks = [int(match[1]) for file in files if (match := _RANK.fullmatch(file.name))]
+    return max(ranks, default=0) + 1
+
+
+class Chunks:
+    """The chunks of all tensors that are not empty, in columns, and their items."""
+
+    def __init__(self, metadata: Metadata, folder: str) -> None:
+        self.names: list[str] = []
+        self.items: list[Item] = []
+        self.offsets: list[tuple[int, ...]] = []
+        shape: list[tuple[int, ...]] = []
+        tensor: list[int] = []
+        for number, (name, each) in enumerate(metadata.tensors.items()):
+            for chunk in dict.fromkeys(each.chunks):
+                if 0 in chunk.shape:
+                    continue
+                self.names.append(name)
+                self.items.append(_item(metadata, folder, name, chunk.offset))
+                tensor.append(number)
+                self.offsets.append(chunk.offset)
+                shape.append(chunk.shape)
+        dims = max((len(each.shape) for each in metadata.tensors.values()), default=0)
+        check_width(len(tensor), dims)
+        self.tensor: Int = np.array(tensor, np.int64)
+        self.offset = _stack(self.offsets, dims, 0)
+        self.shape = _stack(shape, dims, 1)
+
+    def check(self, metadata: Metadata, kinds: Sequence[StoredArray], kind: Int) -> None:
+        """Refuse arrays that have not the dtype and shape of their chunks.
+
+        Raises:
+            FormatError: one has not; says which.
+        """
+        if not self.names:
+            return
+        dtypes = [tensor.dtype for tensor in metadata.tensors.values()]
+        known = {dtype: i for i, dtype in enumerate({*dtypes, *(k.dtype for k in kinds)})}
+        said = np.array([known[dtype] for dtype in dtypes], np.int64)[self.tensor]
+        found = np.array([known[each.dtype] for each in kinds], np.int64)[kind]
+        dims = self.shape.shape[1]
+        if any(len(each.shape) > dims for each in kinds):
+            raise FormatError("a chunk has more dimensions than any tensor")
+        shapes = _stack([each.shape for each in kinds], dims, 1)[kind]
+        wrong = (said != found) | (shapes != self.shape).any(axis=1)
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            array = kinds[int(kind[row])]
+            name = self.names[row]
+            raise FormatError(
+                f"{name}: its chunk at {self.offset[row].tolist()} in {self.items[row].file} is "
+                f"{array.dtype} of shape {list(array.shape)}; the metadata says "
+                f"{metadata.tensors[name].dtype} of shape {self.shape[row].tolist()}"
+            )
+
+
+def _item(metadata: Metadata, folder: str, name: str, offset: tuple[int, ...] | None) -> Item:
+    item = metadata.items.get((name, offset))
+    if item is None:
+        at = "" if offset is None else f" at {list(offset)}"
+        raise FormatError(f"{name}{at}: the metadata does not say where it lies")
+    return Item(folder + item.file, item.offset, item.length) if folder else item
+
+
+def _unused(metadata: Metadata) -> list[str]:
+    known = {*metadata.tensors, *metadata.values}
+    names = dict.fromkeys(name for name, _ in metadata.items if name not in known)
+    return [f"{name}: it has bytes, and no shape" for name in names]
+
+
+def _stack(rows: Sequence[tuple[int, ...]], dims: int, fill: int) -> Int:
+    padded = [(*row, *(fill,) * (dims - len(row))) for row in rows]
+    return np.array(padded, np.int64).reshape(len(padded), dims)
+
 
 FORMAT = "PyTorch DCP"
 _OF_LIGHTNING = re.compile(r"state_dict|optimizer_\d{1,4}")

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from shardwise.errors import FormatError
 from shardwise.formats.foreign import Foreign, Row, catalogued
-from shardwise.formats.language import lay
+from shardwise.formats.language import apply_spec
 from shardwise.formats.laying.leaves import Builder
 from shardwise.formats.laying.optimizers import GROUPS, Group
 from shardwise.formats.readers.megatron_legacy.buffers import possible_bucketings
@@ -65,7 +65,7 @@ def read(tree: Tree) -> Foreign:
         for row in _rows(rank, state, geometry, mastered)
     ]
     catalogue = catalogued(listed_files(tree, files), geometry.axes, rows)
-    laid = lay(shipped(SPEC), catalogue, sizes={"gates": geometry.gates})
+    laid = apply_spec(shipped(SPEC), catalogue, sizes={"gates": geometry.gates})
     builder = Builder(laid.files, laid.table, list(laid.left_out), list(laid.tensors))
     _add_groups(builder, laid, states)
     add_values(builder, ranks, states[0].beside)

@@ -6,10 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from shardwise.formats.language.cursor import Text
-from shardwise.formats.language.names import Capture, Pattern, Template, substitute
-from shardwise.formats.language.numbers import Expression, Name
-from shardwise.formats.language.rules import Rule, Skip, Target
+from shardwise.formats.language.expressions import Expression, Name
+from shardwise.formats.language.rules import (
+    Capture,
+    Pattern,
+    Rule,
+    Skip,
+    Target,
+    Template,
+    substitute,
+)
+from shardwise.formats.language.text import Text
 
 Part = TypeVar("Part")
 

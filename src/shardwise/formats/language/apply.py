@@ -8,14 +8,33 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardwise.errors import LayoutError
-from shardwise.formats.language.assembly import Assembly
+from shardwise.errors import LayoutError, MismatchError
+from shardwise.formats.foreign import Catalogue, Foreign
+from shardwise.formats.language.assembly import Assembly, Shapes
 from shardwise.formats.language.axes import size_of, solve
-from shardwise.formats.language.numbers import Value
-from shardwise.formats.language.parts import Part, tensor_shape
-from shardwise.formats.language.pieces import Block, spread, stencils
-from shardwise.formats.language.ragged import Shares, shares
-from shardwise.formats.language.rules import Rule, Target
+from shardwise.formats.language.check import Report, complete
+from shardwise.formats.language.expressions import Known, Value
+from shardwise.formats.language.match import (
+    constants_of,
+    count_captures,
+    match_rules,
+    rank_sizes,
+    rule_sizes,
+)
+from shardwise.formats.language.pieces import (
+    Block,
+    Part,
+    Shares,
+    cases,
+    listed,
+    shares,
+    sized,
+    spread,
+    stencils,
+    tensor_shape,
+    with_ragged,
+)
+from shardwise.formats.language.rules import Rule, Spec, Target
 from shardwise.formats.language.structure import Structure, structure
 from shardwise.layout import Box
 from shardwise.layout.flat import boxes_within, row_major
@@ -24,7 +43,7 @@ from shardwise.manifest.table import Int
 NOTHING = Structure((), (), (), frozenset(), ())
 
 
-def lay_flat(assembly: Assembly, number: int, rule: Rule, declared: Mapping[str, Value]) -> None:
+def apply_flat(assembly: Assembly, number: int, rule: Rule, declared: Mapping[str, Value]) -> None:
     """Apply a rule whose arrays are ranges of its tensors, laid one after another, and padding."""
     catalogue, rows = assembly.catalogue, assembly.matches.rows[number]
     long = (catalogue.ndim[rows] != 1) | (catalogue.stride[rows, 0] != 1)
@@ -36,7 +55,7 @@ def lay_flat(assembly: Assembly, number: int, rule: Rule, declared: Mapping[str,
     low, before = share.start, np.zeros(len(rows), np.int64)
     try:
         for target in rule.targets:
-            before = _lay_target(assembly, (number, rule), target, declared, (low, before))
+            before = _apply_flat_target(assembly, (number, rule), target, declared, (low, before))
     except LayoutError as error:
         assembly.reject(rows, rule, str(error))
         return
@@ -63,7 +82,7 @@ def _ranges(assembly: Assembly, number: int, rule: Rule) -> Shares:
     return share
 
 
-def _lay_target(
+def _apply_flat_target(
     assembly: Assembly,
     numbered: tuple[int, Rule],
     target: Target,
@@ -79,7 +98,7 @@ def _lay_target(
     for index in np.unique(tensor).tolist():
         which = np.flatnonzero(tensor == index)
         given = assembly.given.get(assembly.tensors.names[index])
-        own, sizes = _sized(assembly, rule, target, given, declared)
+        own, sizes = _flat_sizes(assembly, rule, target, given, declared)
         stored = [size_of(node, sizes) or 0 for node in own.stored]
         strides = row_major(np.array([stored], np.int64))[0].tolist()
         mine = replace(part, own=own, tensor=tensor).taken(which, sizes)
@@ -97,7 +116,7 @@ def _lay_target(
     return after
 
 
-def _sized(
+def _flat_sizes(
     assembly: Assembly,
     rule: Rule,
     target: Target,
@@ -148,3 +167,134 @@ def _within(block: Block, bounds: Mapping[int, tuple[int, int]]) -> Block:
 @lru_cache(maxsize=4096)
 def _boxes(shape: tuple[int, ...], stride: tuple[int, ...], low: int, high: int) -> list[Box]:
     return boxes_within(shape, stride, 1, low, high)
+
+
+def apply_spec(
+    spec: Spec,
+    catalogue: Catalogue,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    shapes: Shapes | None = None,
+) -> Foreign:
+    """Lay a specification over the arrays of all ranks.
+
+    Args:
+        sizes: numbers that the specification declares with `let`; they count before its own.
+        shapes: what is known of global tensors, by name; the result must have these.
+
+    Raises:
+        MismatchError: it does not fit; `problems` lists everything.
+    """
+    foreign, report = examine(spec, catalogue, sizes=sizes, shapes=shapes)
+    if foreign is None:
+        raise MismatchError(f"{spec.text.source} does not fit the checkpoint:", report.problems)
+    return foreign
+
+
+def check_spec(
+    spec: Spec,
+    catalogue: Catalogue,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    shapes: Shapes | None = None,
+) -> Report:
+    """Say whether a specification fits, and all that is wrong if it does not: as `apply_spec`."""
+    return examine(spec, catalogue, sizes=sizes, shapes=shapes)[1]
+
+
+def examine(
+    spec: Spec,
+    catalogue: Catalogue,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    shapes: Shapes | None = None,
+) -> tuple[Foreign | None, Report]:
+    """The foreign checkpoint, if nothing is wrong, and what there is to say about it."""
+    try:
+        known = Known(
+            sizes=rank_sizes(spec, catalogue.axes), constants=constants_of(spec, sizes or {})
+        )
+        matches = match_rules(spec, catalogue, known)
+        known = count_captures(spec, catalogue, matches, known)
+    except MismatchError as error:
+        return None, Report(source=spec.text.source, problems=tuple(error.problems))
+    except LayoutError as error:
+        return None, Report(source=spec.text.source, problems=(str(error),))
+    assembly = Assembly(spec, catalogue, matches, known, shapes or {})
+    for number, rule in enumerate(spec.rules):
+        if isinstance(rule, Rule) and len(matches.rows[number]):
+            _apply_rule(assembly, number, rule)
+    return complete(assembly)
+
+
+def _apply_rule(assembly: Assembly, number: int, rule: Rule) -> None:
+    try:
+        declared = rule_sizes(rule, assembly.known)
+    except LayoutError as error:
+        assembly.problems.append(f"{assembly.line(rule)}: {error}")
+        return
+    if rule.flat:
+        apply_flat(assembly, number, rule, declared)
+        return
+    lists = {name: size for name, size in declared.items() if isinstance(size, tuple)}
+    for target in rule.targets:
+        parts = _parts(assembly, number, target, declared)
+        for part in with_ragged(parts, lists, assembly.complain):
+            _lay_part(assembly, rule, part)
+
+
+def _parts(
+    assembly: Assembly, number: int, target: Target, declared: Mapping[str, Value]
+) -> list[Part]:
+    rule, rows = assembly.rule(number), assembly.matches.rows[number]
+    catalogue = assembly.catalogue
+    positions = assembly.positions(number)
+    sizes = assembly.sizes(rule, declared)
+    found = []
+    for which in cases(catalogue, rows):
+        first = int(rows[which[0]])
+        ndim = int(catalogue.ndim[first])
+        array = tuple(catalogue.shape[first, :ndim].tolist())
+        strides = tuple(catalogue.stride[first, :ndim].tolist())
+        here = rows[which]
+        try:
+            own, solved = sized(assembly.spec, rule, target, array, sizes)
+            column = {axis: position[which] for axis, position in positions.items()}
+            part = listed(Part(here, column, own, solved, strides, np.zeros_like(here)))
+            tensor = assembly.named(number, target, part)
+        except LayoutError as error:
+            assembly.reject(here, rule, f"{list(array)}: {error}")
+            continue
+        found.append(replace(part, tensor=tensor))
+    return found
+
+
+def _lay_part(assembly: Assembly, rule: Rule, part: Part) -> None:
+    try:
+        shape = tensor_shape(part.own.whole, part.sizes, assembly.known, None)
+        shapes = [(part, shape)]
+    except LayoutError:
+        shapes = _shapes_given(assembly, rule, part)
+    try:
+        for own, shape in shapes:
+            limits = np.array(shape, np.int64)
+            assembly.note(own, shape)
+            for stencil in stencils(own.own, own.sizes, own.strides):
+                assembly.blocks.append(spread(stencil, own.rows, own.tensor, own.positions, limits))
+    except LayoutError as error:
+        assembly.reject(part.rows, rule, str(error))
+
+
+def _shapes_given(assembly: Assembly, rule: Rule, part: Part) -> list[tuple[Part, tuple[int, ...]]]:
+    """Parts of one tensor each, whose shapes follow what the caller knows of it."""
+    found = []
+    for tensor in np.unique(part.tensor).tolist():
+        own = part.taken(np.flatnonzero(part.tensor == tensor))
+        given = assembly.given.get(assembly.tensors.names[tensor])
+        try:
+            shape = tensor_shape(own.own.whole, own.sizes, assembly.known, given)
+        except LayoutError as error:
+            assembly.reject(own.rows, rule, str(error))
+            continue
+        found.append((own, shape))
+    return found
