@@ -26,9 +26,9 @@ from limits import copier
 from peers import nothing
 
 import shardwise as sw
-from shardwise.memory.node.mappings import mapped
 from shardwise.memory.records import Protect
 from shardwise.memory.redundancy.rebuild import rebuild_file
+from shardwise.memory.seal import mapped
 from shardwise.store.store import Buffer
 
 SHARES = Size(tensors=48)  # memory holds them five times: two slots of each, and parity

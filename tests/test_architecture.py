@@ -39,7 +39,11 @@ LAYERS_OF_MEMORY = (
     ("trainer",),
     ("agent",),
     ("remote",),
+    ("membership",),
     ("node",),
+    ("registry", "spawn"),
+    ("identity", "interface", "lineage", "ranks", "seal"),
+    ("home",),
     ("options", "records"),
     ("tls", "redundancy"),
 )
@@ -217,7 +221,7 @@ def test_imports_within_a_folder_go_one_way(folder: str) -> None:
 @pytest.mark.parametrize(
     ("path", "text", "wrong"),
     [
-        ("memory/agent/keeper.py", "from shardwise.memory.node.home import Home", 0),
+        ("memory/agent/keeper.py", "from shardwise.memory.home import Home", 0),
         ("memory/agent/keeper.py", "from shardwise.memory.remote import nodes", 0),
         ("memory/agent/keeper.py", "from shardwise.memory.trainer.slots import Slots", 1),
         ("memory/agent/keeper.py", "def late():\n    from ..trainer import slots", 1),

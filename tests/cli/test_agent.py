@@ -21,8 +21,8 @@ from shardwise.manifest.manifest import (
 from shardwise.memory import records
 from shardwise.memory.agent.keeper import attendance
 from shardwise.memory.agent.status import status_of
+from shardwise.memory.home import Home, new_run, write_record
 from shardwise.memory.node.clearing import kept_run
-from shardwise.memory.node.home import Home, new_run, write_record
 from shardwise.memory.records import AgentInfo, Done, PendingManifest, Protect, Staged
 from shardwise.memory.redundancy.placement import Member
 from shardwise.memory.redundancy.placement import place as place_of

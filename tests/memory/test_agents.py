@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.memory.agent.agent import NICE
-from shardwise.memory.node.home import Home
-from shardwise.memory.node.spawn import running_agent
+from shardwise.memory.home import Home
 from shardwise.memory.records import AgentInfo
+from shardwise.memory.spawn import running_agent
 from shardwise.testing import Gang
 from tests.memory.certificates import Authority
 from tests.memory.test_snapshots import (

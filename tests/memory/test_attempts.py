@@ -13,8 +13,7 @@ from shardwise.memory.agent import attempts
 from shardwise.memory.agent.agent import undisturbed
 from shardwise.memory.agent.attempts import Attempts, Duty, Seen
 from shardwise.memory.agent.duties import attempt
-from shardwise.memory.node.home import Home
-from shardwise.memory.node.place import Place
+from shardwise.memory.home import Home, Place
 
 
 class Clock:

@@ -12,13 +12,11 @@ import pytest
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.agent.idle import Idle
+from shardwise.memory.home import ROOT, Home, Place, Run, new_run, write_record
+from shardwise.memory.lineage import Lineage, go_on_from, lineage_of
 from shardwise.memory.node.branches import is_abandoned, leave_behind
-from shardwise.memory.node.home import Home, Run, new_run, write_record
-from shardwise.memory.node.lineage import Lineage, go_on_from, lineage_of
-from shardwise.memory.node.place import Place
-from shardwise.memory.node.predecessors import ROOT
 from shardwise.memory.node.retire import give_up_failed
-from shardwise.memory.node.trainers import RankLock
+from shardwise.memory.ranks import RankLock
 from shardwise.memory.records import Done, PendingManifest, Staged
 from shardwise.memory.trainer.slots import Slots
 from shardwise.store import LocalStore

@@ -13,11 +13,10 @@ import shardwise as sw
 from shardwise.memory.agent.duties import Following
 from shardwise.memory.agent.idle import LINGER, LONGEST, Idle
 from shardwise.memory.agent.keeper import attendance
-from shardwise.memory.node.home import Home, Run
-from shardwise.memory.node.identity import node_name
-from shardwise.memory.node.mappings import Mappings
-from shardwise.memory.node.place import Place
+from shardwise.memory.home import Home, Place, Run
+from shardwise.memory.identity import node_name
 from shardwise.memory.node.vacancies import Vacancies
+from shardwise.memory.seal import Mappings
 from tests.cli.conftest import Run as RunCommand
 from tests.cli.conftest import run as run_command
 from tests.memory.test_keeper import until

@@ -12,9 +12,8 @@ from msgspec.structs import replace
 from shardwise.manifest.manifest import Manifest, encode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
-from shardwise.memory.node.home import Home, write_record
-from shardwise.memory.node.lineage import Branch, Lineage
-from shardwise.memory.node.place import Place
+from shardwise.memory.home import Home, Place, write_record
+from shardwise.memory.lineage import Branch, Lineage
 from shardwise.memory.records import AgentInfo, PendingManifest
 from shardwise.memory.remote.search import (
     ABSENT,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from shardwise.memory.node import identity, interface
-from shardwise.memory.node.home import Home
-from shardwise.memory.node.identity import last_port, node_name, remember_port, secret_of
-from shardwise.memory.node.interface import address_of, refuse_unreachable
+from shardwise.memory import identity, interface
+from shardwise.memory.home import Home
+from shardwise.memory.identity import last_port, node_name, remember_port, secret_of
+from shardwise.memory.interface import address_of, refuse_unreachable
 from shardwise.memory.records import AgentInfo
 
 

@@ -16,15 +16,15 @@ import msgspec
 import pytest
 
 import shardwise as sw
+from shardwise.memory import spawn
 from shardwise.memory.agent import keeper as keepers
 from shardwise.memory.agent.keeper import Keeper, is_attended
-from shardwise.memory.node import spawn
-from shardwise.memory.node.home import Home, new_run, write_record
-from shardwise.memory.node.spawn import ensure_agent, running_agent
-from shardwise.memory.node.trainers import RankLock
+from shardwise.memory.home import Home, new_run, write_record
 from shardwise.memory.options import Memory
+from shardwise.memory.ranks import RankLock
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.client import AgentClient
+from shardwise.memory.spawn import ensure_agent, running_agent
 from tests.memory.certificates import Authority
 from tests.memory.test_snapshots import end_agents
 

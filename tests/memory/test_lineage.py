@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import shardwise as sw
 from shardwise.manifest.manifest import Manifest, encode_manifest
 from shardwise.memory import records
-from shardwise.memory.node.lineage import MOST_BRANCHES, Branch, Lineage, go_on_from, lineage_of
+from shardwise.memory.lineage import MOST_BRANCHES, Branch, Lineage, go_on_from, lineage_of
 from shardwise.memory.remote.search import Held, choose
 from shardwise.store import LocalStore
 

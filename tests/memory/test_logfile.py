@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shardwise.memory.node.logfile import LARGEST, log_tail, open_log
+from shardwise.memory.spawn import LARGEST, log_tail, open_log
 
 CHATTER = """
 import logging, os, sys
 from pathlib import Path
-from shardwise.memory.node.logfile import log_to
+from shardwise.memory.spawn import log_to
 logging.basicConfig(level=logging.INFO, handlers=[log_to(Path(sys.argv[1]))])
 for number in range(2500):
     logging.info("%d %s", number, "x" * 1000)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import CorruptionError
-from shardwise.memory.node.mappings import Mappings
+from shardwise.memory.seal import Mappings
 
 MEGABYTE = 1 << 20
 

@@ -14,8 +14,7 @@ import pytest
 
 import shardwise as sw
 from shardwise.memory import records
-from shardwise.memory.node.home import Run
-from shardwise.memory.node.place import Place
+from shardwise.memory.home import Place, Run
 from shardwise.memory.records import AgentInfo, Done
 from shardwise.memory.remote.peers import Nodes, of_each
 from tests.memory.test_server import RUN, TOKEN, Served, served

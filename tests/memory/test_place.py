@@ -15,12 +15,10 @@ from shardwise.errors import StoreError
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.agent.duties import Following, Leading
-from shardwise.memory.node.home import Home, new_run, read_record, write_record
-from shardwise.memory.node.mappings import Mappings
-from shardwise.memory.node.place import Place
-from shardwise.memory.node.seal import Sealing
+from shardwise.memory.home import Home, Place, new_run, read_record, write_record
 from shardwise.memory.records import AgentInfo, Done, Kept, PendingManifest, Staged
 from shardwise.memory.redundancy.placement import Group, Member
+from shardwise.memory.seal import Mappings, Sealing
 from tests.memory.test_nodes import unreachable
 from tests.memory.test_server import TOKEN
 

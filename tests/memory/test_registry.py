@@ -13,12 +13,11 @@ from msgspec.structs import replace
 
 import shardwise as sw
 from shardwise.errors import StoreError
-from shardwise.memory.node import registry as registry_module
-from shardwise.memory.node.home import Home, write_record
-from shardwise.memory.node.identity import node_name, run_token
-from shardwise.memory.node.predecessors import ROOT
-from shardwise.memory.node.registry import KEPT_FOR, NODES, Enrolment, Registry, forget, reenter
+from shardwise.memory import registry as registry_module
+from shardwise.memory.home import ROOT, Home, write_record
+from shardwise.memory.identity import node_name, run_token
 from shardwise.memory.records import AgentInfo
+from shardwise.memory.registry import KEPT_FOR, NODES, Enrolment, Registry, forget, reenter
 from shardwise.memory.remote.client import AgentClient
 from shardwise.store import LocalStore
 from tests.faults.memory.scenario import end_agents

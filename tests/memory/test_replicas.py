@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 import shardwise as sw
 from shardwise.memory import records
 from shardwise.memory.agent.guard import claim
-from shardwise.memory.node.home import Run, write_record
-from shardwise.memory.node.place import Place
+from shardwise.memory.home import Place, Run, write_record
 from shardwise.memory.trainer.rings import peers_of, rings_of
 from shardwise.testing import Gang
 from tests.memory.test_snapshots import lose, memory_of, shm

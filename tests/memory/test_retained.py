@@ -20,12 +20,11 @@ from shardwise.memory.agent import signs
 from shardwise.memory.agent.attempts import Seen
 from shardwise.memory.agent.duties import Following
 from shardwise.memory.agent.publication import publication, retention_of
-from shardwise.memory.node.home import Home, new_run, write_record
-from shardwise.memory.node.mappings import Mappings
-from shardwise.memory.node.place import Place
+from shardwise.memory.home import Home, Place, new_run, write_record
 from shardwise.memory.node.retire import ENDED, discard, retire
 from shardwise.memory.records import Done, PendingManifest
 from shardwise.memory.remote.watch import Agents
+from shardwise.memory.seal import Mappings
 from shardwise.memory.trainer.handle import Begun, Stages
 from shardwise.store.local import LocalStore
 from tests.memory.test_snapshots import shm

@@ -26,7 +26,7 @@ from shardwise.errors import StoreError
 from shardwise.memory.agent import connections, server
 from shardwise.memory.agent.connections import serving
 from shardwise.memory.agent.server import create_app
-from shardwise.memory.node.home import LARGEST_RECORD, read_record
+from shardwise.memory.home import LARGEST_RECORD, read_record
 from shardwise.memory.records import Persist
 from tests.memory.certificates import Authority
 

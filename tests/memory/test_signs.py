@@ -9,9 +9,8 @@ import pytest
 from shardwise.memory import records
 from shardwise.memory.agent import signs
 from shardwise.memory.agent.attempts import Seen
-from shardwise.memory.node.home import Home, new_run
-from shardwise.memory.node.place import Place
-from shardwise.memory.node.trainers import RankLock
+from shardwise.memory.home import Home, Place, new_run
+from shardwise.memory.ranks import RankLock
 
 SAVE = "0" * 16
 FILES = [f"r{rank:05d}-{SAVE}.safetensors" for rank in (0, 1)]

@@ -13,8 +13,7 @@ from shardwise.engine.pages import LARGE
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.agent.persist import Throttle
-from shardwise.memory.node.home import Home, Run, new_run, write_record
-from shardwise.memory.node.place import Held, Place
+from shardwise.memory.home import Held, Home, Place, Run, new_run, write_record
 from shardwise.memory.node.retire import discard_newer, replaced, retire_replaced
 from shardwise.memory.node.room import needed_for_others, taken_for_others
 from shardwise.memory.records import Done, PendingManifest, Staged

@@ -10,8 +10,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import records
-from shardwise.memory.node.home import Home, Run, new_run, write_record
-from shardwise.memory.node.place import Place
+from shardwise.memory.home import Home, Place, Run, new_run, write_record
 from shardwise.memory.node.retire import retire_replaced
 from shardwise.memory.node.room import taken_for_others
 from shardwise.memory.node.spares import spare, spares, take_spare, trim_spares

@@ -30,9 +30,8 @@ from shardwise.manifest.names import data_file
 from shardwise.memory import records
 from shardwise.memory.agent import signs
 from shardwise.memory.agent.attempts import Seen
-from shardwise.memory.node.home import Home, Run, new_run
-from shardwise.memory.node.place import Place
-from shardwise.memory.node.trainers import RankLock
+from shardwise.memory.home import Home, Place, Run, new_run
+from shardwise.memory.ranks import RankLock
 from shardwise.memory.remote import watch as watch_module
 from shardwise.memory.remote.peers import Nodes
 from shardwise.memory.remote.watch import Agents, Vigil

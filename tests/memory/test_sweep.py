@@ -24,8 +24,7 @@ from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import data_file
 from shardwise.memory import records
-from shardwise.memory.node.home import Home, new_run
-from shardwise.memory.node.place import Place
+from shardwise.memory.home import Home, Place, new_run
 from shardwise.memory.node.retire import discard_newer
 from shardwise.memory.trainer.rings import Holder, Keeping, Ring
 from shardwise.memory.trainer.slots import Slot, Slots

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.memory.node.home import Home, Run, new_run
-from shardwise.memory.node.trainers import RankLock, forget_lost, is_present, lost_trainers
+from shardwise.memory.home import Home, Run, new_run
+from shardwise.memory.ranks import RankLock, forget_lost, is_present, lost_trainers
 
 
 @pytest.fixture
@@ -59,10 +59,10 @@ def test_a_child_does_not_keep_its_parent_alive(run: Run) -> None:
 TAKE = """
 import sys
 from pathlib import Path
-from shardwise.memory.node import trainers
-from shardwise.memory.node.home import Run
-trainers.PATIENCE = 0.1
-trainers.RankLock(Run(Path(sys.argv[1])), 0)
+from shardwise.memory import ranks
+from shardwise.memory.home import Run
+ranks.PATIENCE = 0.1
+ranks.RankLock(Run(Path(sys.argv[1])), 0)
 """
 
 

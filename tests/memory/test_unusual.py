@@ -18,12 +18,11 @@ import torch
 import shardwise as sw
 from shardwise.errors import CheckpointExistsError, StoreError
 from shardwise.manifest.names import step_directory
-from shardwise.memory import records
+from shardwise.memory import records, spawn
 from shardwise.memory.agent.duties import Leading
 from shardwise.memory.agent.keeper import attendance, is_attended
-from shardwise.memory.node import retire, spawn
-from shardwise.memory.node.home import Home, write_record
-from shardwise.memory.node.place import Place
+from shardwise.memory.home import Home, Place, write_record
+from shardwise.memory.node import retire
 from shardwise.memory.node.retire import ENDED
 from shardwise.memory.records import Done, PendingManifest
 from shardwise.memory.remote.search import what_is_held

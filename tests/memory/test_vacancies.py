@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.memory.agent import service
+from shardwise.memory.home import Home, Run, hold, new_run
 from shardwise.memory.node import vacancies
-from shardwise.memory.node.home import Home, Run, hold, new_run
-from shardwise.memory.node.trainers import RankLock, is_present
 from shardwise.memory.node.vacancies import Vacancies
+from shardwise.memory.ranks import RankLock, is_present
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def die_at_note(pattern: str, when: When) -> None:
     Args:
         when: before it; when it is written, and not yet in place; when it is there.
     """
-    from shardwise.memory.node.home import write_record
+    from shardwise.memory.home import write_record
 
     def dying(path: Path, note: object) -> None:
         if not re.search(pattern, path.name):

@@ -21,11 +21,9 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.node.acquaintances import NODES
-from shardwise.memory.node.home import read_record
-from shardwise.memory.node.place import ABANDONED
-from shardwise.memory.node.predecessors import ROOT
+from shardwise.memory.home import ABANDONED, ROOT, read_record
 from shardwise.memory.records import AgentInfo
+from shardwise.memory.registry import KNOWN_NODES as NODES
 
 ROWS, COLUMNS = 48, 1024
 FACTOR = 6364136223846793005

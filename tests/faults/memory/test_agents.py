@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.node.home import Home
-from shardwise.memory.node.registry import NODES
+from shardwise.memory.home import Home
+from shardwise.memory.registry import NODES
 from shardwise.testing import Gang
 from tests.faults.memory import deaths
 from tests.faults.memory.scenario import (

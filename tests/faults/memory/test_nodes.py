@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.node.home import Run
-from shardwise.memory.node.trainers import RankLock
+from shardwise.memory.home import Run
+from shardwise.memory.ranks import RankLock
 from shardwise.memory.remote.peers import Nodes
 from shardwise.store.store import Buffer
 from shardwise.testing import Gang

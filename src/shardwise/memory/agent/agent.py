@@ -14,8 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardwise.memory.agent.attempts import Attempts, Duty, Seen
-from shardwise.memory.node.home import Home
-from shardwise.memory.node.place import Held, Place
+from shardwise.memory.home import Held, Home, Place
 
 LOOK_AROUND = 1.0
 NICE = 10

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.memory.node.place import ABANDONED, Held, Place
+from shardwise.memory.home import ABANDONED, Held, Place
 
 LATEST = 60.0
 FORGOTTEN = 600.0

@@ -27,9 +27,7 @@ from shardwise.memory.agent.guard import guard, protection_of
 from shardwise.memory.agent.persist import Throttle, copy_to_store
 from shardwise.memory.agent.publication import publication, retain, retention_of
 from shardwise.memory.agent.rescue import copy_lost
-from shardwise.memory.node.home import Run, read_record, write_record
-from shardwise.memory.node.mappings import Mappings
-from shardwise.memory.node.place import ABANDONED, Place
+from shardwise.memory.home import ABANDONED, Place, Run, read_record, write_record
 from shardwise.memory.records import (
     AgentInfo,
     Done,
@@ -40,6 +38,7 @@ from shardwise.memory.records import (
     Staged,
 )
 from shardwise.memory.remote.peers import Nodes, of_each
+from shardwise.memory.seal import Mappings
 from shardwise.memory.tls import Tls
 from shardwise.store import Store, open_store
 

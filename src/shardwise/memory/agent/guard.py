@@ -16,12 +16,9 @@ from shardwise.manifest.checksums import BLOCK, BlockTable, block_checksums, crc
 from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
-from shardwise.memory.node.home import read_record, write_record
-from shardwise.memory.node.mappings import Mappings
-from shardwise.memory.node.place import Place
-from shardwise.memory.node.seal import is_sealed
+from shardwise.memory.home import Place, read_record, write_record
 from shardwise.memory.node.spares import take_spare
-from shardwise.memory.node.trainers import is_present
+from shardwise.memory.ranks import is_present
 from shardwise.memory.records import AgentInfo, Kept, PendingManifest, Protect
 from shardwise.memory.redundancy.parity import PIECE, build_parity, encode_pieces, owned
 from shardwise.memory.redundancy.placement import (
@@ -37,6 +34,7 @@ from shardwise.memory.redundancy.placement import (
     unite,
 )
 from shardwise.memory.remote.peers import Nodes
+from shardwise.memory.seal import Mappings, is_sealed
 from shardwise.store.store import Buffer
 
 COPIED_AT_ONCE = 8 << 20

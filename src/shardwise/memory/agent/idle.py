@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import ShardwiseError
+from shardwise.memory.home import ROOT, Place, Run, read_record
+from shardwise.memory.lineage import Lineage, known_lineage
 from shardwise.memory.node.branches import is_abandoned
-from shardwise.memory.node.home import Run, read_record
-from shardwise.memory.node.lineage import Lineage, known_lineage
-from shardwise.memory.node.place import Place
-from shardwise.memory.node.predecessors import ROOT
 from shardwise.memory.node.retire import PATIENCE, retire
 from shardwise.memory.node.tenants import evict
-from shardwise.memory.node.trainers import has_trainers
+from shardwise.memory.ranks import has_trainers
 from shardwise.retention import committed_steps
 from shardwise.store import open_store
 

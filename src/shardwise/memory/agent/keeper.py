@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from shardwise.errors import StoreError
-from shardwise.memory.node.home import Home
-from shardwise.memory.node.logfile import log_tail
-from shardwise.memory.node.spawn import ensure_agent, running_agent
+from shardwise.memory.home import Home
 from shardwise.memory.options import Memory
 from shardwise.memory.remote.watch import silence
+from shardwise.memory.spawn import ensure_agent, log_tail, running_agent
 
 LOOK_AROUND = 1.0
 BETWEEN_QUESTIONS = 5.0

@@ -12,7 +12,7 @@ from shardwise.errors import StoreError
 from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory.agent.persist import Throttle, aligned, made_durable
-from shardwise.memory.node.place import Place
+from shardwise.memory.home import Place
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.assembled import AssembledStore
 from shardwise.memory.remote.search import ask_others, choose, reader, what_is_held

@@ -24,8 +24,8 @@ from aiohttp.typedefs import Handler, Middleware
 from shardwise.errors import FormatError
 from shardwise.manifest.names import MANIFEST, checked_file, step_of_directory
 from shardwise.memory.agent.connections import STRANGERS
-from shardwise.memory.node.home import LARGEST_RECORD
-from shardwise.memory.node.identity import run_token
+from shardwise.memory.home import LARGEST_RECORD
+from shardwise.memory.identity import run_token
 from shardwise.memory.remote.client import LONGEST_WAIT, Health, ListedFile, ListedStep
 
 LOOK_AROUND = 0.02

@@ -27,15 +27,14 @@ from shardwise.memory.agent.duties import Following, Leading
 from shardwise.memory.agent.idle import Idle
 from shardwise.memory.agent.keeper import is_attended
 from shardwise.memory.agent.server import create_app
-from shardwise.memory.node.home import Home, write_record
-from shardwise.memory.node.identity import last_port, node_name, remember_port, secret_of
-from shardwise.memory.node.interface import LOOPBACK, address_of
-from shardwise.memory.node.mappings import Mappings
-from shardwise.memory.node.registry import reenter
+from shardwise.memory.home import Home, write_record
+from shardwise.memory.identity import last_port, node_name, remember_port, secret_of
+from shardwise.memory.interface import LOOPBACK, address_of
 from shardwise.memory.node.retire import retire_replaced
-from shardwise.memory.node.seal import Sealing
 from shardwise.memory.node.vacancies import Vacancies
 from shardwise.memory.records import AgentInfo, schema
+from shardwise.memory.registry import reenter
+from shardwise.memory.seal import Mappings, Sealing
 from shardwise.memory.tls import Tls
 
 PATIENCE = 2.0

@@ -9,7 +9,7 @@ from shardwise.memory import records
 from shardwise.memory.agent.attempts import Seen
 from shardwise.memory.node.retire import replaced
 from shardwise.memory.node.tenants import rank_of
-from shardwise.memory.node.trainers import is_present, lost_trainers
+from shardwise.memory.ranks import is_present, lost_trainers
 
 
 def of_sealing(seen: Seen) -> list[str]:

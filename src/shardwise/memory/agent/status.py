@@ -12,12 +12,11 @@ from shardwise.errors import StoreError
 from shardwise.memory import records
 from shardwise.memory.agent.keeper import is_attended
 from shardwise.memory.agent.tensors import TensorsStatus, tensors_of
-from shardwise.memory.node.home import Home, Run, read_record
-from shardwise.memory.node.place import Place
-from shardwise.memory.node.spawn import running_agent
+from shardwise.memory.home import Home, Place, Run, read_record
 from shardwise.memory.records import AgentInfo, Done, Protect, Staged
 from shardwise.memory.redundancy.placement import Protection
 from shardwise.memory.remote.client import AgentClient
+from shardwise.memory.spawn import running_agent
 from shardwise.memory.tls import Tls
 
 STAGES = ("commit", "protect", "persist")

@@ -13,8 +13,7 @@ from shardwise.manifest.manifest import Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.manifest.validate import validated_pieces
 from shardwise.memory import records
-from shardwise.memory.node.home import Run, read_record
-from shardwise.memory.node.place import Place
+from shardwise.memory.home import Place, Run, read_record
 from shardwise.memory.records import Protect
 from shardwise.memory.redundancy.placement import Group
 

@@ -9,9 +9,8 @@ from shardwise.errors import FormatError, StateError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
-from shardwise.memory.node.home import Run
-from shardwise.memory.node.lineage import Lineage
-from shardwise.memory.node.place import Place
+from shardwise.memory.home import Place, Run
+from shardwise.memory.lineage import Lineage
 from shardwise.memory.node.retire import discard
 
 

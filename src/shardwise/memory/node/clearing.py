@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import StoreError
-from shardwise.memory.node.home import Home, Run, hold, read_record
-from shardwise.memory.node.place import Place
-from shardwise.memory.node.predecessors import ROOT
+from shardwise.memory.home import ROOT, Home, Place, Run, hold, read_record
 from shardwise.memory.node.retire import discard_newer
-from shardwise.memory.node.trainers import has_trainers
 from shardwise.memory.node.vacancies import ASIDE
+from shardwise.memory.ranks import has_trainers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,10 @@ import shutil
 from contextlib import suppress
 
 from shardwise.errors import StoreError
-from shardwise.memory.node.home import Home, Run, read_record, write_record
+from shardwise.memory.home import ROOT, Home, Run, read_record, write_record
 from shardwise.memory.node.retire import discard_newer
-from shardwise.memory.node.trainers import has_trainers
+from shardwise.memory.ranks import has_trainers
 
-ROOT = "root.json"
 log = logging.getLogger("shardwise")
 
 

@@ -12,8 +12,7 @@ from shardwise.errors import StoreError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
-from shardwise.memory.node.home import Run
-from shardwise.memory.node.place import Held, Place
+from shardwise.memory.home import Held, Place, Run
 from shardwise.memory.node.spares import spare, trim_spares
 from shardwise.memory.node.tenants import evict_movers
 from shardwise.store import LocalStore

@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from shardwise.memory import records
-from shardwise.memory.node.home import Run
-from shardwise.memory.node.place import Place
+from shardwise.memory.home import Place, Run
 from shardwise.memory.node.spares import spares
 from shardwise.memory.options import Memory
 

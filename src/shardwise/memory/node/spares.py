@@ -7,7 +7,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from shardwise.memory.node.home import Run
+from shardwise.memory.home import Run
 
 SPARE = ".spare"
 

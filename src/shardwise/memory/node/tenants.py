@@ -6,9 +6,8 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
-from shardwise.memory.node.home import Run
-from shardwise.memory.node.place import Place
-from shardwise.memory.node.trainers import is_present
+from shardwise.memory.home import Place, Run
+from shardwise.memory.ranks import is_present
 
 SLOT = ".slot"
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from shardwise.errors import StoreError
-from shardwise.memory.node.home import Home, Run, hold
-from shardwise.memory.node.identity import node_name
-from shardwise.memory.node.registry import forget
-from shardwise.memory.node.trainers import has_trainers
+from shardwise.memory.home import Home, Run, hold
+from shardwise.memory.identity import node_name
+from shardwise.memory.ranks import has_trainers
+from shardwise.memory.registry import forget
 
 ASIDE = "vacant-"
 

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import msgspec
 
 from shardwise.errors import CorruptionError, StoreError
-from shardwise.memory.node.home import Run
-from shardwise.memory.node.mappings import mapped
-from shardwise.memory.node.place import Place
+from shardwise.memory.home import Place, Run
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.redundancy.placement import Protection, decode_protection
 from shardwise.memory.redundancy.rebuild import Rebuilder
 from shardwise.memory.remote.peers import Nodes
+from shardwise.memory.seal import mapped
 from shardwise.memory.tls import Tls
 from shardwise.store import LocalStore, ReadableFile, Store, WritableFile
 from shardwise.store.store import Buffer

@@ -12,8 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from shardwise.errors import StoreError
-from shardwise.memory.node.home import LARGEST_RECORD, read_record, write_record
-from shardwise.memory.node.place import ABANDONED, Place
+from shardwise.memory.home import ABANDONED, LARGEST_RECORD, Place, read_record, write_record
 from shardwise.memory.records import AgentInfo, Done
 from shardwise.memory.remote.client import AgentClient
 from shardwise.memory.tls import Tls

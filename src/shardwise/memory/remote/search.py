@@ -12,13 +12,12 @@ from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
-from shardwise.memory.node.acquaintances import acquaintances
-from shardwise.memory.node.home import Run
-from shardwise.memory.node.lineage import Lineage
-from shardwise.memory.node.place import Place
+from shardwise.memory.home import Place, Run
+from shardwise.memory.lineage import Lineage
 from shardwise.memory.records import AgentInfo, PendingManifest, Protect
 from shardwise.memory.redundancy.placement import Protection
 from shardwise.memory.redundancy.rebuild import assemblable
+from shardwise.memory.registry import known_nodes
 from shardwise.memory.remote.assembled import Assembly
 from shardwise.memory.remote.client import AgentClient
 from shardwise.memory.tls import Tls
@@ -50,7 +49,7 @@ class Held(msgspec.Struct, array_like=True):
 def what_is_held(run: Run, node: str) -> Held:
     """What this node holds of a run."""
     steps: dict[int, dict[str, int]] = {}
-    knows = {info.node: info for info in acquaintances(run)}
+    knows = {info.node: info for info in known_nodes(run)}
     for step in run.steps():
         place = Place(run, step)
         with suppress(FileNotFoundError):

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 from shardwise.errors import StoreError
 from shardwise.memory import records
-from shardwise.memory.node.home import Home
-from shardwise.memory.node.place import Place
-from shardwise.memory.node.spawn import running_agent
+from shardwise.memory.home import Home, Place
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.client import AgentClient
+from shardwise.memory.spawn import running_agent
 from shardwise.memory.tls import Tls
 
 LOOK_AROUND = 0.5

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from shardwise.engine.options import SaveOptions
 from shardwise.engine.planning import Planned
 from shardwise.manifest.names import data_file
-from shardwise.memory.node.meeting import Membership
+from shardwise.memory.membership import Membership
 from shardwise.memory.options import Memory
 from shardwise.memory.records import PendingManifest
 from shardwise.retention import Keep

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from shardwise.engine.save import SaveReport
 from shardwise.errors import StoreError
 from shardwise.memory import records
-from shardwise.memory.node.home import read_record, write_record
-from shardwise.memory.node.place import Place
+from shardwise.memory.home import Place, read_record, write_record
 from shardwise.memory.node.retire import ENDED
 from shardwise.memory.records import Done
 from shardwise.memory.remote.watch import Agents, Vigil

@@ -15,11 +15,9 @@ from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
-from shardwise.memory.node.home import Run
-from shardwise.memory.node.place import Place
-from shardwise.memory.node.registry import Known
-from shardwise.memory.node.seal import is_intact
+from shardwise.memory.home import Place, Run
 from shardwise.memory.records import AgentInfo
+from shardwise.memory.registry import Known
 from shardwise.memory.remote.assembled import AssembledStore, Assembly
 from shardwise.memory.remote.search import (
     Held,
@@ -29,6 +27,7 @@ from shardwise.memory.remote.search import (
     suffices,
     what_is_held,
 )
+from shardwise.memory.seal import is_intact
 from shardwise.memory.trainer.snapshots import Snapshots
 
 SETTLE = 5.0

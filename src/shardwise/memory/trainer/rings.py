@@ -21,9 +21,8 @@ from shardwise.engine.planning import Planned
 from shardwise.manifest.checksums import BLOCK, block_checksums, block_count
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import records
-from shardwise.memory.node.home import write_record
-from shardwise.memory.node.meeting import Membership
-from shardwise.memory.node.place import Place
+from shardwise.memory.home import Place, write_record
+from shardwise.memory.membership import Membership
 from shardwise.memory.options import Memory
 from shardwise.memory.records import Kept
 from shardwise.memory.redundancy.parity import PIECE, encode_pieces, owned

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from shardwise.engine.pages import allocate_pages, map_pages
 from shardwise.errors import StoreError
-from shardwise.memory.node.home import Run
+from shardwise.memory.home import Run
 from shardwise.store.store import Buffer
 
 ROOM = 1 << 20  # headers and the values of a rank differ a little from save to save

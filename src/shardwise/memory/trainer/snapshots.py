@@ -19,20 +19,18 @@ from shardwise.events import Recorder
 from shardwise.manifest.names import new_save_id
 from shardwise.memory.agent.guard import gaps
 from shardwise.memory.agent.keeper import Keeper
-from shardwise.memory.node.acquaintances import remember
+from shardwise.memory.home import Place, Run
+from shardwise.memory.lineage import Lineage, go_on_from
+from shardwise.memory.membership import meet, reaching
 from shardwise.memory.node.branches import leave_behind, refuse_to_go_back
-from shardwise.memory.node.home import Run
-from shardwise.memory.node.lineage import Lineage, go_on_from
-from shardwise.memory.node.meeting import meet, reaching
-from shardwise.memory.node.place import Place
 from shardwise.memory.node.predecessors import remove_predecessors
-from shardwise.memory.node.registry import Enrolment, Registry
-from shardwise.memory.node.spawn import ensure_agent
 from shardwise.memory.node.tenants import evict
-from shardwise.memory.node.trainers import RankLock, forget_lost
 from shardwise.memory.options import Memory
+from shardwise.memory.ranks import RankLock, forget_lost
 from shardwise.memory.records import AgentInfo
+from shardwise.memory.registry import Enrolment, Registry, remember_nodes
 from shardwise.memory.remote.watch import Agents
+from shardwise.memory.spawn import ensure_agent
 from shardwise.memory.tls import Tls
 from shardwise.memory.trainer.draft import Storing, draft_of
 from shardwise.memory.trainer.handle import Begun, SaveHandle, Stages
@@ -105,7 +103,7 @@ class Snapshots:
             if self.is_first_of_node:
                 forget_lost(self.run)
                 remove_predecessors(self.home, self.run, str(self._root))
-                remember(self.run, self.meeting.nodes)
+                remember_nodes(self.run, self.meeting.nodes)
                 node_of = self.meeting.node_of
                 evict(self.run, lambda rank: node_of[rank : rank + 1] == [self.node])
             return b""

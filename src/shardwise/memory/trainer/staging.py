@@ -14,8 +14,7 @@ from shardwise.engine.content import Content, data_of
 from shardwise.engine.planning import Planned
 from shardwise.errors import ShardwiseError, StoreError
 from shardwise.memory import records
-from shardwise.memory.node.home import Home, Run, write_record
-from shardwise.memory.node.place import Place
+from shardwise.memory.home import Home, Place, Run, write_record
 from shardwise.memory.node.retire import give_up_failed
 from shardwise.memory.node.room import needed_for_others, taken_for_others
 from shardwise.memory.options import Memory

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 from shardwise.errors import StoreError
-from shardwise.memory.node.home import new_run
+from shardwise.memory.home import new_run
 from shardwise.store import Store
 
 RUN = "run.json"

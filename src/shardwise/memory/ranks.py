@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardwise.errors import StoreError
-from shardwise.memory.node.home import Run, hold
+from shardwise.memory.home import Run, hold
 
 PATIENCE = 10.0
 POLL = 0.02

@@ -9,12 +9,12 @@ import msgspec
 
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group, own_address
-from shardwise.memory.node.home import Home
-from shardwise.memory.node.interface import refuse_unreachable
-from shardwise.memory.node.lineage import Lineage, lineage_of
-from shardwise.memory.node.spawn import ensure_agent
+from shardwise.memory.home import Home
+from shardwise.memory.interface import refuse_unreachable
+from shardwise.memory.lineage import Lineage, lineage_of
 from shardwise.memory.options import Memory
 from shardwise.memory.records import AgentInfo
+from shardwise.memory.spawn import ensure_agent
 from shardwise.store import Store
 
 

@@ -17,7 +17,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,15 +25,17 @@ from pathlib import Path
 
 import msgspec
 
-from shardwise.memory.node.home import Run, read_record
-from shardwise.memory.node.identity import run_token
-from shardwise.memory.node.interface import serves_own_host_only
-from shardwise.memory.node.lineage import Epoch
-from shardwise.memory.node.predecessors import ROOT
+from shardwise.errors import StoreError
+from shardwise.memory.home import ROOT, Run, read_record, write_record
+from shardwise.memory.identity import run_token
+from shardwise.memory.interface import serves_own_host_only
+from shardwise.memory.lineage import Epoch
 from shardwise.memory.records import AgentInfo
 from shardwise.store import LocalStore, Store, open_store
 
 NODES = "nodes"
+KNOWN_NODES = "nodes.json"
+MOST_KNOWN = 64
 LARGEST_ENTRY = 1 << 14
 MOST = 1024
 AT_A_TIME = 32
@@ -281,3 +283,23 @@ def _read_private(path: Path) -> Entry | str:
 def _is_private(found: os.stat_result) -> bool:
     mine = found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode)
     return mine and not stat.S_IMODE(found.st_mode) & 0o077
+
+
+def remember_nodes(run: Run, nodes: Iterable[AgentInfo]) -> None:
+    """Record on this node which nodes the run is on; of earlier ones, keep the most recent.
+
+    Ranks that return to this node after others ran elsewhere find those nodes by this record: the
+    records of old snapshots do not name them.
+    """
+    known = {info.node: info for info in known_nodes(run)}
+    for info in nodes:
+        known.pop(info.node, None)
+        known[info.node] = info
+    write_record(run.path / KNOWN_NODES, list(known.values())[-MOST_KNOWN:])
+
+
+def known_nodes(run: Run) -> list[AgentInfo]:
+    """Return the recorded nodes; none, if the record is damaged."""
+    with suppress(StoreError):
+        return read_record(run.path / KNOWN_NODES, list[AgentInfo]) or []
+    return []

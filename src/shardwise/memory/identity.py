@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardwise.errors import StoreError
-from shardwise.memory.node.home import Home
+from shardwise.memory.home import Home
 
 SHORTEST_SECRET, LONGEST_SECRET = 16, 512
 _SECRET = re.compile(rf"[!-~]{{{SHORTEST_SECRET},{LONGEST_SECRET}}}")
