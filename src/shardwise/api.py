@@ -15,8 +15,8 @@ from shardwise.adapters import Binding, asked_of, bind_state, optimizer_names
 from shardwise.adapters.tensors import fillable_leaves
 from shardwise.checkpoint import Checkpoint
 from shardwise.engine.alike import check_sample
-from shardwise.engine.arena import DEFAULT_STAGING_BYTES, Arena
-from shardwise.engine.collection import without_collection
+from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
+from shardwise.engine.calls import uncompiled, without_collection
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, moves_cpu_tensors
 from shardwise.engine.load import GroupFilling, LoadReport, plan_filling
@@ -24,7 +24,6 @@ from shardwise.engine.match import GROUPS, Matched, agree_on_match, match, with_
 from shardwise.engine.opened import Opened, read_per_rank
 from shardwise.engine.options import LoadOptions, SaveOptions
 from shardwise.engine.save import Save, SaveReport, save_all
-from shardwise.engine.uncompiled import uncompiled
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.formats.specification import Specification

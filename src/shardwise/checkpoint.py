@@ -13,7 +13,7 @@ import torch
 from shardwise.adapters.optimizers import GROUPS
 from shardwise.adapters.values import saved_tensors
 from shardwise.engine.alike import refuse, unlike_sample
-from shardwise.engine.arena import Arena
+from shardwise.engine.buffers import Arena
 from shardwise.engine.load import fill, plan_filling
 from shardwise.engine.opened import Opened
 from shardwise.engine.slices import read_selected

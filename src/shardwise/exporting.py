@@ -13,7 +13,7 @@ from shardwise.api import Index, Place, entered, resolved_group
 from shardwise.convert.conversion import ConversionReport
 from shardwise.convert.request import MAX_FILE, MAX_MEMORY, Request, digest_of
 from shardwise.convert.stream import Source
-from shardwise.engine.collection import without_collection
+from shardwise.engine.calls import without_collection
 from shardwise.engine.group import Group
 from shardwise.events import Recorder, Sink
 from shardwise.formats.specification import Specification

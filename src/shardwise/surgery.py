@@ -20,8 +20,8 @@ from shardwise.convert.merging import Merged
 from shardwise.convert.output import Parts
 from shardwise.convert.request import MAX_FILE, MAX_MEMORY, Request, digest_of
 from shardwise.convert.stream import Source
-from shardwise.engine.arena import Arena
-from shardwise.engine.collection import without_collection
+from shardwise.engine.buffers import Arena
+from shardwise.engine.calls import without_collection
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened

@@ -21,7 +21,7 @@ from shardwise.convert import conversion
 from shardwise.convert.journal import FOLDER
 from shardwise.convert.output import Late, Output
 from shardwise.convert.stream import MarkedSums, Source, write_output
-from shardwise.engine.arena import Arena
+from shardwise.engine.buffers import Arena
 from shardwise.engine.group import SoloGroup
 from shardwise.manifest.checksums import crc32
 from shardwise.opening import open_any

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine.arena import aligned_buffer
+from shardwise.engine.buffers import aligned_buffer
 from shardwise.engine.datareader import DataReader
 from shardwise.errors import CorruptionError, StoreError
 from shardwise.store.store import Buffer

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine.memory import HostMemory
+from shardwise.engine.tensors import HostMemory
 
 
 @pytest.mark.parametrize("memory", [None, sw.Memory()], ids=["waiting", "in memory"])

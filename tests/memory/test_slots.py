@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from shardwise.engine.pages import LARGE
+from shardwise.engine.buffers import LARGE
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.agent.persist import Throttle

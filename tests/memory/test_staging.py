@@ -20,9 +20,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine.content import Content, Data
-from shardwise.engine.memory import DeviceMemory, HostMemory, Memory
+from shardwise.engine.files import Content, Data
 from shardwise.engine.planning import Planned
+from shardwise.engine.tensors import DeviceMemory, HostMemory, Memory
 from shardwise.layout import Box
 from shardwise.manifest.datafile import lay_out, list_pieces
 from shardwise.manifest.manifest import FileEntry

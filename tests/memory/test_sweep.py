@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine.content import Content
-from shardwise.engine.memory import Array, HostMemory, Slices
+from shardwise.engine.files import Content
+from shardwise.engine.tensors import Array, HostMemory, Slices
 from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import data_file

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.engine.arena import aligned_buffer
+from shardwise.engine.buffers import aligned_buffer
 from shardwise.errors import StoreError
 from shardwise.store import LocalStore, Store, open_store
 from shardwise.testing.faulty import Fault, FaultyStore

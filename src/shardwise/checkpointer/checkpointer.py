@@ -19,11 +19,11 @@ from shardwise.checkpointer.restoring import RestoreReport, Restoring, Start, ch
 from shardwise.checkpointer.saving import Saving
 from shardwise.checkpointer.settings import Settings, check_options, open_root, root_of, signals_of
 from shardwise.checkpointer.signals import Then
-from shardwise.engine.arena import DEFAULT_STAGING_BYTES
+from shardwise.engine.buffers import DEFAULT_STAGING_BYTES
+from shardwise.engine.calls import uncompiled
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, own_group
 from shardwise.engine.load import LoadReport
 from shardwise.engine.options import whole_number
-from shardwise.engine.uncompiled import uncompiled
 from shardwise.errors import (
     CheckpointNotFoundError,
     ShardwiseError,

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise import api
 from shardwise.adapters import optimizers_in
 from shardwise.checkpointer.settings import Settings
-from shardwise.engine.collection import without_collection
+from shardwise.engine.calls import without_collection
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.options import SaveOptions, checked_step

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardwise.cli.places import Saved
-from shardwise.engine.arena import Arena
+from shardwise.engine.buffers import Arena
 from shardwise.engine.datareader import DataReader
 from shardwise.errors import CorruptionError
 from shardwise.events import Event, Recorder

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.cli.places import Saved
-from shardwise.engine.arena import Arena
+from shardwise.engine.buffers import Arena
 from shardwise.engine.load import read_boxes
 from shardwise.engine.opened import Opened, opened_manifest, read_manifest
 from shardwise.layout import Box, boxes_of

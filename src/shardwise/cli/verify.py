@@ -13,7 +13,7 @@ from shardwise.cli import wording
 from shardwise.cli.damage import Damage, ForeignSearch, Search
 from shardwise.cli.places import Below, checkpoints_at, read_manifest, trusted_pieces
 from shardwise.cli.terminal import AsJson, complain, output, print_json, progress
-from shardwise.engine.arena import Arena
+from shardwise.engine.buffers import Arena
 from shardwise.errors import FormatError
 from shardwise.manifest.names import MANIFEST
 

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.convert.output import Part
 from shardwise.convert.stream import Source
-from shardwise.engine.arena import aligned_buffer
+from shardwise.engine.buffers import aligned_buffer
 from shardwise.errors import MismatchError, StateError
 from shardwise.layout import Box, boxes_of
 from shardwise.manifest.manifest import Manifest, ObjectEntry, TensorEntry

@@ -9,7 +9,7 @@ import torch
 from shardwise.convert.lora import Bias, Change, LowRank, Whole
 from shardwise.convert.output import Part
 from shardwise.convert.stream import Source
-from shardwise.engine.arena import aligned_buffer
+from shardwise.engine.buffers import aligned_buffer
 from shardwise.layout import Box
 from shardwise.store.store import Buffer
 

@@ -15,7 +15,7 @@ from shardwise.convert.chosen import Chosen, Written, nothing_below
 from shardwise.convert.conversion import SMALLEST_MEMORY, Compared, Conversion, ConversionReport
 from shardwise.convert.output import Parts
 from shardwise.convert.targets import TARGETS
-from shardwise.engine.arena import Arena
+from shardwise.engine.buffers import Arena
 from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened
 from shardwise.errors import StateError

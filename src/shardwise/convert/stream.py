@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from shardwise.convert.output import Late, Output, Part, Parts, Segment, size_of
-from shardwise.engine.arena import Arena, aligned_buffer
+from shardwise.engine.buffers import Arena, aligned_buffer
 from shardwise.engine.load import fill, plan_filling
 from shardwise.engine.opened import Opened
 from shardwise.layout import boxes_of_range

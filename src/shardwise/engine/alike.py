@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import torch
 
-from shardwise.engine.arena import Arena
+from shardwise.engine.buffers import Arena
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.load import read_boxes

@@ -6,7 +6,7 @@ import errno
 import logging
 from contextlib import suppress
 
-from shardwise.engine.arena import aligned_buffer
+from shardwise.engine.buffers import aligned_buffer
 from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
 from shardwise.manifest.manifest import FileEntry

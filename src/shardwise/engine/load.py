@@ -12,15 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardwise.engine.arena import Arena
-from shardwise.engine.copies import Copies, Wanted
+from shardwise.engine.buffers import Arena
 from shardwise.engine.datareader import DataReader
-from shardwise.engine.describe import untied
 from shardwise.engine.group import Group
-from shardwise.engine.memory import check_memory, memory_of
 from shardwise.engine.neighbours import Neighbours
 from shardwise.engine.opened import Opened
 from shardwise.engine.read import read_alone, read_together
+from shardwise.engine.tensors import Copies, Wanted, check_memory, memory_of, untied
 from shardwise.errors import MismatchError
 from shardwise.events import size
 from shardwise.layout import Box

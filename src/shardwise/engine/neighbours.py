@@ -24,9 +24,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from shardwise.engine.buffers import allocate_pages, map_pages
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
-from shardwise.engine.pages import allocate_pages, map_pages
 from shardwise.engine.ring import READING, Awaited, Doorbell, RingLayout, Rings, T, find_bell, ring
 from shardwise.errors import LostRankError, RankError
 from shardwise.manifest.manifest import FileEntry

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from shardwise.engine.arena import Arena
+from shardwise.engine.buffers import Arena
 from shardwise.engine.datareader import BEYOND, DataReader, is_foreign
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group

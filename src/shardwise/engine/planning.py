@@ -11,11 +11,11 @@ from datetime import datetime, timezone
 import msgspec
 
 from shardwise.engine.agree import SharedValues, unite_values
-from shardwise.engine.content import Content, data_of
-from shardwise.engine.describe import Described, describe
 from shardwise.engine.exchange import exchange
+from shardwise.engine.files import Content, data_of
 from shardwise.engine.group import Group
 from shardwise.engine.options import SaveOptions
+from shardwise.engine.tensors import Described, describe
 from shardwise.errors import MismatchError
 from shardwise.events import Recorder
 from shardwise.manifest.datafile import lay_out, list_pieces

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from shardwise.engine.arena import Arena
-from shardwise.engine.copies import Copies
+from shardwise.engine.buffers import Arena
 from shardwise.engine.datareader import DataReader
 from shardwise.engine.ring import Rings
+from shardwise.engine.tensors import Copies
 from shardwise.errors import CorruptionError
 from shardwise.plan.load import Spans
 from shardwise.store.store import Buffer

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import torch
 
-from shardwise.engine.describe import Described
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
+from shardwise.engine.tensors import Described
 from shardwise.errors import MismatchError
 from shardwise.layout import Box
 from shardwise.manifest.checksums import crc32

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from shardwise.engine.pages import map_pages
+from shardwise.engine.buffers import map_pages
 from shardwise.errors import CorruptionError
 from shardwise.manifest.checksums import BLOCK, BlockTable, block_checksums, block_count, crc32
 from shardwise.manifest.manifest import FileEntry

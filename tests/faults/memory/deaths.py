@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from shardwise.engine.content import Content
+    from shardwise.engine.files import Content
     from shardwise.store.store import Buffer
 
 When = Literal["before", "within", "after"]
@@ -28,7 +28,7 @@ def die() -> None:
 
 def die_at_bucket(number: int) -> None:
     """From now on, die when the copy comes to this bucket, in its midst."""
-    from shardwise.engine.content import Content
+    from shardwise.engine.files import Content
 
     fill = Content.fill
     seen = iter(range(number + 1))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine.content import Content
+from shardwise.engine.files import Content
 from shardwise.testing import Gang
 from tests.faults.memory.deaths import When, die, die_at_bucket, die_at_note
 from tests.faults.memory.scenario import (

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine.content import Content
+from shardwise.engine.files import Content
 from shardwise.memory.records import Done
 from shardwise.memory.trainer.handle import Stages
 from shardwise.store.store import Buffer

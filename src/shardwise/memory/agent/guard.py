@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 import numpy as np
 
-from shardwise.engine.pages import allocate_pages
+from shardwise.engine.buffers import allocate_pages
 from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.checksums import BLOCK, BlockTable, block_checksums, crc32
 from shardwise.manifest.manifest import FileEntry, decode_manifest

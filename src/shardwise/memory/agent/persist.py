@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
-from shardwise.engine.arena import aligned_buffer
+from shardwise.engine.buffers import aligned_buffer
 from shardwise.manifest.manifest import FileEntry
 from shardwise.store import Store, WritableFile
 from shardwise.store.store import Buffer

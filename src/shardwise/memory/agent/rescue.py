@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from contextlib import closing
 
-from shardwise.engine.arena import aligned_buffer
+from shardwise.engine.buffers import aligned_buffer
 from shardwise.engine.datareader import DataReader
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import FileEntry, decode_manifest

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from shardwise.engine.arena import aligned_buffer
+from shardwise.engine.buffers import aligned_buffer
 from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.checksums import BLOCK, block_checksums
 from shardwise.memory.redundancy.placement import Group, Member, parity_file_size, parity_name

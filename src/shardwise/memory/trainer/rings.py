@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.engine.content import Content
 from shardwise.engine.exchange import exchange
+from shardwise.engine.files import Content
 from shardwise.engine.group import Group as RankGroup
 from shardwise.engine.planning import Planned
 from shardwise.manifest.checksums import BLOCK, block_checksums, block_count

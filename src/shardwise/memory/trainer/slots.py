@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shardwise.engine.pages import allocate_pages, map_pages
+from shardwise.engine.buffers import allocate_pages, map_pages
 from shardwise.errors import StoreError
 from shardwise.memory.home import Run
 from shardwise.store.store import Buffer

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.engine.content import Content, data_of
+from shardwise.engine.files import Content, data_of
 from shardwise.engine.planning import Planned
 from shardwise.errors import ShardwiseError, StoreError
 from shardwise.memory import records
