@@ -14,9 +14,9 @@ import torch.distributed as dist
 from shardwise.adapters import Binding, asked_of, bind_state, optimizer_names
 from shardwise.adapters.tensors import fillable_leaves
 from shardwise.checkpoint import Checkpoint
-from shardwise.engine.alike import check_sample
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
 from shardwise.engine.calls import uncompiled, without_collection
+from shardwise.engine.compare import check_sample
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, moves_cpu_tensors
 from shardwise.engine.load import GroupFilling, LoadReport, plan_filling
@@ -30,7 +30,7 @@ from shardwise.formats.specification import Specification
 from shardwise.manifest.names import MANIFEST, checked_name
 from shardwise.opening import Reading, open_any, place_below, refuse_file, refuse_foreign
 from shardwise.plan.cache import PlanCache
-from shardwise.plan.saved import Rename, SavedState, renaming
+from shardwise.plan.lookup import Rename, SavedState, renaming
 from shardwise.resizing import Resizing
 from shardwise.retention import Choice
 from shardwise.state.leaves import LocalState, ParameterOrder, TensorLeaf

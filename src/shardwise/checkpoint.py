@@ -12,8 +12,8 @@ import torch
 
 from shardwise.adapters.optimizers import GROUPS
 from shardwise.adapters.values import saved_tensors
-from shardwise.engine.alike import refuse, unlike_sample
 from shardwise.engine.buffers import Arena
+from shardwise.engine.compare import refuse, unlike_sample
 from shardwise.engine.load import fill, plan_filling
 from shardwise.engine.opened import Opened
 from shardwise.engine.slices import read_selected
@@ -24,7 +24,7 @@ from shardwise.layout import Box, selected
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Manifest, TensorEntry
 from shardwise.notebook import checkpoint_html, draw_boxes, tensor_html
-from shardwise.plan.saved import SavedState
+from shardwise.plan.lookup import SavedState
 from shardwise.state.leaves import Fragment, TensorLeaf
 from shardwise.state.objects import decode
 from shardwise.state.selection import Selection

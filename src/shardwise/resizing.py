@@ -16,7 +16,7 @@ from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened
 from shardwise.errors import MismatchError, StateError
-from shardwise.plan.saved import SavedState
+from shardwise.plan.lookup import SavedState
 from shardwise.state.leaves import ParameterOrder
 from shardwise.state.selection import Selection
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.plan.balance import divide, fill_levels
+from shardwise.plan.save import divide, fill_levels
 
 WORLD = 6
 Replica = tuple[int, tuple[int, ...], int]

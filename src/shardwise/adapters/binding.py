@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardwise.plan.saved import SavedState
+from shardwise.plan.lookup import SavedState
 from shardwise.state.leaves import LocalState, ParameterOrder
 from shardwise.state.objects import JsonValue
 from shardwise.state.selection import Selection

@@ -22,7 +22,7 @@ from shardwise.adapters.zero import (
     master_leaves,
 )
 from shardwise.errors import StateError
-from shardwise.plan.saved import SavedState
+from shardwise.plan.lookup import SavedState
 from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.objects import JsonValue, decode, encode
 from shardwise.state.selection import Selection

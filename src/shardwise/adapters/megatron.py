@@ -31,7 +31,7 @@ from shardwise.adapters.megatron_optimizer import (
 from shardwise.adapters.optimizers import OptimizerBinding, ParameterMap
 from shardwise.adapters.parameters import Parameter, joined, unwrapped
 from shardwise.errors import StateError, user_code
-from shardwise.plan.saved import SavedState
+from shardwise.plan.lookup import SavedState
 from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.objects import JsonValue, decode, encode
 from shardwise.state.selection import Selection

@@ -19,7 +19,7 @@ from shardwise.adapters.optimizer_state import STEP, set_state, state_of
 from shardwise.adapters.parameters import joined
 from shardwise.errors import StateError
 from shardwise.layout import Box
-from shardwise.plan.saved import SavedState
+from shardwise.plan.lookup import SavedState
 from shardwise.state.leaves import Fragment, LocalState, TensorLeaf
 from shardwise.state.objects import decode
 

@@ -13,7 +13,7 @@ from shardwise.adapters.fsdp1 import flat_parameters, flat_tensors, is_fsdp1, re
 from shardwise.adapters.parameters import CleanNames, Parameter, unwrapped
 from shardwise.adapters.tensors import tensor_leaf
 from shardwise.errors import StateError, user_code
-from shardwise.plan.saved import SavedState
+from shardwise.plan.lookup import SavedState
 from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.objects import JsonValue, decode, encode
 from shardwise.state.selection import Selection

@@ -20,7 +20,7 @@ from shardwise.adapters.optimizer_state import (
 from shardwise.adapters.parameters import Parameter, joined
 from shardwise.errors import StateError
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.plan.saved import SavedState
+from shardwise.plan.lookup import SavedState
 from shardwise.state.leaves import GroupedValue, LocalState, ParameterOrder
 from shardwise.state.objects import JsonValue, decode, differences, encode
 from shardwise.state.selection import Selection

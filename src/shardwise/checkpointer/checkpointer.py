@@ -35,7 +35,7 @@ from shardwise.memory.options import Memory
 from shardwise.memory.trainer.handle import SaveHandle
 from shardwise.memory.trainer.snapshots import Snapshots
 from shardwise.plan.cache import PlanCache
-from shardwise.plan.saved import Rename
+from shardwise.plan.lookup import Rename
 from shardwise.retention import Choice, Keep, choose_step, committed_steps
 
 IN_BACKGROUND = Memory(snapshot_every=0, slots=1)

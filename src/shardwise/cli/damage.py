@@ -125,7 +125,7 @@ class ForeignSearch:
     def run(self) -> Iterator[Damage]:
         """Read all ranges that have a checksum, and all copies."""
         # Torch takes a second: only those wait who need it.
-        from shardwise.engine.alike import unlike_replicas
+        from shardwise.engine.compare import unlike_replicas
         from shardwise.engine.verify import verify_sums
 
         recorder = Recorder(self._note)

@@ -15,8 +15,8 @@ import msgspec
 from shardwise.convert.journal import Journal
 from shardwise.convert.output import Output, Part, Parts, Sums, Target
 from shardwise.convert.stream import MarkedSums, write_output
-from shardwise.engine.alike import check_all
 from shardwise.engine.buffers import Arena, aligned_buffer
+from shardwise.engine.compare import check_all
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened

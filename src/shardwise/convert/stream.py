@@ -16,7 +16,7 @@ from shardwise.engine.opened import Opened
 from shardwise.layout import boxes_of_range
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.plan.saved import SavedState
+from shardwise.plan.lookup import SavedState
 from shardwise.state.leaves import Fragment, TensorLeaf
 from shardwise.store import WritableFile
 from shardwise.store.store import Buffer

@@ -34,7 +34,7 @@ from shardwise.plan.load import (
     share_reads,
     wanted_columns,
 )
-from shardwise.plan.saved import SavedState
+from shardwise.plan.lookup import SavedState
 from shardwise.state.leaves import Fragment, TensorLeaf, same_bytes
 from shardwise.store import MappedStore
 

@@ -17,7 +17,7 @@ from shardwise.engine.opened import Opened
 from shardwise.engine.rename_hints import fitting_renames, opening_up
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import Manifest, ObjectEntry, TensorEntry
-from shardwise.plan.saved import SavedState
+from shardwise.plan.lookup import SavedState
 from shardwise.state.leaves import LocalState, ParameterOrder, TensorLeaf
 from shardwise.state.selection import Selection, is_below
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import msgspec
 
 from shardwise.engine.buffers import Arena
+from shardwise.engine.compare import check_replicas
 from shardwise.engine.exchange import exchange
 from shardwise.engine.files import write_data_file
 from shardwise.engine.group import Group
 from shardwise.engine.leftovers import collect_leftovers
 from shardwise.engine.options import SaveOptions
 from shardwise.engine.planning import Planned, Wish, plan_together
-from shardwise.engine.replicas import check_replicas
 from shardwise.errors import CheckpointExistsError, LostRankError, StoreError
 from shardwise.events import Recorder, size
 from shardwise.manifest.manifest import FileEntry

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.engine.alike import refuse, unlike_replicas
 from shardwise.engine.buffers import Arena
+from shardwise.engine.compare import refuse, unlike_replicas
 from shardwise.engine.datareader import DataReader
 from shardwise.engine.opened import Opened
 from shardwise.errors import CorruptionError

@@ -9,10 +9,10 @@ from functools import partial
 
 import msgspec
 
+from shardwise.engine.compare import check_replicas
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.planning import Planned, Wish, plan_together
-from shardwise.engine.replicas import check_replicas
 from shardwise.engine.save import Save, SaveReport, refuse_existing, refuse_if_full
 from shardwise.errors import StoreError
 from shardwise.events import Recorder

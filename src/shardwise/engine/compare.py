@@ -1,4 +1,4 @@
-"""Whether copies of a tensor that a foreign checkpoint stores several times are equal."""
+"""Comparison of copies of tensors: in a foreign checkpoint, and on several ranks of a save."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.load import read_boxes
 from shardwise.engine.opened import Opened, Replicas
+from shardwise.engine.tensors import Described
 from shardwise.errors import MismatchError
 from shardwise.events import Recorder
 from shardwise.layout import Box, boxes_of
+from shardwise.manifest.checksums import crc32
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.table import Int, Pieces
-from shardwise.plan.saved import SavedState
-from shardwise.state.leaves import TensorLeaf, same_bytes
+from shardwise.plan.lookup import SavedState
+from shardwise.state.leaves import TensorLeaf, host_array, same_bytes
 
+_Row = tuple[str, tuple[int, ...], tuple[int, ...], int]
 LARGEST_BATCH = 16 << 20
 SAMPLE = 1 << 10
 """Bytes that a sample compares at each place."""
@@ -331,3 +334,46 @@ def _batches(
         room -= nbytes
     if batch:
         yield batch
+
+
+def check_replicas(described: Described, group: Group) -> None:
+    """Compare checksums of all boxes that several ranks hold.
+
+    Raises:
+        MismatchError: some differ; all of them are listed.
+    """
+
+    def speak() -> bytes:
+        description = described.description
+        rows: list[_Row] = [
+            (
+                description.names[tensor],
+                fragment.box.offset,
+                fragment.box.shape,
+                _crc(fragment.data),
+            )
+            for tensor, fragment in zip(
+                description.tensor.tolist(), described.fragments, strict=True
+            )
+        ]
+        return msgspec.msgpack.encode(rows)
+
+    exchange(group, "comparing replicas", speak, _compare)
+
+
+def _crc(data: torch.Tensor) -> int:
+    array = host_array(data.cpu())
+    return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _compare(said: Sequence[bytes]) -> bytes:
+    first: dict[tuple[str, Box], tuple[int, int]] = {}
+    problems = []
+    for rank, data in enumerate(said):
+        for name, offset, shape, crc in msgspec.msgpack.decode(data, type=list[_Row]):
+            origin, known = first.setdefault((name, Box(offset, shape)), (rank, crc))
+            if known != crc:
+                problems.append(f"{name}{Box(offset, shape)}: rank {origin} and rank {rank} differ")
+    if problems:
+        raise MismatchError("replicas are not equal:", problems)
+    return b""

@@ -1,4 +1,4 @@
-"""A manifest as a target sees it: by the target's own names."""
+"""The contents of a checkpoint, looked up by the names of the target."""
 
 from __future__ import annotations
 
