@@ -27,7 +27,7 @@ from peers import nothing
 
 import shardwise as sw
 from shardwise.memory.records import Protect
-from shardwise.memory.redundancy.rebuild import rebuild_file
+from shardwise.memory.redundancy.rebuild import Rebuilder
 from shardwise.memory.seal import mapped
 from shardwise.store.store import Buffer
 
@@ -119,9 +119,11 @@ def ways_of(step: int, world: int, cleanup: ExitStack) -> dict[str, Callable[[],
             raise RuntimeError("it is not what was lost")
         out[:] = 0
 
+    rebuilder = Rebuilder(protection, read, lost=[owner], threads=THREADS)
+    cleanup.callback(rebuilder.close)
     return {
         COPY: copy,
-        XOR: partial(rebuild_file, protection, owner, file, read, out, threads=THREADS),
+        XOR: partial(rebuilder.read, file, 0, out),
         DOWNLOAD: partial(fetch, cleanup.enter_context(plain_server(directory)), file, out),
         CHECK: check,
     }

@@ -24,8 +24,7 @@ from shardwise.memory.agent.status import status_of
 from shardwise.memory.home import Home, new_run, write_record
 from shardwise.memory.node.clearing import kept_run
 from shardwise.memory.records import AgentInfo, Done, PendingManifest, Protect, Staged
-from shardwise.memory.redundancy.placement import Member
-from shardwise.memory.redundancy.placement import place as place_of
+from shardwise.memory.redundancy.placement import Member, form_groups
 from tests.cli.conftest import Run
 
 SAVE = "0123456789abcdef"
@@ -64,7 +63,7 @@ def home(tmp_path: Path) -> Home:
         written(run.step(step) / records.outcome(stage, SAVE), done, 35.0)
     (run.step(1) / OTHER).write_bytes(bytes(700))
     members = [Member("here-1", "", ((OWN, 1000),)), Member("there-2", "", ((OTHER, 700),))]
-    protection = place_of(members, SAVE, copies=1)
+    protection = form_groups(members, SAVE, copies=1)
     wish = Protect(save_id=SAVE, protection=protection, nodes=[], wait=1.0)
     write_record(run.step(1) / records.request("protect", SAVE), wish)
     return home
@@ -173,7 +172,9 @@ def protected(home: Home, *, protection: dict[str, int], done: bool = True) -> N
     )
     write_record(place / records.terms(SAVE), draft)
     members = [Member(n, "", ((f.name, f.size),)) for f, n in zip(files, nodes, strict=True)]
-    wish = Protect(save_id=SAVE, protection=place_of(members, SAVE, **protection), nodes=[], wait=1)
+    wish = Protect(
+        save_id=SAVE, protection=form_groups(members, SAVE, **protection), nodes=[], wait=1
+    )
     write_record(place / records.request("protect", SAVE), wish)
     if done:
         ended = Done(save_id=SAVE, stage="protect")

@@ -15,7 +15,6 @@ from shardwise.cli.checkpoint_interval import (
     group_loss_rate,
     optimal_interval,
     plan_intervals,
-    second_loss,
     waste,
 )
 
@@ -82,16 +81,11 @@ def test_without_redundancy_every_lost_node_is_a_loss() -> None:
 def test_the_rate_of_a_double_loss_is_that_of_a_loss_and_a_second(
     group: int, node: float, rebuild: float
 ) -> None:
-    expected = 64 * node * second_loss(group, node, rebuild)
+    expected = 64 * node * -math.expm1(-(group - 1) * node * rebuild)
     rate = group_loss_rate(64, group, node, rebuild)
     chance = (group - 1) * node * rebuild
     assert expected <= rate * (1 + 1e-9)
     assert rate * (1 - chance / 2) <= expected * (1 + 1e-9)
-
-
-def test_a_second_loss_is_never_more_than_certain() -> None:
-    assert second_loss(8, 1e-3, 1e9) == 1
-    assert second_loss(1, 1e-3, 1e9) == 0
 
 
 def costs(**changed: float) -> Costs:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from itertools import combinations
 from typing import Any
 
@@ -16,18 +18,33 @@ from shardwise.memory.redundancy.stripes import (
     GRAIN,
     chunk_size,
     code_of,
-    decode,
-    encode,
     stripe_of_chunk,
     stripe_of_parity,
     stripes,
 )
+from shardwise.store.store import Buffer
 
 sizes_of_groups = st.integers(2, 12).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n - 1)))
 
 
 def blocks_of(count: int, size: int, seed: int = 0) -> list[np.ndarray[Any, Any]]:
     return list(np.random.default_rng(seed).integers(0, 256, (count, size), np.uint8))
+
+
+def encode(blocks: Sequence[Buffer], m: int) -> list[Buffer]:
+    """The `m` parity blocks of data blocks."""
+    k = len(blocks)
+    return decode(dict(enumerate(blocks)), range(k, k + m), k, m)
+
+
+def decode(present: Mapping[int, Buffer], missing: Sequence[int], k: int, m: int) -> list[Buffer]:
+    """The missing blocks, from those present."""
+    size = len(next(iter(present.values()), b""))
+    found = {number: np.empty(size, np.uint8) for number in missing}
+    with closing(code_of(k, m)) as code:
+        usable = {number: block for number, block in present.items() if number not in found}
+        code.recover(usable.items(), found)
+    return list(found.values())
 
 
 @given(sizes_of_groups)
@@ -164,7 +181,7 @@ def test_too_few_pieces_are_refused(m: int) -> None:
     if m > 1:
         pytest.importorskip("pyeclib")
     present = dict(enumerate(blocks_of(3, 64)))
-    with pytest.raises(StoreError, match="needs 4 of its pieces, and 3 are left"):
+    with pytest.raises(StoreError, match="needs 4 of its pieces, and only 3 are left"):
         decode(present, [3], 4, m)
 
 

@@ -17,13 +17,14 @@ from shardwise.memory.redundancy.placement import (
     Group,
     Member,
     Protection,
+    combine_groups,
     copied_files,
     decode_protection,
+    form_groups,
     locate,
     memberships,
-    parity_files,
-    place,
-    unite,
+    parity_file_size,
+    parity_name,
 )
 
 SAVE = "0123456789abcdef"
@@ -55,7 +56,7 @@ def test_every_node_is_in_one_group_and_order_does_not_matter(
 ) -> None:
     members = nodes(*domains)
     copies, parity = way
-    placed = place(members, SAVE, copies=copies, parity=parity, group_size=group_size)
+    placed = form_groups(members, SAVE, copies=copies, parity=parity, group_size=group_size)
     found = [member for group in placed.groups for member in group.members]
     assert sorted(found, key=lambda each: each.node) == members
     sizes = [len(group.members) for group in placed.groups]
@@ -67,7 +68,7 @@ def test_every_node_is_in_one_group_and_order_does_not_matter(
     if len(members) > max(copies, parity):
         assert min(sizes) > max(copies, parity)
     random.shuffle(members)
-    assert placed == place(members, SAVE, copies=copies, parity=parity, group_size=group_size)
+    assert placed == form_groups(members, SAVE, copies=copies, parity=parity, group_size=group_size)
     assert decode_protection(msgspec.json.encode(placed)) == placed
 
 
@@ -75,7 +76,7 @@ def test_every_node_is_in_one_group_and_order_does_not_matter(
 def test_nodes_of_a_domain_are_dealt_out_evenly(
     domains: list[str], parity: int, group_size: int
 ) -> None:
-    groups = place(nodes(*domains), SAVE, parity=parity, group_size=group_size).groups
+    groups = form_groups(nodes(*domains), SAVE, parity=parity, group_size=group_size).groups
     for domain in set(domains) - {""}:
         counts = [sum(each.domain == domain for each in group.members) for group in groups]
         assert max(counts) - min(counts) <= 1
@@ -85,14 +86,14 @@ def test_nodes_of_a_domain_are_dealt_out_evenly(
 def test_gaps_are_told_exactly_when_a_domain_cannot_be_lost(
     domains: list[str], parity: int, group_size: int
 ) -> None:
-    placed = place(nodes(*domains), SAVE, parity=parity, group_size=group_size)
+    placed = form_groups(nodes(*domains), SAVE, parity=parity, group_size=group_size)
     exposed = {
         domain
         for group in placed.groups
         for domain, count in Counter(each.domain for each in group.members).items()
         if domain and count > max(group.parity, 1)
     }
-    told = {gap.split()[4] for gap in placed.gaps if gap.startswith("the loss of domain")}
+    told = {gap.split()[2] for gap in placed.gaps if gap.startswith("losing domain")}
     assert told == exposed
     # There are gaps only where no groups of more nodes than blocks of parity could avoid them.
     most = max(Counter(domain for domain in domains if domain).values(), default=0)
@@ -105,8 +106,8 @@ def test_gaps_are_told_exactly_when_a_domain_cannot_be_lost(
 def test_the_loss_of_a_domain_costs_what_was_told(
     domains: list[str], copies: int, group_size: int
 ) -> None:
-    placed = place(nodes(*domains), SAVE, copies=copies, group_size=group_size)
-    told = [gap for gap in placed.gaps if gap.startswith("the loss of domain")]
+    placed = form_groups(nodes(*domains), SAVE, copies=copies, group_size=group_size)
+    told = [gap for gap in placed.gaps if gap.startswith("losing domain")]
     for group in placed.groups:
         domain_of = {each.node: each.domain or each.node for each in group.members}
         for node in domain_of:
@@ -114,12 +115,12 @@ def test_the_loss_of_a_domain_costs_what_was_told(
             assert len({node, *keepers}) == group.copies + 1
             where = {domain_of[each] for each in (node, *keepers)}
             if len(where) == 1 and group.copies:
-                assert any(gap.split()[4] == domain_of[node] and node in gap for gap in told)
+                assert any(gap.split()[2] == domain_of[node] and node in gap for gap in told)
 
 
 @pytest.mark.parametrize("copies", [1, 2, 3])
 def test_copies_lie_in_other_domains_where_racks_are_alike(copies: int) -> None:
-    placed = place(nodes(*"aaaabbbbccccdddd"), SAVE, copies=copies)
+    placed = form_groups(nodes(*"aaaabbbbccccdddd"), SAVE, copies=copies)
     assert placed.gaps == ()
     for group in placed.groups:
         domain_of = {each.node: each.domain for each in group.members}
@@ -132,7 +133,7 @@ def test_copies_lie_in_other_domains_where_racks_are_alike(copies: int) -> None:
 def test_every_node_keeps_as_many_copies_as_others_keep_of_it(
     domains: list[str], copies: int
 ) -> None:
-    placed = place(nodes(*domains), SAVE, copies=copies)
+    placed = form_groups(nodes(*domains), SAVE, copies=copies)
     for group in placed.groups:
         for member in group.members:
             kept = copied_files(group, group.members.index(member))
@@ -141,7 +142,7 @@ def test_every_node_keeps_as_many_copies_as_others_keep_of_it(
 
 
 def test_groups_are_made_smaller_for_a_domain_to_be_lost() -> None:
-    placed = place(nodes(*"aabbccdd"), SAVE, parity=1, group_size=8)
+    placed = form_groups(nodes(*"aabbccdd"), SAVE, parity=1, group_size=8)
     assert [sorted(each.domain for each in group.members) for group in placed.groups] == [
         ["a", "b", "c", "d"],
         ["a", "b", "c", "d"],
@@ -150,38 +151,41 @@ def test_groups_are_made_smaller_for_a_domain_to_be_lost() -> None:
 
 
 def test_groups_are_not_made_smaller_for_nothing() -> None:
-    placed = place(nodes(*"aaaab"), SAVE, parity=1)
+    placed = form_groups(nodes(*"aaaab"), SAVE, parity=1)
     assert [len(group.members) for group in placed.groups] == [5]
     assert placed.gaps == (
-        "the loss of domain a (n00, n01, n02, n03) would cost the data of 4 node(s): "
-        "4 of a group of 5 are in it, and 1 may be lost",
+        "losing domain a (n00, n01, n02, n03) would lose the data of 4 node(s): "
+        "4 nodes of a group of 5 are in it, and only 1 may be lost",
     )
 
 
 def test_a_single_node_is_told_that_nobody_else_can_keep_its_data() -> None:
-    placed = place(nodes("a"), SAVE, copies=1)
-    assert placed.gaps == ("node n00 is the only one: nobody else can keep what it holds",)
+    placed = form_groups(nodes("a"), SAVE, copies=1)
+    assert placed.gaps == (
+        "node n00 is alone: no other node can store copies or parity of its data",
+    )
     assert holders(placed.groups[0], "n00") == []
 
 
 def test_two_nodes_survive_the_loss_of_one() -> None:
-    placed = place(nodes("", ""), SAVE, parity=2)
+    placed = form_groups(nodes("", ""), SAVE, parity=2)
     assert placed.groups[0].parity == 1
     assert placed.gaps == (
-        "2 nodes (n00, n01) survive the loss of 1, not of 2: that takes 3 nodes",
+        "2 nodes (n00, n01) survive the loss of 1 nodes, not of 2, which takes 3 nodes",
     )
 
 
 def test_nothing_asked_for_leaves_no_gaps() -> None:
-    assert place(nodes("a", "a", "b"), SAVE).gaps == ()
-    assert place([], SAVE, parity=1).groups == ()
+    assert form_groups(nodes("a", "a", "b"), SAVE).gaps == ()
+    assert form_groups([], SAVE, parity=1).groups == ()
 
 
 def test_memory_that_parity_takes_is_the_same_on_all_nodes() -> None:
-    placed = place(nodes(*[""] * 8, size=7_000_000), SAVE, parity=1)
+    placed = form_groups(nodes(*[""] * 8, size=7_000_000), SAVE, parity=1)
     (group,) = placed.groups
     assert group.chunk == 1_048_576
-    assert parity_files(SAVE, group) == ((f"parity-{SAVE}-0-0.bin", 1_048_576 + 4096),)
+    assert parity_name(SAVE, group, 0) == f"parity-{SAVE}-0-0.bin"
+    assert parity_file_size(group.chunk) == 1_048_576 + 4096
 
 
 @given(st.lists(st.integers(0, 20), max_size=6), st.integers(0, 120), st.integers(0, 120))
@@ -205,7 +209,7 @@ def test_extents_cover_a_range_up_to_the_last_file(sizes: list[int], one: int, t
 )
 def test_options_that_make_no_sense(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="copies or parity, not both"):
-        place(nodes("", ""), SAVE, **wrong)
+        form_groups(nodes("", ""), SAVE, **wrong)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +232,7 @@ def test_options_that_make_no_sense(wrong: dict[str, int]) -> None:
     ],
 )
 def test_a_note_that_was_tampered_with_is_refused(old: str, new: str) -> None:
-    note = msgspec.json.encode(place(nodes("", "", ""), SAVE, parity=1)).decode()
+    note = msgspec.json.encode(form_groups(nodes("", "", ""), SAVE, parity=1)).decode()
     assert old in note
     with pytest.raises(FormatError):
         decode_protection(note.replace(old, new, 1).encode())
@@ -236,33 +240,33 @@ def test_a_note_that_was_tampered_with_is_refused(old: str, new: str) -> None:
 
 def test_groups_are_no_larger_than_the_code_can_do() -> None:
     with pytest.raises(ValueError, match="group_size=33: at most 32 with parity=2"):
-        place(nodes("", ""), SAVE, parity=2, group_size=33)
-    assert place(nodes("", ""), SAVE, parity=1, group_size=33).gaps == ()
+        form_groups(nodes("", ""), SAVE, parity=2, group_size=33)
+    assert form_groups(nodes("", ""), SAVE, parity=1, group_size=33).gaps == ()
 
 
 def test_files_are_in_order() -> None:
-    with pytest.raises(ValueError, match="not in the order of their names"):
+    with pytest.raises(ValueError, match="not sorted by name"):
         Member("n", "", (("b", 1), ("a", 1)))
-    with pytest.raises(ValueError, match="not in the order of their names"):
+    with pytest.raises(ValueError, match="not sorted by name"):
         Member("n", "", (("a", 1), ("a", 1)))
 
 
 def test_no_file_and_no_name_is_in_two_groups() -> None:
     group = Group(tuple(nodes("a")))
-    with pytest.raises(ValueError, match="named twice: 0, r00000"):
+    with pytest.raises(ValueError, match="repeated: 0, r00000"):
         Protection(SAVE, (group, group))
-    with pytest.raises(ValueError, match="twice in one group: n00"):
+    with pytest.raises(ValueError, match="nodes repeated in one group: n00"):
         Group(tuple(nodes("a") * 2))
 
 
 def test_unknown_files_are_named() -> None:
-    with pytest.raises(FormatError, match=f"elsewhere is no file of save {SAVE}"):
-        locate(place(nodes("", ""), SAVE, parity=1), "elsewhere")
+    with pytest.raises(FormatError, match=f"elsewhere is not a file of save {SAVE}"):
+        locate(form_groups(nodes("", ""), SAVE, parity=1), "elsewhere")
 
 
 def test_a_node_may_protect_files_of_its_ranks_with_different_others() -> None:
-    one, other = (place(nodes("", "", first=first), SAVE, parity=1) for first in (0, 2))
-    both = unite(SAVE, one.groups + other.groups, copies=0, parity=1)
+    one, other = (form_groups(nodes("", "", first=first), SAVE, parity=1) for first in (0, 2))
+    both = combine_groups(SAVE, one.groups + other.groups, copies=0, parity=1)
     assert [group.name for group in both.groups] == ["0", "1"]
     assert memberships(both, "n00") == [(both.groups[0], 0), (both.groups[1], 0)]
     assert locate(both, both.groups[1].members[1].files[0][0]) == (both.groups[1], 1)
@@ -270,7 +274,7 @@ def test_a_node_may_protect_files_of_its_ranks_with_different_others() -> None:
 
 def test_any_two_nodes_of_a_large_cluster_may_be_lost_with_two_copies() -> None:
     members = nodes(*[f"rack{i // 4}" for i in range(12)])
-    placed = place(members, SAVE, copies=2)
+    placed = form_groups(members, SAVE, copies=2)
     for lost in combinations([each.node for each in members], 2):
         for each in members:
             group, _ = memberships(placed, each.node)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections.abc import Iterable
+from contextlib import closing
 from itertools import combinations
 from pathlib import Path
 from random import Random
@@ -16,23 +17,37 @@ from hypothesis import strategies as st
 
 from shardwise.errors import CorruptionError, FormatError, StoreError
 from shardwise.manifest.checksums import BLOCK, crc32
-from shardwise.memory.redundancy.parity import asked_at_a_time, build_parity
+from shardwise.memory.redundancy.parity import Read, build_parity, bytes_per_read
 from shardwise.memory.redundancy.placement import (
     Member,
     Protection,
+    form_groups,
     memberships,
     parity_file_size,
-    parity_files,
     parity_name,
-    place,
 )
-from shardwise.memory.redundancy.rebuild import Rebuilder, assemblable, rebuild_file
+from shardwise.memory.redundancy.rebuild import Rebuilder, unreadable_files
 from shardwise.store import LocalStore
 from shardwise.store.store import Buffer
 
 SAVE = "0123456789abcdef"
 MOST_LOSSES = 3 if importlib.util.find_spec("pyeclib") else 1
 needs_pyeclib = pytest.mark.skipif(MOST_LOSSES == 1, reason="pyeclib is not installed")
+
+
+def rebuild_file(
+    protection: Protection,
+    node: str,
+    file: str,
+    read: Read,
+    out: Buffer,
+    *,
+    offset: int = 0,
+    threads: int = 1,
+) -> None:
+    """Decode a range of a file of a lost node."""
+    with closing(Rebuilder(protection, read, lost=[node], threads=threads)) as rebuilder:
+        rebuilder.read(file, offset, out)
 
 
 class Cluster:
@@ -61,7 +76,7 @@ class Cluster:
             Member(node, "", tuple((name, len(data)) for name, data in sorted(held.items())))
             for node, held in self.files.items()
         ]
-        self.protection: Protection = place(members, SAVE, parity=m)
+        self.protection: Protection = form_groups(members, SAVE, parity=m)
         self.data = {(node, name): data for node in self.files for name, data in self.of(node)}
         for node in self.files:
             made = {name: np.zeros(size, np.uint8) for name, size in self.parity_of(node)}
@@ -79,7 +94,8 @@ class Cluster:
 
     def parity_of(self, node: str) -> tuple[tuple[str, int], ...]:
         ((group, _),) = memberships(self.protection, node)
-        return parity_files(SAVE, group)
+        size = parity_file_size(group.chunk)
+        return tuple((parity_name(SAVE, group, q), size) for q in range(group.parity))
 
     def read(self, node: str, name: str, offset: int, out: Buffer) -> Buffer:
         self.asked.append((node, name, offset, len(out)))
@@ -118,7 +134,7 @@ def test_every_loss_that_should_be_survived_is(sizes: list[list[int]], m: int) -
     for count in range(1, m + 1):
         for lost in combinations(cluster.files, count):
             cluster.lost = set(lost)
-            assert assemblable(cluster.protection, cluster.held()) == set()
+            assert unreadable_files(cluster.protection, cluster.held()) == set()
             for (node, name), data in cluster.data.items():
                 if node in lost:
                     assert np.array_equal(cluster.rebuilt(node, name), data)
@@ -134,7 +150,7 @@ def test_what_is_said_to_be_lost_is_what_cannot_be_rebuilt(
         for name in list(cluster.files[node]):
             if random.random() < 0.4:
                 del cluster.files[node][name]
-    missing = assemblable(cluster.protection, cluster.held())
+    missing = unreadable_files(cluster.protection, cluster.held())
     for (node, name), data in cluster.data.items():
         if name in cluster.files[node]:
             assert name not in missing
@@ -149,7 +165,7 @@ def test_what_is_said_to_be_lost_is_what_cannot_be_rebuilt(
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_files_of_many_pieces(m: int, threads: int, in_memory: bool) -> None:
-    piece = asked_at_a_time(4 - m, m)
+    piece = bytes_per_read(4 - m, m)
     long = 3 * piece + 12_345
     sizes = [[long, 5], [2 * piece], [7, long], [long + 4096]]
     cluster = Cluster(sizes, m, threads, in_memory=in_memory)
@@ -190,15 +206,15 @@ def test_no_more_is_read_than_a_range_needs() -> None:
 def test_one_loss_too_many_is_an_error_that_says_so(m: int) -> None:
     cluster = Cluster([[500_000]] * 5, m)
     cluster.lost = {f"n{i}" for i in range(m + 1)}
-    assert assemblable(cluster.protection, cluster.held()) == {
+    assert unreadable_files(cluster.protection, cluster.held()) == {
         f"r{i:05d}-{SAVE}.safetensors" for i in range(m + 1)
     }
     with pytest.raises(StoreError) as failure:
         cluster.rebuilt("n0", f"r00000-{SAVE}.safetensors")
     text = str(failure.value)
-    assert "what node n0 held cannot be rebuilt" in text
-    assert f"{4 - m} of the {5 - m} pieces that this takes are left" in text
-    assert f"its group of 5 survives the loss of {m}" in text
+    assert "the data of node n0 cannot be rebuilt" in text
+    assert f"{4 - m} of the {5 - m} pieces needed are left" in text
+    assert f"its group of 5 nodes survives the loss of {m}" in text
     assert "of node n1" in text
     assert "n1 does not answer" in text
 
@@ -222,7 +238,7 @@ class LostAtSome(Cluster):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("reads", [0, 1, 5, 8])
 def test_a_second_loss_during_a_rebuild_is_an_error(reads: int, threads: int) -> None:
-    size = 5 * asked_at_a_time(3, 1)
+    size = 5 * bytes_per_read(3, 1)
     cluster = LostAtSome([[size]] * 4, 1)
     cluster.begin("n3", reads)
     name = f"r00000-{SAVE}.safetensors"
@@ -234,7 +250,7 @@ def test_a_second_loss_during_a_rebuild_is_an_error(reads: int, threads: int) ->
 @needs_pyeclib
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_second_loss_is_survived_if_there_is_parity_for_it(threads: int) -> None:
-    size = 5 * asked_at_a_time(3, 2)
+    size = 5 * bytes_per_read(3, 2)
     cluster = LostAtSome([[size]] * 5, 2)
     cluster.begin("n3", 6)
     name = f"r00000-{SAVE}.safetensors"
@@ -255,7 +271,7 @@ def test_an_altered_byte_of_parity_is_seen() -> None:
     parity = parity_name(SAVE, group, 0)
     for where in (0, 70_000, 103_000, size - 4096, size - 4096 + 7):
         cluster.files["n1"][parity][where] ^= 0x10
-        with pytest.raises(CorruptionError, match=r"parity-.* of node n1: .*parity was altered"):
+        with pytest.raises(CorruptionError, match=r"parity-.* of node n1: .*parity is damaged"):
             cluster.rebuilt("n0", name)
         cluster.files["n1"][parity][where] ^= 0x10
     assert np.array_equal(cluster.rebuilt("n0", name), cluster.data["n0", name])
@@ -274,14 +290,14 @@ def test_altered_parity_is_passed_over_if_there_is_more() -> None:
 def test_unfinished_parity_is_no_parity() -> None:
     cluster = Cluster([[300_000]] * 3, 1)
     cluster.files["n1"][parity_name(SAVE, cluster.protection.groups[0], 0)][:] = 0
-    with pytest.raises(CorruptionError, match="parity was altered"):
+    with pytest.raises(CorruptionError, match="parity is damaged"):
         cluster.rebuilt("n0", f"r00000-{SAVE}.safetensors")
 
 
 def test_parity_cannot_be_made_without_all_data() -> None:
     cluster = Cluster([[300_000]] * 3, 1)
     cluster.lost = {"n2"}
-    with pytest.raises(StoreError, match=r"node n0 cannot keep parity: .*node n2 does not answer"):
+    with pytest.raises(StoreError, match=r"node n0 cannot compute parity: .*n2 does not answer"):
         build_parity(
             SAVE,
             *memberships(cluster.protection, "n0")[0],
@@ -315,10 +331,10 @@ def test_parity_goes_past_the_cache_of_a_store(tmp_path: Path) -> None:
 
 def test_copies_are_found_wherever_they_lie() -> None:
     members = [Member(f"n{i}", "", ((f"f{i}", 10),)) for i in range(3)]
-    protection = place(members, SAVE, copies=1)
-    assert assemblable(protection, {"n1": {"f1", "f0"}, "n2": {"f2"}}) == set()
-    assert assemblable(protection, {"n1": {"f1"}, "n2": {"f2"}}) == {"f0"}
-    assert assemblable(protection, {}) == {"f0", "f1", "f2"}
+    protection = form_groups(members, SAVE, copies=1)
+    assert unreadable_files(protection, {"n1": {"f1", "f0"}, "n2": {"f2"}}) == set()
+    assert unreadable_files(protection, {"n1": {"f1"}, "n2": {"f2"}}) == {"f0"}
+    assert unreadable_files(protection, {}) == {"f0", "f1", "f2"}
     with pytest.raises(StoreError, match="f0 of node n0 is not protected by parity"):
         rebuild_file(protection, "n0", "f0", RANGES.read, np.empty(10, np.uint8))
 
@@ -328,10 +344,10 @@ def test_a_rebuilt_file_protects_others_again() -> None:
     lost = [f"r{i:05d}-{SAVE}.safetensors" for i in range(2)]
     cluster.lost = {"n0", "n1"}
     held = cluster.held()
-    assert assemblable(cluster.protection, held) == set(lost)
+    assert unreadable_files(cluster.protection, held) == set(lost)
     held["n2"] |= {lost[0]}  # wherever it came from
     parity = parity_name(SAVE, cluster.protection.groups[0], 0)
-    assert assemblable(cluster.protection, {**held, "n0": {parity}}) == set()
+    assert unreadable_files(cluster.protection, {**held, "n0": {parity}}) == set()
 
 
 @needs_pyeclib
@@ -342,7 +358,7 @@ def test_losses_in_different_places_of_a_stripe_are_survived() -> None:
     lost["n4"] = f"r00024-{SAVE}.safetensors"
     for node, name in lost.items():
         del cluster.files[node][name]
-    assert assemblable(cluster.protection, cluster.held()) == set()
+    assert unreadable_files(cluster.protection, cluster.held()) == set()
     for node, name in lost.items():
         assert np.array_equal(cluster.rebuilt(node, name), cluster.data[node, name])
 
@@ -351,10 +367,10 @@ def test_nodes_that_are_known_to_be_lost_are_not_asked() -> None:
     cluster = Cluster([[300_000]] * 3, 1)
     cluster.asked.clear()
     with (
-        Rebuilder(cluster.protection, cluster.read, lost=["n0", "n1"]) as rebuilder,
+        closing(Rebuilder(cluster.protection, cluster.read, lost=["n0", "n1"])) as rebuilder,
         pytest.raises(StoreError, match="of node n1: the node is lost"),
     ):
-        rebuilder.read("n0", f"r00000-{SAVE}.safetensors", 0, np.empty(9000, np.uint8))
+        rebuilder.read(f"r00000-{SAVE}.safetensors", 0, np.empty(9000, np.uint8))
     assert cluster.asked == []
 
 
@@ -364,8 +380,8 @@ def test_the_node_itself_is_not_asked_for_what_is_rebuilt() -> None:
     cluster.files["n0"][name][:] = 0
     want = np.zeros(20_000, np.uint8)
     cluster.asked.clear()
-    with Rebuilder(cluster.protection, cluster.read) as rebuilder:
-        rebuilder.read("n0", name, 0, want)
+    with closing(Rebuilder(cluster.protection, cluster.read)) as rebuilder:
+        rebuilder.read(name, 0, want)
     assert {node for node, _, _, _ in cluster.asked} == {"n1", "n2"}
     assert want.any()
 
@@ -374,13 +390,13 @@ def test_the_node_itself_is_not_asked_for_what_is_rebuilt() -> None:
 def test_ranges_past_the_end_are_refused(offset: int, count: int) -> None:
     cluster = Cluster([[10]] * 2, 1)
     with (
-        Rebuilder(cluster.protection, cluster.read) as rebuilder,
+        closing(Rebuilder(cluster.protection, cluster.read)) as rebuilder,
         pytest.raises(FormatError, match="has 10 bytes"),
     ):
-        rebuilder.read("n0", f"r00000-{SAVE}.safetensors", offset, np.empty(count, np.uint8))
+        rebuilder.read(f"r00000-{SAVE}.safetensors", offset, np.empty(count, np.uint8))
 
 
 def test_unknown_files_are_named() -> None:
     cluster = Cluster([[10]] * 2, 1)
-    with pytest.raises(FormatError, match="other is no file of save"):
+    with pytest.raises(FormatError, match="other is not a file of save"):
         rebuild_file(cluster.protection, "n0", "other", cluster.read, np.empty(1, np.uint8))

@@ -233,21 +233,6 @@ def group_loss_rate(
     return nodes / group * one_after_another * node * (node * rebuild) ** survives
 
 
-def second_loss(group: int, node: float, rebuild: float) -> float:
-    """Probability that a group which has lost a node loses another before all is rebuilt.
-
-    Args as of `group_loss_rate`; failures are independent: 1 − e^(−(n−1)μr).
-
-    Raises:
-        ValueError: there is no group, or a rate or a time is not positive.
-    """
-    if group < 1:
-        raise ValueError(f"a group of {group}: at least one node is needed")
-    _more_than_zero("the rate at which a node is lost", node)
-    _more_than_zero("the time to rebuild", rebuild)
-    return -math.expm1(-(group - 1) * node * rebuild)
-
-
 def plan_intervals(costs: Costs, failures: Failures) -> Plan:
     """The intervals of both tiers, each in whole steps, and what they waste.
 

@@ -25,13 +25,13 @@ from shardwise.memory.redundancy.placement import (
     Group,
     Member,
     Protection,
+    combine_groups,
     copied_files,
+    form_groups,
     group_of_files,
     memberships,
     parity_file_size,
     parity_name,
-    place,
-    unite,
 )
 from shardwise.memory.remote.peers import Nodes
 from shardwise.memory.seal import Mappings, is_sealed
@@ -63,14 +63,14 @@ def protection_of(draft: PendingManifest, files: list[FileEntry]) -> Protection:
     if any(by_node.values()) or not groups:
         members = [Member(node, domain_of[node], tuple(sorted(f))) for node, f in by_node.items()]
         wanted = {"copies": draft.copies, "parity": draft.parity, "group_size": draft.group}
-        groups += place(members, draft.save_id, **wanted).groups
-    return unite(draft.save_id, groups, copies=draft.copies, parity=draft.parity)
+        groups += form_groups(members, draft.save_id, **wanted).groups
+    return combine_groups(draft.save_id, groups, copies=draft.copies, parity=draft.parity)
 
 
 def gaps(nodes: list[AgentInfo], *, copies: int, parity: int, group: int) -> tuple[str, ...]:
     """What of these nodes would be protected less than is asked for, and why."""
     members = [Member(info.node, info.domain, ()) for info in nodes]
-    made = place(members, "0" * 16, copies=copies, parity=parity, group_size=group)
+    made = form_groups(members, "0" * 16, copies=copies, parity=parity, group_size=group)
     return made.gaps
 
 

@@ -1,7 +1,7 @@
-"""Parity made from what other nodes hold.
+"""Computing parity blocks from the data of other nodes, piece by piece.
 
-It goes through pieces of a stripe. Each thread holds three of them, and with two blocks of parity
-or more to a stripe, one of each of its blocks, whatever the size of the data.
+Each thread needs memory for three pieces; with two or more parity blocks in a stripe, for one piece
+of each data block and the result. That does not depend on the size of the data.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from shardwise.memory.redundancy.stripes import Stripe, code_of, stripe_of_parit
 from shardwise.store.store import Buffer
 
 PIECE = 16 * BLOCK
-"""Bytes of a block that are worked on at a time; a multiple of `BLOCK`."""
+"""Bytes of a block that are processed at a time; a multiple of `BLOCK`."""
 
 HELD = 8 * PIECE
-"""Bytes of what a thread asks other nodes for, that it may hold at a time."""
+"""How many bytes of other nodes' data a thread may hold at a time."""
 
 Read = Callable[[str, str, int, Buffer], Buffer]
-"""`read(node, file, offset, out)`: as many bytes of what `node` held as `out` has, in `out`; or, if
-they lie in memory, where they lie.
+"""`read(node, file, offset, out)` returns `len(out)` bytes of a file of `node`: in `out`, or as a
+view of where they lie in memory.
 
-It may be called from several threads at once. It has its own bound of time, and raises `OSError`
-or `CorruptionError` where the bytes are not to be had.
+Several threads may call it at once. It applies its own time limit, and raises `OSError` or
+`CorruptionError` if the bytes cannot be read.
 """
 
 Write = Callable[[str, int, Buffer], None]
-"""`write(file, offset, data)`, at multiples of 4096; the memory is aligned to that too."""
+"""`write(file, offset, data)`. Offsets are multiples of 4096, and the memory is aligned to that."""
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Part of a node's string: bytes `low:high` of it are those of `file` from `offset` on."""
+    """Part of a node's string: its bytes `low:high` are those of `file` from `offset`."""
 
     file: str
     offset: int
@@ -52,9 +52,9 @@ class Extent:
 
 
 def extents(member: Member, low: int, high: int) -> Iterator[Extent]:
-    """Where bytes `low:high` of a node's string lie; those past its files are zeros, and left out.
+    """Yield the parts of files that make up bytes `low:high` of a node's string.
 
-    Extents count from the start of the string.
+    Bytes past the end of the files are zeros and have no extent.
     """
     start = 0
     for name, size in member.files:
@@ -65,7 +65,7 @@ def extents(member: Member, low: int, high: int) -> Iterator[Extent]:
 
 
 class LostPiece(Exception):  # noqa: N818
-    """A block of a stripe could not be read."""
+    """A block of a stripe could not be read. `key` is the node and the file."""
 
     def __init__(self, key: tuple[str, str], error: Exception) -> None:
         super().__init__(f"{key[1]} of node {key[0]}: {error}")
@@ -76,17 +76,17 @@ class LostPiece(Exception):  # noqa: N818
 def build_parity(
     save_id: str, group: Group, at: int, read: Read, write: Write, *, threads: int = 1
 ) -> None:
-    """Make the files of parity that a member keeps, with a checksum of each 64 KiB of them.
+    """Write the parity files that a member stores. They are incomplete until this returns.
 
-    A file begins with the block of parity, whose size is the group's `chunk`, and ends with a table
-    of checksums, of 4 bytes each. Until this returns, the files are not to be used.
+    A file is a parity block of the group's `chunk` bytes, followed by a table with a checksum of 4
+    bytes for each 64 KiB of it.
 
     Args:
-        save_id: whose files they are.
-        group, at: the group, and the position in it of the member whose files of parity to make.
+        save_id: the save that the parity protects.
+        group, at: the group, and the member's position in it.
         read: reads the data files of the other members.
-        write: writes to the files, which `placement.parity_files` names.
-        threads: how many work at the same time.
+        write: writes to the files, which are named by `placement.parity_name`.
+        threads: the number of threads that work at the same time.
 
     Raises:
         StoreError: a file of another node cannot be read, or pyeclib is needed and missing.
@@ -100,7 +100,7 @@ def build_parity(
         tables[q].view("<u4")[low // BLOCK : low // BLOCK + len(sums)] = sums
         write(parity_name(save_id, group, q), low, block)
 
-    size = asked_at_a_time(len(group.members) - group.parity, group.parity)
+    size = bytes_per_read(len(group.members) - group.parity, group.parity)
     everything = ((q, low) for q in range(group.parity) for low in range(0, group.chunk, size))
     encode_pieces(group, at, everything, read, take, size=size, threads=threads)
     for q, table in enumerate(tables):
@@ -108,7 +108,7 @@ def build_parity(
 
 
 def owned(group: Group, at: int) -> list[Stripe]:
-    """The stripes of which a member keeps parity, by the number of the block that it keeps."""
+    """Return the stripes whose parity a member stores, by the number of the parity block."""
     every = group.stripes()
     return [every[stripe_of_parity(at, q, len(every))] for q in range(group.parity)]
 
@@ -123,18 +123,18 @@ def encode_pieces(
     size: int = PIECE,
     threads: int = 1,
 ) -> None:
-    """Make pieces of the blocks of parity that a member keeps.
+    """Compute pieces of the parity blocks that a member stores.
 
-    Parity is linear: made from zeros in place of what is not there, and made from that alone, the
-    two add up by XOR.
+    Parity is linear. So it can be computed in two parts, each with zeros in place of the data that
+    the other part covers, and the XOR of both is the result.
 
     Args:
-        group, at: the group, and the position of the member in it.
-        pieces: number of the block, and where the piece begins in it: a multiple of `size`.
+        group, at: the group, and the member's position in it.
+        pieces: for each piece, the number of its block, and its offset there: a multiple of `size`.
         read: reads the data files of the other members.
-        take: is given the number of the block, where the piece begins, and its bytes.
-        size: of a piece, in bytes; a multiple of `PIECE`.
-        threads: how many work at the same time.
+        take: receives the number of the block, the offset of the piece, and its bytes.
+        size: bytes of a piece; a multiple of `PIECE`.
+        threads: the number of threads that work at the same time.
 
     Raises:
         StoreError: a file of another node cannot be read, or pyeclib is needed and missing.
@@ -163,27 +163,31 @@ def encode_pieces(
         for_each(pieces, make, lambda: nullcontext(memory()), threads)
     except LostPiece as lost:
         node = group.members[at].node
-        raise StoreError(f"node {node} cannot keep parity: no {lost}") from lost.error
+        raise StoreError(f"node {node} cannot compute parity: cannot read {lost}") from lost.error
     finally:
         code.close()
 
 
-def asked_at_a_time(k: int, m: int) -> int:
-    """Bytes of a block that are asked of another node at a time, as each time is a request.
+def bytes_per_read(k: int, m: int) -> int:
+    """Return how many bytes of a block to read from another node in one request.
 
-    A power of two, so that what it asks of a file of parity has its checksums on one page.
+    The result is a power of two, so that the checksums of a piece of parity lie on one page.
     """
     held = HELD // (2 if m == 1 else k)
     return max(PIECE, 1 << held.bit_length() - 1)
 
 
 def buffers_of(size: int, count: int) -> list[Buffer]:
-    """So many buffers of this many bytes, of which only what is used takes memory."""
+    """Return `count` buffers of `size` bytes. Memory is only taken for the pages that are used."""
     return [aligned_buffer(size) for _ in range(count)]
 
 
 def read_data(read: Read, group: Group, position: int, low: int, out: Buffer) -> Buffer:
-    """A range of a member's string, in `out` or where it lies; zeros past the end of its files."""
+    """Return `len(out)` bytes of a member's string from `low`: in `out`, or where they lie.
+
+    Raises:
+        LostPiece: a file cannot be read.
+    """
     member = group.members[position]
     filled = low
     for each in extents(member, low, low + len(out)):
@@ -207,7 +211,7 @@ def for_each(
     memory: Callable[[], AbstractContextManager[list[Buffer]]],
     threads: int,
 ) -> None:
-    """Do the work for each item, in threads that have buffers of their own; stop at an error."""
+    """Call `work` for each item, in threads that have buffers of their own; stop at an error."""
     lock = threading.Lock()
     remaining = iter(items)
     failed = threading.Event()
@@ -240,4 +244,4 @@ def for_each(
             for _ in pool.map(run, range(threads)):
                 pass
         finally:
-            failed.set()  # also where this thread was interrupted
+            failed.set()  # also if this thread was interrupted

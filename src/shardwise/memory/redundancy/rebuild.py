@@ -1,4 +1,4 @@
-"""Files of lost nodes, decoded from what is left; in pieces, as parity is made."""
+"""Decoding the files of lost nodes from the remaining nodes' data and parity, piece by piece."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shardwise.manifest.checksums import BLOCK, BlockTable, block_count
 from shardwise.memory.redundancy.parity import (
     LostPiece,
     Read,
-    asked_at_a_time,
     buffers_of,
+    bytes_per_read,
     extents,
     for_each,
     read_data,
@@ -34,33 +34,18 @@ from shardwise.memory.redundancy.stripes import Code, Stripe, code_of, stripe_of
 from shardwise.store.store import Buffer
 
 
-def rebuild_file(
-    protection: Protection,
-    node: str,
-    file: str,
-    read: Read,
-    out: Buffer,
-    *,
-    offset: int = 0,
-    threads: int = 1,
-) -> None:
-    """Fill `out` with the bytes of a lost node's file from `offset` on; see `Rebuilder`."""
-    with Rebuilder(protection, read, lost=[node], threads=threads) as rebuilder:
-        rebuilder.read(node, file, offset, out)
-
-
 class Rebuilder:
-    """Decodes files of members that are lost, or any range of one, from the others of their group.
+    """Decodes any range of a lost node's file from the other members of its group.
 
-    Parity is verified before it is used. Data of other nodes is not: verify what comes out with
-    the checksums of the manifest. What could not be read once is not tried again. A context
-    manager; `read` may be called from several threads.
+    Parity is verified before it is used. The data of other nodes is not: verify the result with the
+    checksums of the manifest. A file that could not be read once is not tried again. Several
+    threads may call `read`.
 
     Args:
-        protection: who protects whom.
-        read: reads files of nodes, of data and of parity.
-        lost: nodes that need not be asked.
-        threads: how many work on one call of `read` at the same time.
+        protection: which nodes protect which.
+        read: reads data and parity files of nodes.
+        lost: nodes not to read from.
+        threads: the number of threads that work on one call of `read`.
     """
 
     def __init__(
@@ -75,31 +60,26 @@ class Rebuilder:
         self._tables: dict[tuple[str, str, int], BlockTable] = {}
         self._lock = threading.Lock()
 
-    def __enter__(self) -> Rebuilder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
-        """Let go of what decoding needs."""
+        """Release the resources of the erasure codes."""
         for coding in self._codings.values():
             coding.code.close()
         self._codings.clear()
 
-    def read(self, node: str, file: str, offset: int, out: Buffer) -> None:
-        """Fill `out` with the bytes of a file from `offset` on, without asking its own node.
+    def read(self, file: str, offset: int, out: Buffer) -> None:
+        """Fill `out` with the bytes of a file from `offset`, without reading from its own node.
 
         Raises:
             StoreError: too few pieces of a stripe are left; says which are missing, and why.
-            CorruptionError: as above, and one of them is missing because it was altered.
-            FormatError: there is no such file, or it ends before.
+            CorruptionError: the same, and one of them is missing because it is damaged.
+            FormatError: the file does not exist, or ends earlier.
         """
         group, at = locate(self._protection, file)
         start = position_of(group.members[at], file, offset, len(out))
         if not len(out):
             return
         if not group.parity:
+            node = group.members[at].node
             raise StoreError(f"{file} of node {node} is not protected by parity")
         k = len(group.members) - group.parity
         coding = self._coding(k, group.parity)
@@ -115,7 +95,7 @@ class Rebuilder:
     def _decode(
         self, code: Code, group: Group, part: Part, buffers: list[Buffer], out: Buffer
     ) -> None:
-        """Decode part of a stripe; again with other pieces, as long as one turns out lost."""
+        """Decode part of a stripe. If a piece turns out to be lost, try again with others."""
         while True:
             pieces = (
                 (number, self._piece(group, part, number, buffer))
@@ -129,7 +109,7 @@ class Rebuilder:
                     self._lost_files[lost.key] = lost.error
 
     def _chosen(self, group: Group, part: Part) -> list[int]:
-        """The numbers of the blocks to decode from: data before parity."""
+        """Return the numbers of the blocks to decode from: data first, then parity."""
         usable = []
         missing = []
         for number in range(len(group.members)):
@@ -161,14 +141,14 @@ class Rebuilder:
         if any(isinstance(self._lost_files.get(key), CorruptionError) for key in missing):
             kind = CorruptionError
         return kind(
-            f"what node {owner.node} held cannot be rebuilt: {left} of the "
-            f"{len(group.members) - group.parity} pieces that this takes are left, for its group "
-            f"of {len(group.members)} survives the loss of {group.parity}; also missing: "
+            f"the data of node {owner.node} cannot be rebuilt: {left} of the "
+            f"{len(group.members) - group.parity} pieces needed are left; its group of "
+            f"{len(group.members)} nodes survives the loss of {group.parity}; also missing: "
             + "; ".join(reasons)
         )
 
     def _piece(self, group: Group, part: Part, number: int, buffer: Buffer) -> Buffer:
-        """Part of a block of a stripe, read into a buffer; parity is verified."""
+        """Read part of a block of a stripe, and verify it if it is parity."""
         k = len(part.stripe.data)
         if number < k:
             out = buffer[: part.high - part.low]
@@ -189,12 +169,12 @@ class Rebuilder:
         bad = self._table(group, node, name, page).damaged(first, data)
         if bad:
             raise CorruptionError(
-                f"parity was altered: bytes {low + bad[0] * BLOCK} and on fail their checksum"
+                f"parity is damaged: the bytes at {low + bad[0] * BLOCK} fail their checksum"
             )
         return data[part.low - low : part.high - low]
 
     def _table(self, group: Group, node: str, name: str, page: int) -> BlockTable:
-        """A page of the checksums of a file of parity."""
+        """Return a page of the checksum table of a parity file."""
         key = (node, name, page)
         if key not in self._tables:
             room = np.empty(TABLE_PAGE, np.uint8)
@@ -205,13 +185,13 @@ class Rebuilder:
     def _coding(self, k: int, m: int) -> _Coding:
         with self._lock:
             if (k, m) not in self._codings:
-                self._codings[k, m] = _Coding(code_of(k, m), asked_at_a_time(k, m))
+                self._codings[k, m] = _Coding(code_of(k, m), bytes_per_read(k, m))
             return self._codings[k, m]
 
 
 @dataclass(frozen=True, slots=True)
 class _Coding:
-    """A code, and buffers for pieces of this size, which are used again and again."""
+    """A code, and a pool of buffers for pieces of `size` bytes."""
 
     code: Code
     size: int
@@ -219,7 +199,7 @@ class _Coding:
 
     @contextmanager
     def buffers(self) -> Iterator[list[Buffer]]:
-        """Those of one thread, for as long as the block runs."""
+        """Lend the buffers that one thread needs."""
         try:
             memory = self._free.get_nowait()
         except Empty:
@@ -230,13 +210,13 @@ class _Coding:
             self._free.put(memory)
 
 
-def assemblable(protection: Protection, held: Mapping[str, Collection[str]]) -> set[str]:
-    """The data files that cannot be had any more: neither read from a node, nor decoded.
+def unreadable_files(protection: Protection, held: Mapping[str, Collection[str]]) -> set[str]:
+    """Return the data files that can neither be read from a node nor decoded.
 
     Args:
-        protection: who protects whom.
-        held: for each live node, the names of the files that it holds whole: data files of its
-            own, copies of others', and complete files of parity.
+        protection: which nodes protect which.
+        held: for each live node, the names of its complete files: its own data files, copies of
+            others', and parity.
     """
     data_files = {
         name for group in protection.groups for each in group.members for name, _ in each.files
@@ -282,7 +262,7 @@ def _can_decode(
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes `low:high` of the blocks of a stripe, in which the block of number `wanted` is lost."""
+    """Bytes `low:high` of the blocks of a stripe, of which block `wanted` is lost."""
 
     stripe: Stripe
     wanted: int
@@ -291,10 +271,10 @@ class Part:
 
 
 def parts(group: Group, at: int, low: int, high: int, *, grid: int) -> Iterator[Part]:
-    """Cut bytes `low:high` of a member's string, in their order.
+    """Cut bytes `low:high` of a member's string into parts, in order.
 
-    Cuts are at multiples of `grid` in a chunk, and where a file of any other piece of the stripe
-    begins or ends: so each piece lies in one file, and is there or is not.
+    Cuts are at multiples of `grid` in a chunk, and where a file of another chunk of the stripe
+    begins or ends. So each piece of a part lies in one file, and is either available or not.
     """
     chunk, n = group.chunk, len(group.members)
     all_stripes = group.stripes()
@@ -314,7 +294,7 @@ def parts(group: Group, at: int, low: int, high: int, *, grid: int) -> Iterator[
 
 
 def needed_files(save_id: str, group: Group, part: Part, number: int) -> list[tuple[str, str]]:
-    """Node and name of each file that a part of a stripe's block lies in; none if it is zeros."""
+    """Return node and name of each file that holds a part of a block; none if it is all zeros."""
     k = len(part.stripe.data)
     if number >= k:
         node = group.members[part.stripe.parity[number - k]].node
@@ -326,10 +306,10 @@ def needed_files(save_id: str, group: Group, part: Part, number: int) -> list[tu
 
 
 def position_of(member: Member, file: str, offset: int, nbytes: int) -> int:
-    """Where a range of a file begins in the string of its node.
+    """Return where a range of a file begins in its node's string.
 
     Raises:
-        FormatError: there is no such file, or it ends before.
+        FormatError: the file does not exist, or ends earlier.
     """
     start = 0
     for name, size in member.files:
@@ -340,4 +320,4 @@ def position_of(member: Member, file: str, offset: int, nbytes: int) -> int:
                 )
             return start + offset
         start += size
-    raise FormatError(f"node {member.node} had no file {file}")
+    raise FormatError(f"node {member.node} has no file {file}")

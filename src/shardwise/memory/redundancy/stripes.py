@@ -1,13 +1,14 @@
-"""Parity over stripes, rotated among the nodes of a group as in RAID 5 and 6.
+"""How a group of nodes divides its data into stripes, and the erasure codes of a stripe.
 
-Each of `n` nodes has a string of bytes, cut into `n - m` chunks of one size, with zeros at the end.
-There are `n` stripes. Stripe `j` has `m` blocks of parity, on nodes `j … j+m-1`, and a chunk of
-each other node: chunk `f` of node `j+m+f` (all modulo `n`). So no node holds two pieces of one
-stripe, any `m` nodes may be lost, and all nodes keep alike: `m / (n - m)` of the data on top.
+Parity rotates among the nodes, as in RAID 5 and 6. Each of `n` nodes has a string of bytes: its
+files one after another, padded with zeros and cut into `n - m` chunks of equal size. There are `n`
+stripes. Stripe `j` has `m` parity blocks, on nodes `j … j+m-1`, and one chunk of every other node:
+chunk `f` of node `j+m+f` (all modulo `n`). So no node holds two pieces of one stripe, any `m` nodes
+may be lost, and every node stores the same amount of parity: `m / (n - m)` of its data.
 
-The code of a stripe is XOR for `m = 1` (Patterson, Gibson, Katz: RAID, SIGMOD 1988). From 2 on it
-is Reed–Solomon over GF(2⁸) with a Cauchy matrix (Blömer et al.: An XOR-based erasure-resilient
-coding scheme, 1995), which decodes after every loss of `m`; computed by isa-l through pyeclib.
+With `m = 1` the code is XOR (Patterson, Gibson, Katz: RAID, SIGMOD 1988). With more it is
+Reed–Solomon over GF(2⁸) with a Cauchy matrix (Blömer et al.: An XOR-based erasure-resilient coding
+scheme, 1995), which recovers any `m` losses. isa-l computes it, through pyeclib.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from shardwise.manifest.checksums import BLOCK
 from shardwise.store.store import Buffer
 
 GRAIN = BLOCK
-"""Chunks are multiples of this many bytes, so that blocks of checksums lie in one chunk each."""
+"""Chunk sizes are multiples of this many bytes, so that no checksum block spans two chunks."""
 
 MOST_NODES = 32
-"""Of a group with two blocks of parity to a stripe, or more: what liberasurecode can do."""
+"""The largest group with two or more parity blocks in a stripe: the limit of liberasurecode."""
 
-_SLICE = 64 * 1024  # of each block at a time: some of them fit into the second level of cache
+_SLICE = 64 * 1024  # bytes of each block processed at a time: several fit into the L2 cache
 _RS_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """Who holds the pieces of a stripe; nodes are positions in their group.
+    """Which nodes hold the pieces of a stripe. Nodes are positions in their group.
 
     Attributes:
-        data: at position `f`, the node whose chunk number `f` is part of the stripe.
-        parity: at position `q`, the node that keeps block number `q` of the stripe's parity.
+        data: at index `f`, the node whose chunk `f` belongs to the stripe.
+        parity: at index `q`, the node that stores parity block `q` of the stripe.
     """
 
     data: tuple[int, ...]
@@ -48,13 +49,13 @@ class Stripe:
 
 
 def stripes(n: int, m: int) -> tuple[Stripe, ...]:
-    """The stripes of a group of `n` nodes with `m` blocks of parity to a stripe.
+    """Return the stripes of a group of `n` nodes with `m` parity blocks in each stripe.
 
     Raises:
-        ValueError: `m` is not less than `n`, or negative.
+        ValueError: `m` is negative, or not less than `n`.
     """
     if not 0 <= m < n:
-        raise ValueError(f"{m} blocks of parity in a group of {n} nodes: fewer than nodes needed")
+        raise ValueError(f"{m} blocks of parity in a group of {n} nodes: use 0 to {n - 1}")
     return tuple(
         Stripe(
             tuple((j + m + f) % n for f in range(n - m)),
@@ -65,79 +66,48 @@ def stripes(n: int, m: int) -> tuple[Stripe, ...]:
 
 
 def stripe_of_chunk(node: int, chunk: int, n: int, m: int) -> int:
-    """The stripe that a node's chunk is part of."""
+    """Return the number of the stripe that contains a chunk of a node."""
     return (node - m - chunk) % n
 
 
 def stripe_of_parity(node: int, block: int, n: int) -> int:
-    """The stripe whose parity block of this number a node keeps."""
+    """Return the number of the stripe whose parity block `block` a node stores."""
     return (node - block) % n
 
 
 def chunk_size(lengths: Sequence[int], n: int, m: int) -> int:
-    """Bytes of a chunk for strings of these lengths: the least that holds the longest of them."""
+    """Return the smallest chunk size in bytes with which `n - m` chunks hold the longest string."""
     return max(GRAIN, -(-max(lengths) // ((n - m) * GRAIN)) * GRAIN)
 
 
 class Code(Protocol):
-    """The code of one stripe: `k` data blocks, numbered from 0, then the parity blocks from `k`."""
+    """The code of one stripe with `k` data blocks, numbered from 0, and parity blocks from `k`."""
 
     window: int
 
     def recover(self, blocks: Iterable[tuple[int, Buffer]], out: Mapping[int, Buffer]) -> None:
-        """Fill the blocks of `out`, which are lost or not yet made, from the first `k` of others.
+        """Compute the blocks of `out`, lost or not yet made, from the first `k` of `blocks`.
 
-        All have one length. A block has to stay as it is until `window` more have been taken, so
-        that many may come in little memory.
+        All blocks have the same length. `blocks` may be an iterator that reuses its memory: a block
+        must stay unchanged until `window` more have been taken.
 
         Raises:
-            StoreError: there are fewer than `k`.
+            StoreError: there are fewer than `k` blocks.
         """
         ...
 
     def close(self) -> None:
-        """Let go of the library's resources."""
+        """Release the library's resources."""
         ...
 
 
 def code_of(k: int, m: int) -> Code:
-    """The code for `k` data and `m` parity blocks; the caller closes it.
+    """Return the code for `k` data and `m` parity blocks. The caller closes it.
 
     Raises:
-        StoreError: it needs pyeclib, which is not there, or cannot do this.
+        StoreError: the code needs pyeclib, which is missing or does not support these numbers.
     """
     return _Xor(k) if m == 1 else _ReedSolomon(k, m)
-
-
-def encode(blocks: Sequence[Buffer], m: int) -> list[Buffer]:
-    """The `m` blocks of parity for data blocks of one length."""
-    k = len(blocks)
-    return decode(dict(enumerate(blocks)), range(k, k + m), k, m)
-
-
-def decode(present: Mapping[int, Buffer], missing: Sequence[int], k: int, m: int) -> list[Buffer]:
-    """Blocks that are missing, from those present.
-
-    Args:
-        present: by number: data from 0, parity from `k`; all of one length.
-        missing: the numbers of the blocks to be had.
-        k: how many data blocks there are.
-        m: how many parity blocks.
-
-    Raises:
-        StoreError: fewer than `k` blocks are present, or the library is missing.
-    """
-    size = len(next(iter(present.values()), b""))
-    found = {number: np.empty(size, np.uint8) for number in missing}
-    code = code_of(k, m)
-    try:
-        for low in range(0, max(size, 1), _SLICE):
-            cut = slice(low, low + _SLICE)
-            blocks = ((number, present[number][cut]) for number in present if number not in found)
-            code.recover(blocks, {number: block[cut] for number, block in found.items()})
-    finally:
-        code.close()
-    return [found[number] for number in missing]
 
 
 class _Xor:
@@ -146,7 +116,7 @@ class _Xor:
         self.window = 2
 
     def recover(self, blocks: Iterable[tuple[int, Buffer]], out: Mapping[int, Buffer]) -> None:
-        # Any k of the k + 1 blocks add up to the one that is left.
+        # The XOR of any k of the k + 1 blocks is the remaining one.
         target, *_ = out.values()
         total: Buffer | None = None
         count = 0
@@ -161,31 +131,31 @@ class _Xor:
 
 
 class _ReedSolomon:
-    """By pyeclib, which holds the GIL as long as it works on a slice: some 20 µs.
+    """Computed by pyeclib, which holds the GIL for each slice, about 20 µs.
 
-    Its fragments are a header and a block. Headers say nothing of the content, so they are not
-    stored, but made again: they are those of zeros. Encoding too is done as a reconstruction, of
-    blocks that were never there: it copies each block once, where pyeclib's own copies it thrice.
+    A fragment of pyeclib is a header and a block. Headers do not depend on the data, so they are
+    not stored but made again by encoding zeros. Encoding, too, is done as a reconstruction (of the
+    parity blocks): that copies each block once, where pyeclib's own `encode` copies it three times.
     """
 
     def __init__(self, k: int, m: int) -> None:
         if k + m > MOST_NODES:
             raise StoreError(
-                f"{m} blocks of parity for {k} of data: at most {MOST_NODES} together can be done; "
-                "use smaller groups"
+                f"a group of {k + m} nodes with {m} parity blocks: at most {MOST_NODES} nodes are "
+                "supported; use smaller groups"
             )
         try:
             library = importlib.import_module("pyeclib.ec_iface")
         except ImportError as error:
             raise StoreError(
                 f"parity that survives the loss of {m} nodes needs pyeclib ({error}): "
-                "pip install 'shardwise[parity]', or ask for parity=1"
+                "pip install 'shardwise[parity]', or use parity=1"
             ) from error
         try:
             self._driver: Any = library.ECDriver(k=k, m=m, ec_type="isa_l_rs_cauchy")
         except library.ECDriverError as error:
             raise StoreError(
-                f"pyeclib cannot do isa_l_rs_cauchy for {k} + {m} blocks: {error}"
+                f"pyeclib does not support isa_l_rs_cauchy with {k} + {m} blocks: {error}"
             ) from error
         self._k = k
         self.window = k
@@ -199,7 +169,7 @@ class _ReedSolomon:
         for low in range(0, size, _SLICE):
             high = min(low + _SLICE, size)
             fragments = [self._fragment(number, block[low:high]) for number, block in chosen]
-            # It takes bytes objects only, and ends the process where it is given anything else.
+            # It accepts only bytes objects: any other type crashes the process.
             found = self._driver.reconstruct(fragments, list(missing))
             for number, fragment in zip(missing, found, strict=True):
                 start = len(fragment) - _padded(high - low)
@@ -223,4 +193,4 @@ def _padded(size: int) -> int:
 
 def _check_enough(have: int, need: int) -> None:
     if have < need:
-        raise StoreError(f"a stripe needs {need} of its pieces, and {have} are left")
+        raise StoreError(f"a stripe needs {need} of its pieces, and only {have} are left")

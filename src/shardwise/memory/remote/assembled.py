@@ -184,13 +184,12 @@ class AssembledStore:
         ways = [of_node(node) for node in nodes]
         rebuilder = self._rebuilder
         if rebuilder is not None and key in self._owner:
-            owner = self._owner[key]
 
             def decode(offset: int, out: Buffer) -> None:
                 with self._counting:
                     self._decoding.begin()
                 try:
-                    rebuilder.read(owner, key, offset, out)
+                    rebuilder.read(key, offset, out)
                 finally:
                     with self._counting:
                         self._decoding.end()

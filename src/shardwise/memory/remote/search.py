@@ -16,7 +16,7 @@ from shardwise.memory.home import Place, Run
 from shardwise.memory.lineage import Lineage
 from shardwise.memory.records import AgentInfo, PendingManifest, Protect
 from shardwise.memory.redundancy.placement import Protection
-from shardwise.memory.redundancy.rebuild import assemblable
+from shardwise.memory.redundancy.rebuild import unreadable_files
 from shardwise.memory.registry import known_nodes
 from shardwise.memory.remote.assembled import Assembly
 from shardwise.memory.remote.client import AgentClient
@@ -299,7 +299,7 @@ def _assemble(
     lost = {name for name, nodes in holders.items() if not nodes}
     protection = _protection(step, manifest.save_id, names, read)
     if protection is not None:
-        lost &= assemblable(protection, names)
+        lost &= unreadable_files(protection, names)
     if lost:
         shown = ", ".join(sorted(lost)[:3])
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""

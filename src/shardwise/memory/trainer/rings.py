@@ -30,9 +30,9 @@ from shardwise.memory.redundancy.placement import (
     Group,
     Member,
     copied_files,
+    form_groups,
     group_of_files,
     parity_file_size,
-    place,
 )
 from shardwise.memory.trainer.copying import Fill, stage
 from shardwise.memory.trainer.slots import Slot
@@ -86,7 +86,7 @@ def rings_of(
         alike: for each rank, what is equal where ranks hold the same.
         node_of: the node of each rank.
         domain_of: what fails together with a node.
-        copies, parity, group_size: as for `placement.place`.
+        copies, parity, group_size: as for `placement.form_groups`.
     """
     classes: dict[bytes, dict[str, list[int]]] = {}
     for rank, (key, node) in enumerate(zip(alike, node_of, strict=True)):
@@ -96,7 +96,9 @@ def rings_of(
         for column in range(max(map(len, by_node.values()))):
             rank_of = {node: own[column] for node, own in by_node.items() if len(own) > column}
             members = [Member(node, domain_of[node], ()) for node in rank_of]
-            placed = place(members, _ANY_SAVE, copies=copies, parity=parity, group_size=group_size)
+            placed = form_groups(
+                members, _ANY_SAVE, copies=copies, parity=parity, group_size=group_size
+            )
             found = [[rank_of[each.node] for each in group.members] for group in placed.groups]
             rings += [ring for ring in found if len(ring) > 1]
     return rings
