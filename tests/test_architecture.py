@@ -50,8 +50,10 @@ LAYERS_OF_MEMORY = (
 LAYERS_OF_FORMATS = (
     ("detect", "specification", "checksums", "remap"),
     ("readers",),
-    ("specs", "validate", "rankfiles"),
-    ("language", "laying"),
+    ("specs", "validate", "rankfiles", "merge_ranks"),
+    ("nested",),
+    ("language", "build"),
+    ("optimizers", "plain", "piece_tables"),
     ("containers",),
     ("index",),
     ("tree",),

@@ -26,7 +26,7 @@ from shardwise.formats.containers.safetensors import read_header
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.containers.zip_archive import read_directory
 from shardwise.formats.foreign import Foreign, ForeignFile, StoredArray
-from shardwise.formats.laying.lay import lay
+from shardwise.formats.piece_tables import lay
 from shardwise.formats.validate import checked
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry

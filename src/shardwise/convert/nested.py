@@ -13,7 +13,7 @@ from shardwise.adapters.values import saved_tensors
 from shardwise.convert.chosen import Chosen
 from shardwise.convert.output import Part
 from shardwise.errors import StateError
-from shardwise.formats.laying.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, Group
+from shardwise.formats.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, Group
 from shardwise.manifest.manifest import ObjectEntry
 from shardwise.state.objects import JsonValue, decode
 

@@ -19,7 +19,7 @@ from shardwise.convert.nested import Nested, Optimizer, nested
 from shardwise.convert.output import Output, Part, Target
 from shardwise.convert.torchsave import add_torch_file, refusal
 from shardwise.errors import StateError
-from shardwise.formats.laying.optimizers import GROUPS, PARAM_NAMES, PARAMS
+from shardwise.formats.optimizers import GROUPS, PARAM_NAMES, PARAMS
 from shardwise.formats.readers.deepspeed.files import LATEST_UNIVERSAL, WEIGHTS
 
 VERSION = "0.19.8"

@@ -18,7 +18,7 @@ from shardwise.formats.containers.safetensors import is_safetensors, read_header
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.containers.torch_values import DTENSORS, StoredShard
 from shardwise.formats.foreign import Catalogue, StoredArray, catalogued
-from shardwise.formats.laying.plain import same_plain
+from shardwise.formats.plain import same_plain
 from shardwise.formats.tree import Tree
 from shardwise.manifest.table import Int
 

@@ -13,8 +13,8 @@ from shardwise.errors import StateError
 from shardwise.formats.foreign import Catalogue, Foreign, ForeignFile, PieceTable, StoredArray
 from shardwise.formats.language import apply_spec
 from shardwise.formats.language.rules import Spec
-from shardwise.formats.laying.lay import joined
-from shardwise.formats.laying.lay import lay as lay_arrays
+from shardwise.formats.piece_tables import joined
+from shardwise.formats.piece_tables import lay as lay_arrays
 from shardwise.layout import find_overlaps, row_major
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import ObjectEntry, TensorEntry

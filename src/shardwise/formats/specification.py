@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.errors import StateError
+from shardwise.formats.build import Builder
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.language import Spec, apply_spec, parse
-from shardwise.formats.laying.leaves import Builder
 from shardwise.formats.rankfiles import read_rank_files
 from shardwise.formats.specs import names, shipped
 from shardwise.formats.tree import Tree

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from shardwise.errors import FormatError
 from shardwise.formats.foreign import Foreign, PieceTable
-from shardwise.formats.laying.lay import widened
+from shardwise.formats.piece_tables import widened
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import LARGEST, TensorEntry
 from shardwise.manifest.names import LONGEST_NAME, RESERVED

@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 
 from shardwise.errors import FormatError
+from shardwise.formats.build import Leaves, beside, foreign_of, united
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.foreign import Foreign
-from shardwise.formats.laying.lay import with_ties
-from shardwise.formats.laying.leaves import Leaves, beside, foreign_of, united
-from shardwise.formats.laying.nested import nested_leaves
-from shardwise.formats.laying.optimizers import Path
+from shardwise.formats.nested import nested_leaves
+from shardwise.formats.optimizers import Path
+from shardwise.formats.piece_tables import with_ties
 from shardwise.formats.readers import huggingface
 from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
 from shardwise.formats.readers.dcp.reader import leaves, read_stored, world_size

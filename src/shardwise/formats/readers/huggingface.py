@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
+from shardwise.formats.build import Builder
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.safetensors import METADATA, Header, is_safetensors, read_header
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.foreign import Foreign, PieceTable, StoredArray
-from shardwise.formats.laying.lay import lay_boxes, with_ties
-from shardwise.formats.laying.leaves import Builder
+from shardwise.formats.piece_tables import lay_boxes, with_ties
 from shardwise.formats.tree import Tree
 from shardwise.manifest.manifest import Dims, TensorEntry
 

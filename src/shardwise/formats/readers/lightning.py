@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import FormatError
+from shardwise.formats.build import Leaves, foreign_of, united
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import pickle_text, read_torch_file
 from shardwise.formats.containers.zip_archive import START
 from shardwise.formats.foreign import Foreign
-from shardwise.formats.laying.lay import with_ties
-from shardwise.formats.laying.leaves import Leaves, foreign_of, united
-from shardwise.formats.laying.nested import nested_leaves
-from shardwise.formats.laying.optimizers import Path
+from shardwise.formats.nested import nested_leaves
+from shardwise.formats.optimizers import Path
+from shardwise.formats.piece_tables import with_ties
 from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
 from shardwise.formats.readers.dcp.reader import leaves, read_stored, world_size
 from shardwise.formats.tree import Tree

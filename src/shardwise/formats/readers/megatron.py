@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 
 from shardwise.errors import FormatError, LayoutError
+from shardwise.formats.build import Builder
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
-from shardwise.formats.laying.leaves import Builder
-from shardwise.formats.laying.optimizers import GROUPS, Group
+from shardwise.formats.optimizers import GROUPS, Group
 from shardwise.formats.readers.dcp.metadata import METADATA, Metadata, read_metadata
 from shardwise.formats.readers.dcp.reader import Stored, read_stored, world_size
 from shardwise.formats.tree import Tree

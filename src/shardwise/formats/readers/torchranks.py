@@ -16,7 +16,7 @@ from shardwise.formats.containers.torch_files import pickle_text, read_torch_fil
 from shardwise.formats.containers.torch_values import DTENSORS
 from shardwise.formats.containers.zip_archive import START
 from shardwise.formats.foreign import Foreign, StoredArray
-from shardwise.formats.laying.ranks import lay_ranks
+from shardwise.formats.merge_ranks import lay_ranks
 from shardwise.formats.tree import MOST_NAMED, Tree
 
 FORMAT = "torch.save by each rank"

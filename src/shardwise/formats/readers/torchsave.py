@@ -8,7 +8,7 @@ from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import is_torch_file, read_torch_file
 from shardwise.formats.containers.torch_values import DTENSORS
 from shardwise.formats.foreign import Foreign
-from shardwise.formats.laying.ranks import lay_ranks
+from shardwise.formats.merge_ranks import lay_ranks
 from shardwise.formats.tree import Tree
 
 FORMAT = "a file of torch.save"

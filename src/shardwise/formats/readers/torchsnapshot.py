@@ -14,12 +14,12 @@ from urllib.parse import unquote
 import msgspec
 
 from shardwise.errors import FormatError
+from shardwise.formats.build import Leaves, foreign_of
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.foreign import Foreign, StoredArray
-from shardwise.formats.laying.lay import lay_boxes
-from shardwise.formats.laying.leaves import Leaves, foreign_of
-from shardwise.formats.laying.optimizers import STATE, Path
+from shardwise.formats.optimizers import STATE, Path
+from shardwise.formats.piece_tables import lay_boxes
 from shardwise.formats.readers.dcp.reader import fold, with_lists
 from shardwise.formats.tree import Tree
 from shardwise.manifest.dtypes import DTYPES

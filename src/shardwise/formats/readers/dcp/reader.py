@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
+from shardwise.formats.build import Leaves, foreign_of
 from shardwise.formats.containers.pickle_values import Stubs
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
-from shardwise.formats.laying.leaves import Leaves, foreign_of
-from shardwise.formats.laying.optimizers import Path, is_of_optimizer
+from shardwise.formats.optimizers import Path, is_of_optimizer
 from shardwise.formats.readers.dcp.items import Arrays, find_arrays, read_values
 from shardwise.formats.readers.dcp.metadata import METADATA, Item, Metadata, read_metadata
 from shardwise.formats.tree import Tree

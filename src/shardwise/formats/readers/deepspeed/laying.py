@@ -10,9 +10,9 @@ import torch
 
 from shardwise.errors import FormatError, StateError
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
-from shardwise.formats.laying.lay import joined
-from shardwise.formats.laying.optimizers import Group, encoded_groups
-from shardwise.formats.laying.plain import bytes_of, encode_plain, number_tensor
+from shardwise.formats.optimizers import Group, encoded_groups
+from shardwise.formats.piece_tables import joined
+from shardwise.formats.plain import bytes_of, encode_plain, number_tensor
 from shardwise.formats.readers.deepspeed.placements import Placement, whole
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import FormatError
+from shardwise.formats import optimizers as param_groups
 from shardwise.formats.foreign import PieceTable
-from shardwise.formats.laying import optimizers as param_groups
 from shardwise.formats.readers.deepspeed.groups import MASTER, Flat, Group
 from shardwise.formats.readers.deepspeed.laying import Laying
 from shardwise.formats.readers.deepspeed.partitions import Fragments, as_fragments

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.formats.laying.plain import same_plain
+from shardwise.formats.plain import same_plain
 from shardwise.formats.readers.deepspeed.laying import Laying
 from shardwise.formats.readers.deepspeed.ranks import Ranks
 from shardwise.formats.readers.deepspeed.states import OF_DEEPSPEED

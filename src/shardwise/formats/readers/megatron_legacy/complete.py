@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
-from shardwise.formats.laying.optimizers import GROUPS, PARAMS
+from shardwise.formats.optimizers import GROUPS, PARAMS
 from shardwise.formats.readers.megatron_legacy.files import (
     FLAT,
     MODEL,

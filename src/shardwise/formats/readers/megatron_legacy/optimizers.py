@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.errors import FormatError
 from shardwise.formats.foreign import StoredArray
-from shardwise.formats.laying.optimizers import GROUPS, PARAMS, STATE
+from shardwise.formats.optimizers import GROUPS, PARAMS, STATE
 from shardwise.formats.readers.megatron_legacy.buffers import Bucketing, parameters_in_buffers
 from shardwise.formats.readers.megatron_legacy.parameters import (
     Parameter,

@@ -9,10 +9,10 @@ from itertools import accumulate
 from typing import TypeAlias
 
 from shardwise.errors import FormatError
+from shardwise.formats.build import Builder
 from shardwise.formats.foreign import Foreign, Row, catalogued
 from shardwise.formats.language import apply_spec
-from shardwise.formats.laying.leaves import Builder
-from shardwise.formats.laying.optimizers import GROUPS, Group
+from shardwise.formats.optimizers import GROUPS, Group
 from shardwise.formats.readers.megatron_legacy.buffers import possible_bucketings
 from shardwise.formats.readers.megatron_legacy.complete import (
     ITERATION,

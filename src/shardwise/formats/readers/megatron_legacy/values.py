@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardwise.formats.build import Builder
 from shardwise.formats.containers.pickle_values import Name, Opaque, Record
-from shardwise.formats.laying.leaves import Builder
 from shardwise.formats.rankfiles import unlike_values
 from shardwise.formats.readers.megatron_legacy.ranks import ARGS, RNG, Rank
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import FormatError
+from shardwise.formats.build import foreign_of
 from shardwise.formats.containers.pickle_values import Record
 from shardwise.formats.containers.torch_values import StoredShard
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
-from shardwise.formats.laying.lay import joined, lay_boxes, with_ties
-from shardwise.formats.laying.leaves import foreign_of
-from shardwise.formats.laying.nested import nested_leaves
-from shardwise.formats.laying.optimizers import Path, is_of_optimizer
+from shardwise.formats.nested import nested_leaves
+from shardwise.formats.optimizers import Path, is_of_optimizer
+from shardwise.formats.piece_tables import joined, lay_boxes, with_ties
 from shardwise.manifest.table import Pieces
 
 _COUNTERS = ("step", "global_step", "iteration", "epoch")

@@ -10,15 +10,15 @@ import torch
 
 from shardwise.errors import StateError
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
-from shardwise.formats.laying.lay import joined, lay
-from shardwise.formats.laying.optimizers import (
+from shardwise.formats.optimizers import (
     GROUPS,
     Optimizer,
     Path,
     encoded_groups,
     find_optimizers,
 )
-from shardwise.formats.laying.plain import bytes_of, encode_plain, number_tensor
+from shardwise.formats.piece_tables import joined, lay
+from shardwise.formats.plain import bytes_of, encode_plain, number_tensor
 from shardwise.manifest.manifest import ObjectEntry, TensorEntry
 
 CONTENT = "(content)"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from shardwise.formats.build import Leaves
 from shardwise.formats.foreign import ForeignFile, StoredArray
-from shardwise.formats.laying.lay import lay
-from shardwise.formats.laying.leaves import Leaves
-from shardwise.formats.laying.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, Path
+from shardwise.formats.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, Path
+from shardwise.formats.piece_tables import lay
 
 _OF_NORMS = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers of torch's own modules that lie in a state_dict as parameters do."""

@@ -1,1 +1,0 @@
-"""From arrays and values to the names and pieces of a `Foreign`; for all readers."""
