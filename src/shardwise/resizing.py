@@ -10,7 +10,6 @@ from fnmatch import fnmatchcase
 import msgspec
 
 from shardwise.adapters import bind_state
-from shardwise.adapters.bind import OF_MODULES, OF_OPTIMIZERS
 from shardwise.adapters.values import TensorBinding
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
@@ -181,7 +180,7 @@ def _named(
     leaves = [
         (binding.name, leaf)
         for binding in bindings
-        if isinstance(binding, (*OF_MODULES, TensorBinding))
+        if binding.kind == "module" or isinstance(binding, TensorBinding)
         for leaf in binding.local_state().tensors
     ]
     chosen = {
@@ -197,4 +196,4 @@ def _named(
         for owner, leaf in leaves
         if leaf.name in chosen or leaf.identity in tied
     }
-    return targets, [each.name for each in bindings if isinstance(each, OF_OPTIMIZERS)]
+    return targets, [each.name for each in bindings if each.kind == "optimizer"]

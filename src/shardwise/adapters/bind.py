@@ -1,4 +1,4 @@
-"""A state dict as bindings: each knows what some name holds, and how to fill it."""
+"""Bindings for the values of a state dict."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from torch.optim import Optimizer
 
 from shardwise.adapters.binding import Binding
 from shardwise.adapters.deepspeed import (
-    EngineBinding,
-    EngineOptimizerBinding,
+    EngineCounters,
+    EngineWeights,
     is_engine,
     refuse_inside_engine,
-    stepped_by,
+    torch_optimizer_of,
     wrapped_by,
 )
 from shardwise.adapters.megatron import (
-    MegatronBinding,
     MegatronOptimizerBinding,
+    MegatronWeights,
     is_megatron_model,
     is_megatron_scheduler,
     load_scheduler,
     refuse_parts_of_model,
 )
 from shardwise.adapters.megatron_optimizer import inner_optimizers, is_megatron_optimizer
-from shardwise.adapters.modules import ModuleBinding
+from shardwise.adapters.modules import ModuleBinding, ModuleWeights, Weights
 from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.adapters.parameters import Parameter
 from shardwise.adapters.values import (
@@ -42,32 +42,32 @@ from shardwise.adapters.values import (
     TensorBinding,
     object_in,
 )
-from shardwise.adapters.zero import is_optimizer_of_engine
+from shardwise.adapters.zero import filled_groups, is_optimizer_of_engine
 from shardwise.errors import StateError
 from shardwise.state.leaves import LocalState, Shards
 from shardwise.state.per_rank import PerRankValue
 
 State = MutableMapping[str, object]
-Modules = list[ModuleBinding | EngineBinding | MegatronBinding]
-OF_MODULES = ModuleBinding, EngineBinding, MegatronBinding
-OF_OPTIMIZERS = OptimizerBinding, EngineOptimizerBinding, MegatronOptimizerBinding
+_ORDER = {"module": 0, "optimizer": 1, "value": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What was found in a state so far: modules, and optimizers of Megatron-Core's."""
+    """The modules, engines and optimizers of Megatron-Core's found in a state so far.
 
-    modules: Modules = field(default_factory=list)
+    `engines` are by the prefix of their values' names, with the names of their modules.
+    """
+
+    modules: list[ModuleBinding] = field(default_factory=list)
+    engines: dict[str, tuple[str, EngineWeights]] = field(default_factory=dict)
     optimizers: list[object] = field(default_factory=list)
 
 
 def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
-    """Bind everything that hangs in a state dict.
-
-    Modules come first and optimizers next, for what follows may build on them.
+    """Return bindings for all values in a state dict: modules first, then optimizers, then others.
 
     Raises:
-        StateError: something in it is of no kind that can be saved.
+        StateError: a value cannot be saved.
     """
     if not isinstance(state, MutableMapping):
         raise StateError(
@@ -80,24 +80,23 @@ def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
         raise StateError(
             "a dict in the state is nested deeper than Python's stack allows, or holds itself"
         ) from error
-    order: dict[type, int] = {**dict.fromkeys(OF_MODULES, 0), **dict.fromkeys(OF_OPTIMIZERS, 1)}
-    return sorted(bindings, key=lambda binding: order.get(type(binding), 2))
+    return sorted(bindings, key=lambda binding: _ORDER[binding.kind])
 
 
 def optimizer_names(bindings: Sequence[Binding]) -> list[str]:
-    """The names of the optimizers among what hangs in a state."""
-    return [binding.name for binding in bindings if isinstance(binding, OF_OPTIMIZERS)]
+    """Return the names of the optimizers in a state."""
+    return [binding.name for binding in bindings if binding.kind == "optimizer"]
 
 
 def asked_of(
     bindings: Sequence[Binding], targets: Sequence[LocalState]
 ) -> dict[str, Collection[str]]:
-    """The names that a load is to fill of each module (tensors) and optimizer (all names)."""
+    """Return the names that a load fills of each module (tensors only) and each optimizer."""
     asked: dict[str, Collection[str]] = {}
     for binding, held in zip(bindings, targets, strict=True):
-        if isinstance(binding, OF_MODULES):
+        if binding.kind == "module":
             asked[binding.name] = [leaf.name for leaf in held.tensors]
-        elif isinstance(binding, OF_OPTIMIZERS):
+        elif binding.kind == "optimizer":
             asked[binding.name] = [*held.names()]
     return asked
 
@@ -112,36 +111,59 @@ def _bind(container: State, prefix: str, seen: _Seen, allow_pickle: bool) -> Ite
             continue
         parts = _parts(value)
         if any(map(is_engine, parts)):
-            _refuse_engines_side_by_side(name, prefix, parts, seen.modules)
-            engine = EngineBinding(name, prefix, parts[0], allow_pickle=allow_pickle)
-            seen.modules.append(engine)
-            yield engine
+            yield from _bind_engine(name, prefix, parts, seen, allow_pickle)
         elif is_optimizer_of_engine(value):
-            find = _lookup([wrapped_by(name, value)], seen.modules)
-            yield EngineOptimizerBinding(name, value, find, allow_pickle=allow_pickle)
+            inner = [wrapped_by(name, value)]
+            find, fill = _lookup(inner, seen), partial(filled_groups, value)
+            yield OptimizerBinding(name, inner, find, allow_pickle=allow_pickle, filled_groups=fill)
         elif is_megatron_optimizer(value):
             seen.optimizers.append(value)
-            find = _lookup(inner_optimizers(value), seen.modules)
+            find = _lookup(inner_optimizers(value), seen)
             yield MegatronOptimizerBinding(name, prefix, value, find, allow_pickle=allow_pickle)
-        elif parts and all(map(is_megatron_model, parts)):
-            chunks = cast(list[nn.Module], parts)
-            model = MegatronBinding(name, chunks, seen.optimizers, allow_pickle=allow_pickle)
-            seen.modules.append(model)
-            yield model
         elif parts and all(isinstance(part, nn.Module) for part in parts):
-            for part in cast(list[nn.Module], parts):
-                refuse_inside_engine(name, part)
-                refuse_parts_of_model(name, part)
-            module = ModuleBinding(name, cast(list[nn.Module], parts), allow_pickle=allow_pickle)
+            weights = _weights_of(name, cast(list[nn.Module], parts), seen)
+            module = ModuleBinding(name, weights, allow_pickle=allow_pickle)
             seen.modules.append(module)
             yield module
         elif parts and all(isinstance(part, Optimizer) for part in parts):
             optimizers = cast(list[Optimizer], parts)
-            yield OptimizerBinding(
-                name, optimizers, _lookup(optimizers, seen.modules), allow_pickle=allow_pickle
-            )
+            find = _lookup(optimizers, seen)
+            yield OptimizerBinding(name, optimizers, find, allow_pickle=allow_pickle)
         else:
             yield from _bind_value(container, key, name, seen, allow_pickle)
+
+
+def _weights_of(name: str, modules: list[nn.Module], seen: _Seen) -> Weights:
+    if all(map(is_megatron_model, modules)):
+        return MegatronWeights(name, modules, seen.optimizers)
+    for module in modules:
+        refuse_inside_engine(name, module)
+        refuse_parts_of_model(name, module)
+    return ModuleWeights(modules)
+
+
+def _bind_engine(
+    name: str, prefix: str, parts: Sequence[object], seen: _Seen, allow_pickle: bool
+) -> Iterator[Binding]:
+    """Bind an engine, as its module and as its counters, which lie next to it in the dict.
+
+    Raises:
+        StateError: the engine is in a list, or another is in the same dict.
+    """
+    if len(parts) > 1 or prefix in seen.engines:
+        where = f"{name} is a list, and"
+        if prefix in seen.engines:
+            where = f"{name} and {seen.engines[prefix][0]}"
+        raise StateError(
+            f"{where}: each engine of DeepSpeed needs a dict of its own, as in "
+            '{"actor": {"model": engine, "optimizer": engine.optimizer}, "critic": {…}}'
+        )
+    weights = EngineWeights(name, parts[0])
+    module = ModuleBinding(name, weights, allow_pickle=allow_pickle)
+    seen.modules.append(module)
+    seen.engines[prefix] = name, weights
+    yield module
+    yield EngineCounters(prefix, parts[0])
 
 
 def _bind_value(
@@ -162,22 +184,21 @@ def _bind_value(
 
 
 def _is_branch(value: object) -> bool:
-    """Whether a value is a dict of names, whose values have names of their own."""
+    """Return whether a value is a dict of names, whose values are bound one by one."""
     branch = isinstance(value, dict) and type(value) in (dict, OrderedDict) and bool(value)
     return branch and all(isinstance(key, str) for key in cast(State, value))
 
 
 def _parts(value: object) -> list[object]:
-    """The modules or optimizers that a value is made of, if it is."""
+    """Return the items of a list, or the value alone; of pipeline stages, the modules."""
     values: list[object] = list(value) if isinstance(value, (list, tuple)) else [value]
     return [part.submod if isinstance(part, PipelineStage) else part for part in values]
 
 
-def _lookup(optimizers: list[Optimizer], modules: Modules) -> Callable[[], dict[int, Parameter]]:
-    """Finds what the modules of the state know of the parameters of these optimizers, by `id`.
+def _lookup(optimizers: list[Optimizer], seen: _Seen) -> Callable[[], dict[int, Parameter]]:
+    """Return a function that finds the parameters of these optimizers in the state's modules.
 
-    Below an optimizer, a name counts from its module, if all its parameters are of one module;
-    else from the state.
+    Names count from the module if all parameters are of one module, else from the state.
     """
 
     def find() -> dict[int, Parameter]:
@@ -188,9 +209,9 @@ def _lookup(optimizers: list[Optimizer], modules: Modules) -> Callable[[], dict[
             for tensor in group["params"]
         }
         if not mine:
-            _refuse_emptied(optimizers, modules)
+            _refuse_emptied(optimizers, seen)
         owners: list[tuple[str, dict[int, Parameter]]] = []
-        for module in modules:
+        for module in seen.modules:
             found: dict[int, Parameter] = {}
             for parameter in module.parameters():
                 if id(parameter.tensor) in mine:
@@ -208,35 +229,18 @@ def _lookup(optimizers: list[Optimizer], modules: Modules) -> Callable[[], dict[
     return find
 
 
-def _refuse_engines_side_by_side(
-    name: str, prefix: str, parts: Sequence[object], modules: Modules
-) -> None:
-    """Each engine has values of its own beside its key: of two at one place, which would be whose?
-
-    Raises:
-        StateError: it is in a list, or beside another.
-    """
-    beside = [m.name for m in modules if isinstance(m, EngineBinding) and m.prefix == prefix]
-    if len(parts) > 1 or beside:
-        where = f"{name} and {beside[0]}" if beside else f"{name} is a list, and"
-        raise StateError(
-            f"{where}: each engine of DeepSpeed needs a dict of its own, as in "
-            '{"actor": {"model": engine, "optimizer": engine.optimizer}, "critic": {…}}'
-        )
-
-
-def _refuse_emptied(optimizers: list[Optimizer], modules: Modules) -> None:
-    for module in modules:
-        if isinstance(module, EngineBinding) and any(map(module.steps, optimizers)):
+def _refuse_emptied(optimizers: list[Optimizer], seen: _Seen) -> None:
+    for _, engine in seen.engines.values():
+        if any(map(engine.steps, optimizers)):
             raise StateError(
-                "an optimizer in the state has no parameters, for DeepSpeed holds them: put "
+                "an optimizer in the state has no parameters, because DeepSpeed holds them: put "
                 "engine.optimizer into the state in its place"
             )
 
 
 def optimizers_in(value: object) -> Iterator[Optimizer]:
-    """The optimizers that step what hangs in a state, those that others wrap included."""
-    inner = stepped_by(value)
+    """Yield the torch optimizers in a state, including those that others wrap."""
+    inner = torch_optimizer_of(value)
     if inner is not None:
         yield inner
     elif is_megatron_optimizer(value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from shardwise.plan.lookup import SavedState
 from shardwise.state.leaves import LocalState, ParameterOrder
@@ -17,6 +18,7 @@ class Binding:
     """
 
     name: str
+    kind: ClassVar[Literal["module", "optimizer", "value"]] = "value"
 
     def local_state(self) -> LocalState:
         """Return what there is to save now."""

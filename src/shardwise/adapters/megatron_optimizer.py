@@ -1,6 +1,10 @@
-"""How Megatron-Core's optimizers keep the weights that they step.
+"""Megatron-Core's optimizers: their master weights, and their state saved as `dp_reshardable`.
 
-What a rank has is read off their own structures, without a collective. Classes go by their names.
+Everything is read from their own structures, without communication. Classes are recognised by
+their names.
+
+A `dp_reshardable` checkpoint has the state in buckets. Its files do not say where in a bucket a
+parameter lies, but an optimizer of the same tensor and pipeline parallelism has the same buckets.
 """
 
 from __future__ import annotations
@@ -25,10 +29,11 @@ from shardwise.state.objects import decode
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
-    """What is stepped in place of a parameter: its elements `low:high`, flattened.
+class Master:
+    """What an optimizer steps for a parameter: elements `low:high` of the flattened parameter.
 
-    `tensor` is None where only other ranks have any of it.
+    `tensor` is the parameter itself if there are no master weights, and None if only other ranks
+    have any part of it.
     """
 
     parameter: torch.Tensor
@@ -38,7 +43,7 @@ class Stepped:
 
 
 def is_megatron_optimizer(value: object) -> bool:
-    """Whether a value is an optimizer of Megatron-Core's, around one of torch's kind."""
+    """Return whether a value is one of Megatron-Core's optimizers, which wrap torch's."""
     return any(
         (kind.__module__, kind.__name__)
         == ("megatron.core.optimizer.optimizer", "MegatronOptimizer")
@@ -47,22 +52,22 @@ def is_megatron_optimizer(value: object) -> bool:
 
 
 def links_of(optimizer: Any) -> list[Any]:
-    """The optimizers that one is a chain of, those left out that have nothing to step."""
+    """Return the optimizers in a chain, without those that have nothing to step."""
     chained = getattr(optimizer, "chained_optimizers", None)
     links = [optimizer] if chained is None else [x for each in chained for x in links_of(each)]
     return [each for each in links if not getattr(each, "is_stub_optimizer", False)]
 
 
 def inner_optimizers(optimizer: object) -> list[Optimizer]:
-    """The optimizers of torch's kind inside."""
+    """Return the torch optimizers inside."""
     return [each.optimizer for each in links_of(optimizer)]
 
 
 def refuse_unknown_optimizer(name: str, optimizer: object) -> None:
-    """Refuse what is not known to be described as it is.
+    """Refuse an optimizer whose structures are not known to be read correctly.
 
     Raises:
-        StateError: there is something.
+        StateError: the optimizer is of an unknown kind.
     """
     what = ""
     if hasattr(optimizer, "chained_optimizers") and type(optimizer).__name__ != "ChainedOptimizer":
@@ -78,28 +83,28 @@ def refuse_unknown_optimizer(name: str, optimizer: object) -> None:
         elif type(inner).__name__ == "HybridDeviceOptimizer":
             what = "offloading the optimizer to the CPU"
         elif not isinstance(inner, Optimizer):
-            what = f"an optimizer that is none of torch's kind, {type(inner).__name__},"
+            what = f"{type(inner).__name__}, which is not a torch optimizer,"
     if what:
         raise StateError(
-            f"{name}: {what} is more than is known of Megatron-Core's optimizers: save by its "
-            "dist_checkpointing; such checkpoints can be opened where they lie"
+            f"{name}: {what} is not supported for Megatron-Core optimizers: save with "
+            "megatron.core.dist_checkpointing; shardwise can open such checkpoints"
         )
 
 
-def stepped_by(optimizer: object) -> Iterator[Stepped]:
-    """What an optimizer steps, on this rank."""
+def masters_of(optimizer: object) -> Iterator[Master]:
+    """Yield what an optimizer steps on this rank."""
     for link in links_of(optimizer):
         yield from _KINDS[type(link).__name__](link)
 
 
-def settle(optimizer: object) -> None:
-    """Make the model's weights from those that are stepped. All ranks of a model call it."""
+def rebuild_weights(optimizer: object) -> None:
+    """Compute the model's weights from the master weights. All its ranks call it together."""
     gathering = []
     for link in links_of(optimizer):
         if type(link).__name__ == "DistributedOptimizer":
             gathering += [chunk for chunk in link.model_chunks if chunk not in gathering]
     for chunk in gathering:
-        if chunk.ddp_config.overlap_param_gather:  # what is under way is of what was before
+        if chunk.ddp_config.overlap_param_gather:  # else a gather of the old weights may end later
             chunk.start_param_sync(force_sync=True)
     for link in links_of(optimizer):
         if hasattr(link, "_copy_main_params_to_model_params"):
@@ -108,13 +113,13 @@ def settle(optimizer: object) -> None:
         chunk.start_param_sync(force_sync=True)
 
 
-def _of_float32(optimizer: Any) -> Iterator[Stepped]:
+def _of_float32(optimizer: Any) -> Iterator[Master]:
     for group in optimizer.optimizer.param_groups:
         for parameter in group["params"]:
             yield _whole(parameter, parameter)
 
 
-def _of_float16(optimizer: Any) -> Iterator[Stepped]:
+def _of_float16(optimizer: Any) -> Iterator[Master]:
     groups = zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
     for parameters, masters in groups:
         for parameter, master in zip(parameters, masters, strict=True):
@@ -123,7 +128,7 @@ def _of_float16(optimizer: Any) -> Iterator[Stepped]:
         yield _whole(parameter, parameter)
 
 
-def _of_distributed(optimizer: Any) -> Iterator[Stepped]:
+def _of_distributed(optimizer: Any) -> Iterator[Master]:
     groups = chain(
         zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True),
         zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True),
@@ -133,18 +138,18 @@ def _of_distributed(optimizer: Any) -> Iterator[Stepped]:
         for parameter, shard in zip(parameters, shards, strict=True):
             own = optimizer._get_model_param_range_map(parameter)["param"]
             held.add(id(parameter))
-            yield Stepped(parameter, shard, own.start, own.end)
+            yield Master(parameter, shard, own.start, own.end)
     for buffer in optimizer.buffers:
         for parameter in buffer.param_index_map:
             if id(parameter) not in held:
-                yield Stepped(parameter, None, 0, 0)
+                yield Master(parameter, None, 0, 0)
 
 
-def _whole(parameter: torch.Tensor, tensor: torch.Tensor) -> Stepped:
-    return Stepped(parameter, tensor, 0, parameter.numel())
+def _whole(parameter: torch.Tensor, tensor: torch.Tensor) -> Master:
+    return Master(parameter, tensor, 0, parameter.numel())
 
 
-_KINDS: dict[str, Callable[[Any], Iterator[Stepped]]] = {
+_KINDS: dict[str, Callable[[Any], Iterator[Master]]] = {
     "FP32Optimizer": _of_float32,
     "Float16OptimizerWithFloat16Params": _of_float16,
     "DistributedOptimizer": _of_distributed,
@@ -159,12 +164,15 @@ _BESIDES = ("params", STEP)
 
 @dataclass(frozen=True, slots=True)
 class BucketPlace:
-    """Where what this rank steps of a parameter lies: elements from `start` on of a bucket.
+    """Where this rank's part of a parameter lies in a bucket.
 
     Attributes:
-        link: the DistributedOptimizer that steps it.
-        group: the name that all values of its model-parallel group begin with.
-        bucket: the name of the bucket; `numel` are its elements, without padding at the end.
+        link: the DistributedOptimizer that steps the parameter.
+        group: prefix of the names of all values of its model-parallel group.
+        bucket: name of the bucket.
+        numel: elements of the bucket, without padding at the end.
+        start: first element in the bucket.
+        tensor: the tensor that is stepped.
     """
 
     link: Any
@@ -175,7 +183,7 @@ class BucketPlace:
     tensor: torch.Tensor
 
     def leaf(self, key: str, value: torch.Tensor) -> TensorLeaf:
-        """A tensor like the parameter's as a part of the bucket's tensor of this key."""
+        """Return a state tensor of the parameter as a part of the bucket's tensor of this key."""
         flat = value.detach().view(-1)
         fragments = (Fragment(Box((self.start,), (len(flat),)), flat),) if len(flat) else ()
         return TensorLeaf(f"{self.bucket}.{key}", value.dtype, (self.numel,), fragments)
@@ -183,11 +191,11 @@ class BucketPlace:
 
 @dataclass(slots=True)
 class Buckets:
-    """The buckets of a checkpoint, as some optimizers have them.
+    """The buckets of a checkpoint, matched with optimizers.
 
     Attributes:
-        places: by the `id` of what is stepped; empty if the checkpoint has no buckets.
-        problems: why they are not those of these optimizers.
+        places: by the `id` of the stepped tensor; empty if the checkpoint has no buckets.
+        problems: differences from the buckets of these optimizers.
     """
 
     places: dict[int, BucketPlace] = field(default_factory=dict)
@@ -195,7 +203,7 @@ class Buckets:
 
 
 def saved_buckets(optimizers: Sequence[object], saved: SavedState) -> Buckets:
-    """The buckets that a checkpoint has of these optimizers of Megatron-Core's."""
+    """Match the buckets of a checkpoint with these optimizers of Megatron-Core's."""
     groups: dict[str, set[int]] = {}
     for entry in saved.manifest.tensors:
         match = _BUCKET.fullmatch(entry.name)
@@ -234,7 +242,7 @@ def _places(optimizer: Any, *, chained: bool) -> Iterator[BucketPlace]:
 
 
 def _places_of(link: Any, group: str) -> Iterator[BucketPlace]:
-    stepped = {id(each.parameter): each.tensor for each in stepped_by(link)}
+    stepped = {id(each.parameter): each.tensor for each in masters_of(link)}
     for index, by_dtype in enumerate(link.gbuf_ranges):
         for dtype, buckets in by_dtype.items():
             for number, bucket in enumerate(buckets):
@@ -248,7 +256,7 @@ def _places_of(link: Any, group: str) -> Iterator[BucketPlace]:
 
 
 class BucketedState:
-    """State and hyperparameters of optimizers, filled from buckets."""
+    """Optimizer state and hyperparameters, loaded from buckets."""
 
     def __init__(self, buckets: Buckets, saved: SavedState) -> None:
         self._buckets = buckets
@@ -256,7 +264,7 @@ class BucketedState:
         self._made: list[tuple[BucketPlace, Mapping[str, Any], dict[str, object]]] = []
 
     def targets(self) -> LocalState:
-        """The parts of buckets to fill; state is made that does not exist yet."""
+        """Return the parts of buckets that a load fills. Missing state is created."""
         held = LocalState(problems=list(self._buckets.problems))
         if held.problems:
             return held
@@ -285,11 +293,11 @@ class BucketedState:
         return held
 
     def forget(self) -> None:
-        """Restore nothing."""
+        """Drop the created state, so that `restore` does nothing."""
         self._made = []
 
     def restore(self) -> None:
-        """Give the optimizers what was made, once the tensors are filled."""
+        """Set the created state and hyperparameters, once the tensors are filled."""
         for place, settings, state in self._made:
             group = _group_of(place)
             set_state(place.link.optimizer, group, place.tensor, state)
@@ -298,7 +306,7 @@ class BucketedState:
                     group[key] = value
 
     def _settings(self, place: BucketPlace, held: LocalState) -> Mapping[str, Any] | None:
-        """The saved settings of the group that a parameter is in; None, and why, if unknown."""
+        """Return the saved settings of a parameter's group; add a problem if there are none."""
         name, here = f"{place.group}.optimizer", _group_of(place)
         found: list[dict[str, Any]] = []
         if self._saved.has_object(name):
@@ -311,7 +319,7 @@ class BucketedState:
             ]
         if len(found) != 1 or not isinstance(found[0].get(STEP), (int, float)):
             problem = (
-                f"{name}: it has no settings and step count for the parameter group with "
+                f"{name}: the checkpoint lacks settings and a step count for the param group with "
                 f"{dict(zip(_IDENTIFYING, _identity(here), strict=True))}"
             )
             held.problems += [problem] if problem not in held.problems else []
@@ -320,7 +328,7 @@ class BucketedState:
 
 
 def _identity(group: Mapping[str, Any]) -> tuple[object, ...]:
-    """What Megatron-Core tells groups apart by; NeMo has other names for it."""
+    """Return the values that tell groups apart in Megatron-Core. NeMo has other names for them."""
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in _IDENTIFYING)
 
 

@@ -1,4 +1,7 @@
-"""Counts of steps: tensors in a checkpoint, as torch has them, whatever an optimizer keeps."""
+"""The state that an optimizer keeps of a parameter, as a checkpoint has it.
+
+Nested state has dotted keys, and a count of steps is a tensor, as in torch's own optimizers.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +15,28 @@ Group = MutableMapping[str, object]
 
 
 def counts_as_torch(optimizer: Optimizer) -> bool:
-    """Whether an optimizer keeps a tensor for each parameter."""
+    """Return whether an optimizer counts steps in a tensor for each parameter."""
     return not (_counts_plainly(optimizer) or _counts_in_groups(optimizer))
 
 
 def _counts_plainly(optimizer: Optimizer) -> bool:
-    """With a number for each parameter, as those that come with DeepSpeed do."""
+    """Return whether it counts in a number for each parameter, as DeepSpeed's own do."""
     return type(optimizer).__module__.startswith("deepspeed.ops.")
 
 
 def _counts_in_groups(optimizer: Optimizer) -> bool:
-    """Once for each group, as the fused ones of Transformer Engine and Apex do."""
+    """Return whether it counts once for each group, as Transformer Engine's and Apex's do."""
     return type(optimizer).__module__.startswith(("transformer_engine.", "apex."))
 
 
 def settings_of(optimizer: Optimizer, group: Mapping[str, object]) -> dict[str, object]:
-    """What is set for a group, without counts: those are of its parameters."""
+    """Return the hyperparameters of a group, without its count of steps."""
     counted = _counts_in_groups(optimizer)
     return {key: value for key, value in group.items() if not (counted and key == STEP)}
 
 
 def state_of(optimizer: Optimizer, group: Group, parameter: torch.Tensor) -> dict[str, object]:
-    """What an optimizer keeps of a parameter by dotted keys, its count as a tensor."""
+    """Return the state of a parameter by dotted keys, its count as a tensor."""
     state = dict(leaves_of(optimizer.state.get(parameter, {})))
     count = state.get(STEP)
     if _counts_in_groups(optimizer) and state:
@@ -46,7 +49,7 @@ def state_of(optimizer: Optimizer, group: Group, parameter: torch.Tensor) -> dic
 def set_state(
     optimizer: Optimizer, group: Group, parameter: torch.Tensor, state: Mapping[str, object]
 ) -> None:
-    """Give an optimizer what it is to keep of a parameter, its count as it counts."""
+    """Set the state of a parameter, its count in the form that the optimizer uses."""
     count = state.get(STEP)
     if _counts_plainly(optimizer) and isinstance(count, torch.Tensor):
         state = {**state, STEP: int(count)}
@@ -58,7 +61,7 @@ def set_state(
 
 
 def forget_count(optimizer: Optimizer, group: Group) -> None:
-    """Let a group begin to count again if nothing is left of what it has counted."""
+    """Remove the count of a group whose parameters have no state any more."""
     parameters = group["params"]
     kept = isinstance(parameters, list) and any(map(optimizer.state.get, parameters))
     if _counts_in_groups(optimizer) and not kept:
@@ -66,7 +69,7 @@ def forget_count(optimizer: Optimizer, group: Group) -> None:
 
 
 def leaves_of(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Leaves by dotted keys; dicts are taken apart, everything else is a leaf."""
+    """Yield the leaves of nested dicts by dotted keys."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value and all(isinstance(k, str) for k in value):
@@ -76,7 +79,7 @@ def leaves_of(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[st
 
 
 def rebuilt(leaves: Mapping[str, object]) -> dict[str, object]:
-    """The tree of dotted keys again."""
+    """Return the nested dicts of leaves with dotted keys."""
     tree: dict[str, object] = {}
     for name, value in leaves.items():
         *path, last = name.split(".")

@@ -1,8 +1,9 @@
-"""torch.optim: state by parameter name, hyperparameters by parameter name."""
+"""Optimizers: state and hyperparameters by parameter name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.optim import Optimizer
@@ -28,19 +29,23 @@ from shardwise.state.selection import Selection
 ParameterMap = Mapping[int, Parameter]
 GROUPS = "param_groups"
 OF_SCHEDULES = ("_lr", "_momentum")
-# In a group, and no hyperparameters of it; whether Megatron-Core divides its experts among ranks.
+# Entries of a param group that are not hyperparameters.
 BESIDES = ("params", "param_names", "is_expert_parallel")
-# In groups of DeepSpeed's Adam; torch's always corrects its bias, and counts elsewhere.
+# Entries that DeepSpeed's Adam has in groups, and torch's has not.
 OF_DEEPSPEED = ("bias_correction", STEP)
 
 
 class OptimizerBinding(Binding):
-    """One optimizer, or several that share the parameters of a model, below one name.
+    """One optimizer, or several that share the parameters of a model.
 
     Args:
-        parameters: what is known of each parameter, by its `id`; asked for when it is needed, for
-            loading may give memory to meta parameters first.
+        parameters: returns the parameters by the `id` of their tensors. It is called when they
+            are needed, as a load may allocate parameters on the meta device first.
+        filled_groups: makes a context in which param groups have their parameters, for ZeRO 3,
+            which empties them between steps.
     """
+
+    kind = "optimizer"
 
     def __init__(
         self,
@@ -49,15 +54,22 @@ class OptimizerBinding(Binding):
         parameters: Callable[[], ParameterMap],
         *,
         allow_pickle: bool,
+        filled_groups: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         self.name = name
+        self._filled_groups = filled_groups or nullcontext
+        self._numbered = filled_groups is None and len(optimizers) == 1
         self._optimizers = optimizers
         self._parameters = parameters
         self._allow_pickle = allow_pickle
         self._fitted: dict[int, dict[str, object]] = {}
 
     def local_state(self) -> LocalState:
-        """State tensors sharded as their parameters are, plain state, and param groups."""
+        """Return state tensors, sharded as their parameters are, plain state, and param groups."""
+        with self._filled_groups():
+            return self._local_state()
+
+    def _local_state(self) -> LocalState:
         held = LocalState()
         known = self._parameters()
         for optimizer in self._optimizers:
@@ -71,10 +83,14 @@ class OptimizerBinding(Binding):
         return held
 
     def targets(self, saved: SavedState, selection: Selection) -> LocalState:
-        """What to fill: the state that the checkpoint has, made where it does not exist yet.
+        """Return the state that the checkpoint has. State that does not exist yet is created.
 
-        The optimizer is given what is made by `restore`; until then it is as it was.
+        `restore` gives it to the optimizer, which does not change before.
         """
+        with self._filled_groups():
+            return self._targets(saved, selection)
+
+    def _targets(self, saved: SavedState, selection: Selection) -> LocalState:
         held = LocalState()
         known = self._parameters()
         self._fitted = {}
@@ -91,13 +107,19 @@ class OptimizerBinding(Binding):
         held.grouped[groups] = self._groups(known)
         if selection.chooses(groups) and saved.has_object(groups):
             settings = _by_member(saved.object(groups))
-            held.problems += _disagreements(groups, held.grouped[groups], settings)
-            held.problems += _renamed(saved.saved_name(groups), held.grouped[groups], settings)
-            held.problems += self._strangers(groups, settings)
+            held.problems += _group_problems(groups, held.grouped[groups], settings)
+            held.problems += _prefix_problems(
+                saved.saved_name(groups), held.grouped[groups], settings
+            )
+            held.problems += self._kind_problems(groups, settings)
         return selection.of(held)
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
-        """Set state that was made, plain state and hyperparameters, once the tensors are filled."""
+        """Set created state, plain state and hyperparameters, once the tensors are filled."""
+        with self._filled_groups():
+            self._restore(values)
+
+    def _restore(self, values: Mapping[str, JsonValue]) -> None:
         known = self._parameters()
         groups = f"{self.name}.{GROUPS}"
         settings = _by_member(values[groups]) if groups in values else {}
@@ -115,7 +137,7 @@ class OptimizerBinding(Binding):
 
         None if there are several optimizers or flattened parameters, whose order differs.
         """
-        if len(self._optimizers) != 1:
+        if not self._numbered:
             return None
         known = self._parameters()
         groups: list[list[tuple[str, tuple[int, ...]]]] = []
@@ -153,7 +175,10 @@ class OptimizerBinding(Binding):
         saved: SavedState,
         selection: Selection,
     ) -> dict[str, object]:
-        """The state of a parameter with what the checkpoint has of it, or without, if nothing."""
+        """Return a parameter's state with room for all that the checkpoint has of it.
+
+        If the checkpoint has none, the selected state is removed: it was untrained.
+        """
         name = f"{self.name}.{parameter.foremost}"
         if not saved.below(name):
             kept = {k: v for k, v in state.items() if not selection.chooses(f"{name}.{k}")}
@@ -169,10 +194,10 @@ class OptimizerBinding(Binding):
             made[key] = None if entry is None else _new(parameter, key, entry, group)
         return {**state, **made} if made else state
 
-    def _strangers(self, name: str, settings: Mapping[str, JsonValue]) -> Iterator[str]:
-        """Whether the checkpoint is of an optimizer of another kind.
+    def _kind_problems(self, name: str, settings: Mapping[str, JsonValue]) -> Iterator[str]:
+        """Yield a problem if the checkpoint is of another kind of optimizer.
 
-        A newer torch may have added settings, or removed some; another kind has others instead.
+        Another version of torch may have more settings or fewer. Another kind has both.
         """
         wanted = {key for each in self._optimizers for key in each.defaults}
         known = {key for each in settings.values() if isinstance(each, dict) for key in each}
@@ -210,7 +235,7 @@ class OptimizerBinding(Binding):
     ) -> None:
         settings = decode(encoded, name, allow_pickle=self._allow_pickle)
         if not isinstance(settings, dict):
-            raise StateError(f"{name}: hyperparameters are not a dict")
+            raise StateError(f"{name}: expected a dict of hyperparameters")
         for key, value in settings_of(optimizer, settings).items():
             current = group.get(key)
             if isinstance(current, torch.Tensor) and isinstance(value, (int, float, torch.Tensor)):
@@ -229,7 +254,7 @@ class OptimizerBinding(Binding):
     def _names_in(self, group: dict[str, object], known: ParameterMap) -> list[str]:
         tensors = group["params"]
         if not isinstance(tensors, list):
-            raise StateError(f"{self.name}: a param group has no list of params")
+            raise StateError(f"{self.name}: a param group lacks its list of params")
         names = (name for tensor in tensors for name in _known(known, tensor, self.name).names)
         return list(dict.fromkeys(names))
 
@@ -237,7 +262,7 @@ class OptimizerBinding(Binding):
 def _new(
     parameter: Parameter, key: str, entry: TensorEntry, group: Mapping[str, object]
 ) -> torch.Tensor:
-    """Memory for a state tensor, where the optimizer would have put it."""
+    """Allocate a state tensor on the device where the optimizer would have created it."""
     counts_on_device = group.get("capturable") or group.get("fused")
     on_host = key == STEP and not counts_on_device
     device = torch.device("cpu") if on_host else parameter.tensor.device
@@ -248,25 +273,24 @@ def _known(known: ParameterMap, tensor: torch.Tensor, name: str) -> Parameter:
     parameter = known.get(id(tensor))
     if parameter is None:
         raise StateError(
-            f"{name}: it optimizes a parameter of shape {list(tensor.shape)} that belongs to no "
-            "module in the state, so that its name is not known: put the module into the state "
-            "too, or the engine that it is of"
+            f"{name}: one of its parameters, of shape {list(tensor.shape)}, belongs to no module "
+            "in the state, so its name is unknown: put the module into the state too, or its engine"
         )
     return parameter
 
 
 def _by_member(encoded: object) -> dict[str, JsonValue]:
-    """A stored list of groups as the settings of each member."""
+    """Return the settings of each member of a saved list of groups."""
     settings: dict[str, JsonValue] = {}
     if not isinstance(encoded, list):
-        raise StateError(f"{GROUPS}: not a list of groups")
+        raise StateError(f"{GROUPS}: expected a list of groups")
     for group in encoded:
         if not isinstance(group, dict) or not isinstance(group.get("members"), list):
             raise StateError(
-                f"{GROUPS}: a group does not name its members: it numbers parameters, and those "
-                "of the optimizer here are others, or flattened. Save with names (torch's "
-                "get_optimizer_state_dict, or an optimizer of model.named_parameters()), or load "
-                "without the optimizer"
+                f"{GROUPS}: the checkpoint identifies parameters by position, and the optimizer "
+                "here has other counts or shapes, or flattened parameters. Save with names "
+                "(torch's get_optimizer_state_dict, or an optimizer of "
+                "model.named_parameters()), or load without the optimizer"
             )
         value = group.get("value")
         if isinstance(value, dict):
@@ -276,14 +300,14 @@ def _by_member(encoded: object) -> dict[str, JsonValue]:
     return settings
 
 
-def _disagreements(
+def _group_problems(
     name: str, groups: Sequence[GroupedValue], settings: Mapping[str, JsonValue]
 ) -> Iterator[str]:
-    """Why groups cannot be given the settings of their members."""
+    """Yield the reasons why groups cannot have the saved settings of their members."""
     for members in [group.members for group in groups]:
         missing = [member for member in members if member not in settings]
         if missing:
-            yield f"{name}: the checkpoint knows no hyperparameters of {_few(missing)}"
+            yield f"{name}: the checkpoint has no hyperparameters for {_few(missing)}"
             continue
         for member in members[1:]:
             first, other = settings[members[0]], settings[member]
@@ -296,10 +320,10 @@ def _disagreements(
                 break
 
 
-def _renamed(
+def _prefix_problems(
     name: str, groups: Sequence[GroupedValue], settings: Mapping[str, JsonValue]
 ) -> Iterator[str]:
-    """The specification that helps where all members have one more beginning in the checkpoint."""
+    """Yield a specification that helps if all members have one more prefix in the checkpoint."""
     members = [member for group in groups for member in group.members]
     if not members or any(member in settings for member in members):
         return

@@ -1,4 +1,4 @@
-"""What optimizers need to know of parameters: names, and how tensors like them are sharded."""
+"""Parameters as optimizers hold them: their names, and where flat tensors hold which parts."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from shardwise.adapters.dtensor import fragments_at
 from shardwise.adapters.tensors import tensor_leaf
 from shardwise.errors import StateError
-from shardwise.layout import Box
+from shardwise.layout import Box, boxes_of_range
 from shardwise.state.leaves import Fragment, TensorLeaf
+
+_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 @dataclass(frozen=True, slots=True)
-class FlatPart:
-    """One original parameter's part of a flattened local tensor.
+class FlatRange:
+    """A range of a flat local tensor, and the part of a global tensor that it holds.
 
-    `boxes` are those of the parameter that lie, end to end and each row-major, in elements
-    `[start, start + sum of sizes)` of the local tensor. `padded`: its last rows may be padding.
+    Attributes:
+        name: name of the global tensor.
+        shape: shape of the global tensor.
+        start: first element of the range in the local tensor.
+        boxes: boxes of the global tensor, end to end in the range, each in row-major order.
+        padded: whether the last rows of the global tensor may be padding.
     """
 
     name: str
@@ -32,13 +38,25 @@ class FlatPart:
     boxes: tuple[Box, ...]
     padded: bool = False
 
-    @property
-    def size(self) -> int:
-        """Number of local elements."""
-        return sum(box.size for box in self.boxes)
+    @classmethod
+    def whole(cls, name: str, shape: Sequence[int], start: int = 0) -> FlatRange:
+        """Return the range that holds all of a tensor."""
+        return cls(name, tuple(shape), start, (Box.whole(tuple(shape)),))
+
+    def cut(self, low: int, high: int) -> FlatRange:
+        """Return the common part with elements `low:high`, its `start` counted from `low`."""
+        boxes: list[Box] = []
+        at = self.start
+        for box in self.boxes:
+            first, last = (min(max(edge - at, 0), box.size) for edge in (low, high))
+            for part in boxes_of_range(box.shape, first, last):
+                offset = tuple(o + p for o, p in zip(box.offset, part.offset, strict=True))
+                boxes.append(Box(offset, part.shape))
+            at += box.size
+        return replace(self, start=max(self.start - low, 0), boxes=tuple(boxes))
 
     def fragments(self, flat: torch.Tensor) -> tuple[Fragment, ...]:
-        """The boxes with their memory, in a local tensor of the parameter's local size."""
+        """Return the boxes with their memory in the flat tensor."""
         fragments = []
         at = self.start
         for box in self.boxes:
@@ -46,51 +64,61 @@ class FlatPart:
             at += box.size
         return tuple(fragments)
 
+    def leaf(self, name: str, flat: torch.Tensor, identity: object = None) -> TensorLeaf:
+        """Return the part that a flat tensor holds of the global tensor, as a leaf."""
+        fragments = self.fragments(flat)
+        return TensorLeaf(name, flat.dtype, self.shape, fragments, identity, padded=self.padded)
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter as an optimizer holds it: under its name, or flattened from several (`flat`).
+    """A parameter as an optimizer holds it.
 
-    `copy`: other ranks have it too, divided otherwise, and save it; here it is filled only.
+    Attributes:
+        tensor: the tensor in the optimizer's param groups.
+        name: name of the parameter; unused if `flat` is not empty.
+        flat: the named parameters that a flattened tensor holds.
+        copy: whether other ranks have the same parameter, divided otherwise, and save it. A copy
+            is only loaded.
     """
 
     tensor: torch.Tensor
     name: str
-    flat: tuple[FlatPart, ...] = ()
+    flat: tuple[FlatRange, ...] = ()
     copy: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all parameters that it is made of."""
+        """The names of all parameters in the tensor."""
         return tuple(part.name for part in self.flat) or (self.name,)
 
     @property
     def named_shape(self) -> tuple[str, tuple[int, ...]]:
-        """Its name and its shape, before it was divided; of the first that it is made of."""
+        """Name and global shape; of a flattened tensor, those of its first parameter."""
         if self.flat:
             return self.flat[0].name, self.flat[0].shape
         return self.name, tuple(self.tensor.shape)
 
     def below(self, prefix: str) -> Parameter:
-        """The same parameter, named from one level further up."""
+        """Return the parameter with a prefix added to its names."""
         flat = tuple(replace(part, name=f"{prefix}.{part.name}") for part in self.flat)
         return replace(self, name=f"{prefix}.{self.name}", flat=flat)
 
     @property
     def empty(self) -> bool:
-        """Whether this rank has no memory for it, padding included: no state will exist here."""
+        """Whether this rank has no memory for it, not even padding, and so no optimizer state."""
         return bool(self.flat) and not _local(self.tensor).numel()
 
     @property
     def foremost(self) -> str:
-        """The name whose state shows what that of all of them is: of a tensor with dimensions."""
+        """The parameter whose saved state describes all: the first that has dimensions."""
         return next((part.name for part in self.flat if part.shape), self.names[0])
 
     def leaves(self, prefix: str, key: str, value: torch.Tensor) -> list[TensorLeaf]:
-        """A state tensor of this parameter, as a leaf for each name that it is made of.
+        """Return a state tensor of this parameter as one leaf for each name.
 
         Raises:
-            StateError: it does not show how the value is sharded.
+            StateError: the sharding of the value is unknown.
         """
         if not self.flat:
             name = f"{prefix}.{self.name}.{key}"
@@ -101,15 +129,13 @@ class Parameter:
             _refuse_unless_scalar(name, value)
             return [tensor_leaf(name, value)]
         local = _local(self.tensor)
+        same_layout = value.shape == local.shape and value.is_contiguous()
+        flat = same_layout or (value.dim() == 1 and value.numel() == local.numel())
         leaves = []
         for part in self.flat:
             name = f"{prefix}.{part.name}.{key}"
-            alike = value.shape == local.shape and value.is_contiguous()
-            if alike or (value.dim() == 1 and value.numel() == local.numel()):
-                fragments = part.fragments(value.detach().view(-1))
-                leaves.append(
-                    TensorLeaf(name, value.dtype, part.shape, fragments, padded=part.padded)
-                )
+            if flat:
+                leaves.append(part.leaf(name, value.detach().view(-1)))
             else:
                 _refuse_unless_scalar(name, value)
                 leaves.append(tensor_leaf(name, value))
@@ -118,14 +144,14 @@ class Parameter:
     def new_state(
         self, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
     ) -> torch.Tensor:
-        """Memory for a state tensor of this global shape that the checkpoint holds.
+        """Allocate a state tensor that the checkpoint has with this global shape.
 
-        Shaped like the parameter it is sharded like it, as is all that a flattened one has; else
-        every rank has all of it, as an optimizer would have made it.
+        State of the parameter's shape, and all state of a flattened parameter, is sharded as the
+        parameter is. Other state is replicated, as an optimizer would create it.
         """
         tensor = self.tensor
-        alike = shape != () and shape in {part.shape for part in self.flat}
-        if self.flat and (alike or math.prod(shape) > 1):
+        like_a_part = shape != () and shape in {part.shape for part in self.flat}
+        if self.flat and (like_a_part or math.prod(shape) > 1):
             return torch.zeros(_local(tensor).shape, dtype=dtype, device=_local(tensor).device)
         if shape == tuple(tensor.shape) and shape != ():
             return torch.zeros_like(tensor, dtype=dtype)
@@ -140,13 +166,13 @@ class Parameter:
 
 
 def joined(leaves: Iterable[TensorLeaf], *, to_fill: bool) -> list[TensorLeaf]:
-    """Leaves of different names: those of one are parts of one tensor, as stacked experts are.
+    """Join leaves of the same name, which are parts of one tensor, such as stacked experts.
 
     Args:
-        to_fill: keep every leaf of one number, such as a count. Of what is saved, one is enough.
+        to_fill: keep every copy of a scalar, such as a step count. A save needs only one.
 
     Raises:
-        StateError: two of them are the same part, as of two modules of one name.
+        StateError: two leaves are the same part: two modules have the same names.
     """
     named: dict[str, list[TensorLeaf]] = {}
     for leaf in leaves:
@@ -161,14 +187,14 @@ def _joined(leaves: Sequence[TensorLeaf], to_fill: bool) -> TensorLeaf:
         return first if not to_fill else replace(first, fragments=tuple(fragments), identity=None)
     if len({fragment.box for fragment in fragments}) < len(fragments):
         raise StateError(
-            f"{first.name}: two values of the state have this name, and are the same part of it: "
-            "give several models, or optimizers, a dict and a key each"
+            f"{first.name}: two values of the state have this name and hold the same part of the "
+            "tensor: give several models, or optimizers, a dict and a key each"
         )
     return replace(first, fragments=tuple(fragments), identity=None)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    # Not to_local(), which makes an autograd node.
+    # to_local() would make an autograd node.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -186,44 +212,41 @@ def _refuse_unless_scalar(name: str, value: torch.Tensor) -> None:
         )
 
 
-_MARKS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-
-
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel or DataParallel."""
+    """Return the module inside DistributedDataParallel or DataParallel."""
     while isinstance(module, (DataParallel, DistributedDataParallel)):
         module = module.module
     return module
 
 
 class CleanNames:
-    """Paths below `root` as the unwrapped model would have them.
+    """Names of a model's parts without the parts that wrappers add.
 
-    Left out are the marks of torch.compile, activation checkpointing and FSDP, and `module` where
-    a data-parallel wrapper put it.
+    Removes what torch.compile, activation checkpointing and FSDP add, and the `module` of a
+    data-parallel wrapper.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._known: dict[str, tuple[object, str]] = {"": (root, "")}
 
     def __call__(self, path: str) -> str:
-        """The name for a path."""
+        """Return the clean name of a path below the root."""
         above, _, last = path.rpartition(".")
         module, prefix = self._above(above)
-        return prefix[:-1] if _is_left_out(module, last) else prefix + last
+        return prefix[:-1] if _is_wrapper_part(module, last) else prefix + last
 
     def _above(self, path: str) -> tuple[object, str]:
-        """What lies at a path, and what the names of all below it begin with."""
+        """Return the module at a path, and the prefix of all names below it."""
         known = self._known.get(path)
         if known is None:
             above, _, last = path.rpartition(".")
             module, prefix = self._above(above)
-            longer = prefix if _is_left_out(module, last) else f"{prefix}{last}."
+            longer = prefix if _is_wrapper_part(module, last) else f"{prefix}{last}."
             known = self._known[path] = getattr(module, last, None), longer
         return known
 
 
-def _is_left_out(module: object, part: str) -> bool:
+def _is_wrapper_part(module: object, part: str) -> bool:
     if part == "module":
         return isinstance(module, (DataParallel, DistributedDataParallel))
-    return part in _MARKS
+    return part in _WRAPPER_PARTS

@@ -1,42 +1,41 @@
-"""How DeepSpeed's optimizers keep the weights that they step: ZeRO's divisions, as parameters.
+"""ZeRO's divisions of parameters: the weights that DeepSpeed's optimizers step, as flat ranges.
 
-What a rank has is worked out from DeepSpeed's own structures, without a collective.
+Everything is read from DeepSpeed's own structures, without communication.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.adapters.parameters import FlatPart, Parameter
-from shardwise.adapters.tensors import tensor_leaf
-from shardwise.layout import boxes_of_range
+from shardwise.adapters.parameters import FlatRange, Parameter
 from shardwise.state.leaves import TensorLeaf
 
 Names = Mapping[int, str]
+"""Names of parameters, by `id`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is particular to one of DeepSpeed's optimizers.
+    """What is specific to one of DeepSpeed's optimizers.
 
     Attributes:
-        masters: the weights that it steps, given the names of parameters by `id`.
-        settle: makes the module's weights from these; a collective.
+        masters: yields the weights that it steps, given the names of the parameters.
+        rebuild: computes the module's weights from these; a collective.
     """
 
     masters: Callable[[Any, Names], Iterator[Parameter]]
-    settle: Callable[[Any], None]
+    rebuild: Callable[[Any], None]
 
 
 def is_optimizer_of_engine(value: object) -> bool:
-    """Whether a value is an optimizer of DeepSpeed's, around one of torch's kind."""
+    """Return whether a value is one of DeepSpeed's optimizers, which wrap one of torch's."""
     return any(
         kind.__module__.startswith("deepspeed.runtime.") and kind.__name__ == "DeepSpeedOptimizer"
         for kind in type(value).__mro__
@@ -44,13 +43,13 @@ def is_optimizer_of_engine(value: object) -> bool:
 
 
 def kind_of(optimizer: object) -> Kind | None:
-    """What is particular to an optimizer of DeepSpeed's, if it is a known one."""
+    """Return what is specific to an optimizer of DeepSpeed's; None if it is another, or unknown."""
     return _KINDS.get(type(optimizer).__name__) if is_optimizer_of_engine(optimizer) else None
 
 
 @contextmanager
 def filled_groups(optimizer: Any) -> Iterator[None]:
-    """Have param groups name what is in them, which ZeRO 3 sees to for each of its steps only."""
+    """Fill the param groups, which ZeRO 3 empties between steps, for the length of a block."""
     fill = getattr(optimizer, "_set_fp32_optimizer_param_groups", None)
     if fill is None:
         yield
@@ -60,6 +59,11 @@ def filled_groups(optimizer: Any) -> Iterator[None]:
         yield
     finally:
         optimizer._clear_fp32_optimizer_param_groups()
+
+
+def frozen_leaf(parameter: Any, name: str) -> TensorLeaf:
+    """Return this rank's part of a parameter that ZeRO 3 divides and no optimizer steps."""
+    return _slice_of_zero_3(parameter, name).leaf(name, parameter.ds_tensor.detach())
 
 
 def _of_zero_1_and_2(optimizer: Any, names: Names) -> Iterator[Parameter]:
@@ -75,11 +79,11 @@ def _of_zero_1_and_2(optimizer: Any, names: Names) -> Iterator[Parameter]:
 
 
 def _offsets(optimizer: Any) -> Sequence[Sequence[int]]:
-    """Where each parameter begins in the flat weights of its group, by group."""
-    known = getattr(optimizer, "round_robin_bit16_offsets", None)  # not before 0.19.8
+    """Return where each parameter begins in the flat weights of its group, by group."""
+    known = getattr(optimizer, "round_robin_bit16_offsets", None)  # since DeepSpeed 0.19.8
     if known is not None:
         return list(known)
-    return [_ends_to_end(parameters) for parameters in optimizer.round_robin_bit16_groups]
+    return [_end_to_end(parameters) for parameters in optimizer.round_robin_bit16_groups]
 
 
 def _of_bf16(optimizer: Any, names: Names) -> Iterator[Parameter]:
@@ -91,12 +95,12 @@ def _of_bf16(optimizer: Any, names: Names) -> Iterator[Parameter]:
     )
     for flat, parameters, group in columns:
         rank = dist.get_rank(group)
-        yield _partition(flat, parameters, _ends_to_end(parameters), rank, names)
+        yield _partition(flat, parameters, _end_to_end(parameters), rank, names)
 
 
 def _of_fp16(optimizer: Any, names: Names) -> Iterator[Parameter]:
     for flat, parameters in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
-        yield _partition(flat, parameters, _ends_to_end(parameters), 0, names)
+        yield _partition(flat, parameters, _end_to_end(parameters), 0, names)
 
 
 def _of_fp16_unfused(optimizer: Any, names: Names) -> Iterator[Parameter]:
@@ -110,7 +114,8 @@ def _of_zero_3(optimizer: Any, names: Names) -> Iterator[Parameter]:
     for flat, parameters in groups:
         parts, start = [], 0
         for parameter in parameters:
-            parts.append(_slice(parameter, names[id(parameter)], start))
+            part = _slice_of_zero_3(parameter, names[id(parameter)])
+            parts.append(replace(part, start=start))
             start += parameter.ds_tensor.ds_numel
         yield Parameter(flat, "", tuple(parts))
 
@@ -122,64 +127,42 @@ def _partition(
     rank: int,
     names: Names,
 ) -> Parameter:
-    """Parameters laid into flat weights that ranks have equal parts of; `flat` is this one's."""
+    """Return this rank's partition `flat` of parameters that lie flattened, in equal partitions."""
     low = rank * flat.numel()
-    parts = []
-    for parameter, start in zip(parameters, starts, strict=True):
-        shape, size = tuple(parameter.shape), parameter.numel()
-        first = min(max(low - start, 0), size)
-        last = min(max(low + flat.numel() - start, 0), size)
-        boxes = tuple(boxes_of_range(shape, first, last))
-        parts.append(FlatPart(names[id(parameter)], shape, start + first - low, boxes))
+    parts = [
+        FlatRange.whole(names[id(parameter)], parameter.shape, start).cut(low, low + flat.numel())
+        for parameter, start in zip(parameters, starts, strict=True)
+    ]
     return Parameter(flat, "", tuple(parts))
 
 
-def _slice(parameter: Any, name: str, start: int) -> FlatPart:
-    """The slice of a parameter that ZeRO 3 gave this rank, lying from `start` on; it is padded."""
+def _slice_of_zero_3(parameter: Any, name: str) -> FlatRange:
+    """Return the slice of a parameter that this rank has. Slices are equal, the last is padded."""
     size, rank = parameter.ds_tensor.ds_numel, dist.get_rank(parameter.ds_process_group)
-    first = min(rank * size, parameter.ds_numel)
-    last = min(first + size, parameter.ds_numel)
-    shape = tuple(parameter.ds_shape)
-    return FlatPart(name, shape, start, tuple(boxes_of_range(shape, first, last)))
+    return FlatRange.whole(name, parameter.ds_shape).cut(rank * size, (rank + 1) * size)
 
 
-def frozen_leaf(parameter: Any, name: str) -> TensorLeaf:
-    """What this rank has of a parameter that ZeRO 3 divides and no optimizer steps."""
-    return _leaf(_slice(parameter, name, 0), parameter.ds_tensor)
-
-
-def master_leaves(master: Parameter) -> list[TensorLeaf]:
-    """What this rank has of parameters, given the weights that are stepped in their place."""
-    if not master.flat:
-        return [tensor_leaf(master.name, master.tensor)]
-    return [_leaf(part, master.tensor) for part in master.flat]
-
-
-def _leaf(part: FlatPart, flat: torch.Tensor) -> TensorLeaf:
-    return TensorLeaf(part.name, flat.dtype, part.shape, part.fragments(flat.detach()))
-
-
-def _ends_to_end(parameters: Sequence[torch.Tensor]) -> list[int]:
+def _end_to_end(parameters: Sequence[torch.Tensor]) -> list[int]:
     return list(accumulate((each.numel() for each in parameters), initial=0))[:-1]
 
 
-def _settle_gathered(optimizer: Any) -> None:
+def _rebuild_gathered(optimizer: Any) -> None:
     optimizer.update_lp_params()
 
 
-def _settle_fp16(optimizer: Any) -> None:
+def _rebuild_fp16(optimizer: Any) -> None:
     for low, master in zip(optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True):
         low.data.copy_(master.data)
 
 
-def _settle_fp16_unfused(optimizer: Any) -> None:
+def _rebuild_fp16_unfused(optimizer: Any) -> None:
     for lows, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
         for low, master in zip(lows, masters, strict=True):
             low.data.copy_(master.data)
 
 
-def _settle_zero_3(optimizer: Any) -> None:
-    # What is gathered is of what was before: let go of it, and gather again what stays so.
+def _rebuild_zero_3(optimizer: Any) -> None:
+    # Free the gathered weights, which are the old ones, and gather the persistent ones again.
     optimizer.checkpoint_event_prologue()
     for number in range(len(optimizer.fp16_groups)):
         optimizer._reassign_or_swap_out_partitioned_parameters(number)
@@ -190,9 +173,9 @@ def _settle_zero_3(optimizer: Any) -> None:
 
 
 _KINDS = {
-    "DeepSpeedZeroOptimizer": Kind(_of_zero_1_and_2, _settle_gathered),
-    "DeepSpeedZeroOptimizer_Stage3": Kind(_of_zero_3, _settle_zero_3),
-    "BF16_Optimizer": Kind(_of_bf16, _settle_gathered),
-    "FP16_Optimizer": Kind(_of_fp16, _settle_fp16),
-    "FP16_UnfusedOptimizer": Kind(_of_fp16_unfused, _settle_fp16_unfused),
+    "DeepSpeedZeroOptimizer": Kind(_of_zero_1_and_2, _rebuild_gathered),
+    "DeepSpeedZeroOptimizer_Stage3": Kind(_of_zero_3, _rebuild_zero_3),
+    "BF16_Optimizer": Kind(_of_bf16, _rebuild_gathered),
+    "FP16_Optimizer": Kind(_of_fp16, _rebuild_fp16),
+    "FP16_UnfusedOptimizer": Kind(_of_fp16_unfused, _rebuild_fp16_unfused),
 }
