@@ -9,10 +9,9 @@ import numpy as np
 from harness import MANY, ROWS, Bench, arguments, rounded
 
 import shardwise as sw
-from shardwise.manifest.manifest import encode_tensors
 from shardwise.plan.cache import PlanCache
-from shardwise.plan.description import Description, columns_of
 from shardwise.plan.save import plan_save
+from shardwise.plan.tables import Description, columns_of
 
 SIMULATED = (64, 1024, 16384)
 
@@ -72,7 +71,7 @@ def simulate(ranks: int, tensors: int = 1000) -> dict[str, float]:
         for rank in range(ranks)
     ]
     start = time.perf_counter()
-    manifest = encode_tensors(plan_save(descriptions).tensors)
+    manifest = plan_save(descriptions).manifest.tensors
     seconds = time.perf_counter() - start
     return {"ranks": ranks, "seconds": rounded(seconds), "manifest, bytes": len(manifest)}
 

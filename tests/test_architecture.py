@@ -246,7 +246,7 @@ def test_a_wrong_import_within_a_folder_is_seen(path: str, text: str, wrong: int
         ("plan/save.py", "if TYPE_CHECKING:\n    from shardwise.engine.read import x", 1),
         ("plan/save.py", "from ..engine import read", 1),
         ("plan/save.py", "from .. import engine, errors", 1),
-        ("plan/__init__.py", "from .save import Share", 0),
+        ("plan/__init__.py", "from .save import SavePlan", 0),
         ("plan/save.py", "from shardwise import load", 1),
         ("plan/save.py", "importlib.import_module('shardwise.cli')", 1),
         ("layout/box.py", "from shardwise.store import Store", 1),

@@ -23,7 +23,8 @@ from shardwise.engine.load import GroupFilling, LoadReport, plan_filling
 from shardwise.engine.match import GROUPS, Matched, agree_on_match, match, with_names_by_position
 from shardwise.engine.opened import Opened, read_per_rank
 from shardwise.engine.options import LoadOptions, SaveOptions
-from shardwise.engine.save import Save, SaveReport, save_all
+from shardwise.engine.planning import Save
+from shardwise.engine.save import SaveReport, save_all
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.formats.specification import Specification
@@ -87,12 +88,13 @@ def save(
 
     def prepare() -> Save:
         options = SaveOptions.checked(step, overwrite, check_replicas, metrics)
-        held = held_by(state, allow_pickle=allow_pickle)
+        arena = Arena(staging_bytes)
+        local = local_state_of(state, allow_pickle=allow_pickle)
         store = open_store(place)
         if ranks.rank == 0:
             refuse_foreign(store)
             refuse_file(store)
-        return Save(held=held, store=store, staging_bytes=staging_bytes, options=options)
+        return Save(state=local, store=store, arena=arena, options=options)
 
     with without_collection(), resolved_group(group) as ranks:
         return save_all(prepare, ranks, PlanCache() if plans is None else plans, recorder)
@@ -235,8 +237,8 @@ def resolved_group(group: dist.ProcessGroup | Group | None) -> Iterator[Group]:
         yield group
 
 
-def held_by(state: State, *, allow_pickle: bool) -> LocalState:
-    """What this rank holds of a state, to be saved.
+def local_state_of(state: State, *, allow_pickle: bool) -> LocalState:
+    """Return what this rank saves of a state.
 
     Raises:
         StateError: a value cannot be saved, or a manifest cannot have its name.

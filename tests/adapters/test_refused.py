@@ -46,8 +46,8 @@ def freed(n: int) -> torch.Tensor:
         ({"a\0b": torch.ones(2)}, "NUL"),
         ({"__shardwise__": {"x": torch.ones(2)}}, "__shardwise__"),
         ({"\ud800": 1}, "not Unicode"),
-        ({"x": freed(4)}, "x: its storage was freed"),
-        ({"x": torch.ones(2, device="meta")}, "x: it is on the meta device"),
+        ({"x": freed(4)}, "x: the tensor's storage was freed"),
+        ({"x": torch.ones(2, device="meta")}, "x: the tensor is on the meta device"),
         ({"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, "x: nested"),
         (nn.Linear(2, 2), "the state is a Linear: it must be a dict"),
         ({"x": nn.Linear}, "x"),
@@ -100,8 +100,8 @@ def test_patterns_and_names_of_the_wrong_type_are_refused(tmp_path: Path, option
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        (torch.zeros(4, device="meta"), "x: it is on the meta device"),
-        (freed(4), "x: its storage was freed"),
+        (torch.zeros(4, device="meta"), "x: the tensor is on the meta device"),
+        (freed(4), "x: the tensor's storage was freed"),
         (np.frombuffer(bytes(16), np.float32), "x: the array is read-only"),
         (1, "x: a tensor in the checkpoint, a plain value in the target"),
         (sw.PerRank(1), "x: a tensor in the checkpoint, a value of each rank in the target"),

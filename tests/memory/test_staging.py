@@ -20,8 +20,8 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine.files import Content, Data
-from shardwise.engine.planning import Planned
+from shardwise.engine.files import FileSource
+from shardwise.engine.planning import PlannedSave
 from shardwise.engine.tensors import DeviceMemory, HostMemory, Memory
 from shardwise.layout import Box
 from shardwise.manifest.datafile import lay_out, list_pieces
@@ -40,7 +40,7 @@ from shardwise.memory.trainer.copying import Copying, Slack
 from shardwise.memory.trainer.device import Streams, TorchAccelerator
 from shardwise.memory.trainer.slots import Slots
 from shardwise.memory.trainer.staging import Part, Staging
-from shardwise.plan.section import Section
+from shardwise.plan.tables import PieceTable
 
 CARD = torch.device("meta", 0)
 OTHER = torch.device("meta", 1)
@@ -144,17 +144,16 @@ class SimulatedMemory:
         raise NotImplementedError
 
 
-def content_of(*memories: Memory) -> Content:
+def content_of(*memories: Memory) -> FileSource:
     """A file of tensors of `SIZE` bytes each."""
     entries = [(f"t{i}", "uint8", (SIZE,), Box((0,), (SIZE,))) for i in range(len(memories))]
     n = len(memories)
-    section = Section(
+    pieces = PieceTable(
         SIZE * np.arange(n + 1), list(range(n)), [(0,)] * n, [(SIZE,)] * n, [True] * n
     )
     devices = frozenset(each.device for each in memories if each.device is not None)
-    return Content(
-        lay_out(list_pieces(entries), 0, {}), Data(section, memories.__getitem__, devices), b""
-    )
+    layout = lay_out(list_pieces(entries), 0, {})
+    return FileSource(layout, pieces, b"", memories.__getitem__, devices)
 
 
 class Trial:
@@ -168,17 +167,19 @@ class Trial:
         accelerator: Any = self.accelerator
         self.staging = Staging(home, self.run, 0, options, lambda: None, accelerator)
 
-    def begin(self, content: Content, step: int = 1) -> Copying:
+    def begin(self, content: FileSource, step: int = 1) -> Copying:
         """Begin a part that holds this."""
         nothing: Any = None
-        planned = Planned(
+        planned = PlannedSave(
             save_id=f"{step:016x}",
             rank=0,
+            world_size=1,
+            save=nothing,
             plan=nothing,
-            held=nothing,
-            described=nothing,
-            template=None,
             cached=False,
+            description=nothing,
+            fragments=(),
+            objects=(),
         )
         part = Part(
             place=Place(self.run, step),
@@ -191,7 +192,7 @@ class Trial:
         )
         return self.staging.begin(part)
 
-    def staged(self, content: Content, step: int = 1) -> list[int] | None:
+    def staged(self, content: FileSource, step: int = 1) -> list[int] | None:
         """The tensors of a step as one byte each; None if there is no file yet."""
         found = list(self.run.step(step).glob("*.safetensors"))
         if not found:
@@ -268,8 +269,9 @@ def test_threads_have_their_own_streams_back(trial: Trial) -> None:
     streams = Streams(accelerator)  # type: ignore[arg-type]
     streams.begin([CARD, OTHER])
     memory = SimulatedMemory(accelerator, OTHER, np.ones(SIZE, np.uint8))
-    fill = streams.fill(content_of(memory).data, wait=False)  # type: ignore[arg-type]
-    fill(0, SIZE, np.zeros(SIZE, np.uint8))
+    content = content_of(memory)  # type: ignore[arg-type]
+    low, high = content.layout.data_at, content.layout.objects_at
+    streams.fill(content, wait=False)(low, high, np.zeros(SIZE, np.uint8))
     assert accelerator.current_stream(CARD) is accelerator.training[CARD]
     assert accelerator.current_stream(OTHER) is accelerator.training[OTHER]
     assert len(accelerator.own[OTHER].work) == 2, "an event to wait for, and a copy"

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine.files import Content
+from shardwise.engine.files import FileSource
 from shardwise.engine.tensors import Array, HostMemory, Slices
 from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.manifest import FileEntry
@@ -105,7 +105,7 @@ def die_before_effect(number: int, directory: Path) -> None:
     sys.addaudithook(hook)
 
 
-def trial_of(directory: Path, run: str) -> tuple[Trial, Content]:
+def trial_of(directory: Path, run: str) -> tuple[Trial, FileSource]:
     """Staging of rank 0 of a run, prepared for what it stages."""
     trial = Trial(directory, overlap=False, run=run)
     content = content_of(*[HostMemory(torch.full((SIZE,), 7, dtype=torch.uint8))] * TENSORS)

@@ -11,8 +11,8 @@ import torch
 
 import shardwise as sw
 from shardwise.manifest.datafile import list_pieces
-from shardwise.plan.cache import Plan, PlanCache
-from shardwise.plan.section import Section
+from shardwise.plan.cache import PlanCache, RankPlan
+from shardwise.plan.tables import PieceTable
 from shardwise.testing.threads import ThreadGroup, run_ranks
 
 WORLD = 2
@@ -170,7 +170,7 @@ def test_plain_values_of_a_cached_plan_are_those_of_today(tmp_path: Path) -> Non
 
 def test_the_least_recently_used_plan_makes_room() -> None:
     none = np.zeros(0, np.int64)
-    plan = Plan(Section(none, [], [], [], []), list_pieces([]), {}, None)
+    plan = RankPlan(PieceTable(none, [], [], [], []), list_pieces([]), {}, None)
     cache = PlanCache(capacity=2)
     cache.put(b"a", plan)
     cache.put(b"b", plan)

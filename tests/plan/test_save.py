@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,10 +15,10 @@ from hypothesis import strategies as st
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import Manifest, TensorEntry, encode_tensors, piece_runs
+from shardwise.manifest.manifest import Manifest, TensorEntry, piece_runs
 from shardwise.manifest.table import Pieces, expand_runs
-from shardwise.plan.description import Description, columns_of, decode_description
-from shardwise.plan.save import SavePlan, decode_share, plan_save
+from shardwise.plan.save import SavePlan, plan_save
+from shardwise.plan.tables import Description, columns_of, decode_description, decode_pieces
 from shardwise.testing.strategies import Holding, Tensor, holdings, tensors
 
 MIB = 1 << 20
@@ -39,22 +40,27 @@ def described(held: Held, ties: tuple[tuple[str, str], ...] = ()) -> Description
     )
 
 
+def entries_of(plan: SavePlan) -> tuple[TensorEntry, ...]:
+    return msgspec.json.decode(plan.manifest.tensors, type=tuple[TensorEntry, ...])
+
+
 def pieces_of(plan: SavePlan) -> Pieces:
     manifest = Manifest(
         save_id="0" * 16,
         step=None,
         created="",
-        world_size=max(1, len(plan.shares)),
+        world_size=max(1, len(plan.limits) - 1),
         files=(),
         objects=(),
-        tensors=plan.tensors,
+        tensors=entries_of(plan),
     )
     return expand_runs(piece_runs(manifest))
 
 
 def written_bytes(plan: SavePlan, itemsize: int) -> list[int]:
     """Tensor bytes that each rank writes, all of one item size."""
-    return [int(share.shape.prod(axis=1).sum()) * itemsize for share in plan.shares]
+    ranks = itertools.pairwise(plan.limits.tolist())
+    return [int(plan.shape[low:high].prod(axis=1).sum()) * itemsize for low, high in ranks]
 
 
 @st.composite
@@ -76,27 +82,26 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
     descriptions = [described(each) for each in ranks]
     plan = plan_save(descriptions)
     times = {tensor.name: np.zeros(tensor.shape, int) for tensor in listed}
-    for description, share in zip(descriptions, plan.shares, strict=True):
-        share = decode_share(share.encode())
-        for fragment, offset, shape in zip(
-            share.fragment.tolist(), share.offset.tolist(), share.shape.tolist(), strict=True
+    for rank, description in enumerate(descriptions):
+        pieces = decode_pieces(plan.encode_pieces(rank), description)
+        for fragment, (name, _, shape, box), whole in zip(
+            pieces.fragment, pieces.listed(description), pieces.whole, strict=True
         ):
-            tensor = int(description.tensor[fragment])
-            n = len(description.shapes[tensor])
+            n = len(shape)
             own = Box(
                 tuple(description.offset[fragment, :n].tolist()),
                 tuple(description.shape[fragment, :n].tolist()),
             )
-            box = Box(tuple(offset[:n]), tuple(shape[:n]))
             assert own.contains(box)
-            times[description.names[tensor]][box.slices()] += 1
+            assert whole == (own == box)
+            times[name][box.slices()] += 1
     assert all((each == 1).all() for each in times.values())
     sizes = {t.name: math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in listed}
-    assert plan.bytes_stored == sum(sizes.values())
+    assert plan.manifest.bytes_stored == sum(sizes.values())
 
 
 @given(worlds())
-def test_the_manifest_says_where_each_share_lies(
+def test_the_manifest_says_where_each_piece_lies(
     case: tuple[list[Tensor], list[Holding], int],
 ) -> None:
     listed, held, world = case
@@ -105,27 +110,27 @@ def test_the_manifest_says_where_each_share_lies(
         for rank in range(world)
     ]
     plan = plan_save(descriptions)
-    pieces = pieces_of(plan)
+    pieces, tensors = pieces_of(plan), entries_of(plan)
     found = {
         (
-            plan.files[int(pieces.file[i])],
+            plan.manifest.writers[int(pieces.file[i])],
             int(pieces.start[i]),
-            plan.tensors[int(pieces.tensor[i])].name,
+            tensors[int(pieces.tensor[i])].name,
             tuple(pieces.offset[i].tolist()),
             tuple(pieces.shape[i].tolist()),
         )
         for i in range(len(pieces))
     }
     expected = set()
-    for rank, (description, share) in enumerate(zip(descriptions, plan.shares, strict=True)):
-        start = 0
-        for row, fragment in enumerate(share.fragment.tolist()):
-            tensor = int(description.tensor[fragment])
-            offset, shape = share.offset[row].tolist(), share.shape[row].tolist()
-            expected.add((rank, start, description.names[tensor], tuple(offset), tuple(shape)))
-            itemsize = DTYPES[description.dtypes[tensor]].itemsize
-            assert start % itemsize == 0
-            start += math.prod(shape) * itemsize
+    dims = pieces.offset.shape[1]
+    for rank, description in enumerate(descriptions):
+        table = decode_pieces(plan.encode_pieces(rank), description)
+        listed_pieces = table.listed(description)
+        for start, (name, dtype, _, box) in zip(table.start.tolist(), listed_pieces, strict=False):
+            padding = dims - len(box.shape)
+            offset, shape = box.offset + (0,) * padding, box.shape + (1,) * padding
+            expected.add((rank, start, name, offset, shape))
+            assert start % DTYPES[dtype].itemsize == 0
     assert found == expected
 
 
@@ -188,7 +193,7 @@ def many_small(rank: int) -> Held:
 def test_no_rank_writes_more_than_its_part(hold: Callable[[int], Held]) -> None:
     plan = plan_save([described(hold(rank)) for rank in range(8)])
     loads = written_bytes(plan, itemsize=4)
-    assert sum(loads) == plan.bytes_stored
+    assert sum(loads) == plan.manifest.bytes_stored
     assert max(loads) <= 1.1 * sum(loads) / len(loads)
     assert min(loads) > 0
 
@@ -209,8 +214,8 @@ def test_of_overlapping_replica_sets_no_rank_writes_two() -> None:
 @pytest.mark.parametrize("hold", [replicated, hybrid, mixture])
 def test_the_plan_is_the_same_every_time(hold: Callable[[int], Held]) -> None:
     first, second = (plan_save([described(hold(rank)) for rank in range(8)]) for _ in range(2))
-    assert encode_tensors(first.tensors) == encode_tensors(second.tensors)
-    assert [s.encode() for s in first.shares] == [s.encode() for s in second.shares]
+    assert first.manifest == second.manifest
+    assert [first.encode_pieces(i) for i in range(8)] == [second.encode_pieces(i) for i in range(8)]
 
 
 def test_regular_shardings_are_folded_into_rules() -> None:
@@ -223,7 +228,7 @@ def test_regular_shardings_are_folded_into_rules() -> None:
             for rank in range(256)
         ]
     )
-    assert [len(tensor.pieces) for tensor in plan.tensors] == [1, 1]
+    assert [len(tensor.pieces) for tensor in entries_of(plan)] == [1, 1]
     assert len(pieces_of(plan)) == 512
 
 
@@ -253,7 +258,7 @@ def test_a_tie_on_one_rank_only_is_refused() -> None:
     tensor, other = Tensor("a", "float32", (2,)), Tensor("b", "float32", (2,))
     whole = [Box.whole((2,))]
     tied = described([(tensor, whole)], ties=(("b", "a"),))
-    assert plan_save([tied, tied]).tensors[1] == TensorEntry("b", "float32", (2,), (), "a")
+    assert entries_of(plan_save([tied, tied]))[1] == TensorEntry("b", "float32", (2,), (), "a")
     with pytest.raises(LayoutError, match="tie it on all ranks"):
         plan_save([tied, described([(tensor, whole), (other, whole)])])
 

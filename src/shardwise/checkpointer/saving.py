@@ -15,11 +15,13 @@ from torch.utils.hooks import RemovableHandle
 from shardwise import api
 from shardwise.adapters import optimizers_in
 from shardwise.checkpointer.settings import Settings
+from shardwise.engine.buffers import Arena
 from shardwise.engine.calls import without_collection
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.options import SaveOptions, checked_step
-from shardwise.engine.save import Save, save_all
+from shardwise.engine.planning import Save
+from shardwise.engine.save import save_all
 from shardwise.errors import LostRankError, RankError, ShardwiseError, StateError, StoreError
 from shardwise.events import Recorder
 from shardwise.manifest.names import step_directory
@@ -243,10 +245,9 @@ class Saving:
         self._has_stepped = True
 
     def _job(self, state: api.State, store: Store, options: SaveOptions) -> Save:
-        held = api.held_by(state, allow_pickle=self._settings.allow_pickle)
-        return Save(
-            held=held, store=store, staging_bytes=self._settings.staging_bytes, options=options
-        )
+        arena = Arena(self._settings.staging_bytes)
+        local = api.local_state_of(state, allow_pickle=self._settings.allow_pickle)
+        return Save(state=local, store=store, arena=arena, options=options)
 
     def _refuse_unranked(self, options: SaveOptions) -> None:
         best = self._settings.keep.best

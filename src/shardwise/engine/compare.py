@@ -15,7 +15,6 @@ from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.load import read_boxes
 from shardwise.engine.opened import Opened, Replicas
-from shardwise.engine.tensors import Described
 from shardwise.errors import MismatchError
 from shardwise.events import Recorder
 from shardwise.layout import Box, boxes_of
@@ -24,7 +23,8 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.table import Int, Pieces
 from shardwise.plan.lookup import SavedState
-from shardwise.state.leaves import TensorLeaf, host_array, same_bytes
+from shardwise.plan.tables import Description
+from shardwise.state.leaves import Fragment, TensorLeaf, host_array, same_bytes
 
 _Row = tuple[str, tuple[int, ...], tuple[int, ...], int]
 LARGEST_BATCH = 16 << 20
@@ -336,15 +336,14 @@ def _batches(
         yield batch
 
 
-def check_replicas(described: Described, group: Group) -> None:
-    """Compare checksums of all boxes that several ranks hold.
+def compare_ranks(description: Description, fragments: Sequence[Fragment], group: Group) -> None:
+    """Compare the boxes that several ranks hold, by their checksums.
 
     Raises:
-        MismatchError: some differ; all of them are listed.
+        MismatchError: some differ; lists all of them.
     """
 
     def speak() -> bytes:
-        description = described.description
         rows: list[_Row] = [
             (
                 description.names[tensor],
@@ -352,9 +351,7 @@ def check_replicas(described: Described, group: Group) -> None:
                 fragment.box.shape,
                 _crc(fragment.data),
             )
-            for tensor, fragment in zip(
-                description.tensor.tolist(), described.fragments, strict=True
-            )
+            for tensor, fragment in zip(description.tensor.tolist(), fragments, strict=True)
         ]
         return msgspec.msgpack.encode(rows)
 
@@ -375,5 +372,5 @@ def _compare(said: Sequence[bytes]) -> bytes:
             if known != crc:
                 problems.append(f"{name}{Box(offset, shape)}: rank {origin} and rank {rank} differ")
     if problems:
-        raise MismatchError("replicas are not equal:", problems)
+        raise MismatchError("tensors that several ranks hold are not equal:", problems)
     return b""

@@ -15,7 +15,7 @@ from shardwise.engine.tensors import Memory, memory_of
 from shardwise.layout import Box, boxes_of_range
 from shardwise.manifest.checksums import BLOCK, block_checksums, block_count, crc32
 from shardwise.manifest.datafile import DataFile
-from shardwise.plan.section import Section
+from shardwise.plan.tables import PieceTable
 from shardwise.state.leaves import Fragment
 from shardwise.store import Store, WritableFile
 from shardwise.store.store import Buffer
@@ -24,27 +24,60 @@ IN_CACHE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Data:
-    """The data section of a file.
+class FileSource:
+    """A data file before it is written, without its checksums: any range of its bytes.
 
     Attributes:
-        memory: gives the memory of a fragment, by its number.
-        devices: those on which some of it lies.
+        layout: where the header, the pieces and the objects lie in the file.
+        objects: the encoded per-rank values.
+        memory: gives the memory of a fragment, by its number in `pieces`.
+        devices: the accelerators that have some of the fragments.
     """
 
-    section: Section
+    layout: DataFile
+    pieces: PieceTable
+    objects: bytes
     memory: Callable[[int], Memory]
     devices: frozenset[torch.device]
 
-    def fill(self, low: int, high: int, out: Buffer, *, wait: bool = True) -> None:
-        """Copy bytes `low:high` of the section to `out`; what lies outside of it is left alone.
+    @classmethod
+    def of(
+        cls,
+        pieces: PieceTable,
+        fragments: Sequence[Fragment],
+        layout: DataFile | None = None,
+        objects: bytes = b"",
+    ) -> FileSource:
+        """Return the source of a file with these pieces.
 
         Args:
-            wait: as for `Memory.read`.
+            fragments: the fragments that `pieces` numbers.
+            layout: the layout of the file; default: the data section alone.
         """
-        start = self.section.start
+        if layout is None:
+            end = int(pieces.start[-1])
+            layout = DataFile(b"", 0, end, end, end)
+        devices = {fragments[i].data.device for i in pieces.fragment}
+        return cls(
+            layout,
+            pieces,
+            objects,
+            lambda i: memory_of(fragments[i].data),
+            frozenset(each for each in devices if each.type != "cpu"),
+        )
+
+    def fill(self, low: int, high: int, out: Buffer, *, wait: bool = True) -> None:
+        """Copy bytes `low:high` of the file to `out`; `wait` is as for `Memory.read`."""
+        layout = self.layout
+        _copy_bytes(layout.header, 0, low, high, out)
+        _copy_bytes(self.objects, layout.objects_at, low, high, out)
+        self._fill_pieces(low - layout.data_at, high - layout.data_at, out, wait)
+
+    def _fill_pieces(self, low: int, high: int, out: Buffer, wait: bool) -> None:
+        """Copy bytes `low:high` of the data section; leave bytes outside the section unchanged."""
+        start = self.pieces.start
         first = max(int(np.searchsorted(start, low, side="right")) - 1, 0)
-        last = min(int(np.searchsorted(start, high, side="left")), len(self.section))
+        last = min(int(np.searchsorted(start, high, side="left")), len(self.pieces))
         bounds = start[first : last + 1].tolist()
         for i, at, end in zip(range(first, last), bounds, bounds[1:], strict=False):
             a, b = max(low, at), min(high, end)
@@ -54,12 +87,12 @@ class Data:
     def _copy_piece(
         self, i: int, part: tuple[int, int], nbytes: int, out: Buffer, wait: bool
     ) -> None:
-        """Copy a part of the bytes of a piece, as it lies in the file, to `out`."""
-        section = self.section
-        memory = self.memory(section.fragment[i])
-        offset, shape = section.offset[i], section.shape[i]
+        """Copy a range of the bytes of piece `i`, which has `nbytes`, to `out`."""
+        pieces = self.pieces
+        memory = self.memory(pieces.fragment[i])
+        offset, shape = pieces.offset[i], pieces.shape[i]
         if part == (0, nbytes):
-            index = () if section.whole[i] else Box(offset, shape).slices()
+            index = () if pieces.whole[i] else Box(offset, shape).slices()
             memory.read(index, out.view(memory.dtype).reshape(shape), wait=wait)
             return
         itemsize = memory.itemsize
@@ -72,55 +105,18 @@ class Data:
             at += size
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
-    """The file but for its checksums: data (and header and objects)."""
-
-    layout: DataFile
-    data: Data
-    objects: bytes
-
-    @property
-    def devices(self) -> frozenset[torch.device]:
-        """Those on which some of it lies."""
-        return self.data.devices
-
-    def fill(self, low: int, high: int, out: Buffer, *, wait: bool = True) -> None:
-        """Copy bytes `low:high` of the file to `out`; `wait` is as for `Memory.read`."""
-        layout = self.layout
-        _copy_bytes(layout.header, 0, low, high, out)
-        _copy_bytes(self.objects, layout.objects_at, low, high, out)
-        self.data.fill(low - layout.data_at, high - layout.data_at, out, wait=wait)
-
-
-def data_of(section: Section, fragments: Sequence[Fragment]) -> Data:
-    """The data section of a file, out of the memory of the fragments that `section` counts."""
-    devices = {fragments[i].data.device for i in section.fragment}
-    return Data(
-        section,
-        lambda i: memory_of(fragments[i].data),
-        frozenset(each for each in devices if each.type != "cpu"),
-    )
-
-
-def _copy_bytes(data: bytes, at: int, low: int, high: int, out: Buffer) -> None:
-    a, b = max(low, at), min(high, at + len(data))
-    if a < b:
-        out[a - low : b - low] = np.frombuffer(data, np.uint8)[a - at : b - at]
-
-
-def write_data_file(store: Store, key: str, content: Content, arena: Arena) -> int:
+def write_data_file(store: Store, key: str, source: FileSource, arena: Arena) -> int:
     """Write a data file and make it durable.
 
-    Every byte is copied once, into a buffer, and both its checksum and what is written come from
-    that copy: another thread may change the tensors meanwhile. Several chunks are in flight.
+    Every byte is copied once, into a buffer. Both its checksum and the written bytes come from
+    that copy, since another thread may change the tensors meanwhile. Several chunks are in flight.
 
     Returns:
         CRC-32 of the file's checksums.
     """
-    layout = content.layout
+    layout = source.layout
     table = np.zeros(block_count(layout.checksums_at), "<u4")
-    # The last, unaligned part of the content is written together with the checksums after it.
+    # The last, unaligned bytes before the checksums are written together with the checksums.
     aligned = layout.checksums_at // store.alignment * store.alignment
     tail = aligned_buffer(_round_up(layout.size - aligned, store.alignment))
     file = store.create(key, layout.size)
@@ -128,7 +124,7 @@ def write_data_file(store: Store, key: str, content: Content, arena: Arena) -> i
         with ThreadPoolExecutor(arena.threads, "shardwise-write") as pool:
             chunks = range(0, layout.checksums_at, arena.chunk)
             target = _Target(file, store.alignment, arena, table, tail)
-            jobs = [pool.submit(_write_chunk, content, at, target) for at in chunks]
+            jobs = [pool.submit(_write_chunk, source, at, target) for at in chunks]
             try:
                 for job in jobs:
                     job.result()
@@ -156,20 +152,26 @@ class _Target:
     tail: Buffer
 
 
-def _write_chunk(content: Content, low: int, target: _Target) -> None:
-    high = min(low + target.arena.chunk, content.layout.checksums_at)
+def _write_chunk(source: FileSource, low: int, target: _Target) -> None:
+    high = min(low + target.arena.chunk, source.layout.checksums_at)
     with target.arena.buffer() as buffer:
         for at in range(low, high, IN_CACHE):
             stop = min(at + IN_CACHE, high)
             part = buffer[at - low : stop - low]
-            content.fill(at, stop, part)
+            source.fill(at, stop, part)
             sums = block_checksums(part)
             target.table[at // BLOCK : at // BLOCK + len(sums)] = sums
         aligned = (high - low) // target.alignment * target.alignment
         if aligned:
             target.file.write_at(low, buffer[:aligned])
-        rest = high - low - aligned  # of the last chunk alone: others are as long as the arena's
+        rest = high - low - aligned  # only of the last chunk: others are as long as the arena's
         target.tail[:rest] = buffer[aligned : aligned + rest]
+
+
+def _copy_bytes(data: bytes, at: int, low: int, high: int, out: Buffer) -> None:
+    a, b = max(low, at), min(high, at + len(data))
+    if a < b:
+        out[a - low : b - low] = np.frombuffer(data, np.uint8)[a - at : b - at]
 
 
 def _round_up(n: int, to: int) -> int:

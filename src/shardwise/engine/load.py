@@ -24,7 +24,6 @@ from shardwise.events import size
 from shardwise.layout import Box
 from shardwise.manifest.checksums import BLOCK, block_count
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.plan.description import columns_of
 from shardwise.plan.load import (
     LoadPlan,
     Spans,
@@ -35,6 +34,7 @@ from shardwise.plan.load import (
     wanted_columns,
 )
 from shardwise.plan.lookup import SavedState
+from shardwise.plan.tables import columns_of
 from shardwise.state.leaves import Fragment, TensorLeaf, same_bytes
 from shardwise.store import MappedStore
 

@@ -1,4 +1,4 @@
-"""Ranks agree on a save, and on who writes what of it: all that comes before a byte is moved."""
+"""Planning of a save: all ranks agree on it, and each rank learns which pieces it writes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from datetime import datetime, timezone
 
 import msgspec
 
-from shardwise.engine.agree import SharedValues, unite_values
-from shardwise.engine.exchange import exchange
-from shardwise.engine.files import Content, data_of
+from shardwise.engine.buffers import Arena
+from shardwise.engine.exchange import collect, exchange, exchange_keeping, require_equal
+from shardwise.engine.files import FileSource
 from shardwise.engine.group import Group
 from shardwise.engine.options import SaveOptions
-from shardwise.engine.tensors import Described, describe
-from shardwise.errors import MismatchError
+from shardwise.engine.shared_values import SharedValues, unite_values
+from shardwise.engine.tensors import describe
 from shardwise.events import Recorder
 from shardwise.manifest.datafile import lay_out, list_pieces
 from shardwise.manifest.manifest import (
@@ -25,65 +25,93 @@ from shardwise.manifest.manifest import (
     Manifest,
     ObjectEntry,
     encode_manifest,
-    encode_tensors,
 )
 from shardwise.manifest.names import data_file
-from shardwise.plan.cache import Plan, PlanCache, Published
-from shardwise.plan.description import decode_description
-from shardwise.plan.save import decode_share, plan_save
-from shardwise.plan.section import named_pieces, section_of
-from shardwise.state.leaves import LocalState
+from shardwise.plan.cache import PlanCache, RankPlan
+from shardwise.plan.save import ManifestPlan, plan_save
+from shardwise.plan.tables import Description, decode_description, decode_pieces
+from shardwise.state.leaves import Fragment, LocalState
+from shardwise.store import Store
 
-Rings = Callable[[Sequence[bytes]], list[list[int]]]
-"""From the fingerprints of all ranks' descriptions: for each rank, those whose shares it is told
-beside its own. What such ranks hold is described alike, so they hold each other's replicas."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What one rank wants to save, and how; `note` is for rank 0, which decides on it."""
-
-    held: LocalState
-    options: SaveOptions
-    place: str
-    note: bytes = b""
+FormRings = Callable[[Sequence[bytes]], list[list[int]]]
+"""Takes the fingerprints of all ranks' descriptions. Returns for each rank the other ranks whose
+pieces it must know to copy them from its own replicas; equal fingerprints mean equal replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """A save that all ranks have agreed on, as one of them knows it.
+class Save:
+    """One rank's request to save.
 
     Attributes:
-        plan: what this rank writes, and what others write of which it holds replicas.
-        template: on rank 0, what the manifest takes but for its files.
-        cached: whether the plan of an earlier save was used.
+        state: what the rank has.
+        store: the place of the checkpoint in storage.
+        arena: the buffers to write with.
+        place: the destination, for error messages; default: the store.
+        message: a message to rank 0, which decides whether to admit the save.
     """
 
+    state: LocalState
+    store: Store
+    arena: Arena
+    options: SaveOptions
+    place: str = ""
+    message: bytes = b""
+
+    @property
+    def terms(self) -> str:
+        """What must be equal on all ranks, in words."""
+        options = self.options
+        terms = f"step {options.step} to {self.place or self.store}"
+        terms += " with overwrite=True" if options.overwrite else ""
+        return terms + (" with check_replicas=True" if options.check_replicas else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSave:
+    """A save that all ranks have agreed on, on one rank.
+
+    Attributes:
+        plan: what this rank writes.
+        cached: whether the plan of an earlier save was reused.
+        description: the fragments of this rank, without bytes.
+        fragments: the same fragments, with their memory.
+        objects: on rank 0, the plain values that all ranks share.
+    """
+
+    save: Save
     save_id: str
     rank: int
-    plan: Plan
-    held: LocalState
-    described: Described
-    template: Template | None
+    world_size: int
+    plan: RankPlan
     cached: bool
+    description: Description
+    fragments: tuple[Fragment, ...]
+    objects: tuple[ObjectEntry, ...]
 
     @property
     def key(self) -> str:
         """The name of this rank's data file."""
         return data_file(self.rank, self.save_id)
 
-    def content(self) -> Content | None:
-        """What is in this rank's file; None if it writes none."""
-        if not (len(self.plan.section) or self.held.per_rank):
+    def source(self) -> FileSource | None:
+        """Return the source of this rank's file; None if the rank writes no file."""
+        per_rank = self.save.state.per_rank
+        if not (len(self.plan.pieces) or per_rank):
             return None
-        objects = msgspec.json.encode(self.held.per_rank) if self.held.per_rank else b""
+        objects = msgspec.json.encode(per_rank) if per_rank else b""
         metadata = {"shardwise": str(VERSION), "save_id": self.save_id, "rank": str(self.rank)}
-        layout = lay_out(self.plan.listed, len(objects), metadata)
-        return Content(layout, data_of(self.plan.section, self.described.fragments), objects)
+        layout = lay_out(self.plan.header, len(objects), metadata)
+        return FileSource.of(self.plan.pieces, self.fragments, layout, objects)
 
-    def entry(self, content: Content, checksums_crc32: int = 0) -> FileEntry:
-        """The file's entry in the manifest."""
-        at = content.layout
+    def peer_sources(self) -> dict[int, FileSource]:
+        """Return the data sections of other ranks' files, out of this rank's replicas, by rank."""
+        return {
+            rank: FileSource.of(pieces, self.fragments) for rank, pieces in self.plan.peers.items()
+        }
+
+    def entry(self, source: FileSource, checksums_crc32: int = 0) -> FileEntry:
+        """Return the entry of this rank's file in the manifest."""
+        at = source.layout
         return FileEntry(
             self.key,
             self.rank,
@@ -94,239 +122,222 @@ class Planned:
             checksums_crc32,
         )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Template:
-    """A manifest without its files; `ranks` are those that write one, in the manifest's order."""
-
-    save_id: str
-    options: SaveOptions
-    world_size: int
-    objects: tuple[ObjectEntry, ...]
-    published: Published
-
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that write a file, in the manifest's order."""
-        return self.published.files
+    def manifest_plan(self) -> ManifestPlan:
+        """The planned part of the manifest, which only rank 0 has."""
+        if self.plan.manifest is None or self.rank != 0:
+            raise RuntimeError(f"rank {self.rank} did not plan this save, and has no manifest")
+        return self.plan.manifest
 
-    def encode(self, files: Sequence[FileEntry]) -> bytes:
-        """The manifest with these files."""
-        metrics = self.options.metrics.items()
+    def manifest(self, files: Sequence[FileEntry]) -> bytes:
+        """Return the manifest with these files, encoded; on rank 0."""
+        planned, options = self.manifest_plan, self.save.options
+        metrics = options.metrics.items()
         manifest = Manifest(
             save_id=self.save_id,
-            step=self.options.step,
+            step=options.step,
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             world_size=self.world_size,
             metrics={name: value if math.isfinite(value) else None for name, value in metrics},
-            per_rank=self.published.per_rank,
+            per_rank=planned.per_rank,
             files=tuple(files),
             objects=self.objects,
             tensors=(),
         )
-        return encode_manifest(manifest, self.published.tensors)
+        return encode_manifest(manifest, planned.tensors)
+
+
+def plan_together(
+    prepare: Callable[[], Save],
+    admit: Callable[[Save, list[bytes]], str],
+    group: Group,
+    plans: PlanCache,
+    recorder: Recorder,
+    *,
+    rings: FormRings | None = None,
+    check_room: Callable[[Save, int], None] | None = None,
+) -> PlannedSave | None:
+    """Agree on a save and plan it; all ranks call this. Returns None if rank 0 does not admit it.
+
+    Args:
+        prepare: makes this rank's request; a failure on one rank is a failure on all.
+        admit: on rank 0, takes its own request and the messages of all, and returns an id for the
+            save, or "" to skip it.
+        plans: plans of earlier saves.
+        rings: on rank 0, chooses the peers of each rank; default: none.
+        check_room: on rank 0, takes its own request and the tensor bytes of the save, and raises
+            if the storage has no room for them.
+
+    Raises:
+        ShardwiseError: as `shardwise.save` says, on every rank.
+    """
+
+    def request() -> tuple[_Local, bytes]:
+        with recorder.stage("describe"):
+            local = _describe(prepare())
+        with recorder.stage("plan"):
+            return local, local.request(plans)
+
+    def answer(local: _Local, said: list[bytes]) -> list[bytes]:
+        requests = [msgspec.msgpack.decode(each, type=_Request) for each in said]
+        require_equal(
+            [each.terms for each in requests],
+            "ranks do not save the same checkpoint in the same way:",
+        )
+        save_id = admit(local.save, [each.message for each in requests])
+        agreements = _agree(requests, save_id, rings)
+        known = plans.get(agreements[0].plan) if agreements[0].cached and save_id else None
+        if known is not None and known.manifest is not None and check_room is not None:
+            check_room(local.save, known.manifest.bytes_stored)
+        return [msgspec.msgpack.encode(each) for each in agreements]
+
+    local, reply = exchange_keeping(group, "agreeing on a save", request, answer)
+    agreed = msgspec.msgpack.decode(reply, type=_Agreement)
+    if not agreed.save_id:
+        return None
+    with recorder.stage("plan"):
+        objects = _share_values(local.values, agreed, group)
+        known = plans.get(agreed.plan) if agreed.cached else None
+        if known is None:
+            plans.misses += 1
+            plan = _plan_anew(local, agreed, group, check_room)
+            plans.put(agreed.plan, plan)
+        else:
+            plans.hits += 1
+            plan = known
+    return PlannedSave(
+        save=local.save,
+        save_id=agreed.save_id,
+        rank=group.rank,
+        world_size=group.size,
+        plan=plan,
+        cached=agreed.cached,
+        description=local.description,
+        fragments=local.fragments,
+        objects=objects,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Local:
+    """A request of this rank, described. The fingerprint identifies the description."""
+
+    save: Save
+    description: Description
+    fragments: tuple[Fragment, ...]
+    encoded: bytes
+    fingerprint: bytes
+    values: SharedValues
+
+    def request(self, plans: PlanCache) -> bytes:
+        """Return the message by which this rank asks rank 0 for the save."""
+        values = self.values.digest()
+        save = self.save
+        request = _Request(save.terms, self.fingerprint, plans.keys(), values, save.message)
+        return msgspec.msgpack.encode(request)
 
 
 class _Request(msgspec.Struct, array_like=True):
+    """A rank's request; `plans` are the fingerprints of the plans in its cache."""
+
     terms: str
     fingerprint: bytes
     plans: list[bytes]
     values: bytes
-    note: bytes
+    message: bytes
 
 
-class _Grant(msgspec.Struct, array_like=True):
+class _Agreement(msgspec.Struct, array_like=True):
+    """Rank 0's reply to a rank.
+
+    Attributes:
+        plan: the fingerprint of the plan.
+        cached: whether all ranks have the plan.
+        send_values: whether this rank sends its plain values to rank 0.
+        gather_values: whether any rank does.
+        peers: on rank 0, for each rank the other ranks whose pieces it must know.
+    """
+
     save_id: str
     plan: bytes
     cached: bool
     send_values: bool
     gather_values: bool
+    peers: list[list[int]] = []
 
 
-class _Told(msgspec.Struct, array_like=True):
-    share: bytes
+class _Pieces(msgspec.Struct, array_like=True):
+    """What rank 0 planned for a rank: its pieces, those of its peers; on rank 0, the manifest."""
+
+    own: bytes
     peers: dict[int, bytes]
+    manifest: ManifestPlan | None = None
 
 
-def plan_together(
-    prepare: Callable[[], Wish],
-    admit: Callable[[list[bytes]], str],
+def _describe(save: Save) -> _Local:
+    description, fragments = describe(save.state.tensors, tuple(save.state.per_rank))
+    values = SharedValues.of(save.state)
+    encoded = description.encode()
+    return _Local(save, description, fragments, encoded, _fingerprint(encoded), values)
+
+
+def _fingerprint(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _agree(requests: Sequence[_Request], save_id: str, rings: FormRings | None) -> list[_Agreement]:
+    """Make rank 0's replies: which plan to use, and who sends plain values."""
+    fingerprints = [each.fingerprint for each in requests]
+    peers = rings(fingerprints) if rings is not None else [[] for _ in requests]
+    plan = _fingerprint(msgspec.msgpack.encode((fingerprints, peers)))
+    cached = all(plan in each.plans for each in requests)
+    first_with = {each.values: rank for rank, each in reversed(list(enumerate(requests)))}
+    speakers = set(first_with.values())
+    several = len(speakers) > 1
+    return [
+        _Agreement(save_id, plan, cached, rank in speakers, several, peers if rank == 0 else [])
+        for rank in range(len(requests))
+    ]
+
+
+def _share_values(
+    values: SharedValues, agreed: _Agreement, group: Group
+) -> tuple[ObjectEntry, ...]:
+    """Return on rank 0 the plain values of all ranks, compared; nothing on other ranks."""
+    if agreed.gather_values:
+        united = collect(
+            group,
+            "comparing plain values",
+            lambda: values.encode() if agreed.send_values else b"",
+            unite_values,
+        )
+        return united or ()
+    return unite_values([values.encode()]) if group.rank == 0 else ()
+
+
+def _plan_anew(
+    local: _Local,
+    agreed: _Agreement,
     group: Group,
-    plans: PlanCache,
-    recorder: Recorder,
-    *,
-    rings: Rings | None = None,
-    check_room: Callable[[int], None] | None = None,
-) -> Planned | None:
-    """Agree on a save and plan it; called by all ranks. None if rank 0 does not admit it.
+    check_room: Callable[[Save, int], None] | None,
+) -> RankPlan:
+    """Plan on rank 0, from the descriptions of all ranks."""
 
-    Args:
-        prepare: says what this rank wants; a failure of it is a failure on all ranks.
-        admit: on rank 0, takes all ranks' notes and gives an id for the save, or "".
-        plans: of earlier saves.
-        rings: on rank 0, who is told of whose shares; the same for the same fingerprints.
-        check_room: on rank 0, takes the tensor bytes of the save, and raises if they have no room.
-
-    Raises:
-        ShardwiseError: as `shardwise.save` says, on every rank.
-    """
-    wishes: list[_Planning] = []
-
-    def ask() -> bytes:
-        with recorder.stage("describe"):
-            wishes.append(_Planning(prepare(), group, plans, rings, check_room))
-        with recorder.stage("plan"):
-            return wishes[0].request()
-
-    answer = exchange(
-        group, "agreeing on a save", ask, lambda asked: wishes[0].grant_all(asked, admit)
-    )
-    grant = msgspec.msgpack.decode(answer, type=_Grant)
-    if not grant.save_id:
-        return None
-    with recorder.stage("plan"):
-        return wishes[0].plan(grant)
-
-
-class _Planning:
-    """One rank's part in planning a save."""
-
-    def __init__(
-        self,
-        wish: Wish,
-        group: Group,
-        plans: PlanCache,
-        rings: Rings | None,
-        check_room: Callable[[int], None] | None,
-    ) -> None:
-        self._check_room = check_room or (lambda nbytes: None)
-        self._wish = wish
-        self._group = group
-        self._plans = plans
-        self._rings = rings
-        self._described = describe(wish.held.tensors, tuple(wish.held.per_rank))
-        self._values = SharedValues.of(wish.held)
-        self._encoded = self._described.description.encode()
-        self._fingerprint = hashlib.blake2b(self._encoded, digest_size=16).digest()
-        self._objects: tuple[ObjectEntry, ...] = ()
-        self._peers: list[list[int]] = []
-
-    def request(self) -> bytes:
-        """What this rank asks for."""
-        options = self._wish.options
-        terms = f"step {options.step} to {self._wish.place}"
-        terms += " with overwrite=True" if options.overwrite else ""
-        terms += " with check_replicas=True" if options.check_replicas else ""
-        values = self._values.digest()
-        known = self._plans.keys()
-        request = _Request(terms, self._fingerprint, known, values, self._wish.note)
-        return msgspec.msgpack.encode(request)
-
-    def grant_all(self, asked: Sequence[bytes], admit: Callable[[list[bytes]], str]) -> list[bytes]:
-        """Rank 0's answer to what all ask for."""
-        requests = [msgspec.msgpack.decode(each, type=_Request) for each in asked]
-        _refuse_unlike(requests)
-        save_id = admit([request.note for request in requests])
-        plan = self._identify([request.fingerprint for request in requests])
-        cached = all(plan in request.plans for request in requests)
-        known = self._plans.get(plan) if cached and save_id else None
-        if known is not None and known.published is not None:
-            self._check_room(known.published.bytes_stored)
-        first_with = {request.values: i for i, request in reversed(list(enumerate(requests)))}
-        speakers = set(first_with.values())
-        return [
-            msgspec.msgpack.encode(_Grant(save_id, plan, cached, i in speakers, len(speakers) > 1))
-            for i in range(len(requests))
-        ]
-
-    def _identify(self, fingerprints: list[bytes]) -> bytes:
-        """The fingerprint of all descriptions together, and of who is told of whom."""
-        self._peers = [[] for _ in fingerprints]
-        if self._rings is not None:
-            self._peers = self._rings(fingerprints)
-        everything = msgspec.msgpack.encode((fingerprints, self._peers))
-        return hashlib.blake2b(everything, digest_size=16).digest()
-
-    def plan(self, grant: _Grant) -> Planned:
-        """This rank's part of a save that was granted."""
-        self._gather_values(grant)
-        plan = self._plan(grant)
-        rank = self._group.rank
-        template = None
-        if plan.published is not None and rank == 0:
-            template = Template(
-                save_id=grant.save_id,
-                options=self._wish.options,
-                world_size=self._group.size,
-                objects=self._objects,
-                published=plan.published,
-            )
-        return Planned(
-            save_id=grant.save_id,
-            rank=rank,
-            plan=plan,
-            held=self._wish.held,
-            described=self._described,
-            template=template,
-            cached=grant.cached,
-        )
-
-    def _plan(self, grant: _Grant) -> Plan:
-        """From the cache, or out of what rank 0 plans from all descriptions."""
-        known = self._plans.get(grant.plan)
-        if grant.cached and known is not None:
-            self._plans.hits += 1
-            return known
-        self._plans.misses += 1
-        published: list[Published] = []
-
-        def answer(encoded: list[bytes]) -> list[bytes]:
-            told, mine = self._plan_all(encoded)
-            self._check_room(mine.bytes_stored)
-            published.append(mine)
-            return told
-
-        reply = exchange(self._group, "planning a save", lambda: self._encoded, answer)
-        told = msgspec.msgpack.decode(reply, type=_Told)
-        mine, description = decode_share(told.share), self._described.description
-        plan = Plan(
-            section_of(mine, description),
-            list_pieces(named_pieces(mine, description)),
-            {r: section_of(decode_share(share), description) for r, share in told.peers.items()},
-            published[0] if published else None,
-        )
-        self._plans.put(grant.plan, plan)
-        return plan
-
-    def _plan_all(self, encoded: list[bytes]) -> tuple[list[bytes], Published]:
+    def answer(encoded: list[bytes]) -> list[bytes]:
         plan = plan_save([decode_description(data) for data in encoded])
-        tensors = encode_tensors(plan.tensors)
-        published = Published(
-            tensors, plan.files, plan.per_rank, plan.bytes_held, plan.bytes_stored
-        )
-        shares = [share.encode() for share in plan.shares]
-        told = [
-            _Told(share, {rank: shares[rank] for rank in peers})
-            for share, peers in zip(shares, self._peers, strict=True)
+        if check_room is not None:
+            check_room(local.save, plan.manifest.bytes_stored)
+        pieces = [plan.encode_pieces(rank) for rank in range(len(encoded))]
+        replies = [
+            _Pieces(own, {peer: pieces[peer] for peer in peers})
+            for own, peers in zip(pieces, agreed.peers, strict=True)
         ]
-        return [msgspec.msgpack.encode(each) for each in told], published
+        replies[0].manifest = plan.manifest
+        return [msgspec.msgpack.encode(each) for each in replies]
 
-    def _gather_values(self, grant: _Grant) -> None:
-        def speak() -> bytes:
-            return self._values.encode() if grant.send_values else b""
-
-        def unite(encoded: list[bytes]) -> bytes:
-            different = [(rank, data) for rank, data in enumerate(encoded) if data]
-            self._objects = unite_values(different)
-            return b""
-
-        if grant.gather_values:
-            exchange(self._group, "comparing plain values", speak, unite)
-        elif self._group.rank == 0:
-            unite([speak()])
-
-
-def _refuse_unlike(requests: Sequence[_Request]) -> None:
-    if len({request.terms for request in requests}) > 1:
-        asked = [f"rank {rank}: {request.terms}" for rank, request in enumerate(requests)]
-        raise MismatchError("ranks do not save the same checkpoint in the same way:", asked)
+    reply = exchange(group, "planning a save", lambda: local.encoded, answer)
+    planned = msgspec.msgpack.decode(reply, type=_Pieces)
+    description = local.description
+    pieces = decode_pieces(planned.own, description)
+    peers = {rank: decode_pieces(data, description) for rank, data in planned.peers.items()}
+    return RankPlan(pieces, list_pieces(pieces.listed(description)), peers, planned.manifest)

@@ -1,40 +1,27 @@
-"""A save: planned together, written, published. Nothing of it knows frameworks, or the storage."""
+"""A save: planned by all ranks together, written by each rank, published by rank 0."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import msgspec
 
-from shardwise.engine.buffers import Arena
-from shardwise.engine.compare import check_replicas
-from shardwise.engine.exchange import exchange
+from shardwise.engine.compare import compare_ranks
+from shardwise.engine.exchange import exchange, run_on_all
 from shardwise.engine.files import write_data_file
 from shardwise.engine.group import Group
 from shardwise.engine.leftovers import collect_leftovers
-from shardwise.engine.options import SaveOptions
-from shardwise.engine.planning import Planned, Wish, plan_together
+from shardwise.engine.planning import PlannedSave, Save, plan_together
 from shardwise.errors import CheckpointExistsError, LostRankError, StoreError
 from shardwise.events import Recorder, size
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import MANIFEST, lock_file, new_save_id
 from shardwise.plan.cache import PlanCache
-from shardwise.state.leaves import LocalState
 from shardwise.store import BoundedStore, Store
 
-LOCK_ATTEMPTS = 8  # a lock is lost to a collector that comes between its making and its locking
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
-    """What one rank brings to a save."""
-
-    held: LocalState
-    store: Store
-    staging_bytes: int
-    options: SaveOptions
+LOCK_ATTEMPTS = 8  # a collector of leftovers may remove a new lock file before it is locked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,60 +59,41 @@ class SaveReport:
         )
 
 
-class _Written(msgspec.Struct, array_like=True):
-    entry: FileEntry | None
-
-
-class _Totals(msgspec.Struct, array_like=True):
-    bytes_total: int
-    bytes_held: int
-    files: int
-
-
 def save_all(
     prepare: Callable[[], Save], group: Group, plans: PlanCache, recorder: Recorder
 ) -> SaveReport:
-    """Save what all ranks hold as one checkpoint; called by all of them.
+    """Save the local states of all ranks as one checkpoint; all ranks call this.
 
     Args:
-        prepare: says what this rank brings; a failure of it is a failure on all ranks.
+        prepare: makes this rank's request; a failure on one rank is a failure on all.
 
     Raises:
         ShardwiseError: as `shardwise.save` says; on every rank, and nothing is published.
     """
     sent = group.bytes_sent
-    brought: list[Save] = []
-    arenas: list[Arena] = []
-
-    def wish() -> Wish:
-        brought.append(prepare())
-        job = brought[0]
-        arenas.append(Arena(job.staging_bytes))
-        return Wish(held=job.held, options=job.options, place=str(job.store))
-
     with ExitStack() as cleanup:
-
-        def admit(_: list[bytes]) -> str:
-            return _take_possession(brought[0], cleanup)
-
-        def check_room(nbytes: int) -> None:
-            refuse_if_full(brought[0].store, nbytes)
-
-        planned = plan_together(wish, admit, group, plans, recorder, check_room=check_room)
+        planned = plan_together(
+            prepare,
+            lambda save, _: _lock_place(save, cleanup),
+            group,
+            plans,
+            recorder,
+            check_room=lambda save, nbytes: refuse_if_full(save.store, nbytes),
+        )
         if planned is None:
-            raise RuntimeError("a save was neither admitted nor refused")
-        save = _Save(brought[0], arenas[0], planned, group, recorder)
-        if brought[0].options.check_replicas:
+            raise RuntimeError("rank 0 gave this save no id")
+        save = planned.save
+        if save.options.check_replicas:
             with recorder.stage("check_replicas"):
-                check_replicas(planned.described, group)
-        written = save.write()
-        totals = save.publish()
+                compare_ranks(planned.description, planned.fragments, group)
+        entry = _write(planned, group, recorder)
+        totals = _publish(planned, entry, group, recorder)
     return SaveReport(
-        path=str(brought[0].store),
-        step=brought[0].options.step,
-        bytes_total=totals.bytes_total,
-        bytes_written=written,
-        bytes_deduplicated=totals.bytes_held - totals.bytes_total,
+        path=str(save.store),
+        step=save.options.step,
+        bytes_total=totals.bytes_stored,
+        bytes_written=0 if entry is None else entry.size,
+        bytes_deduplicated=totals.bytes_held - totals.bytes_stored,
         files=totals.files,
         plan_cached=planned.cached,
         bytes_communicated=group.bytes_sent - sent,
@@ -133,127 +101,113 @@ def save_all(
     )
 
 
-def _take_possession(job: Save, cleanup: ExitStack) -> str:
-    """An id for a save to this place, whose lock is held until `cleanup` is closed."""
-    refuse_existing(job)
-    collect_leftovers(job.store)
+def _lock_place(save: Save, cleanup: ExitStack) -> str:
+    """Return an id for a save to this place, with a lock that is held until `cleanup` closes."""
+    refuse_existing(save)
+    collect_leftovers(save.store)
     for _ in range(LOCK_ATTEMPTS):
         save_id = new_save_id()
-        cleanup.callback(_discard_lock, job.store, save_id)
-        if cleanup.enter_context(job.store.hold(lock_file(save_id), shared=False)):
+        cleanup.callback(_discard_lock, save.store, save_id)
+        if cleanup.enter_context(save.store.hold(lock_file(save_id), shared=False)):
             return save_id
-    raise StoreError(f"{job.store}: no lock could be made; is it writable?")
+    raise StoreError(
+        f"{save.store}: cannot create a lock file after {LOCK_ATTEMPTS} attempts; check that the "
+        "place is writable and that no other process removes files there"
+    )
 
 
-class _Save:
-    """One planned save on one rank."""
+def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> FileEntry | None:
+    """Write this rank's file, wait for all ranks, and return the file's entry, if there is one.
 
-    def __init__(
-        self, job: Save, arena: Arena, planned: Planned, group: Group, recorder: Recorder
-    ) -> None:
-        self._job = job
-        self._arena = arena
-        self._planned = planned
-        self._group = group
-        self._recorder = recorder
-        self._files: tuple[FileEntry, ...] = ()
+    If any rank fails, all ranks remove their files: nothing can have been published.
+    """
+    store = planned.save.store
 
-    def write(self) -> int:
-        """Write this rank's file, and wait for all ranks'. Returns its size.
+    def write() -> FileEntry | None:
+        with recorder.stage("write"):
+            source = planned.source()
+            if source is None:
+                return None
+            crc = write_data_file(store, planned.key, source, planned.save.arena)
+            return planned.entry(source, crc)
 
-        If any rank fails, all remove what they wrote: nothing can have been published.
-        """
-        size = 0
-
-        def speak() -> bytes:
-            nonlocal size
-            with self._recorder.stage("write"):
-                entry = self._write()
-            size = entry.size if entry else 0
-            return msgspec.msgpack.encode(_Written(entry))
-
-        def collect(written: list[bytes]) -> bytes:
-            entries = [msgspec.msgpack.decode(each, type=_Written).entry for each in written]
-            self._files = tuple(entry for entry in entries if entry is not None)
-            return b""
-
-        try:
-            exchange(self._group, "writing a save", speak, collect)
-        except LostRankError:
-            raise
-        except Exception:
-            with suppress(OSError):
-                self._job.store.delete(self._planned.key)
-            raise
-        return size
-
-    def publish(self) -> _Totals:
-        """Rank 0 publishes the manifest; this is the commit.
-
-        If it fails, or its outcome does not become known, the data files stay: the manifest may
-        be there. If it is not, they are leftovers, which the next save here removes.
-        """
-
-        def answer(_: list[bytes]) -> bytes:
-            with self._recorder.stage("publish"):
-                return msgspec.msgpack.encode(self._publish())
-
-        reply = exchange(self._group, "publishing a save", lambda: b"", answer)
-        return msgspec.msgpack.decode(reply, type=_Totals)
-
-    def _write(self) -> FileEntry | None:
-        planned = self._planned
-        content = planned.content()
-        if content is None:
-            return None
-        crc = write_data_file(self._job.store, planned.key, content, self._arena)
-        return planned.entry(content, crc)
-
-    def _publish(self) -> _Totals:
-        job, template = self._job, self._planned.template
-        if template is None:
-            raise RuntimeError("rank 0 publishes what it has not planned")
-        encoded = template.encode(self._files)
-        try:
-            refuse_existing(job)
-            job.store.publish(MANIFEST, encoded, replace=job.options.overwrite)
-        except FileExistsError as error:
-            for file in self._files:
-                job.store.delete(file.name)
-            raise _exists(job.store) from error
-        if job.options.overwrite:
-            collect_leftovers(job.store, own_lock=lock_file(self._planned.save_id))
-        published = template.published
-        return _Totals(published.bytes_stored, published.bytes_held, len(self._files))
+    try:
+        return run_on_all(group, "writing a save", write)
+    except LostRankError:
+        raise
+    except Exception:
+        with suppress(OSError):
+            store.delete(planned.key)
+        raise
 
 
-def refuse_existing(job: Save) -> None:
-    """Refuse to save where there is a checkpoint that is not to be replaced.
+class _Totals(msgspec.Struct, array_like=True):
+    bytes_stored: int
+    bytes_held: int
+    files: int
+
+
+def _publish(
+    planned: PlannedSave, entry: FileEntry | None, group: Group, recorder: Recorder
+) -> _Totals:
+    """Publish the manifest on rank 0: this commits the save.
+
+    If this fails, or its outcome does not become known, the data files stay, since the manifest
+    may exist. If it does not, the next save to this place removes them as leftovers.
+    """
+
+    def answer(said: list[bytes]) -> bytes:
+        entries = [msgspec.msgpack.decode(each, type=FileEntry | None) for each in said]
+        files = [each for each in entries if each is not None]
+        with recorder.stage("publish"):
+            _publish_manifest(planned, files)
+        totals = planned.manifest_plan
+        return msgspec.msgpack.encode(_Totals(totals.bytes_stored, totals.bytes_held, len(files)))
+
+    reply = exchange(group, "publishing a save", lambda: msgspec.msgpack.encode(entry), answer)
+    return msgspec.msgpack.decode(reply, type=_Totals)
+
+
+def _publish_manifest(planned: PlannedSave, files: Sequence[FileEntry]) -> None:
+    save, encoded = planned.save, planned.manifest(files)
+    try:
+        refuse_existing(save)
+        save.store.publish(MANIFEST, encoded, replace=save.options.overwrite)
+    except FileExistsError as error:
+        for file in files:
+            save.store.delete(file.name)
+        raise _exists(save.store) from error
+    if save.options.overwrite:
+        collect_leftovers(save.store, own_lock=lock_file(planned.save_id))
+
+
+def refuse_existing(save: Save) -> None:
+    """Refuse to save to a place that has a checkpoint, unless `overwrite` is set.
 
     Raises:
-        CheckpointExistsError: there is one.
+        CheckpointExistsError: the place has a checkpoint.
     """
-    if not job.options.overwrite and MANIFEST in job.store.list():
-        raise _exists(job.store)
+    if not save.options.overwrite and MANIFEST in save.store.list():
+        raise _exists(save.store)
 
 
 def refuse_if_full(store: Store, nbytes: int) -> None:
-    """Refuse a save whose storage has no room for it, before anything is written.
+    """Refuse a save that does not fit into its storage, before anything is written.
 
     Raises:
-        StoreError: it has less room than the tensors take.
+        StoreError: fewer than `nbytes` bytes are free.
     """
     free = store.free_bytes() if isinstance(store, BoundedStore) else None
     if free is not None and free < nbytes:
         raise StoreError(
-            f"{store}: no room for this save: its tensors take {nbytes:,} bytes, and {free:,} are "
-            "free; free some space, or keep fewer checkpoints"
+            f"{store}: no room for this save: its tensors need {nbytes:,} bytes, but only {free:,} "
+            "are free; free some space or keep fewer checkpoints"
         )
 
 
 def _exists(store: Store) -> CheckpointExistsError:
     return CheckpointExistsError(
-        f"{store} holds a committed checkpoint already; "
+        f"{store}: a committed checkpoint already exists; "
         "pass overwrite=True to replace it, or save elsewhere"
     )
 

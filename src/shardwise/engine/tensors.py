@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,8 +12,8 @@ import torch
 
 from shardwise.errors import StateError
 from shardwise.layout import boxes_within
-from shardwise.plan.description import Description, columns_of
 from shardwise.plan.load import Spans, Transfers
+from shardwise.plan.tables import Description, Int, columns_of
 from shardwise.state.leaves import Fragment, TensorLeaf, as_carrier, host_array, reach
 from shardwise.store.store import Buffer
 
@@ -23,23 +22,23 @@ Slices = tuple[slice, ...]
 
 
 class Memory(Protocol):
-    """A strided piece of local memory that holds one fragment; `device` is None on the host."""
+    """The memory of one fragment, of any strides; `device` is None on the host."""
 
     itemsize: int
     dtype: np.dtype[np.generic]
     device: torch.device | None
 
     def read(self, index: Slices, out: Array, *, wait: bool = True) -> None:
-        """Copy a box of it to `out`, which has the box's shape and this `dtype`.
+        """Copy a box to `out`, which has the box's shape and this `dtype`.
 
         Args:
-            wait: until it is copied; otherwise, where there is a device, it is when that has done
-                what is on its current stream, and the memory and `out` must be kept until then.
+            wait: return when the box is copied. Otherwise a device copies on its current stream,
+                and the memory and `out` must be kept until the stream has done so.
         """
         ...
 
     def write(self, index: Slices, source: Array) -> None:
-        """Copy `source` to a box of it."""
+        """Copy `source` to a box."""
         ...
 
 
@@ -83,7 +82,7 @@ class DeviceMemory:
 
 
 class CastingMemory:
-    """A fragment that is filled from another dtype, `saved`, as `Tensor.to` converts."""
+    """A fragment that is filled with values of another dtype, `saved`, as `Tensor.to` converts."""
 
     device: torch.device | None = None
 
@@ -95,7 +94,7 @@ class CastingMemory:
         self.itemsize = carrier.element_size()
 
     def read(self, index: Slices, out: Array, *, wait: bool = True) -> None:
-        """Saving does not cast."""
+        """Raise TypeError: saving does not cast."""
         raise TypeError("a casting fragment is only written to")
 
     def write(self, index: Slices, source: Array) -> None:
@@ -105,39 +104,37 @@ class CastingMemory:
 
 
 def check_memory(name: str, data: torch.Tensor) -> None:
-    """Refuse a fragment that has no memory.
+    """Refuse a fragment without memory.
 
     Raises:
         StateError: it is on the meta device, or its storage was freed.
     """
     if data.is_meta:
-        raise StateError(f"{name}: it is on the meta device, and has no values and no memory")
+        raise StateError(
+            f"{name}: the tensor is on the meta device and has no values; materialize it first"
+        )
     if data.numel():
         needed = (data.storage_offset() + reach(data)) * data.element_size()
         if data.untyped_storage().nbytes() < needed:
             raise StateError(
-                f"{name}: its storage was freed (a framework has put its values elsewhere, such "
-                "as FSDP into shards): save or load what holds the values"
+                f"{name}: the tensor's storage was freed (a framework moved its values elsewhere; "
+                "FSDP, for example, into shards): save or load the object that has the values"
             )
 
 
 def memory_of(data: torch.Tensor, saved: torch.dtype | None = None) -> Memory:
-    """The memory of a fragment; `saved` is the dtype it is filled from, if that is another."""
+    """Return the memory of a fragment; `saved` is the dtype of the values to fill it with."""
     if saved is not None and saved != data.dtype:
         return CastingMemory(data, saved)
     return HostMemory(data) if data.device.type == "cpu" else DeviceMemory(data)
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A description, and the fragments that it counts, in its order."""
+def describe(
+    leaves: Sequence[TensorLeaf], per_rank: Sequence[str]
+) -> tuple[Description, tuple[Fragment, ...]]:
+    """Return a description of leaves for the plan, and the fragments that it numbers, in its order.
 
-    description: Description
-    fragments: tuple[Fragment, ...]
-
-
-def describe(leaves: Sequence[TensorLeaf], per_rank: Sequence[str]) -> Described:
-    """Describe leaves; of several with one identity only the first is listed, the rest is tied.
+    Of several leaves with one identity only the first is listed, and the others are tied to it.
 
     Raises:
         StateError: two leaves have the same name, or one has no memory.
@@ -165,11 +162,11 @@ def describe(leaves: Sequence[TensorLeaf], per_rank: Sequence[str]) -> Described
         tuple(ties),
         tuple(per_rank),
     )
-    return Described(description, tuple(fragments))
+    return description, tuple(fragments)
 
 
 def untied(leaves: Sequence[TensorLeaf]) -> tuple[list[TensorLeaf], list[tuple[str, str]]]:
-    """Leaves of different memory, and pairs of another name of one and its first name."""
+    """Return the leaves of different memory, and pairs of a further name and a first name."""
     first: dict[object, str] = {}
     listed: list[TensorLeaf] = []
     ties: list[tuple[str, str]] = []
@@ -182,17 +179,9 @@ def untied(leaves: Sequence[TensorLeaf]) -> tuple[list[TensorLeaf], list[tuple[s
     return listed, ties
 
 
-def nbytes(fragments: Sequence[Fragment]) -> int:
-    """Bytes of all fragments together."""
-    return sum(math.prod(f.box.shape) * f.data.element_size() for f in fragments)
-
-
-Int = npt.NDArray[np.int64]
-
-
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A fragment to fill: its box's offset in the global tensor, its memory, its tensor's name."""
+    """A fragment to fill: the name of its tensor, its offset in the global tensor, its memory."""
 
     name: str
     offset: tuple[int, ...]
@@ -200,10 +189,12 @@ class Wanted:
 
 
 class Copies:
-    """Copies out of spans: the columns of a plan as lists, which are faster to take apart.
+    """Copies from spans of files, held in buffers, to fragments.
+
+    The columns of the plan are kept as lists, which are faster to read row by row.
 
     Args:
-        strides: of all pieces, `(n, D)`, in elements.
+        strides: the strides of all pieces, `(n, D)`, in elements.
     """
 
     def __init__(
@@ -221,14 +212,14 @@ class Copies:
         self._stride = strides[transfers.piece].tolist()
 
     def names(self, span: int) -> str:
-        """Which tensors a span holds, for an error."""
+        """Return the names of the tensors in a span, for an error message."""
         rows = self._rows[self._first[span] : self._first[span + 1]]
         names = list(dict.fromkeys(self._wanted[self._fragment[row]].name for row in rows))
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return ", ".join(names[:3]) + more
 
     def copy(self, span: int, data: Buffer) -> None:
-        """Copy all that a span holds, whose bytes are `data`; more than its own are no harm."""
+        """Copy everything in a span, whose bytes `data` begins with."""
         low = self._span_low[span]
         high = low + len(data)
         for row in self._rows[self._first[span] : self._first[span + 1]]:

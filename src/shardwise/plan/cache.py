@@ -1,4 +1,4 @@
-"""Plans kept for the next save of states of the same structure."""
+"""Plans of earlier saves, kept for the next save of a state with the same structure."""
 
 from __future__ import annotations
 
@@ -6,64 +6,55 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from shardwise.manifest.datafile import Listed
-from shardwise.plan.section import Section
+from shardwise.plan.save import ManifestPlan
+from shardwise.plan.tables import PieceTable
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """What the planning rank keeps, so as to write the next manifest: see `SavePlan`."""
-
-    tensors: bytes
-    files: tuple[int, ...]
-    per_rank: tuple[str, ...]
-    bytes_held: int
-    bytes_stored: int
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What one rank keeps of a plan.
+class RankPlan:
+    """One rank's part of a plan.
 
     Attributes:
-        section: what it writes.
-        listed: the same as the header of its file lists it.
-        peers: what others write whose replicas it holds, by rank, where it asked for that.
-        published: on the planning rank.
+        pieces: the pieces that the rank writes.
+        header: the same pieces, as the header of its file lists them.
+        peers: the pieces that other ranks write of replicas that this rank has too, by rank; empty
+            except for a snapshot whose ranks protect each other.
+        manifest: on rank 0, the part of the manifest that depends on the plan alone.
     """
 
-    section: Section
-    listed: Listed
-    peers: dict[int, Section]
-    published: Published | None
+    pieces: PieceTable
+    header: Listed
+    peers: dict[int, PieceTable]
+    manifest: ManifestPlan | None
 
 
 @dataclass(slots=True)
 class PlanCache:
-    """Plans by the fingerprint of all descriptions that they were made from.
+    """Plans by the fingerprint of the descriptions of all ranks.
 
     The fingerprint covers names, dtypes, shapes, boxes and ties on every rank, so that a changed
-    structure misses; where the tensors lie in memory is no part of a plan. A plan is used again
-    only if every rank has it. `hits` and `misses` count the saves.
+    structure is planned again. Addresses of tensors in memory are not part of a plan. A plan is
+    reused only if every rank has it. `hits` and `misses` count the saves.
     """
 
     capacity: int = 4
     hits: int = 0
     misses: int = 0
-    _plans: OrderedDict[bytes, Plan] = field(default_factory=OrderedDict)
+    _plans: OrderedDict[bytes, RankPlan] = field(default_factory=OrderedDict)
 
     def keys(self) -> list[bytes]:
-        """The fingerprints of the plans that are kept."""
+        """Return the fingerprints of all plans in the cache."""
         return list(self._plans)
 
-    def get(self, fingerprint: bytes) -> Plan | None:
-        """The plan for this fingerprint, if it is kept."""
+    def get(self, fingerprint: bytes) -> RankPlan | None:
+        """Return the plan for a fingerprint, if the cache has it."""
         plan = self._plans.get(fingerprint)
         if plan is not None:
             self._plans.move_to_end(fingerprint)
         return plan
 
-    def put(self, fingerprint: bytes, plan: Plan) -> None:
-        """Keep a plan; the one that was used least recently makes room for it."""
+    def put(self, fingerprint: bytes, plan: RankPlan) -> None:
+        """Add a plan; remove the least recently used one if the cache is full."""
         self._plans[fingerprint] = plan
         while len(self._plans) > self.capacity:
             self._plans.popitem(last=False)

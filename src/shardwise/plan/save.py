@@ -12,10 +12,10 @@ import numpy.typing as npt
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.layout import Box, boxes_of_range
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import TensorEntry, piece_entries
+from shardwise.manifest.manifest import TensorEntry, encode_tensors, piece_entries
 from shardwise.manifest.table import Pieces, find_runs
 from shardwise.manifest.validate import padded_shapes, uncovered
-from shardwise.plan.description import Description, widened
+from shardwise.plan.tables import Description, encode_pieces, widened
 
 Int = npt.NDArray[np.int64]
 Float = npt.NDArray[np.float64]
@@ -23,52 +23,50 @@ LARGEST_GRAIN = 1 << 20
 SMALLEST_GRAIN = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What one rank writes, in the order of its file: boxes of its own fragments.
+class ManifestPlan(msgspec.Struct, frozen=True, array_like=True):
+    """The part of a manifest that depends on the plan alone.
 
-    `fragment` is an index into the rank's description; `offset` and `shape` (`(n, D)`) are in
-    elements of the global tensor.
+    Attributes:
+        tensors: the manifest's list of tensors, encoded.
+        writers: the ranks that write a file, in the manifest's order of files.
+        per_rank: the names of the values that differ by rank.
+        bytes_held: the tensor bytes of all ranks together, replicas included.
+        bytes_stored: the tensor bytes that are written.
     """
 
-    fragment: Int
-    offset: Int
-    shape: Int
-
-    def encode(self) -> bytes:
-        """As bytes, for the rank whose share it is."""
-        columns = self.fragment, self.offset, self.shape
-        encoded = [np.ascontiguousarray(column).tobytes() for column in columns]
-        return msgspec.msgpack.encode([self.offset.shape[1], encoded])
-
-
-def decode_share(data: bytes) -> Share:
-    """The inverse of `Share.encode`."""
-    dims, columns = msgspec.msgpack.decode(data, type=tuple[int, tuple[bytes, bytes, bytes]])
-    fragment, offset, shape = (np.frombuffer(column, np.int64) for column in columns)
-    rows = len(fragment), dims
-    return Share(fragment, offset.reshape(rows), shape.reshape(rows))
-
-
-@dataclass(frozen=True, slots=True)
-class SavePlan:
-    """Every rank's share, and the tensors as the manifest will list them.
-
-    `files` holds the ranks that write a file, in the manifest's order. `bytes_held` counts what
-    all ranks hold, `bytes_stored` what is written of it.
-    """
-
-    shares: tuple[Share, ...]
-    tensors: tuple[TensorEntry, ...]
-    files: tuple[int, ...]
+    tensors: bytes
+    writers: tuple[int, ...]
     per_rank: tuple[str, ...]
     bytes_held: int
     bytes_stored: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """All fragments of all ranks, in rows; `tensor` counts through the tensors of all."""
+class SavePlan:
+    """The pieces that all ranks write, in columns, and the manifest that lists them.
+
+    Rank r writes rows `limits[r]:limits[r + 1]`, in this order in its file.
+
+    Attributes:
+        fragment: numbers of fragments in the description of the rank that writes them.
+        offset, shape: boxes of the global tensors, `(n, D)`.
+    """
+
+    limits: Int
+    fragment: Int
+    offset: Int
+    shape: Int
+    manifest: ManifestPlan
+
+    def encode_pieces(self, rank: int) -> bytes:
+        """Return the pieces that a rank writes; `decode_pieces` decodes them on that rank."""
+        rows = slice(int(self.limits[rank]), int(self.limits[rank + 1]))
+        return encode_pieces(self.fragment[rows], self.offset[rows], self.shape[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class _Fragments:
+    """The fragments of all ranks, in rows; `tensor` counts the tensors of all ranks."""
 
     tensor: Int
     rank: Int
@@ -92,27 +90,28 @@ def plan_save(descriptions: Sequence[Description]) -> SavePlan:
     _check_cover(tensors, held, heads)
     itemsize = np.array([DTYPES[t.dtype].itemsize for t in tensors], np.int64)
     world = len(descriptions)
-    chosen = _assign(held, order, counts, itemsize, world)
-    ranks = held.rank[chosen.fragment]
-    per_rank = tuple(dict.fromkeys(name for d in descriptions for name in d.per_rank))
-    writes = np.bincount(ranks, minlength=world) > 0
+    rows, offset, shape = _assign(held, order, counts, itemsize, world)
+    writes = np.bincount(held.rank[rows], minlength=world) > 0
     files = np.flatnonzero(writes | [bool(d.per_rank) for d in descriptions])
-    shares, pieces = _lay_out(held, chosen, ranks, itemsize, files, world)
+    # Wider types come first in a file, so that every piece is aligned to its own type.
+    size = itemsize[held.tensor[rows]]
+    final = np.lexsort([*reversed(offset.T), held.tensor[rows], -size, held.rank[rows]])
+    rows, offset, shape = rows[final], offset[final], shape[final]
+    limits = np.searchsorted(held.rank[rows], np.arange(world + 1))
+    pieces = _lay_out(held, rows, offset, shape, itemsize, limits, files)
     entries = piece_entries(find_runs(pieces), [len(t.shape) for t in tensors])
     listed = [
         msgspec.structs.replace(tensor, pieces=tuple(own))
         for tensor, own in zip(tensors, entries, strict=True)
     ]
-    held_bytes = int((held.shape.prod(axis=1) * itemsize[held.tensor]).sum())
-    stored_bytes = int((pieces.shape.prod(axis=1) * itemsize[pieces.tensor]).sum())
-    return SavePlan(
-        tuple(shares),
-        tuple(listed + _ties(descriptions, tensors, index)),
+    manifest = ManifestPlan(
+        encode_tensors(listed + _ties(descriptions, tensors, index)),
         tuple(files.tolist()),
-        per_rank,
-        held_bytes,
-        stored_bytes,
+        tuple(dict.fromkeys(name for d in descriptions for name in d.per_rank)),
+        int((held.shape.prod(axis=1) * itemsize[held.tensor]).sum()),
+        int((pieces.shape.prod(axis=1) * itemsize[pieces.tensor]).sum()),
     )
+    return SavePlan(limits, held.fragment[rows], offset, shape, manifest)
 
 
 def _unite_tensors(descriptions: Sequence[Description]) -> list[TensorEntry]:
@@ -124,27 +123,27 @@ def _unite_tensors(descriptions: Sequence[Description]) -> list[TensorEntry]:
         holds = set(description.tensor.tolist()) if tied else set()
         for i, (name, dtype, shape) in enumerate(columns):
             if name in tied and i not in holds:
-                continue  # where a rank has nothing of it, it cannot see that it is tied
+                continue  # a rank without a fragment of a tensor cannot see that it is tied
             known = seen.get(name)
             if known is None:
                 seen[name] = TensorEntry(name, dtype, shape)
             elif known.dtype != dtype or known.shape != shape:
                 problems.append(
                     f"{name}: {dtype} {list(shape)} on rank {rank}, "
-                    f"{known.dtype} {list(known.shape)} on a rank before"
+                    f"{known.dtype} {list(known.shape)} on an earlier rank"
                 )
     if problems:
         raise MismatchError("ranks disagree about tensors of the same name:", problems)
     return list(seen.values())
 
 
-def _unite_fragments(descriptions: Sequence[Description], index: dict[str, int]) -> _Held:
+def _unite_fragments(descriptions: Sequence[Description], index: dict[str, int]) -> _Fragments:
     dims = max((d.offset.shape[1] for d in descriptions), default=0)
     tensor = [
         np.array([index.get(name, -1) for name in d.names], np.int64)[d.tensor]
         for d in descriptions
     ]
-    return _Held(
+    return _Fragments(
         np.concatenate(tensor),
         np.repeat(np.arange(len(descriptions)), [len(d.tensor) for d in descriptions]),
         np.concatenate([np.arange(len(d.tensor)) for d in descriptions]),
@@ -153,8 +152,8 @@ def _unite_fragments(descriptions: Sequence[Description], index: dict[str, int])
     )
 
 
-def _group_replicas(held: _Held) -> tuple[Int, Int]:
-    """Order rows so that equal boxes are adjacent, ranks ascending; and the sizes of groups."""
+def _group_replicas(held: _Fragments) -> tuple[Int, Int]:
+    """Return an order of rows in which equal boxes are adjacent, and the sizes of the groups."""
     keys = [held.tensor, *held.offset.T, *held.shape.T]
     order = np.lexsort([held.rank, *reversed(keys)])
     differs = np.zeros(len(order), bool)
@@ -164,7 +163,7 @@ def _group_replicas(held: _Held) -> tuple[Int, Int]:
     return order, np.bincount(groups) if len(groups) else groups
 
 
-def _check_cover(tensors: Sequence[TensorEntry], held: _Held, heads: Int) -> None:
+def _check_cover(tensors: Sequence[TensorEntry], held: _Fragments, heads: Int) -> None:
     if not tensors:
         return
     shapes = padded_shapes([t.shape for t in tensors], held.offset.shape[1])
@@ -191,8 +190,10 @@ def _check_cover(tensors: Sequence[TensorEntry], held: _Held, heads: Int) -> Non
     )
 
 
-def _assign(held: _Held, order: Int, counts: Int, itemsize: Int, world: int) -> Share:
-    """Choose a writer for every box. In the result, `fragment` counts the rows of `held`."""
+def _assign(
+    held: _Fragments, order: Int, counts: Int, itemsize: Int, world: int
+) -> tuple[Int, Int, Int]:
+    """Choose a writer for every box. Returns rows of `held`, and the boxes to write of them."""
     starts = np.cumsum(counts) - counts
     alone = starts[counts == 1]
     rows = order[alone]
@@ -214,13 +215,13 @@ def _assign(held: _Held, order: Int, counts: Int, itemsize: Int, world: int) -> 
         base = held.offset[order[starts[group]]]
         offset_parts.append(base + np.array([cut.box.offset for cut in cuts], np.int64))
         shape_parts.append(np.array([cut.box.shape for cut in cuts], np.int64))
-    return Share(
-        np.concatenate(row_parts), np.concatenate(offset_parts), np.concatenate(shape_parts)
-    )
+    return np.concatenate(row_parts), np.concatenate(offset_parts), np.concatenate(shape_parts)
 
 
-def _holder_sets(held: _Held, order: Int, starts: Int, counts: Int) -> list[tuple[list[int], Int]]:
-    """Groups of replicas by the set of ranks that hold them, the smallest sets first."""
+def _holder_sets(
+    held: _Fragments, order: Int, starts: Int, counts: Int
+) -> list[tuple[list[int], Int]]:
+    """Return groups of replicas by the set of ranks that hold them, the smallest sets first."""
     sets: dict[bytes, list[int]] = {}
     ranks = held.rank[order]
     for group in np.flatnonzero(counts > 1).tolist():
@@ -231,28 +232,21 @@ def _holder_sets(held: _Held, order: Int, starts: Int, counts: Int) -> list[tupl
 
 
 def _lay_out(
-    held: _Held, writes: Share, ranks: Int, itemsize: Int, files: Int, world: int
-) -> tuple[list[Share], Pieces]:
-    """Order every rank's boxes as they lie in its file, and say where each begins there.
-
-    Wider types come first, so that every piece is aligned to its own type.
-    """
-    tensor = held.tensor[writes.fragment]
-    size = itemsize[tensor]
-    order = np.lexsort([*reversed(writes.offset.T), tensor, -size, ranks])
-    rows, ranks, tensor = writes.fragment[order], ranks[order], tensor[order]
-    offset, shape = writes.offset[order], writes.shape[order]
-    nbytes = shape.prod(axis=1) * size[order]
-    ends = np.concatenate([[0], np.cumsum(nbytes)])
-    limits = np.searchsorted(ranks, np.arange(world + 1))
-    shares = [
-        Share(held.fragment[rows[a:b]], offset[a:b], shape[a:b])
-        for a, b in zip(limits[:-1].tolist(), limits[1:].tolist(), strict=True)
-    ]
+    held: _Fragments,
+    rows: Int,
+    offset: Int,
+    shape: Int,
+    itemsize: Int,
+    limits: Int,
+    files: Int,
+) -> Pieces:
+    """Return where each piece lies, in the manifest's order, given pieces in the order of files."""
+    tensor, ranks = held.tensor[rows], held.rank[rows]
+    ends = np.concatenate([[0], np.cumsum(shape.prod(axis=1) * itemsize[tensor])])
     start = ends[:-1] - ends[limits][ranks]
     columns = (tensor, np.searchsorted(files, ranks), start, offset, shape)
-    final = np.lexsort([*reversed(offset.T), tensor])
-    return shares, Pieces(*(column[final] for column in columns))
+    order = np.lexsort([*reversed(offset.T), tensor])
+    return Pieces(*(column[order] for column in columns))
 
 
 def _ties(
@@ -265,7 +259,7 @@ def _ties(
             known = ties.get(name)
             if name in index or (known is not None and known.same_as != same_as):
                 raise LayoutError(
-                    f"{name} is tied to {same_as} on rank {rank}, and not so on another rank: "
+                    f"{name} is tied to {same_as} on rank {rank} but not on another rank: "
                     "tie it on all ranks, or on none"
                 )
             ties[name] = TensorEntry(name, target.dtype, target.shape, (), same_as)
@@ -274,7 +268,7 @@ def _ties(
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Part of a replica, given to one of its holders: `box` is relative to the replica."""
+    """A part of a replica that one of its holders writes; `box` is relative to the replica."""
 
     replica: int
     rank: int
@@ -282,7 +276,8 @@ class Cut:
 
 
 def fill_levels(loads: Float, amount: float) -> Float:
-    """How much of `amount` to pour into each of several vessels so that their levels even out."""
+    """Return how much of `amount` to add to each load so that the loads become as equal as
+    possible."""
     ordered = np.sort(loads)
     level = amount
     for n in range(1, len(ordered) + 1):
@@ -300,16 +295,16 @@ def divide(
     *,
     grain: int | None = None,
 ) -> list[Cut]:
-    """Give replicas, in their order, to their holders, and cut those that lie on a boundary.
+    """Divide a sequence of replicas among their holders, and cut replicas at the boundaries.
 
-    Each holder gets one contiguous part of the sequence, as long as levels the loads. Replicas
-    are cut at multiples of about `grain` bytes, smaller ones not at all; without it the grain is a
-    thirty-second of what a holder gets, within bounds.
+    Each holder gets one contiguous part of the sequence, of a length that evens out the loads.
+    Replicas are cut at multiples of about `grain` bytes; smaller ones are not cut. The default
+    grain is 1/32 of a holder's part, between `SMALLEST_GRAIN` and `LARGEST_GRAIN`.
 
     Args:
         replicas: index, shape and itemsize of each, all held by the same ranks.
-        holders: these ranks.
-        loads: bytes that each rank of the world has been given so far; added to in place.
+        holders: the ranks that hold them.
+        loads: bytes assigned to each rank of the world so far; updated in place.
     """
     sizes = [int(np.prod(shape, dtype=np.int64)) * itemsize for _, shape, itemsize in replicas]
     if grain is None:
@@ -337,7 +332,7 @@ def divide(
 def _bytes_to_take(
     shape: tuple[int, ...], itemsize: int, done: int, nbytes: int, room: float, grain: int
 ) -> int:
-    """How many bytes, from byte `done` on, to take of a replica where there is room for `room`."""
+    """Return how many bytes to take of a replica from byte `done`, given `room` bytes of room."""
     rest = nbytes - done
     if rest <= room + grain / 2:
         return rest

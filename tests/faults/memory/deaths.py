@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from shardwise.engine.files import Content
+    from shardwise.engine.files import FileSource
     from shardwise.store.store import Buffer
 
 When = Literal["before", "within", "after"]
@@ -28,19 +28,19 @@ def die() -> None:
 
 def die_at_bucket(number: int) -> None:
     """From now on, die when the copy comes to this bucket, in its midst."""
-    from shardwise.engine.files import Content
+    from shardwise.engine.files import FileSource
 
-    fill = Content.fill
+    fill = FileSource.fill
     seen = iter(range(number + 1))
 
-    def dying(content: Content, low: int, high: int, out: Buffer) -> None:
+    def dying(content: FileSource, low: int, high: int, out: Buffer) -> None:
         if next(seen) == number:
             half = (high - low) // 2
             fill(content, low, low + half, out[:half])
             die()
         fill(content, low, high, out)
 
-    Content.fill = dying  # type: ignore[method-assign]
+    FileSource.fill = dying  # type: ignore[method-assign]
 
 
 def die_at_note(pattern: str, when: When) -> None:

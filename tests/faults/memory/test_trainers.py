@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine.files import Content
+from shardwise.engine.files import FileSource
 from shardwise.testing import Gang
 from tests.faults.memory.deaths import When, die, die_at_bucket, die_at_note
 from tests.faults.memory.scenario import (
@@ -100,16 +100,16 @@ def test_killed_while_idle_together_with_the_agent(gang: Gang, root: Path, shm: 
 
 def stop_in_mid_copy(seconds: float) -> None:
     """In the next copy, be stopped for so long."""
-    fill = Content.fill
+    fill = FileSource.fill
     resume = f"sleep {seconds}; kill -CONT {os.getpid()}"
 
-    def stopping(content: Content, low: int, high: int, out: torch.Tensor) -> None:
-        Content.fill = fill  # type: ignore[method-assign]
+    def stopping(content: FileSource, low: int, high: int, out: torch.Tensor) -> None:
+        FileSource.fill = fill  # type: ignore[method-assign]
         subprocess.Popen(["sh", "-c", resume], start_new_session=True)
         os.kill(os.getpid(), signal.SIGSTOP)
         fill(content, low, high, out)  # type: ignore[arg-type]
 
-    Content.fill = stopping  # type: ignore[method-assign,assignment]
+    FileSource.fill = stopping  # type: ignore[method-assign,assignment]
 
 
 def save_while_one_is_stopped(

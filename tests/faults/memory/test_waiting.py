@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine.files import Content
+from shardwise.engine.files import FileSource
 from shardwise.memory.records import Done
 from shardwise.memory.trainer.handle import Stages
 from shardwise.store.store import Buffer
@@ -115,15 +115,15 @@ def wait_for_what_cannot_be_staged(cluster: Cluster, failing: int) -> list[str]:
     """A rank cannot copy its part of step 1: what every wait says, and the next saves."""
     cp = cluster.open()
     _, state, _ = begin(cp, cluster.columns, "rows")
-    fill = Content.fill
+    fill = FileSource.fill
 
-    def fail(content: Content, low: int, high: int, out: Buffer, *, wait: bool = True) -> None:
+    def fail(content: FileSource, low: int, high: int, out: Buffer, *, wait: bool = True) -> None:
         raise RuntimeError("out of memory")
 
     if dist.get_rank() == failing:
-        Content.fill = fail  # type: ignore[method-assign]
+        FileSource.fill = fail  # type: ignore[method-assign]
     handle = cp.save(1, state)
-    Content.fill = fill  # type: ignore[method-assign]
+    FileSource.fill = fill  # type: ignore[method-assign]
     assert handle is not None
     said = []
     for wait in (handle.result, handle.committed, handle.protected):

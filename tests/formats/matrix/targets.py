@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
 from shardwise.adapters.optimizers import BESIDES
-from shardwise.api import held_by
+from shardwise.api import local_state_of
 from shardwise.state.objects import decode
 from tests.formats.comparing import assert_same
 from tests.formats.matrix.wanted import Wanted
@@ -49,7 +49,7 @@ def _load(kind: str, mesh: DeviceMesh | None, place: str, wanted: Wanted) -> Hel
     state = _state(kind, mesh, wanted)
     sw.load(place, state, cast=True, rename=wanted.rename)
     tensors, settings = wanted.tensors(), wanted.settings()
-    held = held_by(state, allow_pickle=False)
+    held = local_state_of(state, allow_pickle=False)
     found: Held = {}
     for leaf in held.tensors:
         for fragment in leaf.fragments:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from shardwise.engine.options import SaveOptions
-from shardwise.engine.planning import Planned
+from shardwise.engine.planning import PlannedSave
 from shardwise.manifest.names import data_file
 from shardwise.memory.membership import Membership
 from shardwise.memory.options import Memory
@@ -29,7 +29,7 @@ class Storing:
 
 
 def draft_of(
-    planned: Planned,
+    planned: PlannedSave,
     options: SaveOptions,
     storing: Storing,
     memory: Memory,
@@ -40,19 +40,16 @@ def draft_of(
     """The draft of a snapshot, made on rank 0.
 
     Args:
-        planned: with the template of the manifest, which only rank 0 has.
+        planned: the save, as rank 0 planned it.
         root: where the run persists its checkpoints.
         rings: names of files whose ranks hold the same.
     """
-    template = planned.template
-    if template is None:
-        raise RuntimeError("only rank 0 has a draft")
     node_of = meeting.node_of
     return PendingManifest(
         save_id=planned.save_id,
         step=options.step or 0,
-        manifest=template.encode(()).decode(),
-        files=[(data_file(r, planned.save_id), node_of[r]) for r in template.ranks],
+        manifest=planned.manifest(()).decode(),
+        files=[(data_file(r, planned.save_id), node_of[r]) for r in planned.manifest_plan.writers],
         nodes=meeting.nodes,
         leader=node_of[0],
         epoch=meeting.lineage.epoch,
@@ -68,6 +65,6 @@ def draft_of(
         group=memory.group,
         wait=memory.wait,
         budget=memory.budget,
-        bytes_held=template.published.bytes_held,
-        bytes_total=template.published.bytes_stored,
+        bytes_held=planned.manifest_plan.bytes_held,
+        bytes_total=planned.manifest_plan.bytes_stored,
     )

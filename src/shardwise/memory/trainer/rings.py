@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.engine.exchange import exchange
-from shardwise.engine.files import Content
+from shardwise.engine.exchange import exchange_keeping
+from shardwise.engine.files import FileSource
 from shardwise.engine.group import Group as RankGroup
-from shardwise.engine.planning import Planned
+from shardwise.engine.planning import PlannedSave
 from shardwise.manifest.checksums import BLOCK, block_checksums, block_count
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import records
@@ -151,22 +151,24 @@ class Rings:
         )
         return peers_of(self._formed, self._group.size, copies=options.copies)
 
-    def join(self, planned: Planned) -> tuple[Content | None, Ring | None]:
+    def join(self, planned: PlannedSave) -> tuple[FileSource | None, Ring | None]:
         """What this rank stages of a plan, and its ring, if it is in one. All ranks together."""
         if not self._are_wanted():
-            return planned.content(), None
-        contents: list[Content | None] = []
+            return planned.source(), None
 
-        def speak() -> bytes:
-            contents.append(content := planned.content())
-            return b"" if content is None else msgspec.msgpack.encode(planned.entry(content))
+        def speak() -> tuple[FileSource | None, bytes]:
+            source = planned.source()
+            entry = b"" if source is None else msgspec.msgpack.encode(planned.entry(source))
+            return source, entry
 
-        reply = exchange(self._group, "forming rings", speak, self._introduce)
+        source, reply = exchange_keeping(
+            self._group, "forming rings", speak, lambda _, said: self._introduce(said)
+        )
         if not reply:
-            return contents[0], None
+            return source, None
         holders = msgspec.msgpack.decode(reply, type=tuple[Holder, ...])
         at = next(i for i, each in enumerate(holders) if each.rank == self._group.rank)
-        return contents[0], Ring(holders, at, self._options.copies, self._options.parity)
+        return source, Ring(holders, at, self._options.copies, self._options.parity)
 
     def _introduce(self, said: list[bytes]) -> list[bytes]:
         """Tell the ranks of each ring of each other's files; a ring needs a file of each."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 
 import msgspec
 
-from shardwise.engine.compare import check_replicas
+from shardwise.engine.compare import compare_ranks
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
-from shardwise.engine.planning import Planned, Wish, plan_together
-from shardwise.engine.save import Save, SaveReport, refuse_existing, refuse_if_full
+from shardwise.engine.planning import PlannedSave, Save, plan_together
+from shardwise.engine.save import SaveReport, refuse_existing, refuse_if_full
 from shardwise.errors import StoreError
 from shardwise.events import Recorder
 from shardwise.manifest.names import new_save_id
@@ -143,9 +143,8 @@ class Snapshots:
         """
         self.fence()
         sent = self._group.bytes_sent
-        brought: list[Save] = []
 
-        def wish() -> Wish:
+        def request() -> Save:
             self._presence.refuse_followed()
             self._raise_failures()
             if self._keeper is not None:
@@ -154,36 +153,38 @@ class Snapshots:
             if self.is_first_of_node:
                 epoch = self.meeting.lineage.epoch
                 self._enrolment.keep(info, epoch, prunes=self._group.rank == 0)
-            brought.append(prepare())
-            job = brought[0]
+            job = prepare()
             refuse_to_go_back(self.run, job.options.step or 0, self.meeting.lineage)
             self._begun.settle(step=job.options.step or 0)  # of several, the last one is to stay
             staging = self._staging
             free = not staging.is_prepared or storing.durable or staging.has_free()
             record = msgspec.msgpack.encode((free, info))
             place = str(job.store) if storing.durable else f"memory, for {job.store}"
-            return Wish(held=job.held, options=job.options, place=place, note=record)
+            return replace(job, place=place, message=record)
 
-        def admit(said: list[bytes]) -> str:
+        def admit(job: Save, said: list[bytes]) -> str:
             if storing.durable:
-                refuse_existing(brought[0])
+                refuse_existing(job)
             heard = [msgspec.msgpack.decode(each, type=tuple[bool, AgentInfo]) for each in said]
             self.meeting.nodes = list({info.node: info for _, info in heard}.values())
             if self._options.when_full == "skip" and not all(free for free, _ in heard):
                 return ""
             return new_save_id()
 
-        room = partial(refuse_if_full, self._root) if storing.durable else None
+        def check_room(_: Save, nbytes: int) -> None:
+            if storing.durable:
+                refuse_if_full(self._root, nbytes)
+
         form = self._rings.form
         planned = plan_together(
-            wish, admit, self._group, plans, recorder, rings=form, check_room=room
+            request, admit, self._group, plans, recorder, rings=form, check_room=check_room
         )
         if planned is None:
             self.skipped += 1
             return None
-        if brought[0].options.check_replicas:
-            check_replicas(planned.described, self._group)
-        return self._begin(planned, brought[0], storing, recorder, sent)
+        if planned.save.options.check_replicas:
+            compare_ranks(planned.description, planned.fragments, self._group)
+        return self._begin(planned, storing, recorder, sent)
 
     def prepare(self, prepare: Callable[[], Save], plans: PlanCache, recorder: Recorder) -> int:
         """Allocate and touch the slots of all ranks; the bytes that were allocated for this one.
@@ -192,13 +193,9 @@ class Snapshots:
             ShardwiseError: on all ranks: the memory of a node is too small; says what it needs.
         """
 
-        def wish() -> Wish:
-            job = prepare()
-            return Wish(held=job.held, options=job.options, place=str(job.store))
-
         form = self._rings.form
         planned = plan_together(
-            wish, lambda _: new_save_id(), self._group, plans, recorder, rings=form
+            prepare, lambda *_: new_save_id(), self._group, plans, recorder, rings=form
         )
         if planned is None:
             raise RuntimeError("a plan was neither admitted nor refused")
@@ -354,17 +351,17 @@ class Snapshots:
         self._begun.raise_failure()
 
     def _begin(
-        self, planned: Planned, job: Save, storing: Storing, recorder: Recorder, sent: int
+        self, planned: PlannedSave, storing: Storing, recorder: Recorder, sent: int
     ) -> SaveHandle:
         """Stage what was planned; what fails here the other ranks hear of when they next meet."""
-        options = job.options
+        options = planned.save.options
         place = Place(self.run, options.step or 0)
         wanted = ("commit", "protect", "persist") if storing.durable else ("commit", "protect")
         first = self._group.rank == 0
         retains = first and storing.durable and storing.keep.removes
         content, its_ring = self._rings.join(planned)
         draft = None
-        if planned.template is not None:
+        if planned.rank == 0:
             rings = self._rings.files
             draft = draft_of(
                 planned, options, storing, self._options, self.meeting, str(self._root), rings
@@ -383,7 +380,7 @@ class Snapshots:
         stages = Stages(self._agents, place, planned.save_id, wanted, first, retains, staging)
         self._begun.add(stages)
         report = SaveReport(
-            path=str(job.store if storing.durable else place.path),
+            path=str(planned.save.store if storing.durable else place.path),
             step=options.step,
             bytes_total=0,
             bytes_written=0 if content is None else content.layout.size,

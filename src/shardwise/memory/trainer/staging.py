@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.engine.files import Content, data_of
-from shardwise.engine.planning import Planned
+from shardwise.engine.files import FileSource
+from shardwise.engine.planning import PlannedSave
 from shardwise.errors import ShardwiseError, StoreError
 from shardwise.memory import records
 from shardwise.memory.home import Home, Place, Run, write_record
@@ -45,8 +45,8 @@ class Part:
     """
 
     place: Place
-    planned: Planned
-    content: Content | None
+    planned: PlannedSave
+    content: FileSource | None
     ring: Ring | None
     draft: PendingManifest | None
     stages: tuple[str, ...]
@@ -64,7 +64,7 @@ class Part:
         found = frozenset() if self.content is None else self.content.devices
         if self.ring is None:
             return found
-        held = {each.data.device for each in self.planned.described.fragments}
+        held = {each.data.device for each in self.planned.fragments}
         return found | {each for each in held if each.type != "cpu"}
 
 
@@ -115,7 +115,7 @@ class Staging:
         self._others = Slots(run, f"k{rank:05d}-", "kept", count * more, self._streams)
         self.is_prepared = False
 
-    def prepare(self, content: Content | None, ring: Ring | None) -> int:
+    def prepare(self, content: FileSource | None, ring: Ring | None) -> int:
         """Allocate memory for parts like this one; the bytes that were allocated.
 
         Raises:
@@ -125,7 +125,7 @@ class Staging:
         self._streams.begin(frozenset() if content is None else content.devices)
         return self._prepare(content, ring)
 
-    def _prepare(self, content: Content | None, ring: Ring | None) -> int:
+    def _prepare(self, content: FileSource | None, ring: Ring | None) -> int:
         self.is_prepared = True
         allocated = 0
         if content is not None:
@@ -271,7 +271,7 @@ class Staging:
         except OSError as error:  # then the commit fails when its time is up
             log.warning("the agents cannot be told that %s: %s", failure, error)
 
-    def _fill(self, part: Part, content: Content, copying: Copying) -> None:
+    def _fill(self, part: Part, content: FileSource, copying: Copying) -> None:
         planned, place = part.planned, part.place
         slot = self._slot(self._own, content.layout.size, locked=_by_device(content))
         fill = copying.paced(self._streams.fill(content, wait=False))
@@ -303,8 +303,8 @@ class Staging:
         def take(nbytes: int, besides: Collection[str]) -> Slot:
             return self._slot(self._others, nbytes, besides, self._to_lock(nbytes, ring))
 
-        fragments, peers = part.planned.described.fragments, part.planned.plan.peers
-        data = {rank: reading(data_of(section, fragments)) for rank, section in peers.items()}
+        sources = part.planned.peer_sources()
+        data = {rank: reading(source) for rank, source in sources.items()}
         Keeping(ring, data, take, part.place, self._pool, self._threads).keep()
 
     def _slot(
@@ -328,6 +328,6 @@ class Staging:
         return nbytes if ring.copies and self._streams.are_used() else 0
 
 
-def _by_device(content: Content) -> int:
+def _by_device(content: FileSource) -> int:
     """How many of the first bytes of a file devices copy to."""
     return content.layout.objects_at if content.devices else 0

@@ -1,4 +1,4 @@
-"""Plain values that all ranks share: brought together, and compared."""
+"""Plain values that all ranks share: compared between ranks, and united."""
 
 from __future__ import annotations
 
@@ -20,37 +20,40 @@ class SharedValues(msgspec.Struct, array_like=True):
     grouped: dict[str, list[tuple[tuple[str, ...], JsonValue]]]
 
     @classmethod
-    def of(cls, held: LocalState) -> SharedValues:
-        """What is held of such values."""
+    def of(cls, state: LocalState) -> SharedValues:
+        """Return the shared values of a local state."""
         grouped = {
             name: [(group.members, group.value) for group in groups]
-            for name, groups in held.grouped.items()
+            for name, groups in state.grouped.items()
         }
-        return cls(held.objects, grouped)
+        return cls(state.objects, grouped)
 
     def encode(self) -> bytes:
-        """As bytes, for the rank that publishes."""
+        """Return the values as bytes, for the rank that publishes."""
         return msgspec.json.encode(self)
 
     def digest(self) -> bytes:
-        """Equal for equal values."""
+        """Return a digest, equal for equal values."""
         encoded = msgspec.json.encode(self, order="sorted")
         return hashlib.blake2b(encoded, digest_size=16).digest()
 
 
-def unite_values(encoded: Sequence[tuple[int, bytes]]) -> tuple[ObjectEntry, ...]:
-    """The shared values of all ranks, given those of ranks that differ.
+def unite_values(encoded: Sequence[bytes]) -> tuple[ObjectEntry, ...]:
+    """Unite the shared values of all ranks: equal objects once, groups joined.
 
-    A value that several ranks have must be the same on all of them; groups are joined.
+    Args:
+        encoded: by rank, the encoded values; empty for ranks with the same values as another.
 
     Raises:
-        MismatchError: values are not the same; all of them are listed.
+        MismatchError: ranks have different values under one name; lists all of them.
     """
     objects: dict[str, JsonValue] = {}
     origin: dict[str, int] = {}
     settings: dict[str, dict[str, JsonValue]] = {}
     problems: list[str] = []
-    for rank, data in encoded:
+    for rank, data in enumerate(encoded):
+        if not data:
+            continue
         values = msgspec.json.decode(data, type=SharedValues)
         for name, value in values.objects.items():
             if name not in objects:
@@ -68,7 +71,7 @@ def unite_values(encoded: Sequence[tuple[int, bytes]]) -> tuple[ObjectEntry, ...
                 ]
     if problems:
         raise MismatchError(
-            "plain values differ between ranks; wrap what each rank has of its own in "
+            "plain values differ between ranks; wrap values that each rank has for itself in "
             "sw.PerRank(value):",
             problems,
         )
@@ -78,6 +81,7 @@ def unite_values(encoded: Sequence[tuple[int, bytes]]) -> tuple[ObjectEntry, ...
 
 
 def _regrouped(settings: dict[str, JsonValue]) -> JsonValue:
+    """Return groups of members with equal values."""
     groups: dict[bytes, tuple[list[JsonValue], JsonValue]] = {}
     for member, value in settings.items():
         key = msgspec.json.encode(value)
