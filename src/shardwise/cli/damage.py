@@ -125,7 +125,7 @@ class ForeignSearch:
     def run(self) -> Iterator[Damage]:
         """Read all ranges that have a checksum, and all copies."""
         # Torch takes a second: only those wait who need it.
-        from shardwise.engine.compare import unlike_replicas
+        from shardwise.engine.compare import find_differences
         from shardwise.engine.verify import verify_sums
 
         recorder = Recorder(self._note)
@@ -141,7 +141,7 @@ class ForeignSearch:
                     problem="not the bytes that were saved",
                     tensors=each.tensors,
                 )
-        self.compared, unlike = unlike_replicas(self.opened, self.arena, recorder)
+        self.compared, unlike = find_differences(self.opened, self.arena, recorder)
         for problem in unlike:
             yield Damage(file=None, problem=problem, tensors=[])
 

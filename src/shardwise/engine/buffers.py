@@ -19,7 +19,7 @@ LARGEST_CHUNK = 8 << 20
 SMALLEST_CHUNK = 1 << 20
 LARGEST_READ = 2 << 20  # verified and copied while it is in the cache
 LARGE = 2 << 20
-_COLLAPSE = 25  # MADV_COLLAPSE: Linux 6.1 and later, whatever the pages of a file system are
+_COLLAPSE = 25  # MADV_COLLAPSE, of Linux 6.1 and later
 _FIXED = 0x10
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -29,24 +29,24 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Arena:
-    """At most `staging_bytes` bytes of page-aligned buffers, one for each thread that moves bytes.
+    """A pool of page-aligned buffers, one for each thread that moves bytes.
 
     Args:
         staging_bytes: bound on the host memory of all buffers together, in bytes; at least 1 MiB.
 
     Attributes:
-        threads: how many move bytes at a time.
-        chunk: bytes of a buffer.
-        read_size: the longest single read, in bytes, of what is near.
+        threads: the number of threads that move bytes at a time.
+        chunk: the size of a buffer, in bytes.
+        read_size: the longest single read from a local file, in bytes.
 
     Raises:
-        ValueError: `staging_bytes` is smaller than that.
+        ValueError: `staging_bytes` is less than 1 MiB.
     """
 
     def __init__(self, staging_bytes: int = DEFAULT_STAGING_BYTES) -> None:
         if staging_bytes < SMALLEST_CHUNK:
             raise ValueError(
-                f"staging_bytes is {staging_bytes} bytes; at least {SMALLEST_CHUNK} needed"
+                f"staging_bytes={staging_bytes}: expected at least {SMALLEST_CHUNK} bytes"
             )
         self.threads = max(1, min(THREADS, staging_bytes // SMALLEST_CHUNK))
         share = min(LARGEST_CHUNK, staging_bytes // self.threads)
@@ -57,12 +57,12 @@ class Arena:
             self._free.put(aligned_buffer(self.chunk))
 
     def reads(self, nbytes: int) -> int:
-        """How many reads of so many bytes may be held at a time."""
+        """Return how many reads of `nbytes` bytes fit into the buffers at a time."""
         return max(1, min(2 * self.threads, self.threads * self.chunk // nbytes))
 
     @contextmanager
     def buffer(self) -> Iterator[Buffer]:
-        """A buffer of `chunk` bytes, for as long as the block runs."""
+        """Lend a buffer of `chunk` bytes while the block runs."""
         buffer = self._free.get()
         try:
             yield buffer
@@ -71,28 +71,29 @@ class Arena:
 
 
 def aligned_buffer(size: int) -> Buffer:
-    """Page-aligned memory of this many bytes, in large pages where they are to be had."""
+    """Return page-aligned memory of this many bytes, in large pages if the kernel has them."""
     memory = mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # a kernel without large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)[:size]
 
 
 def map_pages(fd: int, low: int, high: int, *, writable: bool = False, now: bool = False) -> Buffer:
-    """Bytes `low:high` of a file, where they lie; `low` is a multiple of `LARGE`.
+    """Map bytes `low:high` of a file into memory; `low` is a multiple of `LARGE`.
 
-    They are unmapped when nothing refers to them any more.
+    A large page replaces 512 small pages, which makes mapping a file anew several times cheaper.
+    The mapping ends when nothing refers to it any more.
 
     Args:
-        writable: they may be written to.
-        now: have all pages there at once, instead of one by one as they are used.
+        writable: map the bytes for writing too.
+        now: load all pages at once, instead of one by one as they are used.
 
     Raises:
-        OSError: they cannot be mapped.
+        OSError: the bytes cannot be mapped.
     """
     if low == high:
         return np.zeros(0, np.uint8)
-    # Large pages need aligned addresses, which Python's mmap does not give: it only reserves them.
+    # Large pages need aligned addresses, which Python's mmap does not promise: reserve some more.
     reserved = np.frombuffer(mmap.mmap(-1, high - low + LARGE, mmap.MAP_PRIVATE), np.uint8)
     start = -reserved.ctypes.data % LARGE
     found = reserved[start : start + high - low]
@@ -107,13 +108,13 @@ def map_pages(fd: int, low: int, high: int, *, writable: bool = False, now: bool
 
 
 def allocate_pages(fd: int, size: int) -> None:
-    """Give a file of `size` bytes pages, so that writing to it can neither fail nor wait for them.
+    """Allocate the pages of a file of `size` bytes, so that writes to it cannot run out of memory.
 
-    They are large where that can be. A large page is made at once of what has one small page, for
-    a fraction of what it takes to make it of 512.
+    Pages are large where possible: the kernel makes a large page of a range that has one small
+    page at a fraction of the cost of a range that has 512.
 
     Raises:
-        OSError: there is no room; what the file had before it still has.
+        OSError: there is not enough memory; pages allocated before stay.
     """
     whole = size // LARGE * LARGE
     if whole and _enlarge(fd, 0, LARGE):
@@ -122,9 +123,9 @@ def allocate_pages(fd: int, size: int) -> None:
 
 
 def _enlarge(fd: int, low: int, high: int) -> bool:
-    """Have large pages, if that can be; whether all are.
+    """Ask for large pages, and return whether all pages are large.
 
-    It cannot where the kernel is older, the file is on a disk, or memory is in pieces.
+    This fails with an older kernel, with a file on a disk, or if memory is fragmented.
     """
     for at in range(low, high, LARGE):
         os.posix_fallocate(fd, at, 1)

@@ -1,4 +1,4 @@
-"""Context of public calls: without torch.compile, and without garbage collection."""
+"""Guards around public calls: torch.compile skips them, and garbage collection is paused."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Pause cyclic collection while the block runs.
+    """Pause Python's cyclic garbage collection while the block runs.
 
-    Describing ten thousand tensors makes objects fast enough to set off full collections, each of
-    which walks all objects of the process, torch's included. None of ours are in cycles.
+    Describing ten thousand tensors allocates objects fast enough to start full collections. Each
+    of them walks all objects of the process, including torch's. This library makes no cycles.
     """
     if not gc.isenabled():
         yield
@@ -29,15 +32,11 @@ def without_collection() -> Iterator[None]:
         gc.enable()
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """The same function, which `torch.compile` leaves alone, with all that it calls.
+    """Wrap a function so that `torch.compile` skips it and everything that it calls.
 
-    That is what `torch.compiler.disable` is for. But it imports the compiler, which takes longer
-    than most saves, so it is only used where that is there already.
+    `torch.compiler.disable` does this, but imports the compiler, which takes longer than most
+    saves. It is therefore used only if the compiler is imported already.
     """
 
     @wraps(function)

@@ -31,12 +31,12 @@ LARGEST_BATCH = 16 << 20
 SAMPLE = 1 << 10
 """Bytes that a sample compares at each place."""
 PLACES = 4096
-"""Places of a sample, at most."""
+"""Most places of a sample."""
 PLACES_EACH = 8
-"""Places of a sample in one copy, at most."""
+"""Most places of a sample in one copy."""
 
 
-def unlike_replicas(
+def find_differences(
     opened: Opened,
     arena: Arena,
     recorder: Recorder,
@@ -45,15 +45,15 @@ def unlike_replicas(
     largest: int = LARGEST_BATCH,
     share: tuple[int, int] = (0, 1),
 ) -> tuple[int, list[str]]:
-    """Compare every byte of every copy with what is read in its place.
+    """Compare all copies of tensors, byte by byte, with the copies that loads read.
 
     Args:
-        tensors: numbers of the tensors whose copies are compared; None for all.
-        largest: bytes of copies that are held at a time; as many again are held beside them.
-        share: of the batches take this one, and then each that is so many later.
+        tensors: numbers of the tensors to compare; None for all.
+        largest: bytes of copies to hold at a time; as many bytes of loaded tensors are held too.
+        share: `(i, n)`: compare only every n-th batch, from batch i.
 
     Returns:
-        The bytes of the copies, and for each tensor that has an unequal one where that differs.
+        The compared bytes, and one line for each tensor whose copies differ: where they do.
     """
     comparison = _comparison(opened)
     if comparison is None:
@@ -64,16 +64,16 @@ def unlike_replicas(
     return comparison.run(mine, arena, recorder)
 
 
-def unlike_sample(
+def sample_differences(
     opened: Opened, arena: Arena, recorder: Recorder, tensors: Collection[int]
 ) -> list[str]:
-    """Compare a few bytes of copies: `SAMPLE` at each of at most `PLACES` places.
+    """Compare a sample of the copies: `SAMPLE` bytes at each of at most `PLACES` places.
 
     Args:
-        tensors: numbers of the tensors whose copies are compared.
+        tensors: numbers of the tensors to compare.
 
     Returns:
-        For each tensor that has an unequal copy where that differs.
+        One line for each tensor whose copies differ: where they do.
     """
     comparison = _comparison(opened)
     if comparison is None:
@@ -90,23 +90,23 @@ def check_sample(
     recorder: Recorder,
     group: Group,
 ) -> None:
-    """Compare a sample of the copies of what any rank loads. Rank 0 does so, for all ranks.
+    """Compare a sample of the copies of all tensors that any rank loads; rank 0 reads them.
 
     Args:
-        leaves: what this rank loads, by the names of `saved`.
+        leaves: the tensors that this rank loads, by the names of `saved`.
 
     Raises:
         MismatchError: on all ranks, if copies differ.
     """
     if opened.replicas is None or not len(opened.replicas.pieces):
-        return  # as on all other ranks
+        return  # and so do all other ranks
 
     def speak() -> bytes:
         return np.array([saved.stored_index(leaf.name) for leaf in leaves], "<i8").tobytes()
 
     def answer(said: list[bytes]) -> bytes:
         wanted = np.unique(np.concatenate([np.frombuffer(each, "<i8") for each in said]))
-        refuse(opened, unlike_sample(opened, arena, recorder, wanted.tolist()))
+        refuse_differences(opened, sample_differences(opened, arena, recorder, wanted.tolist()))
         return b""
 
     exchange(group, "comparing replicas", speak, answer)
@@ -119,21 +119,21 @@ def check_all(
     recorder: Recorder,
     group: Group,
 ) -> None:
-    """Compare all bytes of the copies of some tensors, each copy on one of the ranks.
+    """Compare all copies of some tensors, byte by byte, divided among the ranks.
 
     Args:
-        names: those of the tensors, the same on all ranks.
+        names: the names of the tensors, the same on all ranks.
         max_memory: bound on the host memory of each rank, in bytes; at least 16 MiB.
 
     Raises:
         MismatchError: on all ranks, if copies differ.
     """
     if opened.replicas is None or not len(opened.replicas.pieces):
-        return  # as on all other ranks
+        return  # and so do all other ranks
 
     def speak() -> bytes:
         saved, largest = SavedState(opened.manifest), min(LARGEST_BATCH, max_memory // 8)
-        found = unlike_replicas(
+        found = find_differences(
             opened,
             Arena(2 * largest),
             recorder,
@@ -145,31 +145,31 @@ def check_all(
 
     def answer(said: list[bytes]) -> bytes:
         found = [line for each in said for line in msgspec.msgpack.decode(each, type=list[str])]
-        refuse(opened, found)
+        refuse_differences(opened, found)
         return b""
 
     exchange(group, "comparing replicas", speak, answer)
 
 
-def refuse(opened: Opened, differences: list[str]) -> None:
-    """Refuse a checkpoint whose copies differ.
+def refuse_differences(opened: Opened, differences: list[str]) -> None:
+    """Refuse a checkpoint whose copies of tensors differ.
 
     Raises:
-        MismatchError: there are differences.
+        MismatchError: `differences` is not empty.
     """
     if differences:
         raise MismatchError(
-            f"{opened.store}: it stores some tensors several times, and the copies differ. Copy "
-            "its files again from where it is whole. If the copies differ there too, a "
-            "specification can take one (`skip`) or their mean (`average over`), and verify=False "
-            "takes the first:",
+            f"{opened.store}: the checkpoint stores some tensors several times, and the copies "
+            "differ. Copy its files again from an intact source. If the copies differ there too, a "
+            "specification can choose one (`skip`) or take their mean (`average over`); "
+            "verify=False loads the first:",
             differences,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A box of the copy in row `row`, of the tensor `number`."""
+    """A box of tensor `number`, to compare with the copy in row `row`."""
 
     number: int
     row: int
@@ -178,11 +178,11 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """What is read of a checkpoint, and its copies, under names that are numbers.
+    """A checkpoint opened twice: the tensors that loads read, and their copies.
 
     Attributes:
-        first: tensors, those that make up a mean too, by their numbers.
-        copies: each row of the copies as a tensor.
+        first: the tensors that loads read, named by their numbers, parts of means included.
+        copies: the copies, each a tensor that is named by its row in `replicas`.
     """
 
     opened: Opened
@@ -191,7 +191,7 @@ class _Comparison:
     copies: Opened
 
     def rows_of(self, tensors: Collection[int] | None) -> list[int]:
-        """The copies of some tensors, and of the tensors whose mean they are."""
+        """Return the rows of the copies of some tensors, and of the parts of their means."""
         of = self.replicas.pieces.tensor
         if tensors is None:
             return list(range(len(of)))
@@ -200,7 +200,7 @@ class _Comparison:
         return [int(row) for row in np.flatnonzero(np.isin(of, wanted))]
 
     def whole(self, rows: Iterable[int], largest: int) -> Iterator[_Part]:
-        """All of some copies, in boxes of at most `largest` bytes."""
+        """Yield all of some copies, in boxes of at most `largest` bytes."""
         for row in rows:
             number, offset, shape = self._place(row)
             for box in boxes_of(shape, max(1, largest // self.itemsize(number))):
@@ -208,7 +208,7 @@ class _Comparison:
                 yield _Part(number, row, Box(at, box.shape))
 
     def sample(self, rows: list[int]) -> Iterator[_Part]:
-        """A few boxes of some copies, each along the dimension that lies closest together."""
+        """Yield a few boxes of some copies, each along the dimension with the smallest stride."""
         if len(rows) > PLACES:
             rows = [rows[len(rows) * k // PLACES] for k in range(PLACES)]
         each = max(1, min(PLACES_EACH, PLACES // max(1, len(rows))))
@@ -232,7 +232,7 @@ class _Comparison:
     def run(
         self, batches: Iterable[list[_Part]], arena: Arena, recorder: Recorder
     ) -> tuple[int, list[str]]:
-        """Read both, and compare."""
+        """Compare batches; return the compared bytes, and a line for each tensor that differs."""
         total = 0
         unlike: dict[int, str] = {}
         for batch in batches:
@@ -244,27 +244,27 @@ class _Comparison:
                 other = read_boxes(again, self.copies, arena, verify=True)
                 for part, a, b in zip(batch, first, other, strict=True):
                     if part.number not in unlike and not same_bytes(a, b):
-                        unlike[part.number] = self._told(part, a, b)
+                        unlike[part.number] = self._difference(part, a, b)
             total += nbytes
         return total, list(unlike.values())
 
     def itemsize(self, number: int) -> int:
-        """Bytes of an element of a tensor."""
+        """Return the bytes of an element of a tensor."""
         return DTYPES[self._entry(self.first, number).dtype].itemsize
 
     def _entry(self, opened: Opened, number: int) -> TensorEntry:
         return opened.manifest.tensors[number]
 
     def _place(self, row: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """The tensor of a copy, and where in it the copy lies: offset and shape."""
+        """Return the number of a copy's tensor, and the copy's offset and shape within it."""
         pieces = self.replicas.pieces
         number = int(pieces.tensor[row])
         ndim = len(self._entry(self.first, number).shape)
         offset, shape = (column[row, :ndim].tolist() for column in (pieces.offset, pieces.shape))
         return number, tuple(offset), tuple(shape)
 
-    def _told(self, part: _Part, a: torch.Tensor, b: torch.Tensor) -> str:
-        """Both names, and the first place that differs."""
+    def _difference(self, part: _Part, a: torch.Tensor, b: torch.Tensor) -> str:
+        """Return a line with both names and the first place that differs."""
         mine, other = (each.reshape(-1).view(torch.uint8) for each in (a, b))
         element = int((mine != other).nonzero()[0]) // self.itemsize(part.number)
         inside = np.unravel_index(element, part.box.shape) if part.box.shape else ()
@@ -280,7 +280,7 @@ class _Comparison:
         return f"{name}: two copies differ, first at {at}: {here}, and {copy}{there}"
 
     def _names(self, part: _Part) -> tuple[str, str]:
-        """The name of the tensor, and of the stored array that is its copy, if that is known."""
+        """Return the name of the tensor, and the name of the stored array if it is known."""
         owners = {n: owner for owner, parts in self.opened.parts.items() for n in parts}
         number = owners.get(part.number, part.number)
         copy = f"{self.replicas.names[part.row]} in " if self.replicas.names else ""
@@ -311,7 +311,7 @@ def _comparison(opened: Opened) -> _Comparison | None:
 
 
 def _numbered(opened: Opened, entries: list[TensorEntry], pieces: Pieces, stride: Int) -> Opened:
-    """The same files, with these tensors, whose names are their numbers."""
+    """Return a view of the same files with these tensors, named by their numbers."""
     tensors = tuple(
         msgspec.structs.replace(entry, name=str(number), same_as=None)
         for number, entry in enumerate(entries)

@@ -1,4 +1,4 @@
-"""How ranks talk while they plan: few, small messages that no accelerator sees."""
+"""Communication between ranks: few and small messages on the CPU, never tensors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shardwise.errors import LostRankError
 TIMEOUT = timedelta(minutes=10)
 CONNECTING = timedelta(minutes=1)
 HEAD, LENGTH = 1024, 8
-"""Bytes of a message that a collective carries, and of its length therein: most fit into one."""
+"""Bytes of a message that one collective carries, and of its length within; most messages fit."""
 FIRST = HEAD - LENGTH
 
 
 class Group(Protocol):
-    """The ranks of one save or load. Every verb is called by all of them, in the same order."""
+    """The ranks of one save or load. All ranks call every method, in the same order."""
 
     @property
     def rank(self) -> int:
@@ -30,34 +30,34 @@ class Group(Protocol):
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         ...
 
     @property
     def bytes_sent(self) -> int:
-        """What this rank has sent so far."""
+        """The bytes that this rank has sent so far."""
         ...
 
     @property
     def timeout(self) -> timedelta:
-        """How long ranks wait for each other."""
+        """The time that ranks wait for each other."""
         ...
 
     def gather(self, data: bytes) -> list[bytes]:
-        """All ranks' data at rank 0; an empty list elsewhere."""
+        """Return the data of all ranks at rank 0, and an empty list on other ranks."""
         ...
 
     def scatter(self, parts: Sequence[bytes]) -> bytes:
-        """Rank 0's parts, each to its rank."""
+        """Send each of rank 0's parts to its rank, and return this rank's part."""
         ...
 
     def broadcast(self, data: bytes) -> bytes:
-        """Rank 0's data to all."""
+        """Send rank 0's data to all ranks, and return it."""
         ...
 
 
 class SoloGroup:
-    """One process, which has nobody to talk to."""
+    """A group of one process."""
 
     rank = 0
     size = 1
@@ -65,15 +65,15 @@ class SoloGroup:
     timeout = TIMEOUT
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The data of the only rank."""
+        """Return the data of the only rank."""
         return [data]
 
     def scatter(self, parts: Sequence[bytes]) -> bytes:
-        """The only part."""
+        """Return the only part."""
         return parts[0]
 
     def broadcast(self, data: bytes) -> bytes:
-        """The data."""
+        """Return the data."""
         return data
 
 
@@ -82,8 +82,8 @@ class TorchGroup:
 
     Args:
         group: the ranks.
-        own: nobody else talks over it. So it can be closed, and is once a rank is lost: those that
-            wait for this one learn of it at once, and not when their time is up.
+        own: this object owns the group, and closes it when a rank is lost. Ranks that wait for
+            this one then learn of the loss at once instead of after the timeout.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, own: bool = False) -> None:
@@ -96,7 +96,7 @@ class TorchGroup:
         self.timeout: timedelta = getattr(options, "_timeout", TIMEOUT)
 
     def close(self) -> None:
-        """Let go of a group of its own; nothing if that was done before."""
+        """Close the group if this object owns it; a second call has no effect."""
         if self._own:
             # Connections are closed when nothing refers to the group any more.
             group, self._group = self._group, None
@@ -104,7 +104,7 @@ class TorchGroup:
                 dist.destroy_process_group(group)
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Heads by a collective, then what is left of each rank's bytes by themselves."""
+        """Send heads by a collective, then the rest of longer messages one by one."""
         mine = _head(data)
         heads = list(_empty(self.size, HEAD)) if self.rank == 0 else None
         self._run(lambda group: dist.gather(mine, heads, group=group, group_dst=0))
@@ -115,7 +115,7 @@ class TorchGroup:
         return [data, *(self._rest(heads[rank], rank) for rank in range(1, self.size))]
 
     def scatter(self, parts: Sequence[bytes]) -> bytes:
-        """Heads by a collective, then what is left of each rank's bytes by themselves."""
+        """Send heads by a collective, then the rest of longer messages one by one."""
         mine = _empty(HEAD)
         heads = [_head(part) for part in parts] if self.rank == 0 else None
         self._run(lambda group: dist.scatter(mine, heads, group=group, group_src=0))
@@ -127,7 +127,7 @@ class TorchGroup:
         return parts[0]
 
     def broadcast(self, data: bytes) -> bytes:
-        """The head first, then what is left."""
+        """Send the head, then the rest of a longer message."""
         head = _head(data) if self.rank == 0 else _empty(HEAD)
         self._run(lambda group: dist.broadcast(head, group=group, group_src=0))
         size, first = _opened(head)
@@ -139,7 +139,7 @@ class TorchGroup:
         return first
 
     def _rest(self, head: torch.Tensor, rank: int) -> bytes:
-        """All of what a rank sends that begins so."""
+        """Return the whole message that begins with this head."""
         size, first = _opened(head)
         return first + self._receive(size - len(first), rank)
 
@@ -159,30 +159,32 @@ class TorchGroup:
             operation(self._open())
         except RuntimeError as error:
             self.close()
-            # The frames that it went through refer to the group, and would keep it open.
+            # The frames of the traceback refer to the group, and would keep it open.
             raise _lost("talking to", error, self.rank) from error.with_traceback(None)
 
     def _open(self) -> dist.ProcessGroup:
         if self._group is None:
-            raise RuntimeError("it gave up before, or closed; make another")
+            raise RuntimeError(
+                "the process group is closed, after a failure or by close(); make another"
+            )
         return self._group
 
 
 def _lost(doing: str, error: Exception, rank: int) -> LostRankError:
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
     return LostRankError(
-        f"{doing} the other ranks (one of them died, gave up, or did not answer in time)",
+        f"{doing} the other ranks (one of them died, failed, or did not answer in time)",
         {rank: said},
     )
 
 
 def _head(data: bytes) -> torch.Tensor:
-    """The length of a message, and its first bytes."""
+    """Return the head of a message: its length and its first bytes."""
     return _tensor((len(data).to_bytes(LENGTH, "little") + data[:FIRST]).ljust(HEAD, b"\0"))
 
 
 def _opened(head: torch.Tensor) -> tuple[int, bytes]:
-    """The inverse: the length of a message, and its first bytes, which may be all."""
+    """Return the length of a message, and its first bytes, from its head."""
     data = _bytes(head)
     size = int.from_bytes(data[:LENGTH], "little")
     return size, data[LENGTH : LENGTH + size]
@@ -201,10 +203,10 @@ def _bytes(content: torch.Tensor) -> bytes:
 
 
 def own_group(timeout: timedelta) -> TorchGroup | None:
-    """A new gloo group of all ranks, for one owner to talk over; None if there is only one.
+    """Return a new gloo group of all ranks, for one owner; None if there is only one rank.
 
     Raises:
-        LostRankError: a rank died, or did not come in time.
+        LostRankError: a rank died or did not arrive in time.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
@@ -212,7 +214,7 @@ def own_group(timeout: timedelta) -> TorchGroup | None:
     patience = timeout
     try:
         if moves_cpu_tensors(default):
-            # A rank that died before it came is noticed here at once: its connections are closed.
+            # Notices at once a rank that died before it arrived: its connections are closed.
             _meet(default, timeout)
             patience = min(timeout, CONNECTING)
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=patience)
@@ -223,7 +225,7 @@ def own_group(timeout: timedelta) -> TorchGroup | None:
 
 
 def own_address() -> str | None:
-    """The address of this host on the network over which the ranks have met; None if not known."""
+    """Return this host's address on the network that connects the ranks; None if unknown."""
     store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
     while isinstance(store, dist.distributed_c10d.PrefixStore):
         store = store.underlying_store
@@ -246,5 +248,5 @@ def _meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def moves_cpu_tensors(group: dist.ProcessGroup) -> bool:
-    """Whether a process group has a backend for CPU tensors."""
+    """Return whether a process group has a backend for CPU tensors."""
     return torch.device("cpu") in group._device_types

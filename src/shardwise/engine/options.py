@@ -1,4 +1,4 @@
-"""How to save and to load, as a user says it, checked."""
+"""Options of a save and of a load, checked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.manifest.names import checked_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """How to save; see `shardwise.save`."""
+    """Options of a save; see `shardwise.save`."""
 
     step: int | None = None
     overwrite: bool = False
@@ -28,25 +28,28 @@ class SaveOptions:
         check_replicas: bool,
         metrics: Mapping[str, float] | None,
     ) -> SaveOptions:
-        """Options as a user gives them.
+        """Check options, and return them.
 
         Raises:
-            StateError: the step is no whole number from 0 on, or a metric is no number.
+            StateError: the step is not an integer from 0, or a metric is not a number.
         """
         step = None if step is None else checked_step(step)
         try:
             values = {checked_name(name): float(value) for name, value in (metrics or {}).items()}
         except (TypeError, ValueError, AttributeError) as error:
-            raise StateError(f"metrics={metrics!r}: a dict of numbers is needed") from error
+            raise StateError(f"metrics={metrics!r}: expected a dict of numbers") from error
         return cls(step=step, overwrite=overwrite, check_replicas=check_replicas, metrics=values)
 
 
 def whole_number(what: str, value: object, least: int = 1) -> int:
-    """A number as a user gives it, such as NumPy's integers.
+    """Return an integer, given an integer of any type, such as NumPy's.
+
+    Args:
+        what: the beginning of the call, for the error message: `"Keep(last"`.
 
     Raises:
-        TypeError: it is not an integer, or it is a bool.
-        ValueError: it is less than `least`.
+        TypeError: the value is not an integer, or is a bool.
+        ValueError: the value is less than `least`.
     """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{what}={value!r}): expected an integer")
@@ -57,10 +60,10 @@ def whole_number(what: str, value: object, least: int = 1) -> int:
 
 
 def checked_step(step: object) -> int:
-    """A step as a user gives it.
+    """Return a step, given an integer of any type.
 
     Raises:
-        StateError: it is no whole number from 0 on.
+        StateError: the step is not an integer from 0, or has more than 18 digits.
     """
     if isinstance(step, bool) or not isinstance(step, SupportsIndex):
         raise StateError(f"step={step!r}: expected an integer, not {type(step).__name__}")
@@ -71,7 +74,7 @@ def checked_step(step: object) -> int:
 
 
 def is_due(step: object, every: int) -> bool:
-    """Whether a step is a multiple of this. What is no step is due: so all ranks hear of it."""
+    """Return whether a step is a multiple of `every`, or invalid: the save then reports it."""
     try:
         return checked_step(step) % every == 0
     except StateError:
@@ -80,7 +83,7 @@ def is_due(step: object, every: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How to load; see `shardwise.load`."""
+    """Options of a load; see `shardwise.load`."""
 
     strict: bool = True
     cast: bool = False

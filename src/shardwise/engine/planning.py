@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 
 import msgspec
 
@@ -180,13 +181,8 @@ def plan_together(
 
     def answer(local: _Local, said: list[bytes]) -> list[bytes]:
         requests = [msgspec.msgpack.decode(each, type=_Request) for each in said]
-        require_equal(
-            [each.terms for each in requests],
-            "ranks do not save the same checkpoint in the same way:",
-        )
-        save_id = admit(local.save, [each.message for each in requests])
-        agreements = _agree(requests, save_id, rings)
-        known = plans.get(agreements[0].plan) if agreements[0].cached and save_id else None
+        agreements = _agree(requests, partial(admit, local.save), rings)
+        known = plans.get(agreements[0].plan) if agreements[0].is_cached else None
         if known is not None and known.manifest is not None and check_room is not None:
             check_room(local.save, known.manifest.bytes_stored)
         return [msgspec.msgpack.encode(each) for each in agreements]
@@ -197,21 +193,20 @@ def plan_together(
         return None
     with recorder.stage("plan"):
         objects = _share_values(local.values, agreed, group)
-        known = plans.get(agreed.plan) if agreed.cached else None
-        if known is None:
+        plan = plans.get(agreed.plan) if agreed.is_cached else None
+        if plan is None:
             plans.misses += 1
             plan = _plan_anew(local, agreed, group, check_room)
             plans.put(agreed.plan, plan)
         else:
             plans.hits += 1
-            plan = known
     return PlannedSave(
         save=local.save,
         save_id=agreed.save_id,
         rank=group.rank,
         world_size=group.size,
         plan=plan,
-        cached=agreed.cached,
+        cached=agreed.is_cached,
         description=local.description,
         fragments=local.fragments,
         objects=objects,
@@ -252,7 +247,7 @@ class _Agreement(msgspec.Struct, array_like=True):
 
     Attributes:
         plan: the fingerprint of the plan.
-        cached: whether all ranks have the plan.
+        is_cached: whether all ranks have the plan, and none needs to be made.
         send_values: whether this rank sends its plain values to rank 0.
         gather_values: whether any rank does.
         peers: on rank 0, for each rank the other ranks whose pieces it must know.
@@ -260,7 +255,7 @@ class _Agreement(msgspec.Struct, array_like=True):
 
     save_id: str
     plan: bytes
-    cached: bool
+    is_cached: bool
     send_values: bool
     gather_values: bool
     peers: list[list[int]] = []
@@ -285,17 +280,24 @@ def _fingerprint(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-def _agree(requests: Sequence[_Request], save_id: str, rings: FormRings | None) -> list[_Agreement]:
-    """Make rank 0's replies: which plan to use, and who sends plain values."""
+def _agree(
+    requests: Sequence[_Request], admit: Callable[[list[bytes]], str], rings: FormRings | None
+) -> list[_Agreement]:
+    """Make rank 0's replies: the id of the save, its plan, and who sends plain values."""
+    require_equal(
+        [each.terms for each in requests],
+        "ranks do not save the same checkpoint in the same way:",
+    )
+    save_id = admit([each.message for each in requests])
     fingerprints = [each.fingerprint for each in requests]
     peers = rings(fingerprints) if rings is not None else [[] for _ in requests]
     plan = _fingerprint(msgspec.msgpack.encode((fingerprints, peers)))
-    cached = all(plan in each.plans for each in requests)
+    is_cached = bool(save_id) and all(plan in each.plans for each in requests)
     first_with = {each.values: rank for rank, each in reversed(list(enumerate(requests)))}
     speakers = set(first_with.values())
     several = len(speakers) > 1
     return [
-        _Agreement(save_id, plan, cached, rank in speakers, several, peers if rank == 0 else [])
+        _Agreement(save_id, plan, is_cached, rank in speakers, several, [] if rank else peers)
         for rank in range(len(requests))
     ]
 

@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint against its checksums."""
+"""Verification of a checkpoint: every byte is compared with its checksum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.engine.buffers import Arena
-from shardwise.engine.compare import refuse, unlike_replicas
+from shardwise.engine.compare import find_differences, refuse_differences
 from shardwise.engine.datareader import DataReader
 from shardwise.engine.opened import Opened
 from shardwise.errors import CorruptionError
@@ -20,12 +20,12 @@ from shardwise.manifest.table import Int
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What was checked of a file of a foreign checkpoint.
+    """The result for one file of a foreign checkpoint.
 
     Attributes:
-        bytes: those that have a checksum.
-        unchecked: bytes of tensors that have none.
-        altered: those that are not what was saved.
+        bytes: the bytes that have a checksum.
+        unchecked: the bytes of tensors that have no checksum.
+        altered: the ranges that do not match their checksums.
     """
 
     bytes: int
@@ -35,7 +35,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `verify` checked. It only returns a report if it found no damage.
+    """The result of `verify`, which returns a report only if it found no damage.
 
     Attributes:
         path: the path of the checkpoint.
@@ -63,7 +63,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class Altered:
-    """Bytes `start:stop` of a file that are not those that were saved, and whose they are."""
+    """Bytes `start:stop` of a file that do not match their checksum, and the tensors in them."""
 
     file: str
     start: int
@@ -73,16 +73,16 @@ class Altered:
     def __str__(self) -> str:
         shown = ", ".join(self.tensors[:5]) + (", …" if len(self.tensors) > 5 else "")
         return (
-            f"{self.file}: bytes {self.start}:{self.stop} are not those that were saved"
+            f"{self.file}: bytes {self.start}:{self.stop} do not match their checksum"
             f"{f' ({shown})' if shown else ''}"
         )
 
 
 def verify_all(opened: Opened, arena: Arena, recorder: Recorder) -> VerifyReport:
-    """Check all that has a checksum, and compare all copies of tensors; an event for each file.
+    """Check all checksums and compare all copies of tensors; record an event for each file.
 
     Raises:
-        CorruptionError: a file is missing or cut off, or bytes are not those that were saved.
+        CorruptionError: a file is missing or truncated, or bytes do not match their checksum.
         MismatchError: copies of a tensor differ.
     """
     total = unchecked = 0
@@ -94,19 +94,19 @@ def verify_all(opened: Opened, arena: Arena, recorder: Recorder) -> VerifyReport
                 raise CorruptionError(f"{opened.store}: {checked.altered[0]}")
             total += checked.bytes
             unchecked += checked.unchecked
-    compared, unlike = unlike_replicas(opened, arena, recorder)
-    refuse(opened, unlike)
+    compared, differences = find_differences(opened, arena, recorder)
+    refuse_differences(opened, differences)
     return VerifyReport(str(opened.store), total, compared, unchecked, recorder.seconds())
 
 
 def verify_files(opened: Opened, arena: Arena, recorder: Recorder) -> int:
-    """Read all of every file; an event for each, named by the file.
+    """Check all bytes of every file; record an event for each, named by the file.
 
     Returns:
-        The bytes that were checked.
+        The checked bytes.
 
     Raises:
-        CorruptionError: a file is missing or cut off, or bytes are not those that were saved.
+        CorruptionError: a file is missing or truncated, or bytes do not match their checksum.
     """
     total = 0
     with ThreadPoolExecutor(arena.threads, "shardwise-verify") as pool:
@@ -130,20 +130,22 @@ def verify_files(opened: Opened, arena: Arena, recorder: Recorder) -> int:
 
 
 def verify_sums(opened: Opened, arena: Arena, recorder: Recorder) -> Iterator[Checked]:
-    """Read what a foreign checkpoint has checksums of; an event for each file that has some.
+    """Check the files of a foreign checkpoint that have checksums; record an event for each.
 
-    Returns:
-        What was checked of each file.
+    Yields:
+        The result for each of these files.
 
     Raises:
-        CorruptionError: a file is missing or cut off.
+        CorruptionError: a file is missing or truncated.
     """
     numbers = {entry.name: number for number, entry in enumerate(opened.manifest.files)}
     with ThreadPoolExecutor(arena.threads, "shardwise-verify") as pool:
         for summed in opened.sums() if opened.sums is not None else ():
             number = numbers[summed.file]
             start, size, _ = summed.ranges.T
-            unchecked = _beside(_held(opened, number), np.stack([start, start + size], axis=1))
+            unchecked = _length_outside(
+                _ranges_of_tensors(opened, number), np.stack([start, start + size], axis=1)
+            )
             altered: list[Altered] = []
             total = int(size.sum())
             if total:
@@ -152,8 +154,8 @@ def verify_sums(opened: Opened, arena: Arena, recorder: Recorder) -> Iterator[Ch
             yield Checked(total, unchecked, altered)
 
 
-def _held(opened: Opened, file: int) -> Int:
-    """Ranges of a file that hold tensors, and copies of tensors: `(n, 2)`, first and last + 1."""
+def _ranges_of_tensors(opened: Opened, file: int) -> Int:
+    """Return the ranges of a file that hold tensors or their copies: `(n, 2)`, start and stop."""
     source, found = opened.source(), [np.zeros((0, 2), np.int64)]
     tables = [(opened.pieces, opened.stride)]
     if opened.replicas is not None:
@@ -167,13 +169,13 @@ def _held(opened: Opened, file: int) -> Int:
     return np.concatenate(found)
 
 
-def _beside(ranges: Int, others: Int) -> int:
-    """How many bytes of ranges are in none of some others."""
+def _length_outside(ranges: Int, others: Int) -> int:
+    """Return how many bytes of `ranges` are outside `others`."""
     return _length(np.concatenate([ranges, others])) - _length(others)
 
 
 def _length(ranges: Int) -> int:
-    """How many bytes ranges have, those in several of them once."""
+    """Return how many bytes are in any of the ranges."""
     if not len(ranges):
         return 0
     start, stop = ranges[np.argsort(ranges[:, 0], kind="stable")].T
@@ -188,7 +190,7 @@ def _altered(
 
     def sum_of(start: int, size: int) -> int:
         found = 0
-        step = arena.chunk - BLOCK  # a read may go on a little
+        step = arena.chunk - BLOCK  # a read may return a little more
         with arena.buffer() as buffer:
             for low in range(start, start + size, step):
                 high = min(low + step, start + size)
