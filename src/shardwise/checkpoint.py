@@ -13,7 +13,7 @@ import torch
 from shardwise.adapters.optimizers import GROUPS
 from shardwise.adapters.values import saved_tensors
 from shardwise.engine.buffers import Arena
-from shardwise.engine.compare import refuse_differences, sample_differences
+from shardwise.engine.compare import compare_sample
 from shardwise.engine.load import fill, plan_filling
 from shardwise.engine.opened import Opened
 from shardwise.engine.slices import read_selected
@@ -366,9 +366,7 @@ class Checkpoint(Mapping[str, Any]):
     def _fill(self, leaves: Sequence[TensorLeaf]) -> None:
         numbers = {self._saved.stored_index(leaf.name) for leaf in leaves} - self._compared
         if self.verified and numbers:
-            refuse_differences(
-                self._opened, sample_differences(self._opened, self._arena, Recorder(), numbers)
-            )
+            compare_sample(self._opened, self._arena, Recorder(), numbers)
             self._compared |= numbers
         filling = plan_filling(leaves, self._saved, self._opened, self._arena)
         fill(filling, self._opened, self._arena, verify=self.verified)

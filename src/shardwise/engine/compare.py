@@ -64,22 +64,23 @@ def find_differences(
     return comparison.run(mine, arena, recorder)
 
 
-def sample_differences(
+def compare_sample(
     opened: Opened, arena: Arena, recorder: Recorder, tensors: Collection[int]
-) -> list[str]:
+) -> None:
     """Compare a sample of the copies: `SAMPLE` bytes at each of at most `PLACES` places.
 
     Args:
         tensors: numbers of the tensors to compare.
 
-    Returns:
-        One line for each tensor whose copies differ: where they do.
+    Raises:
+        MismatchError: copies differ.
     """
     comparison = _comparison(opened)
     if comparison is None:
-        return []
+        return
     parts = comparison.sample(comparison.rows_of(tensors))
-    return comparison.run(_batches(parts, comparison, LARGEST_BATCH), arena, recorder)[1]
+    _, differences = comparison.run(_batches(parts, comparison, LARGEST_BATCH), arena, recorder)
+    refuse_differences(opened, differences)
 
 
 def check_sample(
@@ -106,7 +107,7 @@ def check_sample(
 
     def answer(said: list[bytes]) -> bytes:
         wanted = np.unique(np.concatenate([np.frombuffer(each, "<i8") for each in said]))
-        refuse_differences(opened, sample_differences(opened, arena, recorder, wanted.tolist()))
+        compare_sample(opened, arena, recorder, wanted.tolist())
         return b""
 
     exchange(group, "comparing replicas", speak, answer)

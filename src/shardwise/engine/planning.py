@@ -193,13 +193,10 @@ def plan_together(
         return None
     with recorder.stage("plan"):
         objects = _share_values(local.values, agreed, group)
-        plan = plans.get(agreed.plan) if agreed.is_cached else None
+        plan = _cached_plan(agreed, plans)
         if plan is None:
-            plans.misses += 1
             plan = _plan_anew(local, agreed, group, check_room)
             plans.put(agreed.plan, plan)
-        else:
-            plans.hits += 1
     return PlannedSave(
         save=local.save,
         save_id=agreed.save_id,
@@ -315,6 +312,16 @@ def _share_values(
         )
         return united or ()
     return unite_values([values.encode()]) if group.rank == 0 else ()
+
+
+def _cached_plan(agreed: _Agreement, plans: PlanCache) -> RankPlan | None:
+    """Return the plan of an earlier save, if all ranks have it."""
+    plan = plans.get(agreed.plan) if agreed.is_cached else None
+    if plan is None:
+        plans.misses += 1
+    else:
+        plans.hits += 1
+    return plan
 
 
 def _plan_anew(
