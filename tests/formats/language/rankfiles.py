@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from shardwise.errors import MismatchError
 from shardwise.formats.foreign import Catalogue, ForeignFile
-from shardwise.formats.language import apply_spec, parse
+from shardwise.formats.language import Spec, apply_spec, parse
 from shardwise.formats.validate import checked
 from tests.formats.reference import read_tensors
 
@@ -75,6 +77,13 @@ def read(
     return read_tensors(
         NOWHERE, checked(apply_spec(parse(text), catalogue(axes, ranks), **options))
     )
+
+
+def problems(spec: Spec, ranks: Catalogue, **options: Any) -> list[str]:
+    """All reasons why a specification does not fit."""
+    with pytest.raises(MismatchError) as error:
+        apply_spec(spec, ranks, **options)
+    return list(error.value.problems)
 
 
 def same(tensor: torch.Tensor, array: Array) -> None:

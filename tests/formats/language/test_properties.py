@@ -121,10 +121,16 @@ def test_flat_ranges_of_several_tensors(shapes: list[list[int]], ranks: int, pad
     share = -(-len(flat) // ranks) + padding
     padded = np.concatenate([flat, np.full(share * ranks - len(flat), -1, np.int32)])
     names = [f"t{i}" for i in range(len(shapes))]
-    text = f"ranks dp\nflat -> {', '.join(names)} flat over dp"
-    given_ = {name: tuple(shape) for name, shape in zip(names, shapes, strict=True)}
+    axes = [[f"a{i}{j}" for j in range(len(shape))] for i, shape in enumerate(shapes)]
+    targets = [f"{name} [{' '.join(own)}]" for name, own in zip(names, axes, strict=True)]
+    where = [
+        f"{a} = {n}"
+        for own, shape in zip(axes, shapes, strict=True)
+        for a, n in zip(own, shape, strict=True)
+    ]
+    text = f"ranks dp\nflat -> {', '.join(targets)} flat over dp where {', '.join(where)}"
     parts = {(r,): {"flat": padded[r * share : (r + 1) * share]} for r in range(ranks)}
-    got = read(text, {"dp": ranks}, parts, shapes=given_)
+    got = read(text, {"dp": ranks}, parts)
     begins = itertools.accumulate(sizes, initial=0)
     for name, shape, begin, size in zip(names, shapes, begins, sizes, strict=False):
         same(got[name], flat[begin : begin + size].reshape(shape))

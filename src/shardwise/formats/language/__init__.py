@@ -1,8 +1,7 @@
 """Specifications: how the arrays of all ranks make up global tensors. See docs/language.md."""
 
-from shardwise.formats.language.apply import apply_spec, check_spec
-from shardwise.formats.language.check import Report
+from shardwise.formats.language.apply import apply_spec
 from shardwise.formats.language.rules import Spec
 from shardwise.formats.language.syntax import parse
 
-__all__ = ["Report", "Spec", "apply_spec", "check_spec", "parse"]
+__all__ = ["Spec", "apply_spec", "parse"]

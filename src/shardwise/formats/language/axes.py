@@ -1,8 +1,8 @@
-"""Axis expressions: `[(tp g (q + k + v) d) h]`, their sizes, and where each element lies.
+"""Axis expressions such as `[(tp g (q + k + v) d) h]`: their sizes and element positions.
 
-A dimension is an axis, a product of axes (the last runs fastest), or a sum of parts that lie one
-after another. Choosing a part of each sum leaves a *term*, in which the position along every
-dimension is a linear function of the positions along the axes.
+A dimension is an axis, a product of axes (the last runs fastest), or a sum of consecutive parts.
+Choosing one part of each sum gives a *term*. In a term, the position along every dimension is a
+linear function of the positions along the axes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis by its name. A literal is one too, of a fixed size: `128'0` is the first 128.
+    """A named axis. A literal is an axis of fixed size: `128'0` is the first literal 128.
 
-    `ragged` axes (`~f`) have another size at each position of the indexed axes before them.
+    The size of a `ragged` axis (`~f`) depends on the position along the indexed axes before it.
     """
 
     name: str
@@ -33,27 +33,27 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """A ragged axis and the indexed axes before it, whose shares of it lie one after another."""
+    """A ragged axis with the indexed axes before it. Their shares follow one after another."""
 
     axes: tuple[str, ...]
     axis: str
 
     @property
     def start(self) -> str:
-        """Under this name sizes hold the sum of all shares, and terms where a share begins."""
+        """The key of the sum of all shares in sizes, and of a share's start in terms."""
         return f"~{self.axis}"
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A product. Without factors it has one element."""
+    """A product. Without factors, its size is 1."""
 
     factors: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Parts, one after another."""
+    """A sum: consecutive parts."""
 
     parts: tuple[Node, ...]
 
@@ -63,7 +63,7 @@ Node = Axis | Ragged | Chain | Sum
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """A dimension of a tensor; with a `limit`, the tensor has only the first elements of it."""
+    """A dimension of a tensor. A `limit` cuts off padding after that many elements."""
 
     node: Node
     limit: Expression | None = None
@@ -71,14 +71,14 @@ class Dim:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The dimensions of an array; at `rest`, where that is given, any number of further ones."""
+    """The dimensions of an array. `rest` is the position of `...`, if there is one."""
 
     dims: tuple[Dim, ...]
     rest: int | None = None
     at: int = field(default=0, compare=False)
 
     def unfolded(self, more: int) -> tuple[Dim, ...]:
-        """The dimensions, with `more` of them where it says `...`."""
+        """Return the dimensions, with `more` dimensions in place of `...`."""
         if self.rest is None:
             return self.dims
         rest = (Dim(Axis(f"...'{i}")) for i in range(more))
@@ -87,7 +87,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One choice of parts: an element lies at `start` plus, for each axis, its position × step.
+    """One choice of parts. An element is at `start` plus position × step, summed over the axes.
 
     `steps` maps axes to `(dimension, step)`.
     """
@@ -97,7 +97,7 @@ class Term:
 
 
 def axes_of(node: Node) -> Iterator[Axis]:
-    """All axes of an expression, in order; of a ragged one, the sum of all shares."""
+    """Yield all axes of an expression in order; for a ragged one, the sum of its shares."""
     match node:
         case Axis():
             yield node
@@ -110,7 +110,7 @@ def axes_of(node: Node) -> Iterator[Axis]:
 
 
 def parts_alone(node: Node) -> Iterator[Axis]:
-    """Axes that are a part of a sum by themselves, in sums that leave nothing out."""
+    """Yield axes that are a whole part of a sum, for sums without `_`."""
     match node:
         case Chain(factors):
             yield from itertools.chain.from_iterable(map(parts_alone, factors))
@@ -121,12 +121,12 @@ def parts_alone(node: Node) -> Iterator[Axis]:
 
 
 def is_hole(axis: str) -> bool:
-    """Whether an axis is `_`: a part that goes nowhere."""
+    """Whether an axis is `_`, a part that no tensor takes."""
     return axis.startswith("_'")
 
 
 def without(node: Node, indexed: frozenset[str]) -> Node | None:
-    """What a rank has of it: the expression without the axes of which it has one position."""
+    """Return a rank's share of an expression: the expression without its indexed axes."""
     match node:
         case Axis(name):
             return None if name in indexed else Axis(name, size=node.size, at=node.at)
@@ -141,10 +141,10 @@ def without(node: Node, indexed: frozenset[str]) -> Node | None:
 
 
 def gathered(node: Node, indexed: frozenset[str]) -> Node:
-    """The same with each ragged axis joined to the indexed axes before it.
+    """Join each ragged axis to the indexed axes before it.
 
     Raises:
-        LayoutError: there are none before it.
+        LayoutError: no indexed axis comes before a ragged one.
     """
     match node:
         case Axis(name, ragged):
@@ -172,7 +172,7 @@ def gathered(node: Node, indexed: frozenset[str]) -> Node:
 
 
 def size_of(node: Node, sizes: Sizes) -> int | None:
-    """How many elements; None if that is not known."""
+    """Return the number of elements, or None if it is unknown."""
     match node:
         case Axis(name, size=size):
             return sizes.get(name) if size is None else size
@@ -187,10 +187,10 @@ def size_of(node: Node, sizes: Sizes) -> int | None:
 
 
 def solve(equations: Sequence[tuple[Node, int]], sizes: Sizes) -> dict[str, int]:
-    """Sizes of axes, such that each expression has as many elements as it should.
+    """Find sizes of all axes that give each expression its number of elements.
 
     Raises:
-        LayoutError: there are none, or several.
+        LayoutError: no sizes do, or the sizes are not determined.
     """
     known = dict(sizes)
     open_ = list(equations)
@@ -206,7 +206,7 @@ def solve(equations: Sequence[tuple[Node, int]], sizes: Sizes) -> dict[str, int]
 
 
 def _learn(node: Node, total: int, known: dict[str, int]) -> bool:
-    """Determine the one axis whose size is not known; whether none is left after that."""
+    """Determine the size of the only unknown axis; return whether all sizes are known now."""
     unknown = {a.name for a in axes_of(node) if a.size is None and a.name not in known}
     if isinstance(size_of(node, known), int):
         return True
@@ -239,10 +239,10 @@ def _undetermined(left: Sequence[tuple[Node, int]], known: Sizes) -> str:
 
 
 def terms(dims: Sequence[Node], sizes: Sizes) -> list[Term]:
-    """All choices of parts of an array with these dimensions.
+    """Return the terms of an array with these dimensions.
 
     Raises:
-        LayoutError: an axis is there twice, or the size of one is not known.
+        LayoutError: an axis occurs twice, or its size is unknown.
     """
     choices = [
         [(start, [(axis, (dim, step)) for axis, step in steps]) for start, steps in lines]
@@ -295,7 +295,7 @@ def _known(node: Node, sizes: Sizes) -> int:
 
 
 def render_node(node: Node, *, inner: bool = False) -> str:
-    """As it is written in a specification."""
+    """Return an expression as text."""
     match node:
         case Axis(name, ragged):
             return ("~" if ragged else "") + name.split("'")[0]
@@ -311,7 +311,7 @@ def render_node(node: Node, *, inner: bool = False) -> str:
 
 
 def render_dims(dims: Sequence[Dim], rest: int | None = None) -> str:
-    """As it is written in a specification."""
+    """Return an expression as text."""
     words = [
         render_node(dim.node) + (f"[:{render(dim.limit)}]" if dim.limit is not None else "")
         for dim in dims

@@ -1,4 +1,4 @@
-"""Arithmetic of the language: numbers of layers and experts, and sizes."""
+"""Integer arithmetic over ranks, layers, experts and sizes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A captured number, a coordinate of the rank, or a declared number."""
+    """A captured number, a coordinate of the rank, or a number declared with `let`."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class SizeOf:
-    """`|tp|`: how many there are."""
+    """The size of an axis: `|tp|`."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """`first[pp]`: an element of a declared list."""
+    """An element of a declared list: `first[pp]`."""
 
     name: str
     index: Expression
@@ -43,9 +43,9 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """`pp i`: the position in a product of axes, the last of which runs fastest.
+    """The position in a product of axes: `pp i`. The last axis runs fastest.
 
-    With `ragged`, the last axis has another size at each position of those before it.
+    A `ragged` product ends in an axis whose size depends on the position along the other axes.
     """
 
     axes: tuple[str, ...]
@@ -54,7 +54,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Integer arithmetic."""
+    """Two operands and an operator."""
 
     operator: Operator
     left: Expression
@@ -66,13 +66,14 @@ Expression = Number | Name | SizeOf | Item | Product | Operation
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the names in an expression stand for.
+    """The values of the names in an expression.
 
     Attributes:
-        values: of captures and coordinates.
-        sizes: of axes.
+        values: captured numbers and coordinates.
+        sizes: sizes of axes.
         constants: declared numbers and lists.
-        starts: of ragged products, by the position of all but the last axis: where it begins.
+        starts: for each ragged product, the start of the last axis's share by the position along
+            the other axes.
     """
 
     values: Mapping[str, int] = field(default_factory=dict)
@@ -81,10 +82,10 @@ class Known:
     starts: Mapping[tuple[str, ...], Mapping[int, int]] = field(default_factory=dict)
 
     def value(self, name: str) -> int:
-        """What a name stands for.
+        """Return the value of a name.
 
         Raises:
-            LayoutError: nothing says.
+            LayoutError: the name is unknown.
         """
         found = self.values.get(name, self.constants.get(name))
         if not isinstance(found, int):
@@ -92,10 +93,10 @@ class Known:
         return found
 
     def size(self, name: str) -> int:
-        """How many there are of an axis.
+        """Return the size of an axis.
 
         Raises:
-            LayoutError: nothing says.
+            LayoutError: the size is unknown.
         """
         found = self.sizes.get(name, self.constants.get(name))
         if isinstance(found, tuple):
@@ -106,10 +107,10 @@ class Known:
 
 
 def evaluate(expression: Expression, known: Known) -> int:
-    """The value of an expression.
+    """Return the value of an expression.
 
     Raises:
-        LayoutError: it depends on something unknown, or divides by zero, or leads out of a list.
+        LayoutError: a name is unknown, a divisor is 0, or an index is out of range.
     """
     match expression:
         case Number(value):
@@ -145,7 +146,7 @@ def _position(axes: tuple[str, ...], ragged: bool, known: Known) -> int:
 
 def _calculate(operator: Operator, left: int, right: int) -> int:
     if operator in ("//", "%") and right == 0:
-        raise LayoutError("there is a division by zero")
+        raise LayoutError(f"division by zero: {left} {operator} 0")
     match operator:
         case "+":
             return left + right
@@ -160,7 +161,7 @@ def _calculate(operator: Operator, left: int, right: int) -> int:
 
 
 def names_in(expression: Expression) -> Iterator[str]:
-    """The captures, coordinates and constants whose values an expression takes."""
+    """Yield the captures, coordinates and constants whose values an expression uses."""
     match expression:
         case Name(name):
             yield name
@@ -174,7 +175,7 @@ def names_in(expression: Expression) -> Iterator[str]:
 
 
 def sizes_in(expression: Expression) -> Iterator[str]:
-    """The axes whose sizes an expression takes."""
+    """Yield the axes whose sizes an expression uses."""
     match expression:
         case SizeOf(name):
             yield name
@@ -188,7 +189,7 @@ def sizes_in(expression: Expression) -> Iterator[str]:
 
 
 def render(expression: Expression) -> str:
-    """As it is written in a specification."""
+    """Return an expression as text."""
     match expression:
         case Number(value):
             return str(value)

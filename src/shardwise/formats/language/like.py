@@ -18,17 +18,17 @@ from shardwise.formats.language.rules import (
 )
 from shardwise.formats.language.text import Text
 
-Part = TypeVar("Part")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """Arrays that are laid out as others are.
+    """A statement `pattern like base, results -> target`.
 
     Attributes:
-        rule: its pattern, the renamed target, and what is said beside.
-        base: from what the pattern captures, the name whose rule is followed.
-        results: what the names of that rule's tensors match.
+        rule: the pattern, the renamed target and further clauses of the statement.
+        base: the name whose rule is followed, made from the pattern's captures.
+        results: the pattern of the names that are renamed.
     """
 
     rule: Rule
@@ -37,10 +37,10 @@ class Like:
 
 
 def followed(rules: Sequence[Rule | Skip | Like], text: Text) -> tuple[Rule | Skip, ...]:
-    """Put in the place of each `like` all rules that it follows, each as one of its own.
+    """Replace each `like` by a copy of every rule that it follows.
 
     Raises:
-        SpecError: a `like` is not of the form that can be followed.
+        SpecError: a `like` has the wrong form, or follows no rule.
     """
     bases = [rule for rule in rules if not isinstance(rule, Like)]
     found: list[Rule | Skip] = []
@@ -93,7 +93,7 @@ def _derive(like: Like, base: Rule | Skip, text: Text) -> Rule | Skip | None:
 
 
 def _renamed(pattern: Pattern) -> Pattern:
-    """Its stars by other names, as the rule that is followed has stars too."""
+    """Rename a pattern's stars, because the followed rule has stars too."""
     parts: list[str | Capture] = []
     for part in pattern.parts:
         if isinstance(part, Capture) and part.star:
@@ -129,10 +129,10 @@ def _target(like: Like, target: Target, text: Text) -> Target | None:
     return Target(Template(tuple(parts)), given, renamed.at)
 
 
-def _stripped(parts: tuple[Part, ...], texts: tuple[str, str]) -> tuple[Part | str, ...] | None:
-    """Parts without a text before and one after them; None if these are not there."""
+def _stripped(parts: tuple[T, ...], texts: tuple[str, str]) -> tuple[T | str, ...] | None:
+    """Remove a prefix and a suffix from the parts; return None if they do not have both."""
     before, after = texts
-    left: list[Part | str] = list(parts)
+    left: list[T | str] = list(parts)
     for end, text in ((0, before), (-1, after)):
         part = left[end]
         if not text:

@@ -1,4 +1,4 @@
-"""Which rule each stored array is of, and what its name captures."""
+"""Matching: the rule of each stored array, the captures in its name, and the tensor's name."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Captured = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """Rules and the rows of a catalogue that are theirs.
+    """The rows of a catalogue that each rule matches.
 
     Attributes:
-        rows: by rule, in the order of the specification.
-        captured: by rule, what names captured, by the name's index.
+        rows: rows by rule, in the order of the specification.
+        captured: captured texts by rule and by the index of the array's name.
         unmatched: rows that no rule matches.
     """
 
@@ -45,14 +45,14 @@ class Matches:
 
 
 def match_rules(spec: Spec, catalogue: Catalogue, known: Known) -> Matches:
-    """Give each array to the first rule that its name and its rank match.
+    """Assign each array to the first rule that matches its name and rank.
 
     Raises:
-        LayoutError: the ranks of a rule depend on something unknown; an array is of no rank.
+        LayoutError: an `on` clause uses an unknown name, or an array's rank is out of range.
     """
     sizes = np.array(list(catalogue.axes.values()), np.int64)
     if ((catalogue.coordinate < 0) | (catalogue.coordinate >= sizes)).any():
-        raise LayoutError(f"an array is of a rank that is not one of {dict(catalogue.axes)}")
+        raise LayoutError(f"the rank of an array is outside of {dict(catalogue.axes)}")
     owner = np.full(len(catalogue), NOBODY, np.int64)
     numbers = spec.numbers()
     open_names = set(np.unique(catalogue.name).tolist())
@@ -81,7 +81,7 @@ def match_rules(spec: Spec, catalogue: Catalogue, known: Known) -> Matches:
 
 
 def coordinate(catalogue: Catalogue, axis: str) -> Int:
-    """Where along an axis the rank of each array is; 0 along one that the checkpoint lacks."""
+    """Return each array's rank coordinate along an axis; 0 if the checkpoint lacks the axis."""
     axes = list(catalogue.axes)
     if axis not in axes:
         return np.zeros(len(catalogue), np.int64)
@@ -91,7 +91,7 @@ def coordinate(catalogue: Catalogue, axis: str) -> Int:
 def captured_numbers(
     spec: Spec, catalogue: Catalogue, matches: Matches, rule: int
 ) -> dict[str, Int]:
-    """The numbers that the names of a rule's rows captured, by capture, as columns."""
+    """Return the numbers captured from the names of a rule's rows, a column for each capture."""
     found = {}
     rows = matches.rows[rule]
     for name in set(spec.rules[rule].pattern.captures()) & spec.numbers():
@@ -103,10 +103,10 @@ def captured_numbers(
 
 
 def count_captures(spec: Spec, catalogue: Catalogue, matches: Matches, known: Known) -> Known:
-    """Find out how many there are of each captured number, in all rules together.
+    """Count the values of each captured number over all rules.
 
     Returns:
-        `known` with sizes of captures, and where the shares of ragged ones begin.
+        `known` with the sizes of captures, and the starts of the shares of ragged ones.
     """
     sizes = dict(known.sizes)
     shares: dict[tuple[str, ...], dict[int, int]] = {}
@@ -151,17 +151,17 @@ def _starts(axes: tuple[str, ...], shares: Mapping[int, int], known: Known) -> d
     found, at = {}, 0
     for position in range(positions):
         if position not in shares:
-            raise LayoutError(f"no {axes[-1]} at {' '.join(axes[:-1])} = {position}")
+            raise LayoutError(f"the files have no {axes[-1]} at {' '.join(axes[:-1])} = {position}")
         found[position] = at
         at += shares[position]
     return found
 
 
 def constants_of(spec: Spec, given: Mapping[str, int]) -> dict[str, Value]:
-    """The numbers that `let` declares; those that are given from outside count first.
+    """Return the numbers that `let` declares. Numbers given by the program override them.
 
     Raises:
-        MismatchError: a number is neither declared nor given, or given but not declared.
+        MismatchError: a number has no value, or the program gives one that is not declared.
     """
     found: dict[str, Value] = dict(given)
     names = [name for name, _ in spec.lets]
@@ -171,38 +171,42 @@ def constants_of(spec: Spec, given: Mapping[str, int]) -> dict[str, Value]:
         if name in given:
             continue
         if declared is None:
-            problems.append(f"{name} is declared without a number, so it must be given")
+            problems.append(
+                f"{name} is declared without a value: pass {name}=… to sw.spec, or --let {name}=…"
+            )
             continue
         try:
             found[name] = number_or_list(declared, Known(constants=found))
         except LayoutError as error:
             problems.append(f"let {name}: {error}")
     if problems:
-        raise MismatchError(f"{spec.text.source}: its numbers are not all known:", problems)
+        raise MismatchError(
+            f"{spec.text.source}: some declared numbers are missing or wrong:", problems
+        )
     return found
 
 
 def rank_sizes(spec: Spec, axes: Mapping[str, int]) -> dict[str, int]:
-    """How many ranks there are along each axis; those that a checkpoint does not have are 1.
+    """Return the number of ranks along each axis; 1 along axes that the checkpoint lacks.
 
     Raises:
-        MismatchError: the specification says otherwise.
+        MismatchError: the specification gives other sizes.
     """
     problems = [
-        f"{name} is {axes.get(name, 1)} here, and {size} in the specification"
+        f"{name} is {axes.get(name, 1)} in the checkpoint and {size} in the specification"
         for name, size in spec.ranks
         if size is not None and size != axes.get(name, 1)
     ]
     if problems:
-        raise MismatchError(f"{spec.text.source} is for other ranks:", problems)
+        raise MismatchError(f"{spec.text.source} is for another number of ranks:", problems)
     return {**dict.fromkeys((name for name, _ in spec.ranks), 1), **axes}
 
 
 def rule_sizes(rule: Rule, known: Known) -> dict[str, Value]:
-    """Sizes that a rule declares for its axes; parts of sums for which nothing does have 1.
+    """Return the sizes that a rule declares. Undeclared single axes in a sum have size 1.
 
     Raises:
-        LayoutError: one depends on something unknown.
+        LayoutError: a size uses an unknown name.
     """
     sizes: dict[str, Value] = {}
     for name, declared in rule.sizes:
@@ -216,10 +220,10 @@ def rule_sizes(rule: Rule, known: Known) -> dict[str, Value]:
 
 
 def number_or_list(declared: Declared, known: Known) -> Value:
-    """The value of what stands after `=`.
+    """Return the value of a declaration.
 
     Raises:
-        LayoutError: it depends on something unknown.
+        LayoutError: it uses an unknown name.
     """
     if isinstance(declared, tuple):
         return tuple(evaluate(item, known) for item in declared)
@@ -230,12 +234,12 @@ LARGEST_KEY = 2**62
 
 
 class Tensors:
-    """Tensors in the order in which they were first named.
+    """Global tensors, numbered in the order in which rules first name them.
 
     Attributes:
-        names: of all.
-        averages: which of them are hidden, each the value of one rank; by the name of their mean.
-        computed: numbers that names were given by arithmetic, by the text before them.
+        names: the names of all tensors.
+        averages: for each mean, the names of the hidden tensors with the ranks' values.
+        computed: numbers in names that result from arithmetic, by the text before them.
     """
 
     def __init__(self) -> None:
@@ -245,7 +249,7 @@ class Tensors:
         self._index: dict[str, int] = {}
 
     def index(self, name: str) -> int:
-        """The number of a tensor, which it is given if it has none yet."""
+        """Return the number of a tensor; a new name gets the next one."""
         found = self._index.setdefault(name, len(self.names))
         if found == len(self.names):
             self.names.append(name)
@@ -265,15 +269,15 @@ class Tensors:
         """Name the tensors of many arrays.
 
         Args:
-            averages: axes of the ranks each of which has a value of its own.
-            captured: by the index of an array's name.
-            columns: indices of names, and positions along axes.
+            averages: axes of the ranks over which the tensor is the mean.
+            captured: captured texts by the index of the array's name.
+            columns: for each array, the index of its name and its positions along axes.
 
         Returns:
-            `(n,)`: numbers of the tensors.
+            `(n,)`, the number of each array's tensor.
 
         Raises:
-            LayoutError: a name depends on something unknown.
+            LayoutError: a name uses an unknown value.
         """
         names, positions = columns
         needed = dict.fromkeys([*template.names(), *averages])
@@ -314,14 +318,14 @@ def _given(part: Expression, known: Known) -> str:
 
 
 def _distinct(columns: Sequence[Int]) -> tuple[Int, Int]:
-    """Rows with the first of each distinct combination, and for all rows which one they have."""
+    """Return the first row of each distinct combination, and each row's combination."""
     key = np.zeros_like(columns[0])
     most = 1
     for column in columns:
         size = int(column.max(initial=0)) + 1
         most *= size
         if most > LARGEST_KEY:
-            raise LayoutError("absurdly large numbers in names")
+            raise LayoutError("the numbers in names are absurdly large")
         key = key * size + column
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
     return first.astype(np.int64), inverse.astype(np.int64)

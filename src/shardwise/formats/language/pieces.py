@@ -1,4 +1,4 @@
-"""From axes to boxes: which boxes of a tensor an array holds, and at which strides."""
+"""From stored arrays to boxes: which boxes of a tensor an array holds, and at which strides."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ MOST_PIECES = 2**26
 
 @dataclass(frozen=True, slots=True)
 class Stencil:
-    """The boxes of any array of some sizes: K of them, where all indexed axes are at 0.
+    """The K boxes that every array of the same sizes holds, relative to position 0 of its axes.
 
     Attributes:
-        start: `(K,)`: elements from the array's first to the box's.
-        offset: `(K, D)`: of the boxes in the tensor.
-        shape: `(D,)`: of each box.
-        stride: `(D,)`: elements of the array between neighbours in a box.
-        steps: how far each indexed axis moves the boxes: `(elements of the array, dimension of
-            the tensor, elements of the tensor)`.
+        start: `(K,)`, elements from the start of the array to the start of the box.
+        offset: `(K, D)`, offsets of the boxes in the tensor.
+        shape: `(D,)`, the shape of each box.
+        stride: `(D,)`, strides in the array, in elements.
+        steps: how far one step along an indexed axis moves the boxes: `(elements of the array,
+            dimension of the tensor, elements of the tensor)`.
     """
 
     start: Int
@@ -41,8 +41,8 @@ class Stencil:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Boxes of tensors in arrays: rows of `tensor`, `row`, `start` in elements, and `(n, D)`."""
+class Boxes:
+    """A table of boxes: tensor, row of the catalogue, start in elements; `(n, D)` for the rest."""
 
     tensor: Int
     row: Int
@@ -54,18 +54,18 @@ class Block:
 
 @dataclass(slots=True)
 class _Line:
-    """One dimension of a box, while axes are joined to it from the innermost outwards."""
+    """A dimension of a box, while axes are merged into it from the innermost outwards."""
 
     size: int = 1
     stride: int = 0
 
 
 def stencils(own: Structure, sizes: Sizes, strides: Sequence[int]) -> list[Stencil]:
-    """One for each part of the stored array that the tensor takes.
+    """Return a stencil for each part of the stored array that the tensor takes.
 
     Args:
-        sizes: of all axes; of ragged ones their share, and the sum of all shares under `~name`.
-        strides: of the stored array, in elements.
+        sizes: the sizes of all axes; for a ragged axis its share, and under `~name` the sum.
+        strides: the strides of the stored array, in elements.
     """
     by_axes = {frozenset(term.steps): term for term in terms(own.stored, sizes)}
     found = []
@@ -78,7 +78,7 @@ def stencils(own: Structure, sizes: Sizes, strides: Sequence[int]) -> list[Stenc
 
 
 def sizes_of(axis: str, sizes: Sizes) -> int:
-    """The size of an axis, literals included."""
+    """Return the size of an axis or literal."""
     head, literal, _ = axis.partition("'")
     return int(head) if literal and head.isdigit() else sizes[axis]
 
@@ -91,7 +91,7 @@ def _stencil(
     start = np.array([sum(a * b for a, b in zip(stored.start, strides, strict=True))], np.int64)
     offset = np.array([whole.start], np.int64).reshape(1, len(lines))
     broken = [False] * len(lines)
-    # Of axes of one dimension the innermost come first.
+    # The innermost axes of each dimension come first.
     for axis, (dim, at) in sorted(whole.steps.items(), key=lambda item: item[1][1]):
         if axis in own.indexed or axis.startswith("~"):
             continue
@@ -105,7 +105,7 @@ def _stencil(
             continue
         broken[dim] = True
         if len(start) * size > MOST_PIECES:
-            raise LayoutError("the array holds the tensor element by element: too many pieces")
+            raise LayoutError(f"the layout cuts the array into more than {MOST_PIECES} pieces")
         count = np.arange(size)
         start = (start[:, None] + count * step[axis]).ravel()
         offset = np.repeat(offset, size, axis=0)
@@ -125,19 +125,19 @@ def _stencil(
     )
 
 
-def spread(
+def boxes_of(
     stencil: Stencil, rows: Int, tensor: Int, positions: Mapping[str, Int], limits: Int
-) -> Block:
-    """The boxes of many arrays.
+) -> Boxes:
+    """Return the boxes of many arrays.
 
     Args:
-        rows, tensor: of each array: its row in the catalogue, and which tensor it is of.
-        positions: along the indexed axes, a column each.
-        limits: `(D,)`: the tensor's shape; what lies beyond is padding, and left out.
+        rows, tensor: for each array, its row in the catalogue and its tensor.
+        positions: for each array, the position along each indexed axis.
+        limits: `(D,)`, the shape of the tensor; padding beyond it is left out.
     """
     count, dims = len(stencil.start), stencil.offset.shape[1]
     if len(rows) * count > MOST_PIECES:
-        raise LayoutError("the arrays hold the tensor element by element: too many pieces")
+        raise LayoutError(f"the layout cuts the arrays into more than {MOST_PIECES} pieces")
     start, offset = np.zeros(len(rows), np.int64), np.zeros((len(rows), dims), np.int64)
     for axis, (elements, dim, at) in stencil.steps.items():
         start += elements * positions[axis]
@@ -147,7 +147,7 @@ def spread(
     offsets = (offset[:, None, :] + stencil.offset).reshape(len(starts), dims)
     shape = np.minimum(stencil.shape, limits - offsets)
     kept = (shape > 0).all(axis=1)
-    return Block(
+    return Boxes(
         np.repeat(tensor, count)[kept],
         np.repeat(rows, count)[kept],
         starts[kept],
@@ -159,9 +159,9 @@ def spread(
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Columns of n rows: where each row's share begins, and the sum of all of its group.
+    """For each row, the start of its share and the sum of all shares of its group.
 
-    `unequal` and `missing` list groups whose rows disagree about a share, or lack one.
+    `unequal` lists groups whose rows disagree about a share, `missing` groups that lack one.
     """
 
     start: Int
@@ -171,12 +171,12 @@ class Shares:
 
 
 def shares(group: Int, position: Int, size: Int, positions: int, *, grows: bool = False) -> Shares:
-    """Lay the shares of each group one after another, in the order of their positions.
+    """Find where each share begins if the shares of a group follow one after another.
 
     Args:
-        group, position, size: columns: rows of one group and position have the same share.
-        positions: how many there are.
-        grows: the share is the largest size that any of its rows has.
+        group, position, size: columns; rows with the same group and position have one share.
+        positions: the number of positions in a group.
+        grows: take the largest size of its rows as the share, instead of requiring equal sizes.
     """
     groups, row = np.unique(group, return_inverse=True)
     table = np.full((len(groups), positions), -1, np.int64)
@@ -194,16 +194,16 @@ Positions = Mapping[str, Int]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Arrays of one rule and of the same sizes, and the tensors that they are of.
+class ArrayGroup:
+    """Arrays that match the same target of a rule and have the same sizes.
 
     Attributes:
-        rows: of the catalogue; more than once if an array is of several tensors.
-        positions: along the indexed axes, a column each.
-        own: how their dimensions become those of the tensor.
-        sizes: of all axes.
-        strides: of the arrays, in elements.
-        tensor: which tensor each is of.
+        rows: rows of the catalogue; repeated for an array that is part of several tensors.
+        positions: the position of each array along each indexed axis.
+        own: the structure of the target.
+        sizes: the sizes of all axes.
+        strides: the strides of the arrays, in elements.
+        tensor: the tensor of each array.
     """
 
     rows: Int
@@ -213,15 +213,15 @@ class Part:
     strides: tuple[int, ...]
     tensor: Int
 
-    def taken(self, which: Int, sizes: Sizes | None = None) -> Part:
-        """Some of the arrays."""
+    def select(self, which: Int, sizes: Sizes | None = None) -> ArrayGroup:
+        """Return a part with some of the arrays."""
         positions = {axis: column[which] for axis, column in self.positions.items()}
         taken = replace(self, rows=self.rows[which], positions=positions, tensor=self.tensor[which])
         return taken if sizes is None else replace(taken, sizes=sizes)
 
 
-def cases(catalogue: Catalogue, rows: Int) -> Iterator[Int]:
-    """Which of the rows have the same shape and strides, as indices into them."""
+def group_by_shape(catalogue: Catalogue, rows: Int) -> Iterator[Int]:
+    """Group rows by shape and strides; yield the indices of each group."""
     columns = np.column_stack([catalogue.ndim[rows], catalogue.shape[rows], catalogue.stride[rows]])
     if not len(rows):
         return
@@ -232,40 +232,40 @@ def cases(catalogue: Catalogue, rows: Int) -> Iterator[Int]:
     yield from np.split(np.argsort(inverse.ravel(), kind="stable"), np.cumsum(count)[:-1])
 
 
-def sized(
+def solve_sizes(
     spec: Spec, rule: Rule, target: Target, array: tuple[int, ...], declared: Mapping[str, Value]
 ) -> tuple[Structure, dict[str, int]]:
-    """The sizes of all axes of an array of a shape.
+    """Return the structure of a target and the sizes of all axes, given the array's shape.
 
     Raises:
-        LayoutError: the array cannot be of that shape, or sizes are left open.
+        LayoutError: the shape does not fit the rule, or does not determine all sizes.
     """
     own = structure(spec, rule, target, unfolding(spec, rule, target, len(array)))
     known = {name: size for name, size in declared.items() if isinstance(size, int)}
     return own, solve(list(zip(own.stored, array, strict=True)), known)
 
 
-def listed(part: Part) -> Part:
-    """Each array as often as there are tensors that its axes tell apart."""
+def repeat_listed(part: ArrayGroup) -> ArrayGroup:
+    """Repeat each array for each tensor that its listed axes make of it."""
     for axis in part.own.listed:
         size = sizes_of(axis, part.sizes)
         rows = np.repeat(np.arange(len(part.rows)), size)
         index = np.tile(np.arange(size), len(part.rows))
-        part = part.taken(rows)
+        part = part.select(rows)
         part = replace(part, positions={**part.positions, axis: index})
     return part
 
 
-def with_ragged(
-    parts: Sequence[Part],
+def split_by_shares(
+    parts: Sequence[ArrayGroup],
     lists: Mapping[str, tuple[int, ...]],
     complain: Callable[[int, str], None],
-) -> list[Part]:
-    """Find out where the shares of ragged axes begin, and divide parts by the sums of these.
+) -> list[ArrayGroup]:
+    """Find where shares of ragged axes begin, and split parts by the sums of the shares.
 
     Args:
         lists: declared shares, by axis.
-        complain: called with a tensor and what is wrong with it.
+        complain: called with a tensor and a description of its problem.
     """
     axes = {found.axis: found for part in parts for found in part.own.ragged}
     for axis, found in axes.items():
@@ -282,9 +282,9 @@ def with_ragged(
         position = np.concatenate(outer)
         share = shares(tensor, position, np.concatenate(size), count, grows=grows)
         for bad in share.unequal.tolist():
-            complain(bad, f"ranks disagree about their share of {axis}")
+            complain(bad, f"ranks have different shares of {axis} where they should have the same")
         for bad in share.missing.tolist():
-            complain(bad, f"some ranks' shares of {axis} are nowhere")
+            complain(bad, f"the shares of {axis} of some ranks are missing")
         if axis in lists:
             _compare(lists[axis], tensor, position, np.concatenate(size), axis, complain)
         parts = [part for part in parts if found not in part.own.ragged]
@@ -295,7 +295,7 @@ def with_ragged(
             part = replace(part, positions={**part.positions, found.start: start})
             for sum_ in np.unique(total).tolist():
                 which = np.flatnonzero(total == sum_)
-                parts.append(part.taken(which, {**part.sizes, found.start: sum_}))
+                parts.append(part.select(which, {**part.sizes, found.start: sum_}))
             begin = end
     return list(parts)
 
@@ -315,23 +315,18 @@ def _compare(
         complain(bad, f"the shares of {axis} are not {list(declared)}, as declared")
 
 
-def _position_along(axes: Sequence[str], part: Part) -> Int:
+def _position_along(axes: Sequence[str], part: ArrayGroup) -> Int:
     at = np.zeros(len(part.rows), np.int64)
     for axis in axes:
         at = at * part.sizes[axis] + part.positions[axis]
     return at
 
 
-def tensor_shape(
-    dims: Sequence[Dim], sizes: Sizes, known: Known, given: tuple[int, ...] | None
-) -> tuple[int, ...]:
-    """The shape of a tensor.
-
-    Args:
-        given: what the caller knows of it; limits of which nothing else says anything follow it.
+def tensor_shape(dims: Sequence[Dim], sizes: Sizes, known: Known) -> tuple[int, ...]:
+    """Return the shape of a tensor.
 
     Raises:
-        LayoutError: a limit is not known, or there are not so many elements.
+        LayoutError: a limit is unknown, or larger than the dimension.
     """
     found = []
     with_sizes = Known(known.values, {**known.sizes, **sizes}, {**sizes, **known.constants})
@@ -341,15 +336,9 @@ def tensor_shape(
             names = ", ".join(a.name for a in axes_of(dim.node) if a.name not in sizes)
             raise LayoutError(f"nothing says how many {names} there are")
         if dim.limit is not None:
-            try:
-                limit = evaluate(dim.limit, with_sizes)
-            except LayoutError:
-                if given is None or i >= len(given):
-                    raise
-                limit = given[i]
+            limit = evaluate(dim.limit, with_sizes)
             if not 0 <= limit <= size:
-                has = f"and {size} are stored"
-                raise LayoutError(f"dimension {i} should have {limit} elements, {has}")
+                raise LayoutError(f"dimension {i} is cut at {limit}, but has {size} elements")
             size = limit
         found.append(size)
     if math.prod(size for size in found if size) > LARGEST:

@@ -1,4 +1,4 @@
-"""Patterns that names match, and templates that make names of what was captured."""
+"""A parsed specification: rules, and the patterns and templates of names in them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from shardwise.formats.language.expressions import Expression, Name, names_in, r
 from shardwise.formats.language.text import Text
 
 Matcher = Callable[[str], dict[str, str] | None]
+Declared = Expression | tuple[Expression, ...]
+WHOLE = Shape((), rest=0)
+UNWRITTEN = Text("", "specification")
 
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """`{name}`: a word without dots, or a number where it is counted with; `*` takes any text."""
+    """`{name}`: a word without dots, or a number if used as one. With `star`, any text."""
 
     name: str
     star: bool = False
@@ -24,20 +27,20 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Literal text and captures, in order."""
+    """A pattern of names: literal text and captures, in order."""
 
     parts: tuple[str | Capture, ...]
 
     def captures(self) -> tuple[str, ...]:
-        """Names of the captures; a star without a name is `*0`, `*1`, … by its position."""
+        """Return the names of the captures. Unnamed stars are `*0`, `*1`, … by position."""
         found = (part.name for part in self.parts if isinstance(part, Capture))
         return tuple(dict.fromkeys(found))
 
     def matcher(self, numbers: Collection[str]) -> Matcher:
-        """A function from a name to what it captures, or None.
+        """Return a function from a name to its captured texts, or to None if it does not match.
 
         Args:
-            numbers: captures that take only digits.
+            numbers: captures that match only digits.
         """
         names = list(self.captures())
         seen: set[str] = set()
@@ -72,20 +75,20 @@ def _braced(capture: Capture) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Literal text and expressions; one that is only the name of a capture may stand for text."""
+    """The name of a tensor: literal text and expressions. A `Name` may be a captured text."""
 
     parts: tuple[str | Expression, ...]
 
     def fill(self, texts: Mapping[str, str]) -> str:
-        """The name, where all of its captures stand for text.
+        """Return the name, with captured texts filled in.
 
         Raises:
-            LayoutError: something is no capture.
+            LayoutError: the template contains arithmetic.
         """
         words = []
         for part in self.parts:
             if not isinstance(part, str | Name):
-                raise LayoutError("a name that is made of others cannot count")
+                raise LayoutError(f"{self}: the name of a tied tensor cannot contain arithmetic")
             words.append(part if isinstance(part, str) else texts[part.name])
         return "".join(words)
 
@@ -93,7 +96,7 @@ class Template:
         return "".join(p if isinstance(p, str) else f"{{{render(p)}}}" for p in self.parts)
 
     def names(self) -> tuple[str, ...]:
-        """All captures, coordinates, axes and constants that it takes."""
+        """Return the captures, coordinates, axes and constants in the template."""
         holes = (part for part in self.parts if not isinstance(part, str))
         return tuple(dict.fromkeys(name for hole in holes for name in names_in(hole)))
 
@@ -101,7 +104,7 @@ class Template:
 def substitute(
     parts: tuple[str | Capture, ...], by: Mapping[str, tuple[str | Capture, ...]]
 ) -> tuple[str | Capture, ...]:
-    """A pattern's parts with captures replaced by parts of another."""
+    """Return a pattern's parts with some captures replaced by the parts of another pattern."""
     found: list[str | Capture] = []
     for part in parts:
         own = by.get(part.name) if isinstance(part, Capture) else None
@@ -109,16 +112,11 @@ def substitute(
     return tuple(found)
 
 
-Declared = Expression | tuple[Expression, ...]
-WHOLE = Shape((), rest=0)
-UNWRITTEN = Text("", "specification")
-
-
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A global tensor that a rule's arrays are fragments of, or parts of fragments.
+    """A global tensor that a rule's arrays are parts of.
 
-    Without `given`, its dimensions are those of the array, as the rule says or as they are.
+    Without `given`, its dimensions are those of the stored array.
     """
 
     name: Template
@@ -128,17 +126,19 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Stored arrays of one kind, and what they are of.
+    """How stored arrays of one kind make up global tensors.
 
     Attributes:
-        pattern: what their names match.
-        stored: how they are laid out; without it, as `targets` say, less the indexed axes.
-        sizes: of axes, by name.
-        flat: axes of the ranks among which the array was divided after it was flattened.
-        average: axes of the ranks whose mean the tensor is.
-        dtype: what the arrays are stored as, if the rule says.
-        on: coordinates of the ranks that have them.
-        at: its first character in the text.
+        pattern: the pattern of the arrays' names.
+        targets: the tensors.
+        stored: the dimensions of the array; by default those of its target without the axes of
+            ranks and of captured numbers.
+        sizes: sizes of axes, from `where`.
+        flat: axes of the ranks that divide the flattened tensors.
+        average: axes of the ranks over which the tensor is the mean.
+        dtype: the required dtype of the arrays, if any.
+        on: coordinates of the ranks to which the rule applies.
+        at: the index of the rule's first character in the text.
     """
 
     pattern: Pattern
@@ -152,18 +152,18 @@ class Rule:
     at: int = field(default=0, compare=False)
 
     def shape_of(self, target: Target) -> Shape:
-        """The axis expression of a tensor."""
+        """Return the axis expression of a tensor."""
         return target.given or self.stored or WHOLE
 
     def shapes(self) -> Iterator[Shape]:
-        """All axis expressions."""
+        """Yield all axis expressions."""
         if self.stored is not None:
             yield self.stored
         for target in self.targets:
             yield self.shape_of(target)
 
     def axes(self) -> frozenset[str]:
-        """Names of all axes of all its expressions."""
+        """Return the names of the axes in all axis expressions."""
         return frozenset(
             axis.name for shape in self.shapes() for dim in shape.dims for axis in axes_of(dim.node)
         )
@@ -171,7 +171,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Stored arrays that nobody wants."""
+    """Stored arrays that are left out."""
 
     pattern: Pattern
     at: int = field(default=0, compare=False)
@@ -179,10 +179,9 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """Names of tensors that are others under another name.
+    """Further names of tensors: `head = embed`.
 
-    Attributes:
-        unless_stored: only names that no array is stored for.
+    With `unless_stored`, a name that has stored arrays is not tied.
     """
 
     name: Template
@@ -193,12 +192,14 @@ class Tie:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A specification. Of several rules that a stored array matches the first one counts.
+    """A specification. The first rule that a stored array matches applies to it.
 
     Attributes:
-        ranks: the axes of the ranks, and their sizes where the text gives them.
-        lets: declared numbers and lists; None where they must be given from outside.
-        rules: in order; those that follow others (`like`) are among them already.
+        ranks: the axes of the ranks, with their sizes where the text gives them.
+        lets: declared numbers and lists; None where the program must give a value.
+        rules: all rules in order, including those that follow others with `like`.
+        ties: further names of tensors.
+        text: the text that was parsed.
     """
 
     ranks: tuple[tuple[str, int | None], ...] = ()
@@ -213,7 +214,7 @@ class Spec:
         return frozenset(name for name, _ in self.ranks)
 
     def numbers(self) -> frozenset[str]:
-        """Captures that are numbers, in all rules: what is an axis, or is counted with."""
+        """Return the captures that are numbers: those used as an axis or in arithmetic."""
         counted: set[str] = set()
         for rule in self.rules:
             if isinstance(rule, Rule):

@@ -1,4 +1,4 @@
-"""What a rule says of one of its tensors, once the number of dimensions is known."""
+"""The structure of a rule: how the axes of a stored array become those of its tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from shardwise.formats.language.axes import (
     Dim,
     Node,
     Ragged,
-    Shape,
     Sum,
     axes_of,
     gathered,
@@ -30,11 +29,12 @@ class Structure:
 
     Attributes:
         stored: the dimensions of the stored array.
-        whole: those of the tensor.
-        ragged: axes that ranks divide unevenly, and what divides them.
-        indexed: axes of the tensor of which a stored array has one position: coordinates of the
-            rank, and captured numbers.
-        listed: axes of the stored array that tell tensors apart: `{e}` in their names.
+        whole: the dimensions of the tensor.
+        ragged: the axes that ranks divide unevenly.
+        indexed: the axes of the tensor along which a stored array has a single position, namely
+            axes of ranks and captured numbers.
+        listed: the axes of the stored array along which each position is a tensor of its own,
+            because their names are in the tensor's name.
     """
 
     stored: tuple[Node, ...]
@@ -45,18 +45,18 @@ class Structure:
 
 
 def indexed_axes(spec: Spec, rule: Rule) -> frozenset[str]:
-    """Axes of which an array of this rule has one position."""
+    """Return the axes along which an array of this rule has a single position."""
     return spec.rank_axes | (frozenset(rule.pattern.captures()) & spec.numbers())
 
 
 def structure(spec: Spec, rule: Rule, target: Target, more: int) -> Structure:
-    """Divide the axes of a rule into those of the array, and those that tell arrays apart.
+    """Return the structure of one target of a rule.
 
     Args:
-        more: how many dimensions `...` stands for.
+        more: the number of dimensions in place of `...`.
 
     Raises:
-        LayoutError: a ragged axis is not divided by anything.
+        LayoutError: no axis divides a ragged axis.
     """
     indexed = indexed_axes(spec, rule)
     local = rule.shape_of(target) if rule.stored is None else rule.stored
@@ -88,28 +88,25 @@ def _ragged(node: Node) -> list[Ragged]:
 
 
 def unfolding(spec: Spec, rule: Rule, target: Target, ndim: int) -> int:
-    """How many dimensions `...` stands for in a stored array of `ndim` dimensions.
+    """Return the number of dimensions in place of `...` for a stored array of `ndim` dimensions.
 
     Raises:
-        LayoutError: the array cannot have so many dimensions.
+        LayoutError: the rule does not allow `ndim` dimensions.
     """
     local = rule.shape_of(target) if rule.stored is None else rule.stored
-    least = _kept(local, indexed_axes(spec, rule))
+    indexed = indexed_axes(spec, rule)
+    least = sum(without(dim.node, indexed) is not None for dim in local.dims)
     if ndim < least or (ndim > least and local.rest is None):
         shown = render_dims(local.dims, local.rest)
         raise LayoutError(f"{shown} has {least} dimension(s) on a rank; the array has {ndim}")
     return ndim - least
 
 
-def _kept(shape: Shape, indexed: frozenset[str]) -> int:
-    return sum(without(dim.node, indexed) is not None for dim in shape.dims)
-
-
 def check_terms(spec: Spec, rule: Rule, structures: Sequence[Structure]) -> None:
-    """Check that every part of the stored array is a part of one of the tensors.
+    """Check that every part of the stored array is used by a tensor, and the other way round.
 
     Raises:
-        LayoutError: a part goes nowhere, or comes from nowhere, or an axis is there twice.
+        LayoutError: a part is unused or missing, or an axis occurs twice.
     """
     taken: set[frozenset[str]] = set()
     for target, own in zip(rule.targets, structures, strict=True):
@@ -133,10 +130,10 @@ def check_terms(spec: Spec, rule: Rule, structures: Sequence[Structure]) -> None
 
 
 def part_axes(nodes: Sequence[Node]) -> list[frozenset[str]]:
-    """The axes of each term.
+    """Return the set of axes of each term.
 
     Raises:
-        LayoutError: an axis is twice in one, or two terms have the same.
+        LayoutError: an axis occurs twice in a term, or two terms have the same axes.
     """
     ones = {axis.name: 1 for node in nodes for axis in axes_of(node)}
     ones |= {f"~{name}": 1 for name in ones}
@@ -156,21 +153,24 @@ KEYWORDS = frozenset(
 
 
 def check_sense(spec: Spec) -> None:
-    """Check that every name stands for something, and that each rule's two sides agree.
+    """Check that every name is defined, and that both sides of each rule agree.
 
     Raises:
-        SpecError: it points at the rule.
+        SpecError: a rule is wrong; the error points at it.
     """
     declared = [name for name, _ in spec.ranks] + [name for name, _ in spec.lets]
     for name in declared:
         if declared.count(name) > 1:
             raise spec.text.error(0, f"{name} is declared twice")
         if name in KEYWORDS:
-            raise spec.text.error(0, f"{name} is a word of the language, and cannot be a name")
+            raise spec.text.error(0, f"{name} is a word of the language and cannot be a name")
     for rule in spec.rules:
         for part in rule.pattern.parts:
             if isinstance(part, Capture) and part.name in declared:
-                raise spec.text.error(rule.at, f"{part.name} is captured, but declared above")
+                raise spec.text.error(
+                    rule.at,
+                    f"{part.name} is captured here, but declared by `ranks` or `let`; rename one",
+                )
         if isinstance(rule, Rule):
             _check_rule(spec, rule)
     for tie in spec.ties:
@@ -184,7 +184,9 @@ def _check_rule(spec: Spec, rule: Rule) -> None:
     captures = frozenset(rule.pattern.captures())
     for axis in (*rule.flat, *rule.average, *(name for name, _ in rule.on)):
         if axis not in spec.rank_axes:
-            raise spec.text.error(rule.at, f"{axis} is no axis of the ranks")
+            raise spec.text.error(
+                rule.at, f"{axis} is no axis of the ranks; declare it with `ranks`"
+            )
     for name, _ in rule.sizes:
         if name not in rule.axes() | captures:
             raise spec.text.error(rule.at, f"`where` gives {name} a size, which is no axis here")
@@ -200,7 +202,7 @@ def _check_rule(spec: Spec, rule: Rule) -> None:
                     raise spec.text.error(target.at, f"~{part.axes[-1]} must be captured")
         shape = rule.shape_of(target)
         if (shape.rest is None) != ((rule.stored or shape).rest is None):
-            raise spec.text.error(target.at, "`...` must be on both sides, or on none")
+            raise spec.text.error(target.at, "`...` must be on both sides or on neither")
     try:
         structures = [structure(spec, rule, target, 0) for target in rule.targets]
         check_terms(spec, rule, structures)
@@ -218,7 +220,9 @@ def _place(rule: Rule) -> int:
 def _check_names(spec: Spec, value: Expression, known: Collection[str], at: int) -> None:
     for name in (*names_in(value), *sizes_in(value)):
         if name not in known:
-            raise spec.text.error(at, f"nothing here is called {_shown(name)}")
+            raise spec.text.error(
+                at, f"nothing here is called {_shown(name)}: it is not captured or declared"
+            )
 
 
 def _check_shape(spec: Spec, rule: Rule, target: Target, listed: frozenset[str]) -> None:
@@ -226,14 +230,23 @@ def _check_shape(spec: Spec, rule: Rule, target: Target, listed: frozenset[str])
     names = {axis for axis in rule.axes() if not is_hole(axis)}
     for axis in (*rule.flat, *rule.average):
         if axis in names:
-            raise fail(target.at, f"{axis} is an axis here, so nothing is divided over it again")
+            raise fail(
+                target.at,
+                f"{axis} is an axis here already; remove it from the dimensions or from `over`",
+            )
     own = Rule(pattern=rule.pattern, targets=(target,))
     if any(is_hole(axis) for axis in own.axes()):
-        raise fail(target.at, "`_` stands for what no tensor has; use it on the left")
+        raise fail(target.at, "`_` stands for what no tensor has; use it only on the left")
     if listed & own.axes():
-        raise fail(target.at, f"{', '.join(listed)} tells tensors apart, and cannot be an axis too")
+        raise fail(
+            target.at,
+            f"{', '.join(listed)} is in the name of the tensor and cannot be one of its axes too",
+        )
     if listed and rule.flat:
-        raise fail(target.at, "what is flat cannot be divided into tensors by a number")
+        raise fail(
+            target.at,
+            "a `flat` rule cannot divide an array into tensors by a number in their names",
+        )
 
 
 def _shown(name: str) -> str:

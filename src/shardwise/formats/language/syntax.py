@@ -1,4 +1,4 @@
-"""From the text of a specification to its rules, by recursive descent: docs/language.md."""
+"""The parser of specifications: recursive descent over the grammar of docs/language.md."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ class _Found:
 
 
 def parse(text: str, source: str = "specification") -> Spec:
-    """Understand a specification.
+    """Parse a specification.
 
     Args:
-        source: what errors call it, such as the path of its file.
+        source: its name in errors, for example the path of its file.
 
     Raises:
-        SpecError: it cannot be understood; the message shows the line and a caret.
+        SpecError: the text has an error; the message shows the line and a caret.
     """
     whole = Text(text, source)
     if len(text) > LONGEST_TEXT:
-        raise whole.error(0, f"this text has over {LONGEST_TEXT} characters")
+        raise whole.error(0, f"the specification is longer than {LONGEST_TEXT} characters")
     found = _Found([], [], [], [])
     for start, stop in whole.statements():
         cursor = Cursor(whole, start, stop)
@@ -165,7 +165,7 @@ def _modified(cursor: Cursor, rule: Rule) -> Rule:
             at = cursor.at
             dtype = cursor.name("a dtype")
             if dtype not in DTYPES:
-                cursor.fail(f"{dtype} is no dtype of torch", at)
+                cursor.fail(f"{dtype} is no dtype of torch; expected for example bfloat16", at)
             rule = replace(rule, dtype=dtype)
         else:
             cursor.fail("expected `where`, `flat over`, `average over`, `on`, `as` or the end")
@@ -175,9 +175,7 @@ def _modified(cursor: Cursor, rule: Rule) -> Rule:
 def _axes(cursor: Cursor) -> tuple[str, ...]:
     axes = [cursor.name("an axis of the ranks")]
     while True:
-        if any(cursor.sees(word) for word in ("where", "flat", "average", "on", "as")):
-            return tuple(axes)
-        name = cursor.match(NAME)
+        name = None if _is_keyword(cursor) else cursor.match(NAME)
         if name is None:
             return tuple(axes)
         axes.append(name)
@@ -216,9 +214,9 @@ def _template(cursor: Cursor) -> Template:
 
 
 def _word(cursor: Cursor, what: str) -> Iterator[str]:
-    """The parts of a name, up to a space or comma: `*`, `{`, or a text after a quotation mark.
+    """Yield the parts of a name up to a space or comma: `*`, `{`, or `"` followed by a text.
 
-    Between two of them, the reader of what `{` begins moves the cursor on.
+    After `{`, the caller reads up to and including `}` before it takes the next part.
     """
     begin, text = cursor.at, cursor.text.text
     while True:
@@ -238,7 +236,7 @@ def _word(cursor: Cursor, what: str) -> Iterator[str]:
 
 
 def _close(cursor: Cursor) -> None:
-    # Not `expect`, which would read the space that ends the word.
+    # `expect` would also skip the space that ends the word.
     if cursor.text.text[cursor.at : min(cursor.at + 1, cursor.stop)] != "}":
         cursor.fail("expected `}`")
     cursor.at += 1
@@ -251,7 +249,7 @@ PRODUCTS: tuple[Operator, ...] = ("*", "//", "%")
 
 
 def declared(cursor: Cursor) -> Declared:
-    """What stands after `=`: a number, or a list of them."""
+    """Read the value after `=`: an expression, or a list of them."""
     if not cursor.take("["):
         return expression(cursor)
     items = [expression(cursor)]
@@ -262,7 +260,7 @@ def declared(cursor: Cursor) -> Declared:
 
 
 def expression(cursor: Cursor, depth: int = 0) -> Expression:
-    """A sum of products of atoms."""
+    """Read arithmetic: a sum of products of atoms."""
     if depth > MOST_DEPTH:
         cursor.fail("too many parentheses")
     return _operations(cursor, depth, SUMS)
@@ -285,7 +283,7 @@ def _operations(cursor: Cursor, depth: int, operators: tuple[Operator, ...]) -> 
 
 
 def _ends_capture(cursor: Cursor) -> bool:
-    # `{rest*}`: the star is of the capture.
+    # In `{rest*}` the star belongs to the capture.
     return cursor.sees("*}")
 
 
@@ -295,7 +293,7 @@ def _atom(cursor: Cursor, depth: int) -> Expression:
         return Number(number)
     if cursor.take("("):
         inner = expression(cursor, depth + 1)
-        cursor.expect(")", "at the end of what `(` began")
+        cursor.expect(")", "to close `(`")
         return inner
     if cursor.take("|"):
         name = cursor.name("the axis whose size is meant")
@@ -320,7 +318,7 @@ def _is_keyword(cursor: Cursor) -> bool:
 
 
 def shape(cursor: Cursor) -> Shape:
-    """An axis expression: `[(tp f) h]`."""
+    """Read an axis expression: `[(tp f) h]`."""
     at = cursor.at
     cursor.expect("[", "and the dimensions of the array")
     dims: list[Dim] = []

@@ -1,4 +1,4 @@
-"""Text that is read from left to right, and knows where it is."""
+"""The text of a specification, read from left to right; errors show the line and a caret."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from shardwise.errors import SpecError
 
-SPACE = re.compile(r"(?:\s|#(?<!\S#)[^\n]*)*")  # a # within a word is a letter of it
+SPACE = re.compile(r"(?:\s|#(?<!\S#)[^\n]*)*")  # `#` starts a comment only at the start of a word
 NAME = re.compile(r"[A-Za-z_]\w*")
 NUMBER = re.compile(r"\d+")
 LARGEST_NUMBER = 2**62
@@ -17,42 +17,44 @@ LARGEST_NUMBER = 2**62
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A specification's text, and what to call it in messages."""
+    """The text of a specification, and its name in messages."""
 
     text: str
     source: str
 
     def error(self, at: int, what: str) -> SpecError:
-        """An error that shows the place: a character's index from the start of the text."""
-        line = self.text.count("\n", 0, at)
+        """Return an error that shows the line and column of the character at index `at`."""
         begin = self.text.rfind("\n", 0, at) + 1
-        shown = self.text.splitlines()[line] if line < len(self.text.splitlines()) else ""
-        return SpecError(what, source=self.source, line=line + 1, column=at - begin + 1, text=shown)
+        line, lines = self.line(at), self.text.splitlines()
+        shown = lines[line - 1] if line <= len(lines) else ""
+        return SpecError(what, source=self.source, line=line, column=at - begin + 1, text=shown)
 
     def line(self, at: int) -> int:
-        """The number of the line of a character, from 1."""
+        """Return the number of the line, from 1, of the character at index `at`."""
         return self.text.count("\n", 0, at) + 1
 
     def statements(self) -> Iterator[tuple[int, int]]:
-        """Where each statement begins and ends: at a line that is not indented."""
+        """Yield the start and end of each statement. A statement starts at the left margin."""
         lines = self.text.splitlines(keepends=True)
         starts, at = [], 0
-        margin = min(
-            (len(line) - len(line.lstrip()) for line in lines if _says_something(line)), default=0
-        )
-        for line in lines:
-            if _says_something(line) and len(line) - len(line.lstrip()) == margin:
+        indents = [
+            None if not line.strip() or line.lstrip().startswith("#") else _indent(line)
+            for line in lines
+        ]
+        margin = min((indent for indent in indents if indent is not None), default=0)
+        for line, indent in zip(lines, indents, strict=True):
+            if indent == margin:
                 starts.append(at + margin)
             at += len(line)
         yield from zip(starts, [*starts[1:], len(self.text)], strict=False)
 
 
-def _says_something(line: str) -> bool:
-    return bool(line.strip()) and not line.lstrip().startswith("#")
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 class Cursor:
-    """A place in a statement; every reading moves it past what was read, and the space after."""
+    """A position in a statement. Reading moves it past the token and the space that follows."""
 
     def __init__(self, text: Text, start: int, stop: int) -> None:
         self.text, self.at, self.stop = text, start, stop
@@ -69,7 +71,7 @@ class Cursor:
         return self.at >= self.stop
 
     def fail(self, what: str, at: int | None = None) -> NoReturn:
-        """Raise an error that points here, or at another place.
+        """Raise an error that points at the cursor, or at the index `at`.
 
         Raises:
             SpecError: always.
@@ -77,14 +79,14 @@ class Cursor:
         raise self.text.error(self.at if at is None else at, what)
 
     def sees(self, symbol: str) -> bool:
-        """Whether the text goes on with a symbol, or with a word that ends there."""
+        """Whether a symbol or a complete word comes next."""
         if not self.text.text.startswith(symbol, self.at, self.stop):
             return False
         after = self.text.text[self.at + len(symbol) : self.stop][:1]
         return not (symbol[-1].isalpha() and (after.isalnum() or after == "_"))
 
     def take(self, symbol: str) -> bool:
-        """Read a symbol or word if it is there."""
+        """Read a symbol or word if it comes next; return whether it did."""
         if not self.sees(symbol):
             return False
         self.at += len(symbol)
@@ -92,16 +94,16 @@ class Cursor:
         return True
 
     def expect(self, symbol: str, why: str) -> None:
-        """Read a symbol that must be there.
+        """Read a required symbol.
 
         Raises:
-            SpecError: it is not.
+            SpecError: something else comes next.
         """
         if not self.take(symbol):
             self.fail(f"expected `{symbol}` {why}")
 
     def match(self, pattern: re.Pattern[str]) -> str | None:
-        """Read what a regular expression matches here, if it does."""
+        """Read and return a non-empty match of a regular expression, if there is one here."""
         found = pattern.match(self.text.text, self.at, self.stop)
         if found is None or not found.group():
             return None
@@ -110,24 +112,24 @@ class Cursor:
         return found.group()
 
     def name(self, what: str) -> str:
-        """Read a name.
+        """Read a name. `what` describes it in the error.
 
         Raises:
-            SpecError: there is none; `what` says what it would be of.
+            SpecError: no name comes next.
         """
         found = self.match(NAME)
         return found if found is not None else self.fail(f"expected {what}")
 
     def number(self) -> int | None:
-        """Read a number, if one is there.
+        """Read a number, if one comes next.
 
         Raises:
-            SpecError: it is absurd.
+            SpecError: the number is too large.
         """
         at = self.at
         digits = self.match(NUMBER)
         if digits is None:
             return None
         if len(digits) > 19 or int(digits) > LARGEST_NUMBER:
-            self.fail("this number is absurdly large", at)
+            self.fail(f"the number is absurdly large; the largest is {LARGEST_NUMBER}", at)
         return int(digits)

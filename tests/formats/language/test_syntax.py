@@ -70,7 +70,7 @@ def test_captures() -> None:
         ("a -> b flat over dp", "dp is no axis of the ranks"),
         ("ranks dp\na -> b [dp] flat over dp", "2:6: dp is an axis here"),
         ("a -> b where q = 1", "`where` gives q a size, which is no axis here"),
-        ("ranks tp\na.{tp} -> b", "tp is captured, but declared"),
+        ("ranks tp\na.{tp} -> b", "tp is captured here, but declared"),
         ("a -> b on pp = 0", "pp is no axis of the ranks"),
         ("o.* like a, m.* -> o.*", "there is no rule that this could be like"),
         ("a -> m.a\no like a, m.* -> o.*", "what is followed must be one `*`"),

@@ -6,9 +6,17 @@ import numpy as np
 import pytest
 
 from shardwise.errors import MismatchError
-from shardwise.formats.language import apply_spec, check_spec, parse
+from shardwise.formats.language import apply_spec, parse
 from shardwise.formats.validate import checked
-from tests.formats.language.rankfiles import NOWHERE, Array, catalogue, numbered, read, same
+from tests.formats.language.rankfiles import (
+    NOWHERE,
+    Array,
+    catalogue,
+    numbered,
+    problems,
+    read,
+    same,
+)
 from tests.formats.reference import read_tensors
 
 TP2 = {"tp": 2}
@@ -111,9 +119,9 @@ def test_layers_of_pipeline_stages() -> None:
 def test_numbers_with_gaps_are_refused() -> None:
     ranks = {(0,): {"l.0.w": numbered(2), "l.1.w": numbered(2)}, (1,): {"l.0.w": numbered(2)}}
     ranks[(2,)] = ranks[(0,)]
-    report = check_spec(parse("ranks pp\nl.{i}.w -> layers.{pp i}.w"), catalogue({"pp": 3}, ranks))
-    assert len(report.problems) == 1
-    assert "layers.…: numbers go up to 5, without 3" in report.problems[0]
+    text = "ranks pp\nl.{i}.w -> layers.{pp i}.w"
+    (problem,) = problems(parse(text), catalogue({"pp": 3}, ranks))
+    assert "layers.…: numbers go up to 5, without 3" in problem
 
 
 def test_experts_listed_and_stacked() -> None:
@@ -153,12 +161,11 @@ def test_padding_is_left_out() -> None:
 def test_flat_ranges_with_padding() -> None:
     a, b = numbered(3, 3), numbered(4) + 100
     flat = np.concatenate([a.ravel(), b, np.zeros(2, np.int32)])
-    text = "ranks dp\nflat -> a, b flat over dp"
-    shapes = {"a": (3, 3), "b": (4,)}
-    got = read(text, {"dp": 3}, on_tp("flat", np.split(flat, 3)), shapes=shapes)
+    text = "ranks dp\nflat -> a [x y], b [z] flat over dp where x = 3, y = 3, z = 4"
+    got = read(text, {"dp": 3}, on_tp("flat", np.split(flat, 3)))
     same(got["a"], a)
     same(got["b"], b)
-    got = read(text, {"dp": 3}, on_tp("flat", [flat[:5], flat[5:10], flat[10:13]]), shapes=shapes)
+    got = read(text, {"dp": 3}, on_tp("flat", [flat[:5], flat[5:10], flat[10:13]]))
     same(got["a"], a)
     same(got["b"], b)
 
@@ -230,10 +237,10 @@ def test_optimizer_states_follow_their_parameters() -> None:
 
 def test_dtypes_are_checked() -> None:
     ranks = catalogue({}, {(): {"w": numbered(2)}})
-    assert check_spec(parse("w -> w as int32"), ranks).fits
-    assert check_spec(parse("w -> w as float32"), ranks).problems == (
-        "w (specification:1): it is not float32",
-    )
+    assert apply_spec(parse("w -> w as int32"), ranks)
+    assert problems(parse("w -> w as float32"), ranks) == [
+        "w (specification:1): its dtype is not float32, as the rule requires",
+    ]
 
 
 def test_rules_of_some_ranks_only() -> None:
@@ -260,12 +267,12 @@ def test_empty_tensors(text: str) -> None:
         ("w -> w [(tp f) h] where f = 3", "`f` cannot be 4 with f = 3: that makes 3"),
         (
             "w -> w [(tp f)[:n] h]\nlet n = 9",
-            "dimension 0 should have 9 elements, and 8 are stored",
+            "dimension 0 is cut at 9, but has 8 elements",
         ),
-        ("w -> w [(tp f)[:n] h]\nlet n", "n is declared without a number, so it must be given"),
+        ("w -> w [(tp f)[:n] h]\nlet n", "n is declared without a value: pass n=… to sw.spec"),
         ("w -> w.{tp - 1}", "{(tp - 1)} is -1, with tp = 0"),
         ("w -> w.{x[tp]}\nlet x = [0]", "there is no x[1]"),
-        ("w -> w [x] flat over ep where x = 9", "what is flat must have one dimension"),
+        ("w -> w [x] flat over ep where x = 9", "an array of a `flat` rule must be contiguous"),
         ("w [(n + _) h] -> w [n h]", "leaves open how many n, _ there are"),
         ("w -> w on tp = 0", "w: no rule matches it; `skip` what is not wanted"),
         ("w -> w\nx = y", "y: no tensor has this name, so nothing is tied to it"),
@@ -273,16 +280,17 @@ def test_empty_tensors(text: str) -> None:
 )
 def test_what_does_not_fit(text: str, problem: str) -> None:
     ranks = catalogue({"tp": 2, "ep": 1}, {(t, 0): {"w": numbered(4, 2) + 8 * t} for t in range(2)})
-    (found,) = check_spec(parse("ranks tp ep\n" + text), ranks).problems
+    (found,) = problems(parse("ranks tp ep\n" + text), ranks)
     assert problem in found
 
 
 def test_absurd_numbers_are_refused() -> None:
     far = {(0,): {"w.999999999.999999999.999999999": numbered(2)}}
-    report = check_spec(parse("ranks tp\nw.{i}.{j}.{k} -> w [i j k h]"), catalogue({"tp": 1}, far))
-    assert "the tensor would be absurdly large" in report.problems[0]
-    report = check_spec(parse("ranks tp\nw -> w"), catalogue({"tp": 1}, {(3,): {"w": numbered(2)}}))
-    assert report.problems == ("an array is of a rank that is not one of {'tp': 1}",)
+    text = "ranks tp\nw.{i}.{j}.{k} -> w [i j k h]"
+    found = problems(parse(text), catalogue({"tp": 1}, far))
+    assert "the tensor would be absurdly large" in found[0]
+    found = problems(parse("ranks tp\nw -> w"), catalogue({"tp": 1}, {(3,): {"w": numbered(2)}}))
+    assert found == ["the rank of an array is outside of {'tp': 1}"]
 
 
 def test_all_that_is_wrong_is_told() -> None:
@@ -347,9 +355,9 @@ def test_a_tie_may_give_way_to_what_is_stored() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("a -> a\nb -> b\na = b\nb = a", "a: is tied to itself"),
-        ("a -> a\nb -> b\nc -> c\na = b\na = c", "a: is tied to c, and to b"),
-        ("a -> a\nb -> b [y x]\nc -> c\nb = a", "b: is int32 [3, 2], tied to a, which is int32"),
+        ("a -> a\nb -> b\na = b\nb = a", "a: it is tied to itself"),
+        ("a -> a\nb -> b\nc -> c\na = b\na = c", "a: it is tied to c and to b"),
+        ("a -> a\nb -> b [y x]\nc -> c\nb = a", "b: it is int32 [3, 2], but is tied to a, which"),
         ("a -> a\nb -> b\nc -> c\nb = d", "d: no tensor has this name, so nothing is tied to it"),
     ],
 )
