@@ -61,7 +61,7 @@ def test_a_save_without_room_begins_nothing_and_the_next_one_works(
         filler = fill_up(small)
         assert cp.save(2, state(2)) is None
         assert "step 2 is not saved, and the training goes on" in caplog.text
-        assert "its tensors take 1,048,576 bytes, and " in caplog.text
+        assert "its tensors need 1,048,576 bytes, but only " in caplog.text
         assert not (root / "step-00000002").exists()
         filler.unlink()
         assert cp.save(3, state(3)) is not None
