@@ -96,7 +96,7 @@ def test_wrong_paths_have_hints(run: Run, root: Path, command: str) -> None:
     for path, hint in [
         (f"{root.parent}/rum", f"does not exist: did you mean {root}?"),
         (f"{root.parent}/no/where", f"nor does {root.parent}/no"),
-        (f"{root}/step-00000500", "its save still runs, or was cut off"),
+        (f"{root}/step-00000500", "its save is still running, or was interrupted"),
         (f"{checkpoint}/manifest.json", f"a checkpoint is a directory: did you mean {checkpoint}?"),
         ("s3://bucket", "no store serves s3://"),
     ]:

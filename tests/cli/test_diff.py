@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.cli import elements
-from shardwise.cli.elements import batches
+from shardwise.cli import compare
+from shardwise.cli.compare import batches
 from shardwise.layout import boxes_of
 from shardwise.manifest.manifest import TensorEntry
 from tests.cli.conftest import Run
@@ -148,8 +148,8 @@ def test_differences_are_counted_in_elements(
 def test_large_tensors_are_compared_in_parts(
     run: Run, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(elements, "LARGEST_BATCH", 64)
-    monkeypatch.setattr(elements, "LARGEST_CONVERSION", 3)
+    monkeypatch.setattr(compare, "LARGEST_BATCH", 64)
+    monkeypatch.setattr(compare, "LARGEST_CONVERSION", 3)
     x = torch.arange(5 * 7 * 6, dtype=torch.float32).reshape(5, 7, 6)
     y = x.clone()
     y[::2, 1:, 3:] += torch.arange(1.0, 4.0)

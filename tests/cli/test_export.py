@@ -58,7 +58,7 @@ def test_a_checkpoint_is_converted_and_goes_on(run: Run, step: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--max-file", "much"), "a size is needed, such as 500M"),
+        (("--max-file", "much"), "expected a size, for example 500M"),
         (("--max-memory", "1K"), "at least 16.0 MiB"),
         (("--dtype", "bf16"), "bfloat16"),
         (("--to", "gguf"), "hf, dcp"),

@@ -75,7 +75,7 @@ def test_a_file_of_another_size_is_damage(run: Run, root: Path) -> None:
         file.truncate(size - 1)
     lines = run("ls", root, "--json").document["checkpoints"]
     assert [line["state"] for line in lines] == ["committed", "damaged", "committed"]
-    assert f"{data.name} has {size - 1:,} bytes, not the {size:,}" in lines[1]["problem"]
+    assert f"{data.name} has {size - 1:,} bytes, but {size:,}" in lines[1]["problem"]
 
 
 def test_a_foreign_checkpoint_is_named_and_leads_to_inspect(run: Run, tmp_path: Path) -> None:
@@ -124,5 +124,5 @@ def test_a_directory_of_other_things_is_said_to_be_one(
     run: Run, tmp_path: Path, as_json: tuple[str, ...]
 ) -> None:
     ran = run("ls", tmp_path, *as_json)
-    assert "is not a checkpoint, and has none below it" in ran.err
+    assert "is not a checkpoint, and holds none" in ran.err
     assert (ran.out, ran.status) == ("", 2)

@@ -87,10 +87,10 @@ def test_much_waste_is_said_to_be_more(run: Run) -> None:
     ("more", "said"),
     [
         ((), "--failures-per-day or --node-mtbf-days"),
-        (("--failures-per-day", 1, "--node-mtbf-days", 1), "one of them"),
+        (("--failures-per-day", 1, "--node-mtbf-days", 1), "give either"),
         (("--failures-per-day", 0), "rate of failures is 0: more than 0 is needed"),
         (("--failures-per-day", -1), "more than 0 is needed"),
-        (("--node-mtbf-days", 0), "0 days between failures: more than 0 is needed"),
+        (("--node-mtbf-days", 0), "--node-mtbf-days 0: must be more than 0"),
         ((*FAILURES, "--snapshot-cost", -1), "cost of a snapshot is -1: 0 or more is needed"),
         ((*FAILURES, "--step-time", "nan"), "time of a step is nan"),
         ((*FAILURES, "--group", 1), "cannot survive the loss of 1 of its nodes"),

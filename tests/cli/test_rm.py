@@ -70,7 +70,7 @@ def test_an_unfinished_save_is_removed_unless_it_still_runs(run: Run, root: Path
     with LocalStore(checkpoint).hold(lock_file("0" * 16), shared=False) as held:
         assert held
         ran = run("rm", root, "--step", "100", "--yes")
-    assert (ran.status, "a save into it is under way" in ran.err) == (2, True)
+    assert (ran.status, "a save into it is running" in ran.err) == (2, True)
     assert list(checkpoint.glob("*.safetensors"))
     assert run("rm", root, "--step", "100", "--yes").status == 0
     assert not checkpoint.exists()
@@ -86,7 +86,7 @@ def test_files_that_no_save_made_stay(run: Run, root: Path) -> None:
 def test_a_step_that_is_not_there_removes_nothing(run: Run, root: Path) -> None:
     ran = run("rm", root, "--step", "100", "--step", "7", "--yes")
     assert ran.status == 2
-    assert "has no checkpoint of step 7; the newest are: 100, 200, 300" in ran.err
+    assert "has no checkpoint of step 7 (newest steps: 100, 200, 300)" in ran.err
     assert steps(root) == [100, 200, 300]
 
 

@@ -1,4 +1,4 @@
-"""The command line: a file a command, and those that they share."""
+"""The `shardwise` command line: one module for each command, and the modules that they share."""
 
 from shardwise.cli.app import main
 

@@ -1,14 +1,14 @@
-"""`shardwise agent status`, for people."""
+"""The tables that `shardwise agent status` and `clear` print."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from shardwise.cli import wording
+from shardwise.cli import formatting as fmt
+from shardwise.cli.terminal import table
 from shardwise.memory.agent.status import STAGES, Behind, NodeStatus, RunStatus, SnapshotStatus
 from shardwise.memory.agent.tensors import TensorsStatus, TensorStatus
 from shardwise.memory.node.clearing import KeptRun
@@ -18,11 +18,11 @@ STYLES = {"done": "green", "under way": "yellow", "failed": "bold red", "": "dim
 
 
 def show_status(node: NodeStatus, console: Console) -> None:
-    """Print what is known of a node, its runs and its snapshots."""
+    """Print the state of a node, its agent, its runs and its snapshots."""
     console.print(_agent(node))
     console.print(
-        f"{wording.size(node.bytes)} kept in {wording.printable(node.directory)}, "
-        f"{wording.size(node.bytes_left)} left; "
+        f"{fmt.size(node.bytes)} kept in {fmt.printable(node.directory)}, "
+        f"{fmt.size(node.bytes_left)} left; "
         f"{'training runs' if node.training else 'no training runs'} on this node",
         soft_wrap=True,
     )
@@ -32,45 +32,45 @@ def show_status(node: NodeStatus, console: Console) -> None:
 
 
 def show_kept(home: str, runs: Sequence[KeptRun], cleared: bool, console: Console) -> None:
-    """Print what a node keeps of runs, or what was removed of it."""
+    """Print the runs that a node keeps snapshots of, or those that were cleared."""
     if not runs:
-        console.print(f"{wording.printable(home)} keeps nothing")
+        console.print(f"{fmt.printable(home)} keeps no snapshots")
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    table.add_column("run", no_wrap=True, style="bold")
-    table.add_column("size", justify="right", no_wrap=True)
+    shown = table()
+    shown.add_column("run", no_wrap=True, style="bold")
+    shown.add_column("size", justify="right", no_wrap=True)
     for header in ("steps", "in storage", "training"):
-        table.add_column(header, min_width=len(header))
-    table.add_column("root", overflow="fold")
+        shown.add_column(header, min_width=len(header))
+    shown.add_column("root", overflow="fold")
     for each in runs:
         stored = Text("–" if each.persisted is None else str(each.persisted))
         if each.steps and each.persisted != each.steps[-1]:
             stored = Text(f"not {each.steps[-1]}", "bold red")
-        table.add_row(
+        shown.add_row(
             each.run,
-            wording.size(each.bytes),
-            wording.indices(each.steps) or "–",
+            fmt.size(each.bytes),
+            fmt.indices(each.steps) or "–",
             stored,
             "yes" if each.training else "no",
-            wording.printable(each.root or "–"),
+            fmt.printable(each.root or "–"),
         )
-    console.print(table)
-    total = wording.size(sum(each.bytes for each in runs))
+    console.print(shown)
+    total = fmt.size(sum(each.bytes for each in runs))
     if cleared:
-        console.print(f"cleared {wording.count(len(runs), 'run')}: {total} freed")
+        console.print(f"cleared {fmt.count(len(runs), 'run')}: {total} freed")
     else:
-        console.print(f"{total} in all. Nothing was removed: pass --run ID or --all")
+        console.print(f"{total} in total. Nothing was removed: pass --run ID or --all")
 
 
 def _agent(node: NodeStatus) -> Text:
     if node.node is None:
         return Text.assemble(("no agent runs here", "bold red"))
-    said = Text.assemble("agent of ", (wording.printable(node.node), "bold"))
+    said = Text.assemble("agent of ", (fmt.printable(node.node), "bold"))
     if node.domain:
-        said.append(f" in domain {wording.printable(node.domain)}")
+        said.append(f" in domain {fmt.printable(node.domain)}")
     if not node.alive:
         return said.append(": ").append("not running", "bold red")
-    said.append(f" at {wording.printable(node.url or '')}: ")
+    said.append(f" at {fmt.printable(node.url or '')}: ")
     if node.answers is False:
         said.append("runs, but does not answer", "bold red")
     else:
@@ -78,27 +78,27 @@ def _agent(node: NodeStatus) -> Text:
     if node.process is not None:
         said.append(f", process {node.process}")
     if node.agent_bytes is not None:
-        said.append(f", {wording.size(node.agent_bytes)} of memory")
+        said.append(f", {fmt.size(node.agent_bytes)} of memory")
     return said
 
 
 def _show_run(run: RunStatus, console: Console) -> None:
-    used, free = wording.count(run.slots_used, "slot"), wording.size(run.bytes_free)
+    used, free = fmt.count(run.slots_used, "slot"), fmt.size(run.bytes_free)
     slots = f"{used} used, {run.slots_free} free ({free})"
     console.print(Text.assemble(("run ", "dim"), (run.run, "bold"), f"   {slots}"))
     if not run.snapshots:
         return
     console.print(Text("   ").join(_behind(stage, run.behind[stage]) for stage in STAGES))
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("step", justify="right", no_wrap=True, style="bold")
+    shown = table(gap=2)
+    shown.add_column("step", justify="right", no_wrap=True, style="bold")
     for header in ("age", "size", "others'"):
-        table.add_column(header, justify="right", no_wrap=True)
+        shown.add_column(header, justify="right", no_wrap=True)
     for stage in STAGES:
-        table.add_column(DONE[stage], min_width=len(DONE[stage]))
-    table.add_column("protected by", overflow="fold", min_width=len("protected by"))
+        shown.add_column(DONE[stage], min_width=len(DONE[stage]))
+    shown.add_column("protected by", overflow="fold", min_width=len("protected by"))
     for each in run.snapshots:
-        table.add_row(*_cells(each))
-    console.print(table)
+        shown.add_row(*_cells(each))
+    console.print(shown)
     for line in _failures(run):
         console.print(line)
     if run.tensors is not None:
@@ -107,50 +107,50 @@ def _show_run(run: RunStatus, console: Console) -> None:
 
 def _show_tensors(found: TensorsStatus, console: Console) -> None:
     console.print(f"\ntensors of step {found.step}")
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    table.add_column("tensor", overflow="fold", style="bold")
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("lies on", overflow="fold")
-    table.add_column("protected", overflow="fold")
+    shown = table()
+    shown.add_column("tensor", overflow="fold", style="bold")
+    shown.add_column("size", justify="right", no_wrap=True)
+    shown.add_column("nodes", overflow="fold")
+    shown.add_column("protected", overflow="fold")
     for each in found.tensors:
-        name, size = wording.printable(each.name), wording.size(each.bytes)
-        table.add_row(name, size, wording.listed(each.nodes), _guarded(each))
-    console.print(table)
+        name, size = fmt.printable(each.name), fmt.size(each.bytes)
+        shown.add_row(name, size, fmt.names(each.nodes), _guarded(each))
+    console.print(shown)
 
 
 def _guarded(tensor: TensorStatus) -> Text:
-    """By what, and against the loss of how many nodes."""
-    shown = "; ".join(f"{each.kind} on {wording.listed(each.nodes)}" for each in tensor.guards)
+    """Return how many lost nodes a tensor survives, and where its copies or parity are."""
+    guards = "; ".join(f"{each.kind} on {fmt.names(each.nodes)}" for each in tensor.guards)
     if not tensor.survives:
-        return Text(f"not all of it: {shown}" if shown else "not", "bold red")
-    lost = wording.count(tensor.survives, "node")
-    return Text(f"against the loss of {lost}: {shown}", "green")
+        return Text(f"partly: {guards}" if guards else "not", "bold red")
+    lost = fmt.count(tensor.survives, "node")
+    return Text(f"against the loss of {lost}: {guards}", "green")
 
 
 def _behind(stage: str, behind: Behind) -> Text:
-    """What a stage has reached: `committed 12`, `persisted 10 (2 steps, 1.6 s behind)`."""
+    """Return the newest step of a stage: `committed 12`, `persisted 10 (2 steps, 1.6 s behind)`."""
     if behind.step is None:
-        return Text(f"none here is {DONE[stage]}", "dim")
+        return Text(f"no step {DONE[stage]}", "dim")
     said = Text(f"{DONE[stage]} {behind.step}")
     if behind.steps:
-        lag = wording.count(behind.steps, "step")
-        said.append(f" ({lag}, {_seconds(behind.seconds)} behind)", "yellow")
+        lag = fmt.count(behind.steps, "step")
+        said.append(f" ({lag}, {fmt.duration(behind.seconds)} behind)", "yellow")
     return said
 
 
 def _cells(each: SnapshotStatus) -> Iterator[Text]:
     yield Text(str(each.step))
-    yield Text(_seconds(each.age))
-    yield Text(wording.size(each.bytes))
-    yield Text(wording.size(each.bytes_for_others) if each.bytes_for_others else "–")
+    yield Text(fmt.duration(each.age))
+    yield Text(fmt.size(each.bytes))
+    yield Text(fmt.size(each.bytes_for_others) if each.bytes_for_others else "–")
     for stage in (each.commit, each.protect, each.persist):
         said = stage.state or "–"
         if stage.state == "done":
-            said = "" if stage.seconds is None else f"in {_seconds(stage.seconds)}"
+            said = "" if stage.seconds is None else f"in {fmt.duration(stage.seconds)}"
         elif stage.seconds is not None:
-            said += f" {_seconds(stage.seconds)}"
+            said += f" {fmt.duration(stage.seconds)}"
         yield Text(said or "done", STYLES[stage.state])
-    yield Text(", ".join(map(wording.printable, each.protected_by)) or "–")
+    yield Text(", ".join(map(fmt.printable, each.protected_by)) or "–")
 
 
 def _failures(run: RunStatus) -> Iterator[Text]:
@@ -158,15 +158,4 @@ def _failures(run: RunStatus) -> Iterator[Text]:
         for stage in STAGES:
             failure = getattr(each, stage).failure
             if failure:
-                yield Text(f"step {each.step}: {stage}: {wording.printable(failure)}", "red")
-
-
-def _seconds(seconds: float | None) -> str:
-    """`0.12 s`, `42 s`, `3 min`, `5 h`, `2 d`: as exact as it matters."""
-    if seconds is None:
-        return "–"
-    for most, unit, length in ((100, "s", 1), (6000, "min", 60), (172_800, "h", 3600)):
-        if seconds < most:
-            decimals = 2 if unit == "s" and seconds < 10 else 0
-            return f"{seconds / length:.{decimals}f} {unit}"
-    return f"{seconds / 86_400:.0f} d"
+                yield Text(f"step {each.step}: {stage}: {fmt.printable(failure)}", "red")

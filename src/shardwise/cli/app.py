@@ -1,4 +1,4 @@
-"""The commands, and how their errors end."""
+"""The command line application: its commands, and how errors become exit statuses."""
 
 from __future__ import annotations
 
@@ -12,38 +12,37 @@ from typer.core import TyperGroup
 import shardwise
 from shardwise.cli.agent import agent
 from shardwise.cli.diff import diff
-from shardwise.cli.export import export
+from shardwise.cli.export import average, export, merge_lora
 from shardwise.cli.inspect import inspect
 from shardwise.cli.ls import ls
 from shardwise.cli.plan_interval import plan_interval
 from shardwise.cli.rm import rm
-from shardwise.cli.surgery import average, merge_lora
 from shardwise.cli.terminal import complain
 from shardwise.cli.verify import verify
 from shardwise.errors import CorruptionError, ShardwiseError
 
 DAMAGED = 1
-WRONG_USE = 2
-PIPE_CLOSED = 141  # as the shell reports SIGPIPE
+FAILED = 2
+PIPE_CLOSED = 141  # as a shell reports SIGPIPE
 
 
 class Commands(TyperGroup):
-    """Commands whose errors are a message on stderr and an exit status, and no traceback."""
+    """Commands whose errors end in a message on stderr and an exit status, without a traceback."""
 
     def invoke(self, ctx: Any) -> object:
-        """Run the command that was asked for; exit with 1 for damage, 2 for any other error."""
+        """Run the command. Exit with 1 if a checkpoint is damaged, and with 2 on other errors."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(PIPE_CLOSED) from error
         except (ShardwiseError, OSError) as error:
-            complain(_said(error))
+            complain(_message(error))
             damaged = isinstance(error, CorruptionError)
-            raise typer.Exit(DAMAGED if damaged else WRONG_USE) from error
+            raise typer.Exit(DAMAGED if damaged else FAILED) from error
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, OSError) and not isinstance(error, ShardwiseError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error)
@@ -74,19 +73,19 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Look at checkpoints, check, compare, export, combine and remove them.
+    """List, inspect, verify, compare, export, combine and remove checkpoints.
 
-    Reads checkpoints of shardwise, and of PyTorch DCP, DeepSpeed, Megatron, Hugging Face,
-    Lightning and others (docs/formats.md). `shardwise COMMAND --help` says more of a command.
+    Reads checkpoints of shardwise, PyTorch DCP, DeepSpeed, Megatron, Hugging Face, Lightning and
+    others (see docs/formats.md). Run `shardwise COMMAND --help` for help on a command.
 
     \b
     Exit status:
       0  success
       1  a checkpoint is damaged, or two checkpoints differ
-      2  the command failed, or was given wrong arguments
+      2  the command failed or was called incorrectly
     """
 
 
 def main() -> None:
-    """Run the command line on this process's arguments."""
+    """Run the command line with this process's arguments."""
     app(prog_name="shardwise")

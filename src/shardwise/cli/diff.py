@@ -1,4 +1,4 @@
-"""`shardwise diff`: in what two checkpoints differ."""
+"""`shardwise diff`: compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.cli import wording
+from shardwise.cli import formatting as fmt
 from shardwise.cli.places import checkpoint_at
 from shardwise.cli.terminal import AsJson, output, print_json
-from shardwise.cli.values import spelled
 from shardwise.manifest.names import MANIFEST
 
 if TYPE_CHECKING:
@@ -26,22 +25,23 @@ MOST_NAMES = 20
 
 def diff(
     a: Annotated[
-        str, typer.Argument(metavar="A", help="A checkpoint; of a directory of several the newest.")
+        str,
+        typer.Argument(metavar="A", help="A checkpoint; for a run's directory, the newest."),
     ],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another checkpoint, of any format.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another checkpoint, in any format.")],
     everything: Annotated[
-        bool, typer.Option("--all", help=f"List all differences, not the first {MOST_NAMES}.")
+        bool, typer.Option("--all", help=f"List all differences, not only the first {MOST_NAMES}.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints.
 
-    Compares names, dtypes, shapes, plain values, and every byte of the tensors. How the tensors
-    are sharded makes no difference. Memory use does not grow with the size of the checkpoints.
+    Compares names, dtypes, shapes, plain values, and every byte of the tensors, regardless of how
+    the tensors are sharded. Memory use does not grow with the size of the checkpoints.
 
     Exit status: 0 if they are the same, 1 if they differ or one of them is damaged.
     """
-    from shardwise.cli.compare import compare  # torch takes a second: only those wait who need it
+    from shardwise.cli.compare import compare  # imports torch, which takes a second
 
     one, other = checkpoint_at(a), checkpoint_at(b)
     with ExitStack() as held:
@@ -57,7 +57,7 @@ def diff(
 
 
 def _show(found: Comparison, console: Console, most: float) -> None:
-    compared = wording.count(found.tensors_compared, "tensor")
+    compared = fmt.count(found.tensors_compared, "tensor")
     if found.same:
         console.print(Text.assemble(("✓ ", "green"), f"the same; {compared} compared"))
         return
@@ -68,8 +68,8 @@ def _show(found: Comparison, console: Console, most: float) -> None:
     spellings: tuple[tuple[str, list[Unlike], Callable[[Any], str]], ...] = (
         ("different kinds", found.kinds, str),
         ("different dtypes", found.dtypes, str),
-        ("different shapes", found.shapes, wording.shape),
-        ("different values", found.values, spelled),
+        ("different shapes", found.shapes, fmt.shape),
+        ("different values", found.values, fmt.value),
     )
     for title, unlike, spell in spellings:
         rows = [(each.name, _both(spell(each.a), spell(each.b))) for each in unlike]
@@ -77,7 +77,7 @@ def _show(found: Comparison, console: Console, most: float) -> None:
     rows = [(each.name, _extent(each)) for each in found.tensors]
     _section(console, "different data", rows, most)
     console.print()
-    differences = wording.count(found.differences, "difference")
+    differences = fmt.count(found.differences, "difference")
     console.print(Text(f"{differences}; {compared} compared", "dim"))
 
 
@@ -90,7 +90,7 @@ def _section(console: Console, title: str, rows: Sequence[tuple[str, Text]], mos
     table.add_column(overflow="fold")
     shown = rows if len(rows) <= most else rows[: int(most)]
     for name, detail in shown:
-        table.add_row(Text("  " + wording.printable(name)), detail)
+        table.add_row(Text("  " + fmt.printable(name)), detail)
     console.print(table)
     if len(shown) < len(rows):
         console.print(Text(f"  … {len(rows) - len(shown):,} more: --all lists them", "dim"))
@@ -98,7 +98,7 @@ def _section(console: Console, title: str, rows: Sequence[tuple[str, Text]], mos
 
 def _both(a: str, b: str) -> Text:
     if a == b:
-        return Text.assemble((a, "cyan"), ("  inside it", "dim"))
+        return Text.assemble((a, "cyan"), ("  (differs inside)", "dim"))
     return Text.assemble((a, "red"), ("  →  ", "dim"), (b, "green"))
 
 

@@ -1,17 +1,18 @@
-"""`shardwise export`: a checkpoint, written in another format."""
+"""`shardwise export`, `average` and `merge-lora`: write a checkpoint made from others."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
-from shardwise.cli import wording
+from shardwise.cli import formatting as fmt
 from shardwise.cli.terminal import Advance, AsJson, output, print_json, progress
 from shardwise.events import Event, Sink
 
@@ -25,48 +26,64 @@ UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 LEAST_MEMORY = 16 << 20
 
 
-def option(metavar: str, text: str) -> Any:
+def _option(metavar: str, text: str) -> Any:
     return typer.Option(metavar=metavar, help=text)
 
 
 Source = Annotated[
     str, typer.Argument(metavar="SRC", help="A checkpoint, or a directory of checkpoints.")
 ]
-Step = Annotated[
-    int | None, option("N", "The step, if SRC is a run's directory. Default: the newest.")
+Sources = Annotated[
+    list[str], typer.Argument(metavar="SRC...", help="Two or more checkpoints, in any formats.")
 ]
-Folder = Annotated[str, typer.Argument(metavar="DST", help="The directory to write; a new one.")]
-To = Annotated[str, option("FORMAT", "The format: hf, dcp, torch, deepspeed-universal or native.")]
+Base = Annotated[str, typer.Argument(metavar="BASE", help="The model, in any format.")]
+Adapter = Annotated[
+    str, typer.Argument(metavar="ADAPTER", help="A PEFT adapter, or a checkpoint of LoRA tensors.")
+]
+Folder = Annotated[str, typer.Argument(metavar="DST", help="The new directory to write.")]
+Step = Annotated[
+    int | None, _option("N", "The step, if SRC is a run's directory. Default: the newest.")
+]
+Weight = Annotated[
+    list[float] | None, _option("N", "The weight of a SRC; repeat it for each, in their order.")
+]
+TakeFirst = Annotated[
+    list[str] | None, _option("PATTERN", "Take matching names from the first SRC. Repeatable.")
+]
+Alpha = Annotated[
+    float | None, _option("N", "The LoRA alpha: scaling is N / rank. Default: PEFT's lora_alpha.")
+]
+To = Annotated[str, _option("FORMAT", "The format: hf, dcp, torch, deepspeed-universal or native.")]
 Only = Annotated[
-    list[str] | None, option("PATTERN", "Write only names that match: 'model.*'. Repeatable.")
+    list[str] | None, _option("PATTERN", "Write only names that match: 'model.*'. Repeatable.")
 ]
 Skip = Annotated[
-    list[str] | None, option("PATTERN", "Leave out names that match: 'optimizer.*'. Repeatable.")
+    list[str] | None, _option("PATTERN", "Leave out names that match: 'optimizer.*'. Repeatable.")
 ]
-Root = Annotated[str, option("NAME", "Where the model is in SRC: names below it are the model's.")]
+Root = Annotated[str, _option("NAME", "The name in SRC below which the model is.")]
 DType = Annotated[
     str | None,
-    option("DTYPE", "Convert the model's floats: bfloat16, float16, float32 or float64."),
+    _option("DTYPE", "Convert the model's floats: bfloat16, float16, float32 or float64."),
 ]
+Config = Annotated[str | None, _option("FILE", "With --to hf: the model's config.json, to copy.")]
 Spec = Annotated[
-    str | None,
-    option("FILE", "A layout specification of SRC: a file, or a built-in name."),
+    str | None, _option("FILE", "A layout specification of SRC: a file, or a built-in name.")
 ]
-Files = Annotated[str | None, option("PATTERN", "With --spec: the ranks' files, as r{tp}.pt.")]
+Files = Annotated[
+    str | None, _option("PATTERN", "With --spec: the files of the ranks, for example r{tp}.pt.")
+]
 Let = Annotated[
-    list[str] | None, option("NAME=N", "With --spec: a number that it declares. Repeatable.")
+    list[str] | None, _option("NAME=N", "With --spec: a number that it declares. Repeatable.")
 ]
 SkipUnknown = Annotated[
-    bool,
-    typer.Option("--skip-unknown", help="Leave out values in pickles whose classes are unknown."),
+    bool, typer.Option("--skip-unknown", help="Leave out values in pickles with unknown classes.")
 ]
-Format = Annotated[str | None, option("FORMAT", "The format to read, if SRC has several.")]
+Format = Annotated[str | None, _option("FORMAT", "The format to read, if SRC has several.")]
 Index = Annotated[
-    str | None, option("FILE", "Keep in FILE what is found of SRC, to open it faster next time.")
+    str | None, _option("FILE", "Keep an index of SRC in FILE, to open it faster next time.")
 ]
-Config = Annotated[str | None, option("FILE", "With --to hf: the model's config.json, to copy.")]
-Memory = Annotated[str, option("SIZE", "How much memory each process may use.")]
-File = Annotated[str, option("SIZE", "How large each file may get.")]
+Memory = Annotated[str, _option("SIZE", "The most memory that each process uses.")]
+File = Annotated[str, _option("SIZE", "The most bytes of tensors in a file.")]
 
 
 def export(
@@ -97,71 +114,151 @@ def export(
     --to torch                One file, as torch.save writes it.
     --to deepspeed-universal  For DeepSpeed, ZeRO 1, 2 and 3.
     --to native               shardwise's own format. Not needed for loading:
-                              other formats are loaded where they are.
+                              other formats are loaded in place.
 
-    SRC stays as it is. What is written is read again and compared. If the command is interrupted,
-    run it again: it goes on where it stopped.
+    SRC is not changed. Everything that is written is read back and compared. To resume an
+    interrupted export, run the same command again.
 
     To share the work: torchrun --nproc-per-node 4 -m shardwise export SRC DST
     """
     from shardwise import exporting
 
-    check_option("--to", to, FORMATS)
-    check_option("--dtype", dtype or FLOATS[0], FLOATS)
-    with ranks() as is_first, shown() as on_event:
-        report = exporting.export(
-            source,
-            target,
-            to=to,
-            step="newest" if step is None else step,
-            only=only or (),
-            skip=skip or (),
-            root=root,
-            dtype=dtype,
-            config=config,
-            spec=_specification(spec, files, let or []),
-            skip_unknown=skip_unknown,
-            format=format,
-            index=index,
-            max_memory=size_option("--max-memory", max_memory, LEAST_MEMORY),
-            max_file=size_option("--max-file", max_file, 1),
-            on_event=on_event if is_first else None,
-        )
-    if is_first:
-        show_report(report, as_json=as_json)
+    options: dict[str, Any] = {
+        "step": "newest" if step is None else step,
+        "spec": _specification(spec, files, let or []),
+        "skip_unknown": skip_unknown,
+        "format": format,
+        "index": index,
+    }
+    write = partial(exporting.export, source, target, **options)
+    _run(write, to, only, skip, root, dtype, config, max_memory, max_file, as_json=as_json)
 
 
-def show_report(report: ConversionReport, *, as_json: bool) -> None:
-    if as_json:
+def average(
+    sources: Sources,
+    target: Folder,
+    weight: Weight = None,
+    take_first: TakeFirst = None,
+    to: To = "native",
+    only: Only = None,
+    skip: Skip = None,
+    root: Root = "model",
+    dtype: DType = None,
+    config: Config = None,
+    max_memory: Memory = "1G",
+    max_file: File = "5G",
+    as_json: AsJson = False,
+) -> None:
+    """Write the average of several checkpoints.
+
+    Averages floating-point tensors. All other tensors must be equal in all checkpoints. Plain
+    values that differ are left out. `shardwise export --help` describes the formats of --to.
+
+    To resume an interrupted run, run the same command again.
+
+    Example: shardwise average RUN/step-00000100 RUN/step-00000200 MEAN --only 'model.*'
+    """
+    from shardwise import surgery
+
+    write = partial(
+        surgery.average, sources, target, weights=weight or None, take_first=take_first or ()
+    )
+    _run(write, to, only, skip, root, dtype, config, max_memory, max_file, as_json=as_json)
+
+
+def merge_lora(
+    base: Base,
+    adapter: Adapter,
+    target: Folder,
+    alpha: Alpha = None,
+    to: To = "native",
+    only: Only = None,
+    skip: Skip = None,
+    root: Root = "model",
+    dtype: DType = None,
+    config: Config = None,
+    max_memory: Memory = "1G",
+    max_file: File = "5G",
+    as_json: AsJson = False,
+) -> None:
+    """Write a model with a LoRA adapter merged into its weights.
+
+    ADAPTER is a directory that PEFT saved, or a checkpoint whose names end in lora_A and lora_B.
+    BASE is not changed. `shardwise export --help` describes the formats of --to.
+
+    To resume an interrupted run, run the same command again.
+
+    Example: shardwise merge-lora llama adapter merged --to hf --config llama/config.json
+    """
+    from shardwise import surgery
+
+    write = partial(surgery.merge_lora, base, adapter, target, alpha=alpha)
+    _run(write, to, only, skip, root, dtype, config, max_memory, max_file, as_json=as_json)
+
+
+def _run(
+    write: Callable[..., ConversionReport],
+    to: str,
+    only: list[str] | None,
+    skip: list[str] | None,
+    root: str,
+    dtype: str | None,
+    config: str | None,
+    max_memory: str,
+    max_file: str,
+    *,
+    as_json: bool,
+) -> None:
+    """Check the options that all three commands have, run one with them, and print its report."""
+    _check_option("--to", to, FORMATS)
+    _check_option("--dtype", dtype or FLOATS[0], FLOATS)
+    options = {
+        "to": to,
+        "only": only or (),
+        "skip": skip or (),
+        "root": root,
+        "dtype": dtype,
+        "config": config,
+        "max_memory": _size_option("--max-memory", max_memory, LEAST_MEMORY),
+        "max_file": _size_option("--max-file", max_file, 1),
+    }
+    with _ranks() as is_first, _progress() as on_event:
+        report = write(**options, on_event=on_event if is_first else None)
+    if is_first and as_json:
         print_json(report)
-        return
+    elif is_first:
+        _show(report)
+
+
+def _show(report: ConversionReport) -> None:
     console = output()
     for line in report.left_out:
-        console.print(Text(f"– left out: {wording.printable(line)}", "yellow"))
-    files = wording.count(report.files, "file")
-    resumed = f", {report.resumed} of them written before" if report.resumed else ""
+        console.print(Text(f"– left out: {fmt.printable(line)}", "yellow"))
+    files = fmt.count(report.files, "file")
+    resumed = f", {report.resumed} written by an earlier run" if report.resumed else ""
     written = Text.assemble(("✓ ", "green"), f"{report.path}  {files}{resumed}")
     console.print(written, soft_wrap=True)
 
 
 @contextmanager
-def shown() -> Iterator[Sink]:
-    """A bar of how far the conversion is, once it is known how much there is to do."""
+def _progress() -> Iterator[Sink]:
+    """Yield a function that shows events as a progress bar, once the total is known."""
     with ExitStack() as bars:
-        advance: list[Advance] = []
+        advance: Advance | None = None
 
         def on_event(event: Event) -> None:
+            nonlocal advance
             if event.stage == "plan":
-                advance.append(bars.enter_context(progress(event.bytes)))
-            elif advance:
-                advance[0](event.stage, event.bytes)
+                advance = bars.enter_context(progress(event.bytes))
+            elif advance is not None:
+                advance(event.stage, event.bytes)
 
         yield on_event
 
 
 @contextmanager
-def ranks() -> Iterator[bool]:
-    """The processes that torchrun has started, if it has; yields whether this is the first."""
+def _ranks() -> Iterator[bool]:
+    """Join the processes that torchrun started, if any. Yields whether this is the first."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield True
         return
@@ -179,27 +276,27 @@ def _specification(spec: str | None, files: str | None, let: list[str]) -> Speci
 
     if spec is None:
         if files or let:
-            raise typer.BadParameter("--files and --let are used with --spec: give one")
+            raise typer.BadParameter("--files and --let require --spec")
         return None
     sizes = {}
     for each in let:
         name, _, number = each.partition("=")
         if not number.isdecimal():
-            raise typer.BadParameter(f"--let {each}: NAME=N is needed, such as vocab=3")
+            raise typer.BadParameter(f"--let {each}: expected NAME=N, for example vocab=3")
         sizes[name] = int(number)
     return specification(spec, files=files, **sizes)
 
 
-def check_option(option: str, given: str, known: Sequence[str]) -> None:
+def _check_option(option: str, given: str, known: Sequence[str]) -> None:
     if given not in known:
-        raise typer.BadParameter(f"{option} {given}: one of {', '.join(known)} is needed")
+        raise typer.BadParameter(f"{option} {given}: choose one of {', '.join(known)}")
 
 
-def size_option(option: str, text: str, least: int) -> int:
+def _size_option(option: str, text: str, least: int) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
-        raise typer.BadParameter(f"{option} {text}: a size is needed, such as 500M or 5G")
+        raise typer.BadParameter(f"{option} {text}: expected a size, for example 500M or 5G")
     size = int(float(match.group(1)) * 2 ** UNITS[match.group(2).upper()])
     if size < least:
-        raise typer.BadParameter(f"{option} {text}: at least {wording.size(least)} is needed")
+        raise typer.BadParameter(f"{option} {text}: must be at least {fmt.size(least)}")
     return size

@@ -1,16 +1,30 @@
-"""`shardwise inspect`: what a checkpoint holds, and where it lies."""
+"""`shardwise inspect`: show the names in a checkpoint, or one tensor or value."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import difflib
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
+import msgspec
+import numpy as np
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from shardwise.cli.contents import below, contents, show_header, show_tree
-from shardwise.cli.named import find, show
-from shardwise.cli.outline import leaves, tree
-from shardwise.cli.places import checkpoint_at, trusted_pieces
-from shardwise.cli.terminal import AsJson, output, print_json
+from shardwise.cli import formatting as fmt
+from shardwise.cli.picture import draw, rank_style
+from shardwise.cli.places import Saved, checkpoint_at, trusted_pieces
+from shardwise.cli.terminal import AsJson, output, print_facts, print_json, table
+from shardwise.cli.tree import leaves, print_tree, tensor_bytes, tree
+from shardwise.engine.datareader import DataReader
+from shardwise.errors import FormatError, StateError
+from shardwise.layout import Box, plane
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.manifest import Manifest, TensorEntry
+from shardwise.manifest.table import Pieces
+
+MOST_BOXES = 32
 
 
 def inspect(
@@ -19,7 +33,7 @@ def inspect(
     ],
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="A tensor or value, or the beginning of their names."),
+        typer.Argument(metavar="NAME", help="A tensor, a value, or the beginning of names."),
     ] = None,
     step: Annotated[
         int | None,
@@ -36,29 +50,257 @@ def inspect(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a checkpoint holds.
+    """Show what a checkpoint contains.
 
-    Without NAME: a tree of all names, with dtypes, shapes and sizes. Layers that are the same are
-    shown once.
+    Without NAME: a tree of all names, with dtypes, shapes and sizes. Layers with equal contents
+    are shown once.
 
     With the NAME of a tensor: the parts (boxes) that it is stored in, and the ranks that wrote
-    them. With the NAME of a value: the value. With the beginning of names, such as model.layers:
-    the tree below it.
+    them. With the NAME of a value: the value. With the beginning of names, for example
+    model.layers: the tree below it.
 
     Tensor data is not read, so this is fast for checkpoints of any size.
     """
     saved = checkpoint_at(path, format, step)
     pieces = trusted_pieces(saved)
-    if name is not None:
-        found = find(saved, pieces, name)
-        if found is not None:
-            print_json(found) if as_json else show(found, output(), everything=everything)
-            return
-        saved = below(saved, name)
+    if name is not None and _show_named(saved, pieces, name, everything=everything, json=as_json):
+        return
+    shown = saved if name is None else _below(saved, name)
     if as_json:
-        print_json(contents(saved))
+        print_json(_document(shown))
+        return
+    console = output()
+    if name is None:
+        _show_header(saved, console)
+    print_tree(tree(leaves(shown.manifest), collapse=not everything), console)
+
+
+def _show_named(saved: Saved, pieces: Pieces, name: str, *, everything: bool, json: bool) -> bool:
+    """Print the tensor or value of a name. Returns False if there is none."""
+    manifest, place, console = saved.manifest, str(saved.store), output()
+    tensors = {entry.name: entry for entry in manifest.tensors}
+    values = {entry.name: entry.value for entry in manifest.objects}
+    if name in tensors:
+        entry = tensors[name]
+        boxes = _stored_boxes(saved, pieces, entry)
+        if json:
+            print_json(_tensor_document(place, entry, boxes))
+        else:
+            _show_tensor(place, entry, boxes, console, everything=everything)
+    elif name in values:
+        if json:
+            print_json({"path": place, "name": name, "value": values[name]})
+        else:
+            print_facts([("value", name), ("in", place)], console)
+            console.print()
+            console.print(Text(_pretty(values[name])))
+    elif name in manifest.per_rank:
+        by_rank = rank_values(saved, name)
+        if json:
+            print_json({"path": place, "name": name, "values": by_rank})
+        else:
+            _show_rank_values(place, name, by_rank, console)
     else:
-        console = output()
-        if name is None:
-            show_header(saved, console)
-        show_tree(tree(leaves(saved.manifest), collapse=not everything), console)
+        return False
+    return True
+
+
+def rank_values(saved: Saved, name: str) -> list[object]:
+    """Return the values that the ranks have under a name, encoded, ordered by rank.
+
+    Raises:
+        CorruptionError: the values do not match their checksums.
+    """
+    values: list[object] = [None] * saved.manifest.world_size
+    for entry in saved.manifest.files:
+        reader = DataReader(saved.store, entry)
+        try:
+            held = msgspec.json.decode(reader.read_objects() or b"{}", type=dict[str, object])
+        except msgspec.DecodeError as error:
+            raise FormatError(f"{entry.name} in {saved.store}: {error}") from error
+        finally:
+            reader.close()
+        values[entry.rank] = held.get(name)
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBox:
+    """A box of a tensor, the file that it is stored in, and the rank that wrote it."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    rank: int
+    file: str
+    bytes: int
+
+
+def _stored_boxes(saved: Saved, pieces: Pieces, entry: TensorEntry) -> list[StoredBox]:
+    manifest = saved.manifest
+    stored = entry.same_as or entry.name
+    number = next(i for i, each in enumerate(manifest.tensors) if each.name == stored)
+    ndim = len(entry.shape)
+    boxes = []
+    for row in np.flatnonzero(pieces.tensor == number).tolist():
+        file = manifest.files[int(pieces.file[row])]
+        offset = tuple(pieces.offset[row, :ndim].tolist())
+        shape = tuple(pieces.shape[row, :ndim].tolist())
+        nbytes = Box(offset, shape).size * DTYPES[entry.dtype].itemsize
+        boxes.append(StoredBox(offset, shape, file.rank, file.name, nbytes))
+    return boxes
+
+
+def _document(saved: Saved) -> dict[str, Any]:
+    manifest = saved.manifest
+    return {
+        "path": str(saved.store),
+        "step": manifest.step,
+        "saved_at": manifest.created,
+        "save_id": manifest.save_id,
+        "world_size": manifest.world_size,
+        "bytes": saved.bytes,
+        "metrics": manifest.metrics,
+        "files": [
+            {"name": file.name, "rank": file.rank, "bytes": file.size} for file in manifest.files
+        ],
+        "tensors": [
+            {
+                "name": entry.name,
+                "dtype": entry.dtype,
+                "shape": entry.shape,
+                "bytes": tensor_bytes(entry),
+                "boxes": sum(each.repeat.count if each.repeat else 1 for each in entry.pieces),
+                "same_as": entry.same_as,
+            }
+            for entry in manifest.tensors
+        ],
+        "values": manifest.objects,
+        "per_rank": manifest.per_rank,
+    }
+
+
+def _tensor_document(place: str, entry: TensorEntry, boxes: list[StoredBox]) -> dict[str, Any]:
+    return {
+        "path": place,
+        "name": entry.name,
+        "dtype": entry.dtype,
+        "shape": entry.shape,
+        "bytes": tensor_bytes(entry),
+        "same_as": entry.same_as,
+        "boxes": boxes,
+    }
+
+
+def _below(saved: Saved, name: str) -> Saved:
+    """Return a checkpoint reduced to the names below one.
+
+    Raises:
+        StateError: there are none; the message suggests similar names.
+    """
+    prefix = name.rstrip(".") + "."
+    manifest = msgspec.structs.replace(
+        saved.manifest,
+        tensors=tuple(each for each in saved.manifest.tensors if each.name.startswith(prefix)),
+        objects=tuple(each for each in saved.manifest.objects if each.name.startswith(prefix)),
+        per_rank=tuple(each for each in saved.manifest.per_rank if each.startswith(prefix)),
+    )
+    if not (manifest.tensors or manifest.objects or manifest.per_rank):
+        raise StateError(f"{saved.store} has no {name!r}{_suggestion(saved.manifest, name)}")
+    return replace(saved, manifest=manifest)
+
+
+def _suggestion(manifest: Manifest, name: str) -> str:
+    """Return a question with similar names: whole ones, or as many parts as were given."""
+    parts = name.count(".") + 1
+    names = [each.name for each in manifest.tensors]
+    names += [*(each.name for each in manifest.objects), *manifest.per_rank]
+    known = {".".join(each.split(".")[:parts]) for each in names} | set(names)
+    ending = [each for each in names if each.endswith("." + name)]
+    near = ending[:3] or difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.7)
+    return f": did you mean {' or '.join(map(fmt.printable, near))}?" if near else ""
+
+
+def _show_header(saved: Saved, console: Console) -> None:
+    manifest = saved.manifest
+    contents = [fmt.count(len(manifest.tensors), "tensor")]
+    if manifest.objects:
+        contents.append(fmt.count(len(manifest.objects), "value"))
+    if manifest.per_rank:
+        contents.append(f"{fmt.count(len(manifest.per_rank), 'value')} for each rank")
+    facts = [
+        ("checkpoint", str(saved.store)),
+        ("step", "–" if manifest.step is None else str(manifest.step)),
+        ("format", manifest.format)
+        if saved.foreign is not None
+        else ("saved", f"{fmt.time(manifest.created)} UTC"),
+        ("ranks", str(manifest.world_size)),
+        ("contents", ", ".join(contents)),
+        ("size", f"{fmt.size(saved.bytes)} in {fmt.count(len(manifest.files), 'file')}"),
+    ]
+    if manifest.metrics:
+        facts.append(("metrics", fmt.metrics(manifest.metrics)))
+    print_facts(facts, console)
+    for line in saved.foreign.left_out if saved.foreign is not None else ():
+        console.print(Text(f"– left out: {fmt.printable(line)}", "yellow"))
+    console.print()
+
+
+def _show_tensor(
+    place: str,
+    entry: TensorEntry,
+    boxes: list[StoredBox],
+    console: Console,
+    *,
+    everything: bool,
+) -> None:
+    kind = f"{entry.dtype} {fmt.shape(entry.shape)}, {fmt.size(tensor_bytes(entry))}"
+    facts = [("tensor", fmt.printable(entry.name)), ("type", kind), ("in", place)]
+    if entry.same_as is not None:
+        facts.append(("tied to", fmt.printable(entry.same_as)))
+    files = fmt.count(len({each.file for each in boxes}), "file")
+    facts.append(("stored as", f"{fmt.count(len(boxes), 'box', 'boxes')} in {files}"))
+    print_facts(facts, console)
+    if not boxes:
+        return
+    console.print()
+    if len(boxes) > 1:
+        _show_picture(entry.shape, boxes, console)
+    legend = table()
+    legend.add_column("rank", justify="right", no_wrap=True)
+    legend.add_column("box", no_wrap=True)
+    legend.add_column("size", justify="right", no_wrap=True)
+    legend.add_column("file", no_wrap=True)
+    for each in boxes if everything else boxes[:MOST_BOXES]:
+        rank = Text(f" {each.rank} ", rank_style(each.rank))
+        box = str(Box(each.offset, each.shape)).replace(",", ", ")
+        legend.add_row(rank, Text(box), fmt.size(each.bytes), Text(each.file, "dim"))
+    console.print(legend)
+    more = len(boxes) - MOST_BOXES
+    if more > 0 and not everything:
+        console.print(Text(f"… {more:,} more: --all lists them", "dim"))
+
+
+def _show_picture(shape: tuple[int, ...], boxes: list[StoredBox], console: Console) -> None:
+    view = plane(shape, [Box(each.offset, each.shape) for each in boxes])
+    for line in draw(view, [each.rank for each in boxes]):
+        console.print(line, no_wrap=True)
+    if view.hidden:
+        hidden = ", ".join(map(str, view.hidden))
+        console.print(Text(f"dimensions {view.down} and {view.across}, at 0 of {hidden}", "dim"))
+    console.print()
+
+
+def _show_rank_values(place: str, name: str, by_rank: list[object], console: Console) -> None:
+    print_facts([("value for each rank", name), ("in", place)], console)
+    console.print()
+    shown = table()
+    shown.add_column("rank", justify="right")
+    shown.add_column("value", overflow="fold")
+    for rank, value in enumerate(by_rank):
+        shown.add_row(str(rank), Text(fmt.value(value), "green"))
+    console.print(shown)
+
+
+def _pretty(value: object) -> str:
+    text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+    return "\n".join(map(fmt.printable, text.split("\n")))

@@ -1,4 +1,4 @@
-"""The boxes of a tensor, drawn: where each rank's part lies."""
+"""Draw the boxes of a tensor, with the ranks that wrote them."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ COLOURS = (
 )
 SHADES = "█▒░"
 
-# By the sides to which a line goes on: up 1, down 2, left 4, right 8.
+# Characters by the directions in which their lines lead: up 1, down 2, left 4, right 8.
 LINES = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"
 UP, DOWN, LEFT, RIGHT = 1, 2, 4, 8
 
 
 def rank_style(rank: int) -> Style:
-    """The colours of a rank's boxes; there are seven, so that few neighbours share one."""
+    """Return the colours of a rank's boxes. Seven ranks have different ones."""
     return Style(color="black", bgcolor=COLOURS[rank % len(COLOURS)])
 
 
 def draw(view: Plane, ranks: Sequence[int]) -> list[Text]:
-    """The lines of the picture: framed boxes with their ranks in them, or, of very many, blocks.
+    """Return the lines of the picture: boxes with frames and ranks, or coloured blocks if many.
 
     Args:
-        ranks: of each of the boxes that the plane was made from.
+        ranks: the rank of each box that the plane was made from.
     """
-    # A column is half as wide as a line is high.
+    # A character is half as wide as it is high.
     wanted = 0 if view.down is None else round(WIDTH / 2 * view.height / view.width)
     across = _placed({edge for box in view.boxes for edge in box[1::2]}, WIDTH, LEAST_WIDTH, WIDTH)
     down = _placed({edge for box in view.boxes for edge in box[::2]}, wanted, LEAST_HEIGHT, HEIGHT)
@@ -57,9 +57,9 @@ def draw(view: Plane, ranks: Sequence[int]) -> list[Text]:
 
 
 def _placed(edges: set[int], room: int, least: int, most: int) -> dict[int, int] | None:
-    """Edges to places in the picture, in proportion, but at least `least` apart.
+    """Map edges to positions in the picture, in proportion, but at least `least` apart.
 
-    The last is at `room`, or as far as is needed; None if that is more than `most`.
+    The last edge is at `room`, or further if needed. Returns None if that exceeds `most`.
     """
     ordered = sorted(edges)
     needed = least * (len(ordered) - 1)
@@ -76,7 +76,7 @@ def _placed(edges: set[int], room: int, least: int, most: int) -> dict[int, int]
 
 
 def _ruler(across: dict[int, int]) -> str:
-    """The edges above their places: the first and the last, and of the others those that fit."""
+    """Return the line of edges above the picture; edges between the outer two only if they fit."""
     last, end = max(across.items())
     line = ""
     for edge, place in across.items():
@@ -114,7 +114,7 @@ def _frames(
 
 
 def _frame(sides: list[list[int]], y0: int, y1: int, x0: int, x1: int) -> None:
-    """Add the frame of a box to the lines that are drawn already."""
+    """Add the frame of a box to the frames that are already drawn."""
     for y in (y0, y1):
         for x in range(x0, x1):
             sides[y][x] |= RIGHT
@@ -126,7 +126,7 @@ def _frame(sides: list[list[int]], y0: int, y1: int, x0: int, x1: int) -> None:
 
 
 def _blocks(view: Plane, ranks: Sequence[int]) -> list[Text]:
-    """A block for each small part of the plane, in the shade and colour of the rank there."""
+    """Return one block for each cell of the plane, in the shade and colour of its rank."""
     lines = 1 if view.down is None else min(HEIGHT, view.height)
     columns = min(WIDTH, view.width)
     owners = [[-1] * columns for _ in range(lines)]
@@ -145,5 +145,5 @@ def _blocks(view: Plane, ranks: Sequence[int]) -> list[Text]:
 
 
 def _cells(start: int, stop: int, extent: int, cells: int) -> range:
-    """The cells whose first element lies in `start:stop`."""
+    """Return the cells whose first element is in `start:stop`."""
     return range(-(-start * cells // extent), -(-stop * cells // extent))

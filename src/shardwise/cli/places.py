@@ -1,4 +1,4 @@
-"""What lies at a path: a checkpoint, a root of checkpoints, or neither; and what was meant."""
+"""Find the checkpoints at a path, and explain what is there instead if there are none."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
+from shardwise.manifest import validate
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, made_by_save, step_directory, step_of_directory
 from shardwise.manifest.table import Pieces
-from shardwise.manifest.validate import trusted_pieces as stored_pieces
 from shardwise.retention import Choice, choose_step
 from shardwise.store import LocalStore, Store, open_store
 
 if TYPE_CHECKING:
     from shardwise.engine.opened import Opened
 
-MOST_BELOW = 64
-"""Directories below a place that are looked at for what formats they are of."""
+MOST_EXAMINED = 64
+"""Directories below a path whose formats are detected for an error message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A committed checkpoint: where it is, and its manifest; `foreign`, if it is not ours."""
+    """A committed checkpoint: its store and manifest; `foreign` if it has another format."""
 
     store: Store
     manifest: Manifest
@@ -32,13 +32,13 @@ class Saved:
 
     @property
     def bytes(self) -> int:
-        """Of all its data files."""
+        """The size of all data files."""
         return sum(file.size for file in self.manifest.files)
 
 
 @dataclass(frozen=True, slots=True)
-class Below:
-    """A directory that holds a checkpoint, or what is left of one; `foreign`, if it is not ours."""
+class Entry:
+    """A directory of a checkpoint or of an unfinished save; `foreign` if it has another format."""
 
     name: str
     store: Store
@@ -47,18 +47,13 @@ class Below:
 
     @property
     def committed(self) -> bool:
-        """Whether there is a manifest, or a foreign checkpoint."""
+        """Whether the directory has a manifest, or holds a foreign checkpoint."""
         return MANIFEST in self.files or self.foreign is not None
 
     @property
     def step(self) -> int | None:
-        """The step that the directory is named after, if it is."""
+        """The step that the directory is named after."""
         return step_of_directory(self.name)
-
-    @property
-    def order(self) -> tuple[int, str]:
-        """Steps ascending, other names before them."""
-        return (-1 if self.step is None else self.step, self.name)
 
 
 def checkpoint_at(
@@ -66,15 +61,15 @@ def checkpoint_at(
     format: str | None = None,  # noqa: A002 - as in `open`
     step: int | None = None,
 ) -> Saved:
-    """The checkpoint at a path; of the root of a run the newest, or that of a step.
+    """Open the checkpoint at a path; for the root of a run, its newest one or that of a step.
 
     Args:
-        format: which to read where foreign ones of several lie there.
+        format: the format to read, if the path holds foreign checkpoints of several.
 
     Raises:
-        CheckpointNotFoundError: there is none; says what there is, and what may have been meant.
-        StateError: a step is given, and the path is no root.
-        FormatError: its manifest cannot be trusted.
+        CheckpointNotFoundError: there is none; the message says what is there, or a similar path.
+        StateError: a step is given, but the path is not the root of a run.
+        FormatError: the manifest is damaged.
     """
     store = _chosen(open_store(path), step)
     foreign = _foreign_at(store, format)
@@ -85,8 +80,69 @@ def checkpoint_at(
     return read_manifest(store)
 
 
+def read_manifest(store: Store) -> Saved:
+    """Return the checkpoint in a store that has a manifest.
+
+    Raises:
+        FormatError: the manifest is damaged.
+    """
+    try:
+        return Saved(store, decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST)))
+    except FormatError as error:
+        raise FormatError(f"{store}: {error}") from error
+
+
+def trusted_pieces(saved: Saved) -> Pieces:
+    """Return the pieces of a checkpoint, after all checks that do not read its data files.
+
+    Raises:
+        FormatError: the manifest is damaged.
+    """
+    if saved.foreign is not None:
+        return saved.foreign.pieces
+    return validate.trusted_pieces(saved.store, saved.manifest)
+
+
+def checkpoints_below(path: str) -> list[Entry]:
+    """Return the checkpoints and unfinished saves in a directory, ordered by step.
+
+    Raises:
+        CheckpointNotFoundError: the path is a checkpoint itself, or holds none of ours.
+    """
+    store = open_store(path)
+    if MANIFEST in _names(store):
+        raise CheckpointNotFoundError(
+            f"{store} is a checkpoint, not a directory of checkpoints: "
+            f"run `shardwise inspect {store}`, or list the directory above it"
+        )
+    found = _below(store)
+    if not found:
+        raise _foreign_instead(store) or _nothing(store)
+    return found
+
+
+def checkpoints_at(path: str) -> list[Entry]:
+    """Return the checkpoint at a path, or all checkpoints in it if it is a directory of them.
+
+    Raises:
+        CheckpointNotFoundError: it is neither.
+    """
+    store = open_store(path)
+    name = Path(str(store)).name
+    try:
+        names = _names(store)
+        if MANIFEST in names:
+            return [Entry(name, store, frozenset(names))]
+        return checkpoints_below(path)
+    except CheckpointNotFoundError:
+        foreign = _foreign_at(store)
+        if foreign is None:
+            raise
+        return [Entry(name, store, frozenset(), foreign)]
+
+
 def _chosen(store: Store, step: int | None) -> Store:
-    """What `sw.open` opens: a step's directory below a root, else the place itself."""
+    """Return the directory of a step if the store is the root of a run, else the store itself."""
     try:
         names = store.list()
     except NotADirectoryError:
@@ -105,71 +161,9 @@ def _chosen(store: Store, step: int | None) -> Store:
 def _foreign_at(store: Store, format: str | None = None) -> Opened | None:  # noqa: A002
     if not isinstance(store, LocalStore) or (store.path / MANIFEST).exists():
         return None
-    # Torch takes a second: only those wait who need it.
-    from shardwise.opening import Reading, open_foreign
+    from shardwise.opening import Reading, open_foreign  # imports torch, which takes a second
 
     return open_foreign(store, Reading(skip_unknown=True, format=format))
-
-
-def read_manifest(store: Store) -> Saved:
-    """The checkpoint in a store that holds one.
-
-    Raises:
-        FormatError: its manifest cannot be trusted.
-    """
-    try:
-        return Saved(store, decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST)))
-    except FormatError as error:
-        raise FormatError(f"{store}: {error}") from error
-
-
-def trusted_pieces(saved: Saved) -> Pieces:
-    """The pieces of a checkpoint, once all is checked that can be without its files.
-
-    Raises:
-        FormatError: its manifest cannot be trusted.
-    """
-    if saved.foreign is not None:
-        return saved.foreign.pieces
-    return stored_pieces(saved.store, saved.manifest)
-
-
-def checkpoints_below(path: str) -> list[Below]:
-    """The directories below a root, by step.
-
-    Raises:
-        CheckpointNotFoundError: the path is a checkpoint itself, or there are none of ours below
-            it; says what is there instead.
-    """
-    store = open_store(path)
-    if MANIFEST in _names(store):
-        raise CheckpointNotFoundError(
-            f"{store} is a checkpoint, not a directory of checkpoints: "
-            f"see `shardwise inspect {store}`, or list the directory above it"
-        )
-    found = _below(store)
-    if not found:
-        raise _foreign_instead(store) or _nothing(store)
-    return found
-
-
-def checkpoints_at(path: str) -> list[Below]:
-    """The checkpoint at a path, or all directories below it if it is a root.
-
-    Raises:
-        CheckpointNotFoundError: it is neither.
-    """
-    store = open_store(path)
-    try:
-        names = _names(store)
-        if MANIFEST in names:
-            return [Below(Path(str(store)).name, store, frozenset(names))]
-        return checkpoints_below(path)
-    except CheckpointNotFoundError:
-        foreign = _foreign_at(store)
-        if foreign is None:
-            raise
-        return [Below(Path(str(store)).name, store, frozenset(), foreign)]
 
 
 def _names(store: Store) -> list[str]:
@@ -182,7 +176,7 @@ def _names(store: Store) -> list[str]:
     )
 
 
-def _below(root: Store) -> list[Below]:
+def _below(root: Store) -> list[Entry]:
     found = []
     for name in root.list():
         is_step = step_of_directory(name) is not None
@@ -196,24 +190,24 @@ def _below(root: Store) -> list[Below]:
                 raise
             continue
         if is_step or MANIFEST in files or any(map(made_by_save, files)):
-            found.append(Below(name, store, files))
-    return sorted(found, key=lambda each: each.order)
+            found.append(Entry(name, store, files))
+    return sorted(found, key=lambda each: (-1 if each.step is None else each.step, each.name))
 
 
 def _foreign_instead(store: Store) -> CheckpointNotFoundError | None:
-    """Say of which other formats a place is, or the directories below it."""
+    """Return an error that names the foreign checkpoints at a path or directly below it."""
     if not isinstance(store, LocalStore) or not store.path.exists():
         return None
-    from shardwise.opening import foreign_formats  # torch takes a second: only here
+    from shardwise.opening import foreign_formats  # imports torch, which takes a second
 
     formats = foreign_formats(store)
     if formats:
         return CheckpointNotFoundError(
-            f"{store} is one checkpoint ({formats}), not a directory of shardwise's checkpoints: "
-            f"see `shardwise inspect {store}`"
+            f"{store} is one checkpoint ({formats}), not a directory of shardwise checkpoints: "
+            f"run `shardwise inspect {store}`"
         )
     below: dict[str, str] = {}
-    for path in sorted(store.path.iterdir())[:MOST_BELOW] if store.path.is_dir() else ():
+    for path in sorted(store.path.iterdir())[:MOST_EXAMINED] if store.path.is_dir() else ():
         formats = foreign_formats(LocalStore(path)) if path.is_dir() else ""
         if formats:
             below[path.name] = formats
@@ -221,14 +215,14 @@ def _foreign_instead(store: Store) -> CheckpointNotFoundError | None:
         return None
     name, formats = next(reversed(below.items()))
     return CheckpointNotFoundError(
-        f"{store} has no checkpoints of shardwise below it, but {len(below)} of other formats: "
-        f"{', '.join(list(below)[:3])}{', …' if len(below) > 3 else ''}. Look at one with "
+        f"{store} holds no shardwise checkpoints, but {len(below)} of other formats: "
+        f"{', '.join(list(below)[:3])}{', …' if len(below) > 3 else ''}. To look at one, run "
         f"`shardwise inspect {store.path / name}` ({formats})"
     )
 
 
 def _no_checkpoint(store: Store) -> CheckpointNotFoundError:
-    """Say what there is at a place where a checkpoint was expected."""
+    """Return the error for a directory that is not a checkpoint."""
     committed = [each for each in _below(store) if each.committed]
     if committed:
         return CheckpointNotFoundError(
@@ -239,15 +233,15 @@ def _no_checkpoint(store: Store) -> CheckpointNotFoundError:
 
 
 def _nothing(store: Store) -> CheckpointNotFoundError:
-    """Say what there is at a place where there is neither a checkpoint nor a root."""
+    """Return the error for a path with neither a checkpoint nor a directory of checkpoints."""
     if any(map(made_by_save, store.list())):
         return CheckpointNotFoundError(
-            f"{store} has no {MANIFEST}: its save still runs, or was cut off"
+            f"{store} has no {MANIFEST}: its save is still running, or was interrupted"
         )
     if not isinstance(store, LocalStore) or store.path.is_dir():
         return CheckpointNotFoundError(
-            f"{store} is not a checkpoint, and has none below it: there is no {MANIFEST}, and the "
-            "files are of no other format that is known"
+            f"{store} is not a checkpoint, and holds none: there is no {MANIFEST}, and the files "
+            "are in no known format"
         )
     above = store.path.parent
     if not above.is_dir():

@@ -1,4 +1,4 @@
-"""`shardwise plan-interval`: how often to take snapshots, and how often to persist one."""
+"""`shardwise plan-interval`: compute how often to take snapshots and to save to storage."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli.checkpoint_interval import DAY, Costs, Failures, Plan, Waste, plan_intervals
-from shardwise.cli.terminal import AsJson, output, print_json
+from shardwise.cli.terminal import AsJson, output, print_json, table
 
 GROUP = 8
-MUCH = 0.5  # of the time; the formulas are first approximations, good while little is wasted
+MUCH = 0.5
+"""Share of wasted time above which the formulas, first-order approximations, are too optimistic."""
 
 
 def _option(metavar: str, text: str) -> Any:
@@ -24,22 +25,23 @@ def _option(metavar: str, text: str) -> Any:
 Step = Annotated[float, _option("SECONDS", "Duration of one training step.")]
 Snapshot = Annotated[float, _option("SECONDS", "How long a snapshot in memory delays training.")]
 Persist = Annotated[float, _option("SECONDS", "How long a save to storage delays training.")]
-Redundancy = Annotated[float, _option("SECONDS", "From a snapshot until other nodes protect it.")]
+Redundancy = Annotated[float, _option("SECONDS", "Time until other nodes protect a snapshot.")]
 FromMemory = Annotated[float, _option("SECONDS", "Time to resume from memory after a failure.")]
 FromStorage = Annotated[float, _option("SECONDS", "Time to resume from storage after a failure.")]
 Nodes = Annotated[int, _option("N", "Number of nodes that train.")]
 PerDay = Annotated[float | None, _option("X", "Node failures per day, in the whole cluster.")]
 NodeMtbf = Annotated[
-    float | None, _option("DAYS", "Mean time between failures of one node; instead of the above.")
+    float | None,
+    _option("DAYS", "Mean time between failures of one node (alternative to the above)."),
 ]
-Lost = Annotated[float, _option("X", "Share of the failures in which a node's memory is lost.")]
+Lost = Annotated[float, _option("X", "Fraction of failures in which a node's memory is lost.")]
 Group = Annotated[
-    int | None, _option("N", f"Nodes that protect each other; {GROUP} or, if there are fewer, all.")
+    int | None, _option("N", f"Nodes that protect each other. Default: {GROUP}, or all if fewer.")
 ]
-Parity = Annotated[int, _option("N", "How many nodes of a group may be lost at once.")]
-Rebuild = Annotated[float, _option("MINUTES", "From a loss until all is protected again.")]
+Parity = Annotated[int, _option("N", "How many nodes of a group can be lost at once.")]
+Rebuild = Annotated[float, _option("MINUTES", "Time after a loss until all is protected again.")]
 Correlated = Annotated[
-    float, _option("X", "Failures per day that lose all memory, such as power cuts.")
+    float, _option("X", "Failures per day that lose all memory, for example power cuts.")
 ]
 
 
@@ -98,14 +100,14 @@ def plan_interval(
 
 
 def _rate(per_day: float | None, node_mtbf_days: float | None, nodes: int) -> float:
-    """Failures of single nodes per second, by the one option of the two that was given."""
+    """Return the node failures per second, from the one of the two options that was given."""
     if per_day is not None and node_mtbf_days is None:
         return per_day / DAY
     if node_mtbf_days is not None and per_day is None:
         if not node_mtbf_days > 0:
-            raise ValueError(f"{node_mtbf_days:g} days between failures: more than 0 is needed")
+            raise ValueError(f"--node-mtbf-days {node_mtbf_days:g}: must be more than 0")
         return nodes / node_mtbf_days / DAY
-    raise ValueError("give --failures-per-day or --node-mtbf-days, one of them")
+    raise ValueError("give either --failures-per-day or --node-mtbf-days")
 
 
 def _document(plan: Plan) -> dict[str, Any]:
@@ -123,29 +125,29 @@ def _days_between_losses(plan: Plan) -> float:
 
 
 def _show(plan: Plan, console: Console) -> None:
-    told = Table.grid(padding=(0, 3, 0, 0))
+    intervals = Table.grid(padding=(0, 3, 0, 0))
     options = (("Memory(snapshot_every", plan.memory), ("Checkpointer(save_every", plan.storage))
     for option, interval in options:
         every = Text(f"sw.{option}={interval.steps})", "bold")
-        told.add_row(every, Text(f"every {_duration(interval.seconds)}"))
-    console.print(told)
+        intervals.add_row(every, Text(f"every {_duration(interval.seconds)}"))
+    console.print(intervals)
     console.print()
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    table.add_column("wasted time", no_wrap=True)
+    shown = table()
+    shown.add_column("wasted time", no_wrap=True)
     for header in ("saving", "repeated work", "restoring", "total"):
-        table.add_column(header, justify="right", no_wrap=True)
+        shown.add_column(header, justify="right", no_wrap=True)
     memory, storage = plan.memory.waste, plan.storage.waste
     both = Waste(*(getattr(memory, part) + getattr(storage, part) for part in Waste.__slots__))
     for name, waste in (("memory", memory), ("storage", storage), ("both", both)):
         parts = (waste.snapshots, waste.lost, waste.restores, waste.total)
-        table.add_row(name, *map(_percent, parts))
-    console.print(table)
+        shown.add_row(name, *map(_percent, parts))
+    console.print(shown)
     console.print()
     lost = _duration(_days_between_losses(plan) * DAY)
     console.print(Text(f"Expect a failure that needs the copy in storage every {lost}."))
     if plan.waste > MUCH:
-        note = "The formulas assume that little time is wasted: expect more waste than this."
-        console.print(Text(note, "yellow"))
+        warning = "The formulas assume that little time is wasted: expect more waste than this."
+        console.print(Text(warning, "yellow"))
 
 
 def _percent(part: float) -> str:
@@ -153,7 +155,7 @@ def _percent(part: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds in the largest unit of which there are two: `33.4 s`, `27.2 min`, `22.0 years`."""
+    """Return seconds in the largest unit that gives at least 2: `33.4 s`, `22.0 years`."""
     units = (("years", 365.25 * DAY), ("days", DAY), ("h", 3600.0), ("min", 60.0))
     for unit, length in units:
         if seconds >= 2 * length:

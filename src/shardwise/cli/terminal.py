@@ -1,9 +1,12 @@
-"""Where output goes: text for people, one JSON document for programs, progress beside both."""
+"""Consoles, tables, JSON documents and progress bars.
+
+Results go to stdout; errors and progress go to stderr.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Annotated
 
@@ -18,48 +21,59 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Column
+from rich.table import Column, Table
 from rich.text import Text
 
-from shardwise.cli import wording
+from shardwise.cli import formatting as fmt
 
 UNBOUNDED = 100_000
-"""Columns of what is no terminal: nothing is cut off there."""
-
+"""Columns of an output that is not a terminal, so that nothing is cut off."""
 LONGEST_TASK = 24
-"""Columns for what is being done, so that a bar and its numbers fit into 80."""
+"""Columns of the task's name, so that the bar and its numbers fit into 80 columns."""
 
 Advance = Callable[[str, int], None]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: see docs/cli.md.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; see docs/cli.md.")]
 
 
 def output() -> Console:
-    """The console of what was asked for."""
+    """Return the console for results."""
     return _console(sys.stdout)
 
 
 def diagnostics() -> Console:
-    """The console of errors and progress."""
+    """Return the console for errors and progress."""
     return _console(sys.stderr)
 
 
 def complain(message: str) -> None:
-    """Say on stderr what went wrong. Lines are not wrapped, so that paths can be copied."""
-    said = "\n".join(map(wording.printable, message.split("\n")))
-    diagnostics().print(Text.assemble(("shardwise: ", "bold red"), said), soft_wrap=True)
+    """Print an error. Lines are not wrapped, so that paths can be copied."""
+    escaped = "\n".join(map(fmt.printable, message.split("\n")))
+    diagnostics().print(Text.assemble(("shardwise: ", "bold red"), escaped), soft_wrap=True)
 
 
 def print_json(document: object) -> None:
-    """Print one JSON document, indented; not-a-number and infinities become null."""
+    """Print one JSON document, indented. NaN and infinities become null."""
     encoded = msgspec.json.encode(document)
     sys.stdout.write(msgspec.json.format(encoded, indent=2).decode() + "\n")
 
 
+def table(gap: int = 3) -> Table:
+    """Return a table without lines, with so many blanks between its columns."""
+    return Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
+
+
+def print_facts(facts: Sequence[tuple[str, str]], console: Console) -> None:
+    """Print labels and texts, one pair per line."""
+    width = max(len(label) for label, _ in facts) + 2
+    for label, text in facts:
+        console.print(Text.assemble((label.ljust(width), "dim"), text))
+
+
 @contextmanager
 def progress(total: int) -> Iterator[Advance]:
-    """A bar over `total` bytes while the block runs, where somebody watches.
+    """Show a progress bar over `total` bytes while the block runs, if stderr is a terminal.
 
-    Yields a function that takes what is being done, and how many bytes of it are done.
+    Yields a function that takes the name of the current task and the bytes that it has finished.
     """
     console = diagnostics()
     one_line = Column(no_wrap=True)
@@ -82,8 +96,8 @@ def progress(total: int) -> Iterator[Advance]:
     with bar:
         task = bar.add_task("", total=total)
 
-        def advance(doing: str, nbytes: int) -> None:
-            bar.update(task, advance=nbytes, description=wording.printable(doing))
+        def advance(name: str, nbytes: int) -> None:
+            bar.update(task, advance=nbytes, description=fmt.printable(name))
 
         yield advance
 

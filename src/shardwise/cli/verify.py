@@ -1,45 +1,36 @@
-"""`shardwise verify`: every byte against its checksum."""
+"""`shardwise verify`: check every byte of a checkpoint against its checksums."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from shardwise.cli import wording
-from shardwise.cli.damage import Damage, ForeignSearch, Search
-from shardwise.cli.places import Below, checkpoints_at, read_manifest, trusted_pieces
-from shardwise.cli.terminal import AsJson, complain, output, print_json, progress
+from shardwise.cli import formatting as fmt
+from shardwise.cli.places import Entry, Saved, checkpoints_at, read_manifest, trusted_pieces
+from shardwise.cli.terminal import Advance, AsJson, complain, output, print_json, progress
 from shardwise.engine.buffers import Arena
-from shardwise.errors import FormatError
+from shardwise.engine.datareader import DataReader
+from shardwise.errors import CorruptionError, FormatError
+from shardwise.events import Event, Recorder
+from shardwise.manifest.checksums import BLOCK
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import MANIFEST
+from shardwise.manifest.table import Pieces
+from shardwise.store.store import Buffer
 
 if TYPE_CHECKING:
     from shardwise.engine.opened import Opened
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What became of the check of one checkpoint.
-
-    Attributes:
-        intact: None if nothing could be checked.
-        bytes, files: what was checked by checksums; 0 if the manifest cannot be trusted.
-        compared: bytes of copies of tensors that were compared.
-        unchecked: bytes of tensors that have no checksum.
-    """
-
-    path: str
-    step: int | None
-    intact: bool | None
-    bytes: int
-    files: int
-    compared: int = 0
-    unchecked: int = 0
-    damage: list[Damage]
+PROBLEM = "not the bytes that were saved"
+Range = tuple[int, int]
 
 
 def verify(
@@ -50,13 +41,13 @@ def verify(
 ) -> None:
     """Check every byte of a checkpoint against its checksums.
 
-    If something is damaged, this says which bytes of which file they are, and which tensors they
-    belong to. Saves that were cut off are listed, and not checked. Checkpoints of other formats
-    have checksums only in zip archives, as torch.save and PyTorch DCP write them; bytes of tensors
-    without a checksum are counted. Copies of a tensor in such a checkpoint are compared.
+    For damaged files, prints the byte ranges and the tensors in them. Unfinished saves are listed,
+    but not checked. Other formats have checksums only in zip archives, which torch.save and PyTorch
+    DCP write; the bytes of tensors without checksums are counted. If such a checkpoint stores
+    several copies of a tensor, they are compared.
 
-    Exit status: 0 if all is intact, 1 if anything is damaged, 2 if a checkpoint has nothing to
-    check it by.
+    Exit status: 0 if everything is intact, 1 if anything is damaged, 2 if a checkpoint has no
+    checksums.
     """
     found = checkpoints_at(path)
     unfinished = [each.name for each in found if not each.committed]
@@ -77,32 +68,69 @@ def verify(
     else:
         for name in unfinished:
             console.print(Text(f"– {name}  unfinished, not checked", "yellow"))
+    total = fmt.count(len(verdicts), "checkpoint")
     if damaged:
-        total = wording.count(len(verdicts), "checkpoint")
         are = "is" if damaged == 1 else "are"
         complain(f"{damaged} of {total} {are} damaged: load another, or copy the files again")
         raise typer.Exit(1)
     if unknown:
-        total = wording.count(len(verdicts), "checkpoint")
         complain(f"{unknown} of {total} could not be checked: there are no checksums")
         raise typer.Exit(2)
 
 
-def _verdict(below: Below, arena: Arena) -> Verdict:
-    if below.foreign is not None:
-        return _foreign_verdict(below.foreign, arena)
-    path = str(below.store)
-    with below.store.hold(MANIFEST, shared=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """Bytes `start:stop` of a file, in whole blocks, that differ from those that were saved.
+
+    Attributes:
+        file: None if the manifest is damaged, or if two copies of a tensor differ.
+        start, stop: None if the whole file is damaged.
+        tensors: the tensors that have bytes in the range.
+    """
+
+    file: str | None
+    start: int | None = None
+    stop: int | None = None
+    problem: str
+    tensors: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The result for one checkpoint.
+
+    Attributes:
+        intact: None if nothing could be checked.
+        bytes, files: what was compared with checksums; 0 if the manifest is damaged.
+        compared: bytes of copies of tensors that were compared with each other.
+        unchecked: bytes of tensors that have no checksum.
+    """
+
+    path: str
+    step: int | None
+    intact: bool | None
+    bytes: int
+    files: int
+    compared: int = 0
+    unchecked: int = 0
+    damage: list[Damage]
+
+
+def _verdict(entry: Entry, arena: Arena) -> Verdict:
+    if entry.foreign is not None:
+        return _foreign_verdict(entry.foreign, arena)
+    path = str(entry.store)
+    with entry.store.hold(MANIFEST, shared=True):
         try:
-            saved = read_manifest(below.store)
-            search = Search(saved, trusted_pieces(saved))
+            saved = read_manifest(entry.store)
+            pieces = trusted_pieces(saved)
         except FormatError as error:
             damage = [Damage(file=None, problem=str(error), tensors=[])]
             return Verdict(
-                path=path, step=below.step, intact=False, bytes=0, files=0, damage=damage
+                path=path, step=entry.step, intact=False, bytes=0, files=0, damage=damage
             )
         with progress(saved.bytes) as advance:
-            damage = list(search.run(arena, advance))
+            damage = list(_damage_in(saved, pieces, arena, advance))
     return Verdict(
         path=path,
         step=saved.manifest.step,
@@ -113,44 +141,138 @@ def _verdict(below: Below, arena: Arena) -> Verdict:
     )
 
 
+def _damage_in(saved: Saved, pieces: Pieces, arena: Arena, advance: Advance) -> Iterator[Damage]:
+    """Read every byte of every file, and yield the damage."""
+    with ThreadPoolExecutor(arena.threads, "shardwise-verify") as pool:
+        for number, entry in enumerate(saved.manifest.files):
+            try:
+                reader = DataReader(saved.store, entry)
+            except CorruptionError as error:
+                names = _tensors_in(saved, pieces, number, (0, entry.size))
+                yield Damage(file=entry.name, problem=str(error), tensors=names)
+                continue
+
+            def check(low: int, reader: DataReader = reader) -> list[Range]:
+                high = min(low + arena.chunk, reader.entry.checksums_at)
+                with arena.buffer() as buffer:
+                    found = list(_damaged_ranges(reader, low, high, buffer))
+                advance(reader.entry.name, high - low)
+                return found
+
+            try:
+                lows = range(0, entry.checksums_at, arena.chunk)
+                found = [each for part in pool.map(check, lows) for each in part]
+            finally:
+                reader.close()
+            for start, stop in _joined(found):
+                yield Damage(
+                    file=entry.name,
+                    start=start,
+                    stop=stop,
+                    problem=_problem(entry, start, stop),
+                    tensors=_tensors_in(saved, pieces, number, (start, stop)),
+                )
+
+
+def _problem(entry: FileEntry, start: int, stop: int) -> str:
+    parts = []
+    if start < entry.data_at:
+        parts.append("the header")
+    if stop > entry.objects_at and entry.objects_at < entry.checksums_at:
+        parts.append(f"values of rank {entry.rank}")
+    return PROBLEM + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _tensors_in(saved: Saved, pieces: Pieces, number: int, where: Range) -> list[str]:
+    """Return the names of the tensors with bytes in a range of a file, tied ones included."""
+    manifest = saved.manifest
+    itemsize = np.array([DTYPES[entry.dtype].itemsize for entry in manifest.tensors], np.int64)
+    start = pieces.start + manifest.files[number].data_at
+    stop = start + pieces.shape.prod(axis=1) * itemsize[pieces.tensor]
+    hit = (pieces.file == number) & (start < where[1]) & (stop > where[0])
+    names = {manifest.tensors[i].name for i in set(pieces.tensor[hit].tolist())}
+    return [t.name for t in manifest.tensors if t.name in names or t.same_as in names]
+
+
+def _damaged_ranges(reader: DataReader, low: int, high: int, buffer: Buffer) -> Iterator[Range]:
+    try:
+        reader.read(low, high, buffer)
+    except CorruptionError:
+        if high - low <= BLOCK:
+            yield low, high
+            return
+        for at in range(low, high, BLOCK):
+            yield from _damaged_ranges(reader, at, min(at + BLOCK, high), buffer)
+
+
+def _joined(ranges: list[Range]) -> list[Range]:
+    """Return ascending ranges with adjacent ones joined."""
+    joined: list[Range] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return joined
+
+
 def _foreign_verdict(opened: Opened, arena: Arena) -> Verdict:
-    """That of what a foreign checkpoint has checksums of."""
+    """Check the ranges of a foreign checkpoint that have checksums, and compare its copies."""
+    # These import torch, which takes a second.
+    from shardwise.engine.compare import find_differences
+    from shardwise.engine.verify import verify_sums
+
+    damage: list[Damage] = []
+    nbytes = files = unchecked = 0
     with progress(sum(file.size for file in opened.manifest.files)) as advance:
-        found = ForeignSearch(opened, arena, advance)
-        damage = list(found.run())
-    nothing = not found.files and not found.compared
+
+        def on_event(event: Event) -> None:
+            advance(event.stage, event.bytes)
+
+        recorder = Recorder(on_event)
+        for checked in verify_sums(opened, arena, recorder):
+            nbytes += checked.bytes
+            files += checked.bytes > 0
+            unchecked += checked.unchecked
+            damage += [
+                Damage(
+                    file=each.file,
+                    start=each.start,
+                    stop=each.stop,
+                    problem=PROBLEM,
+                    tensors=each.tensors,
+                )
+                for each in checked.altered
+            ]
+        compared, unlike = find_differences(opened, arena, recorder)
+        damage += [Damage(file=None, problem=problem, tensors=[]) for problem in unlike]
     return Verdict(
         path=str(opened.store),
         step=opened.manifest.step,
-        intact=None if nothing else not damage,
-        bytes=found.bytes,
-        files=found.files,
-        compared=found.compared,
-        unchecked=found.unchecked,
+        intact=not damage if files or compared else None,
+        bytes=nbytes,
+        files=files,
+        compared=compared,
+        unchecked=unchecked,
         damage=damage,
     )
 
 
 def _show(verdict: Verdict, console: Console) -> None:
     marks = {True: ("✓ ", "green"), False: ("✗ ", "bold red"), None: ("? ", "yellow")}
-    files = wording.count(verdict.files, "file")
-    details = [f"{wording.size(verdict.bytes)} in {files}"] if verdict.files else []
+    details = []
+    if verdict.files:
+        details.append(f"{fmt.size(verdict.bytes)} in {fmt.count(verdict.files, 'file')}")
     if verdict.compared:
-        details.append(f"{wording.size(verdict.compared)} of copies compared")
+        details.append(f"{fmt.size(verdict.compared)} of copies compared")
     if verdict.unchecked:
-        details.append(f"{wording.size(verdict.unchecked)} not checked, without checksums")
-    detail = "".join(f"  {each}" for each in ["; ".join(details)] if each)
+        details.append(f"{fmt.size(verdict.unchecked)} not checked, without checksums")
+    detail = f"  {'; '.join(details)}" if details else ""
     console.print(Text.assemble(marks[verdict.intact], verdict.path, (detail, "dim")))
     for each in verdict.damage:
-        console.print(_told(each))
-
-
-def _told(damage: Damage) -> Text:
-    if damage.start is None:
-        text = Text(f"  {damage.problem}")
-    else:
-        text = Text(f"  {damage.file}, bytes {damage.start}:{damage.stop}: {damage.problem}")
-    if damage.tensors:
-        tensors = wording.count(len(damage.tensors), "tensor")
-        text.append(f"\n    {tensors}: {wording.listed(damage.tensors)}", "bold")
-    return text
+        where = "" if each.start is None else f"{each.file}, bytes {each.start}:{each.stop}: "
+        text = Text(f"  {where}{each.problem}")
+        if each.tensors:
+            tensors = fmt.count(len(each.tensors), "tensor")
+            text.append(f"\n    {tensors}: {fmt.names(each.tensors)}", "bold")
+        console.print(text)

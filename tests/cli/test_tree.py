@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.cli import wording
-from shardwise.cli.outline import Leaf, Node, rows, tree
-from shardwise.cli.values import LONGEST, spelled
+from shardwise.cli import formatting as fmt
+from shardwise.cli.tree import Leaf, Node, rows, tree
 from shardwise.state.objects import encode
 
 
@@ -77,7 +76,7 @@ def test_no_leaf_is_lost(names: list[str], collapse: bool) -> None:
     ],
 )
 def test_indices_are_short(numbers: list[int], text: str) -> None:
-    assert wording.indices(numbers) == text
+    assert fmt.indices(numbers) == text
 
 
 @pytest.mark.parametrize(
@@ -92,7 +91,7 @@ def test_indices_are_short(numbers: list[int], text: str) -> None:
     ],
 )
 def test_sizes_are_short(nbytes: int, text: str) -> None:
-    assert wording.size(nbytes) == text
+    assert fmt.size(nbytes) == text
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ def test_sizes_are_short(nbytes: int, text: str) -> None:
     ],
 )
 def test_values_are_short(value: object, text: str) -> None:
-    assert spelled(encode(value, "value")) == text
+    assert fmt.value(encode(value, "value")) == text
 
 
 JSON = st.recursive(
@@ -131,6 +130,6 @@ JSON = st.recursive(
 
 @given(JSON)
 def test_no_value_is_too_strange_to_be_shown(value: object) -> None:
-    text = spelled(value)
-    assert len(text) <= LONGEST
+    text = fmt.value(value)
+    assert len(text) <= fmt.LONGEST_VALUE
     assert text.isprintable()
