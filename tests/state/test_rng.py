@@ -68,7 +68,7 @@ def test_what_is_no_state_is_refused_and_sets_no_generator() -> None:
     for key, wrong in [("python", 1), ("numpy", [1]), ("torch", "x"), ("torch", torch.zeros(3))]:
         rng.load_state_dict(before)
         for bad in ({**other, key: wrong}, {k: v for k, v in other.items() if k != key}):
-            with pytest.raises(sw.StateError, match="no state of random"):
+            with pytest.raises(sw.StateError, match="invalid state of random"):
                 rng.restore(bad)
         assert draw() == expected
 

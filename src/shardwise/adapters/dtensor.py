@@ -17,11 +17,11 @@ _KNOWN = (Replicate, Shard, _StridedShard)
 
 
 def dtensor_fragments(name: str, tensor: DTensor) -> tuple[Fragment, ...]:
-    """The boxes of a DTensor that this rank holds, and their local memory.
+    """Return the boxes of a DTensor that this rank holds, with their local memory.
 
     Raises:
         StateError: a placement is a pending reduction.
-        LayoutError: the local tensor is not what its placements say.
+        LayoutError: the local tensor does not match the placements.
     """
     local = tensor._local_tensor.detach()  # what to_local() gives, without its autograd node
     return fragments_at(name, local, tuple(tensor.shape), tensor.device_mesh, tensor.placements)
@@ -34,7 +34,7 @@ def fragments_at(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
 ) -> tuple[Fragment, ...]:
-    """The same for a local tensor that lies as a DTensor of these placements would."""
+    """Return the boxes of a local tensor that is sharded as a DTensor of these placements is."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return ()
@@ -42,14 +42,14 @@ def fragments_at(
     if splits is None:
         pending = next(p for p in placements if not isinstance(p, _KNOWN))
         raise StateError(
-            f"{name}: its placement is {pending}: every rank has a summand, and none the value; "
+            f"{name}: its placement is {pending}: ranks hold summands that are not reduced yet; "
             "redistribute it to Replicate() or Shard() first"
         )
     pairs, size = _boxes(shape, splits)
     if size != local.numel():
         raise LayoutError(
-            f"{name}: the local tensor has shape {list(local.shape)}, which is not what "
-            f"{placements} of {list(shape)} over mesh {tuple(mesh.shape)} gives this rank"
+            f"{name}: the local tensor has shape {list(local.shape)}, but "
+            f"{placements} of {list(shape)} over mesh {tuple(mesh.shape)} give this rank another"
         )
     if len(pairs) == 1:
         return (Fragment(pairs[0][0], local),)
@@ -66,7 +66,7 @@ def _boxes(shape: tuple[int, ...], splits: tuple[Split, ...]) -> tuple[list[tupl
 def _splits(
     mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> tuple[Split, ...] | None:
-    """How placements split a tensor, in the order of the splits; None if one is no sharding."""
+    """Return how placements split a tensor, in the order of the splits; None if one is Partial."""
     if not all(isinstance(placement, _KNOWN) for placement in placements):
         return None
     shards = [

@@ -1,4 +1,4 @@
-"""A tensor of any kind as a leaf: what this rank holds of which global tensor."""
+"""Tensors of any kind as leaves, and targets whose memory overlaps."""
 
 from __future__ import annotations
 
@@ -22,29 +22,31 @@ TensorLike = torch.Tensor | Shards
 
 
 def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
-    """What this rank holds of a tensor: all of a plain one, its shard of a DTensor.
+    """Return what this rank holds of a tensor: all of a plain one, its shard of a DTensor.
 
     Raises:
-        StateError: the tensor has no values that could be stored as they are.
+        StateError: the tensor cannot be saved as it is.
     """
     if isinstance(tensor, Shards):
         check_dtype(name, tensor.dtype)
         return TensorLeaf(name, tensor.dtype, tensor.shape, tensor.fragments, id(tensor))
     check_dtype(name, tensor.dtype)
     if is_lazy(tensor):
-        raise StateError(f"{name}: it has no shape before the module's first forward")
+        raise StateError(
+            f"{name}: a lazy parameter, which has no shape before the module's first forward"
+        )
     if isinstance(tensor, DTensor):
         shape, fragments = tuple(tensor.shape), dtensor_fragments(name, tensor)
         return TensorLeaf(name, tensor.dtype, shape, fragments, _identity(tensor, fragments))
     if tensor.is_nested:
-        raise StateError(f"{name}: nested tensors are not stored; save {name}.to_padded_tensor(0)")
+        raise StateError(f"{name}: nested tensors cannot be saved; save {name}.to_padded_tensor(0)")
     if tensor.layout != torch.strided:
-        raise StateError(f"{name}: {tensor.layout} tensors are not stored; save {name}.to_dense()")
+        raise StateError(f"{name}: {tensor.layout} tensors cannot be saved; save {name}.to_dense()")
     shape = tuple(tensor.shape)
     data = tensor.detach()
     finish = None
     if data.is_conj() or data.is_neg():
-        # Its memory holds other values than it has: fill a copy, and assign that to it.
+        # Its memory holds other values: fill a copy, and assign the copy.
         lazy, data = data, data.resolve_conj().resolve_neg()
         finish = partial(lazy.copy_, data)
     whole = (Fragment(_whole(shape), data),) if data.numel() else ()
@@ -52,16 +54,16 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> str:
-    """The name of a dtype that checkpoints hold.
+    """Return the name of a dtype.
 
     Raises:
-        StateError: they do not hold this one.
+        StateError: checkpoints cannot hold this dtype.
     """
     text = _stored(dtype)
     if text is None:
         raise StateError(
-            f"{name}: {dtype} tensors are not stored, because their values need a quantizer "
-            "beside them: save q.int_repr(), q.q_scale() and q.q_zero_point()"
+            f"{name}: {dtype} tensors cannot be saved, because their values need a quantizer: "
+            "save q.int_repr(), q.q_scale() and q.q_zero_point()"
         )
     return text
 
@@ -78,7 +80,7 @@ def _whole(shape: tuple[int, ...]) -> Box:
 
 
 def _identity(tensor: torch.Tensor, fragments: tuple[Fragment, ...]) -> object:
-    """Equal for two names of one memory. A parameter is itself, even where its shard is empty."""
+    """Return a value that is equal for all names of the same memory."""
     if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
         return id(tensor)
     if not fragments:
@@ -91,10 +93,10 @@ def _identity(tensor: torch.Tensor, fragments: tuple[Fragment, ...]) -> object:
 
 
 def tensor_of_array(name: str, array: np.ndarray) -> torch.Tensor:
-    """A tensor over a numpy array's memory.
+    """Return a tensor that shares a numpy array's memory.
 
     Raises:
-        StateError: torch has no such type, or no such memory layout.
+        StateError: torch does not support its dtype or strides.
     """
     try:
         with warnings.catch_warnings():
@@ -107,7 +109,10 @@ def tensor_of_array(name: str, array: np.ndarray) -> torch.Tensor:
 
 
 def fillable_leaves(leaves: Sequence[TensorLeaf]) -> list[TensorLeaf]:
-    """Leaves that can be filled in any order: copies where memory overlaps, moved when filled."""
+    """Return leaves that can be filled in any order.
+
+    Where the memory of targets overlaps, a load fills copies, and moves them when all are filled.
+    """
     tangled = _tangled(leaves)
     moved: list[tuple[TensorLeaf, TensorLeaf]] = []
     return [
@@ -116,7 +121,7 @@ def fillable_leaves(leaves: Sequence[TensorLeaf]) -> list[TensorLeaf]:
 
 
 def _tangled(leaves: Sequence[TensorLeaf]) -> set[int]:
-    """Leaves whose memory lies between that of others; not those of one and the same memory."""
+    """Return the indices of leaves whose memory overlaps in part; tied tensors excepted."""
     ranges: dict[torch.device, list[tuple[int, int, int]]] = {}
     seen: set[object] = set()
     for i, leaf in enumerate(leaves):
@@ -140,7 +145,7 @@ def _tangled(leaves: Sequence[TensorLeaf]) -> set[int]:
 
 
 def _copied(leaf: TensorLeaf, moved: list[tuple[TensorLeaf, TensorLeaf]]) -> TensorLeaf:
-    """A leaf of memory of its own, moved to where `leaf` lies when filled, after those `moved`."""
+    """Return a copy of a leaf that is moved into its memory when filled, and compared."""
     copies = tuple(Fragment(f.box, f.data.clone()) for f in leaf.fragments)
     copy = TensorLeaf(leaf.name, leaf.dtype, leaf.shape, copies)
 
@@ -152,8 +157,8 @@ def _copied(leaf: TensorLeaf, moved: list[tuple[TensorLeaf, TensorLeaf]]) -> Ten
             for here, there in zip(earlier.fragments, filled.fragments, strict=True):
                 if not same_bytes(here.data, there.data):
                     raise StateError(
-                        f"{earlier.name} and {leaf.name} share memory in the target, and differ "
-                        "there in the checkpoint; load into clones instead"
+                        f"{earlier.name} and {leaf.name} share memory in the target, but have "
+                        "different values in the checkpoint; load into clones instead"
                     )
         if leaf.finish is not None:
             leaf.finish()
@@ -162,10 +167,10 @@ def _copied(leaf: TensorLeaf, moved: list[tuple[TensorLeaf, TensorLeaf]]) -> Ten
 
 
 def fillable(leaf: TensorLeaf) -> TensorLeaf:
-    """The leaf itself, or a copy that is moved to it when filled: of memory that overlaps itself.
+    """Return a leaf that can be filled: the leaf itself, or a copy if its memory overlaps itself.
 
-    An expanded tensor holds one element in many places. It is filled from a copy, and only if the
-    saved values allow it.
+    An expanded tensor has one element at many indices. The copy is moved into it when filled, if
+    the saved values at these indices are equal.
     """
     if len(leaf.fragments) != 1:
         return leaf
@@ -199,6 +204,6 @@ def _move_overlapping(name: str, copy: torch.Tensor, data: torch.Tensor) -> None
         base[tuple(index)] = copy[first][tuple(index)]
     if not same_bytes(data, copy):
         raise StateError(
-            f"{name}: the tensor overlaps itself in memory, and the saved values differ where one "
-            "element lies in several places; load into a clone() instead"
+            f"{name}: the tensor overlaps itself in memory, but the saved values of indices that "
+            "share an element differ; load into a clone() instead"
         )

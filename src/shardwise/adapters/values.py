@@ -1,4 +1,4 @@
-"""Tensors, plain values, and whatever has state_dict and load_state_dict."""
+"""Single tensors, plain values, objects with state_dict and load_state_dict, per-rank values."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Found = dict[str, "TensorLike | np.ndarray"]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What saves and restores itself: LR schedulers, GradScaler, loaders, EMA copies …"""
+    """An object that saves and restores itself: an LR scheduler, a GradScaler, a data loader …"""
 
     def state_dict(self) -> object:
-        """Its state: plain values and tensors."""
+        """Return its state: plain values and tensors."""
         ...
 
     def load_state_dict(self, state_dict: object, /) -> object:
-        """Take a state on."""
+        """Set its state."""
         ...
 
 
@@ -41,13 +41,13 @@ class TensorBinding(Binding):
         self._value = value
 
     def local_state(self) -> LocalState:
-        """The tensor."""
+        """Return the tensor."""
         return LocalState(tensors=[_leaf(self.name, self._value)])
 
     def targets(self, saved: SavedState, selection: Selection) -> LocalState:
-        """The tensor."""
+        """Return the tensor."""
         if isinstance(self._value, np.ndarray) and not self._value.flags.writeable:
-            raise StateError(f"{self.name}: the array is read-only, and cannot be loaded into")
+            raise StateError(f"{self.name}: the array is read-only: load into a copy")
         return selection.of(self.local_state())
 
 
@@ -55,8 +55,8 @@ class ObjectBinding(Binding):
     """A plain value, or the state of a Stateful; tensors in it are stored as tensors.
 
     Args:
-        get: gives the value as it now is.
-        put: takes the value that was saved.
+        get: returns the current value.
+        put: sets the saved value.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ObjectBinding(Binding):
         self._found: Found = {}
 
     def local_state(self) -> LocalState:
-        """The encoded value, and the tensors in it."""
+        """Return the encoded value, and the tensors in it."""
         self._found = {}
         with user_code(self.name, "state_dict()"):
             value = self._get()
@@ -83,9 +83,9 @@ class ObjectBinding(Binding):
         return LocalState(tensors=leaves, objects={self.name: encoded})
 
     def targets(self, saved: SavedState, selection: Selection) -> LocalState:
-        """The tensors that the saved value has: those that are here are filled, others made.
+        """Return the tensors in the saved value. Existing tensors are filled, others allocated.
 
-        A value is chosen together with the tensors in it: a part of it would be no value.
+        A value is selected together with all its tensors.
         """
         held = self.local_state()
         if not saved.has_object(self.name):
@@ -99,7 +99,9 @@ class ObjectBinding(Binding):
         for mine in names:
             entry = saved.tensor(mine)
             if entry is None:
-                held.problems.append(f"{mine}: the checkpoint's value names it, but lacks it")
+                held.problems.append(
+                    f"{mine}: the saved value contains this tensor, but the checkpoint lacks it"
+                )
                 continue
             here = self._found.get(mine)
             if here is None or tuple(here.shape) != entry.shape or not _can_be_filled(here):
@@ -111,7 +113,7 @@ class ObjectBinding(Binding):
         return held
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
-        """Build the saved value, around the tensors that were filled, and hand it over."""
+        """Build the saved value from the filled tensors, and set it."""
         if self.name in values:
             value = decode(
                 values[self.name], self.name, self._filled, allow_pickle=self._allow_pickle
@@ -124,12 +126,12 @@ class ObjectBinding(Binding):
         if isinstance(found, np.ndarray):
             return tensor_of_array(name, found)
         if not isinstance(found, torch.Tensor):
-            raise StateError(f"{name}: the saved value names a tensor that was not loaded")
+            raise StateError(f"{name}: the saved value contains a tensor that was not loaded")
         return found
 
 
 class PerRankBinding(Binding):
-    """A value that each rank has of its own."""
+    """A value that differs between ranks."""
 
     def __init__(self, name: str, value: PerRankValue, *, allow_pickle: bool) -> None:
         self.name = name
@@ -137,18 +139,18 @@ class PerRankBinding(Binding):
         self._allow_pickle = allow_pickle
 
     def local_state(self) -> LocalState:
-        """The encoded value."""
+        """Return the encoded value."""
         with user_code(self.name, "state_dict() or capture()"):
             value = self.value.capture()
         encoded = encode(value, self.name, allow_pickle=self._allow_pickle)
         return LocalState(per_rank={self.name: encoded})
 
     def targets(self, saved: SavedState, selection: Selection) -> LocalState:
-        """Only that the name is wanted: the value at hand may be of any kind."""
+        """Return the name. The current value may be of any kind."""
         return selection.of(LocalState(per_rank={self.name: None}))
 
     def restore_ranks(self, encoded: list[JsonValue], rank: int, world: int) -> None:
-        """Choose this rank's value from those of all saved ranks, and set it."""
+        """Choose this rank's value from those of all ranks that saved, and set it."""
         values = [decode(each, self.name, allow_pickle=self._allow_pickle) for each in encoded]
         with user_code(self.name, "resize or for_rank()"):
             mine = self.value.for_rank(values, rank, world)
@@ -165,7 +167,7 @@ def _can_be_filled(value: TensorLike | np.ndarray) -> bool:
 def object_in(
     container: MutableMapping[str, object], key: str, name: str, *, allow_pickle: bool
 ) -> ObjectBinding:
-    """A plain value that hangs in a dict, where a load sets it."""
+    """Return the binding of a plain value in a dict. A load sets the dict's item."""
 
     def put(value: object) -> None:
         container[key] = value
@@ -174,7 +176,7 @@ def object_in(
 
 
 def saved_tensors(encoded: object) -> list[str]:
-    """The names of the tensors that an encoded value has in it."""
+    """Return the names of the tensors in an encoded value."""
     names: list[str] = []
     stack = [encoded]
     while stack:

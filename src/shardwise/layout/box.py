@@ -1,4 +1,4 @@
-"""The box: an axis-aligned part of a global tensor."""
+"""Boxes: axis-aligned parts of global tensors."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ class Box:
         if len(self.offset) != len(self.shape):
             raise LayoutError(f"offset {self.offset} and shape {self.shape} differ in length")
         if min(self.offset, default=0) < 0 or min(self.shape, default=0) < 0:
-            raise LayoutError(f"a box has no negative numbers: {self.offset}, {self.shape}")
+            raise LayoutError(
+                f"a box with negative numbers: offset {self.offset}, shape {self.shape}"
+            )
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """The box that is all of a tensor of this shape."""
+        """Return the box of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -40,28 +42,28 @@ class Box:
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """The offset just past the box, in every dimension."""
+        """The end of the box in every dimension, exclusive."""
         return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part, or None where no element is common."""
+        """Return the common part, or None if there is none."""
         offset = tuple(map(max, self.offset, other.offset))
         shape = tuple(min(a, b) - o for a, b, o in zip(self.stop, other.stop, offset, strict=True))
         return Box(offset, shape) if all(n > 0 for n in shape) else None
 
     def contains(self, other: Box) -> bool:
-        """Whether all of `other` lies inside."""
+        """Return whether `other` lies inside."""
         return all(
             a <= c and d <= b
             for a, b, c, d in zip(self.offset, self.stop, other.offset, other.stop, strict=True)
         )
 
     def relative_to(self, origin: tuple[int, ...]) -> Box:
-        """The same box, counted from `origin`."""
+        """Return the box with its offset counted from `origin`."""
         return Box(tuple(o - p for o, p in zip(self.offset, origin, strict=True)), self.shape)
 
     def slices(self) -> tuple[slice, ...]:
-        """The index that selects this box from an array of the whole."""
+        """Return the index of this box in an array of the whole tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
     def __str__(self) -> str:
@@ -73,7 +75,7 @@ class Box:
 
 
 def boxes_of(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Boxes of at most `most` elements that make up a tensor, in order; none if it is empty."""
+    """Yield boxes of at most `most` elements that cover a tensor, in row-major order."""
     if math.prod(shape) <= most:
         if 0 not in shape:
             yield Box.whole(shape)
@@ -88,11 +90,15 @@ def boxes_of(shape: tuple[int, ...], most: int) -> Iterator[Box]:
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """The two dimensions of a tensor that are drawn, down and across, and the boxes seen there.
+    """The two dimensions of a tensor that a picture shows, and the boxes in this plane.
 
-    `down` is None where there is nothing but a line to draw. `boxes` are rows of top, left,
-    bottom, right, in elements; `owners` says which of the given boxes each is. `hidden` are the
-    other dimensions that are split, of which only a part is seen.
+    Attributes:
+        down: dimension drawn downwards; None if the tensor is drawn as a line.
+        across: dimension drawn from left to right.
+        height, width: size of the plane, in elements.
+        boxes: top, left, bottom, right of each box, in elements.
+        owners: for each of these, the index of the given box.
+        hidden: other dimensions that are split, of which the plane shows only the part at 0.
     """
 
     down: int | None
@@ -105,9 +111,9 @@ class Plane:
 
 
 def plane(shape: Sequence[int], boxes: Sequence[Box]) -> Plane:
-    """The plane to draw: along the first two dimensions that are split, then the first others.
+    """Return the plane to draw: the first two split dimensions, or the first unsplit ones.
 
-    Where more are split, the boxes that lie at 0 of the other dimensions are those seen.
+    If more dimensions are split, the plane shows the boxes at offset 0 in the others.
     """
     split = [d for d, n in enumerate(shape) if any(box.shape[d] != n for box in boxes)]
     order = split + [d for d in range(len(shape)) if d not in split]

@@ -1,4 +1,4 @@
-"""Flattened ranges: what FSDP1 and ZeRO shard, as boxes."""
+"""Flattened ranges, which FSDP1 and ZeRO shard, and byte ranges of strided arrays, as boxes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ Int = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RangeBoxes:
-    """Boxes of ranges, in columns: row i is part of range `of[i]`, from its element `first[i]` on.
+    """Boxes of ranges, in columns of n rows.
 
-    `of` and `first` have shape `(n,)`, `offset` and `shape` `(n, D)`; `first` is counted from the
-    start of the tensor.
+    Attributes:
+        of: index of the range that the box is part of, `(n,)`.
+        first: first element of the box, counted from the start of the tensor, `(n,)`.
+        offset, shape: the box, `(n, D)`.
     """
 
     of: Int
@@ -29,17 +31,17 @@ class RangeBoxes:
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Decompose elements `start:stop` of a row-major tensor into boxes, in their order.
+    """Return elements `start:stop` of a row-major tensor as boxes, in order.
 
-    At most `2 * ndim - 1` boxes come out, each contiguous in row-major order, so that laid end to
-    end they are the range again. This is the decomposition of irregular tensors of ByteCheckpoint
-    (arXiv 2407.20143): local arithmetic where others gather the tensor.
+    There are at most `2 * ndim - 1` boxes. Each is contiguous in row-major order, so that the boxes
+    end to end are the range. ByteCheckpoint (arXiv 2407.20143) decomposes irregular tensors in the
+    same way. It takes no communication.
 
     >>> [str(box) for box in boxes_of_range((3, 4), 2, 9)]
     ['[0:1,2:4]', '[1:2,0:4]', '[2:3,0:1]']
 
     Raises:
-        LayoutError: the range does not lie inside the tensor.
+        LayoutError: the range is not inside the tensor.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise LayoutError(f"range {start}:{stop} is not inside a tensor of shape {shape}")
@@ -69,17 +71,17 @@ def _within_row(index: int, shape: tuple[int, ...], start: int, stop: int) -> li
 
 
 def boxes_of_ranges(shapes: Int, starts: Int, stops: Int) -> RangeBoxes:
-    """`boxes_of_range` for many ranges at once; ranges without elements have no boxes.
+    """Return the boxes of many ranges at once. Empty ranges have no boxes.
 
     Args:
-        shapes: of the tensors that the ranges are of, `(n, D)`, padded on the right with 1.
-        starts, stops: `(n,)`.
+        shapes: shape of each range's tensor, `(n, D)`, padded on the right with 1.
+        starts, stops: elements of each range, `(n,)`.
 
     Returns:
-        Boxes ordered by range, and within one by their elements.
+        Boxes ordered by range, then by element.
 
     Raises:
-        LayoutError: a range does not lie inside its tensor.
+        LayoutError: a range is not inside its tensor.
     """
     sizes = shapes.prod(axis=1, dtype=np.int64)
     if not ((starts >= 0) & (starts <= stops) & (stops <= sizes)).all():
@@ -88,7 +90,7 @@ def boxes_of_ranges(shapes: Int, starts: Int, stops: Int) -> RangeBoxes:
     shape, at, stop = shapes[rows], starts[rows].copy(), stops[rows]
     unit = np.ones((len(rows), shape.shape[1] + 1), np.int64)
     unit[:, :-1] = np.cumprod(shape[:, ::-1], axis=1)[:, ::-1]
-    # From where a range starts it climbs to whole rows of ever more dimensions, then descends.
+    # A range first needs ever larger whole rows, up to the outermost dimension, then smaller ones.
     dims = shape.shape[1]
     steps = [(d, True) for d in range(dims - 1, 0, -1)] + [(d, False) for d in range(dims)]
     found = []
@@ -110,7 +112,7 @@ def boxes_of_ranges(shapes: Int, starts: Int, stops: Int) -> RangeBoxes:
 
 
 def _boxes(shape: Int, unit: Int, first: Int, end: Int, dim: Int) -> tuple[Int, Int]:
-    """Offset and shape of elements `first:end`, whole rows of the dimensions after `dim`."""
+    """Return the boxes of elements `first:end`, which are whole rows of dimensions after `dim`."""
     after = np.arange(shape.shape[1]) > dim[:, None]
     at = np.arange(shape.shape[1]) == dim[:, None]
     offset = np.where(after, 0, first[:, None] // unit[:, 1:] % np.maximum(shape, 1))
@@ -119,7 +121,7 @@ def _boxes(shape: Int, unit: Int, first: Int, end: Int, dim: Int) -> tuple[Int, 
 
 
 def row_major(shape: Int) -> Int:
-    """Strides, in elements, of row-major arrays of these shapes, `(n, D)`."""
+    """Return the strides, in elements, of row-major arrays of these shapes, `(n, D)`."""
     inner = np.ones_like(shape)
     if shape.shape[1] > 1:
         inner[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]
@@ -129,11 +131,11 @@ def row_major(shape: Int) -> Int:
 def boxes_within(
     shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, low: int, high: int
 ) -> list[Box]:
-    """The elements of an array that lie wholly in its bytes `low:high`, as few disjoint boxes.
+    """Return the elements of an array that lie wholly in its bytes `low:high`, as few boxes.
 
     Args:
-        strides: in bytes, of an array whose first element is its byte 0. They nest: a step along
-            one dimension leads past all that the dimensions of smaller strides reach.
+        strides: strides in bytes. They nest: one step along a dimension passes all elements of the
+            dimensions with smaller strides.
 
     >>> [str(box) for box in boxes_within((3, 4), (4, 1), 1, 2, 9)]
     ['[0:1,2:4]', '[1:2,0:4]', '[2:3,0:1]']

@@ -1,4 +1,4 @@
-"""Which elements an index selects, and which spans of each dimension to read for them."""
+"""The elements that an index selects, and the spans of each dimension to read for them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Selected:
     """What an index selects along one dimension.
 
     Attributes:
-        positions: ascending, each once.
-        then: the index that makes what was asked for of the elements at these positions.
+        positions: selected positions, ascending and unique.
+        then: index that turns the elements at these positions into the result.
     """
 
     positions: range | Ints
@@ -33,27 +33,26 @@ class Selected:
 
 @dataclass(frozen=True, slots=True)
 class Cover:
-    """Spans of a dimension that hold some positions, and where in these spans, end to end, they
-    are."""
+    """Spans of a dimension that contain positions, and these positions within the spans."""
 
     spans: tuple[Span, ...]
     within: slice | Ints
 
     @property
     def length(self) -> int:
-        """Of all spans together."""
+        """The length of all spans."""
         return sum(stop - start for start, stop in self.spans)
 
 
 def selected(index: Any, shape: Sequence[int]) -> tuple[Selected, ...]:
-    """What an index selects, by dimension.
+    """Return what an index selects, by dimension.
 
     Args:
-        index: integers, slices of positive steps, `...`, and at most one array, list or mask of
+        index: integers, slices with positive steps, `...`, and at most one array, list or mask of
             one dimension; or a tuple of these.
 
     Raises:
-        IndexError: it is something else, or does not fit the shape.
+        IndexError: the index is of another kind, or out of bounds.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     dots = [i for i, part in enumerate(parts) if part is Ellipsis]
@@ -69,7 +68,7 @@ def selected(index: Any, shape: Sequence[int]) -> tuple[Selected, ...]:
 
 
 def cover(positions: range | Ints, gap: int) -> Cover:
-    """Spans that hold all positions, and of what lies between them no more than `gap` at a time."""
+    """Return spans that contain all positions, and no more than `gap` unselected ones in a row."""
     if not len(positions):
         return Cover((), slice(0, 0))
     if isinstance(positions, range):
@@ -87,7 +86,7 @@ def cover(positions: range | Ints, gap: int) -> Cover:
 
 
 def batches(positions: range | Ints, gap: int, most: int) -> Iterator[slice]:
-    """Positions in turns whose covers are not much longer than `most`: one position at least."""
+    """Yield slices of positions whose covers are about `most` long, or have one position."""
     if isinstance(positions, range):
         each = positions.step if positions.step - 1 <= gap else 1
         several = max(1, most // each)
@@ -100,7 +99,7 @@ def batches(positions: range | Ints, gap: int, most: int) -> Iterator[slice]:
 
 
 def boxes_of_covers(covers: Sequence[Cover]) -> Iterator[tuple[Box, Box]]:
-    """The boxes that spans of all dimensions make up, in the tensor, and in what they fill."""
+    """Yield the boxes that spans of all dimensions form: in the tensor, and in the result."""
     sides = []
     for each in covers:
         ends = accumulate(stop - start for start, stop in each.spans)
@@ -120,7 +119,7 @@ def _along(part: Any, dim: int, shape: Sequence[int]) -> Selected:
     if isinstance(part, slice):
         start, stop, step = part.indices(n)
         if step < 1:
-            raise IndexError(f"step {step} in dimension {dim}: steps of tensors are positive")
+            raise IndexError(f"step {step} in dimension {dim}: steps must be positive")
         return Selected(range(start, max(start, stop), step), slice(None))
     if not isinstance(part, bool) and hasattr(part, "__index__") and not getattr(part, "shape", ()):
         at = operator.index(part)

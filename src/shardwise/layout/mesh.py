@@ -17,9 +17,9 @@ Interval = tuple[int, int]
 class Split:
     """One mesh dimension's split of a tensor dimension.
 
-    `dim` of the tensor is cut into `parts`, as `torch.chunk` cuts, and part `index` is taken.
-    With `strides` > 1 it is cut into that many runs first and each run into `parts`, so that the
-    shard is made of one part of every run: what FSDP does to a tensor that is sharded already.
+    Dimension `dim` is cut into `parts`, as `torch.chunk` does; part `index` is the shard. With
+    `strides` > 1 the dimension is first cut into that many runs, and the shard has one part of
+    each run. FSDP splits tensors this way that are sharded already.
     """
 
     dim: int
@@ -30,9 +30,9 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class MeshShard:
-    """A placement of a DTensor: a dimension of the mesh splits `dim` of the tensor.
+    """A placement of a DTensor: a mesh dimension splits dimension `dim` of the tensor.
 
-    `strides` is the split factor of a `_StridedShard`, and 1 of a `Shard`.
+    `strides` is the split factor of a `_StridedShard`, and 1 for a `Shard`.
     """
 
     mesh_dim: int
@@ -43,10 +43,10 @@ class MeshShard:
 def splits_of(
     mesh: Sequence[int], coordinate: Sequence[int], shards: Sequence[MeshShard]
 ) -> tuple[Split, ...]:
-    """How the placements of a DTensor split it, in the order of the splits.
+    """Return the splits by the placements of a DTensor, in order.
 
-    A strided placement whose factor is the number of later splits of its dimension was made after
-    them, as FSDP does to what tensor parallelism has sharded; it is a plain split then, and last.
+    A strided placement whose factor equals the number of later splits of its dimension is a plain
+    split after these: FSDP makes it when tensor parallelism has sharded the tensor before.
     """
     splits: list[Split] = []
     afterwards: list[Split] = []
@@ -65,19 +65,19 @@ def splits_of(
 
 
 def fragments_of_shard(shape: tuple[int, ...], splits: Sequence[Split]) -> list[tuple[Box, Box]]:
-    """The boxes of a shard that is made by `splits`, applied left to right.
+    """Return the boxes of a shard, which `splits` make from left to right.
 
     Returns:
-        Pairs of a box of the global tensor and the same box as it lies in the local tensor. One
-        pair but for strided splits; none if the shard is empty.
+        Pairs of a box of the global tensor and the same box in the local tensor. Only strided
+        splits make several. An empty shard has none.
 
     Raises:
-        LayoutError: a split names a dimension that the tensor does not have.
+        LayoutError: the tensor lacks the dimension of a split.
     """
     runs: list[list[Interval]] = [[(0, n)] for n in shape]
     for split in splits:
         if not 0 <= split.dim < len(shape):
-            raise LayoutError(f"dimension {split.dim} is split of a tensor of shape {shape}")
+            raise LayoutError(f"cannot split dimension {split.dim} of a tensor of shape {shape}")
         runs[split.dim] = _apply(runs[split.dim], split)
     located = [_with_local_start(intervals) for intervals in runs]
     pairs = []
@@ -104,7 +104,7 @@ def _chunk(start: int, stop: int, parts: int, index: int) -> Interval:
 
 
 def _cut(intervals: list[Interval], start: int, stop: int) -> list[Interval]:
-    """The part `start:stop` of intervals laid end to end."""
+    """Return the part `start:stop` of intervals laid end to end."""
     cut: list[Interval] = []
     position = 0
     for low, high in intervals:

@@ -1,4 +1,4 @@
-"""Where saved boxes and wanted boxes meet: for all tensors at once, in columns."""
+"""Intersections of saved boxes with wanted boxes, for all tensors at once, in columns."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ PAIRS_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Overlaps:
-    """The common parts of a left and a right list of boxes.
+    """The common parts of boxes in a left and a right list.
 
-    `left` and `right` (shape `(n,)`) are indices into the lists, `offset` and `shape` (`(n, D)`)
-    the common boxes, in elements of the global tensor.
+    Attributes:
+        left, right: indices into the lists, `(n,)`.
+        offset, shape: the common box, in elements of the global tensor, `(n, D)`.
     """
 
     left: Int

@@ -1,7 +1,7 @@
-"""Keys that files give: counted by their hashes before they go into a dict or set.
+"""Protection from keys with equal hashes, which make dicts and sets quadratically slow.
 
-Python hashes text with a secret of the process, and numbers without. So a file can have thousands
-of numbers with one hash, and a dict compares each of them with all that it has.
+Python hashes text with a secret of the process, but numbers without one. So a hostile file can have
+thousands of numbers with the same hash. Keys from files are counted by hash before they are used.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterable
 LARGEST_KEY = 4096
 MOST_ALIKE = 64
 SAFE_KEYS = frozenset({str, bytes, bool, type(None)})
-"""Types that a file cannot make hashes of."""
+"""Types whose hashes a file cannot choose."""
 _MODULUS = sys.hash_info.modulus
 
 
 class Keys:
-    """The keys of one dict or set, as they are added."""
+    """Counts the keys of one dict or set as they are added."""
 
     __slots__ = ("_alike",)
 
@@ -25,16 +25,16 @@ class Keys:
         self._alike: dict[int, tuple[object, int]] = {}
 
     def add(self, keys: Iterable[object]) -> None:
-        """Count keys before the dict or set has them.
+        """Count keys before they are added to the dict or set.
 
         Raises:
-            TypeError: one has no hash.
-            ValueError: one has too many parts, or too many have the same hash.
+            TypeError: a key has no hash.
+            ValueError: a key has too many parts, or too many keys have the same hash.
         """
         for key in keys:
             made = type(key)
             if made in SAFE_KEYS or (made is int and -_MODULUS < key < _MODULUS):  # type: ignore[operator]
-                continue  # small integers have hashes of their own
+                continue  # small integers have different hashes
             _check_parts(key)
             code = hash(key)
             first, count = self._alike.get(code, (key, 0))
@@ -49,16 +49,16 @@ class Keys:
 
 
 def check_keys(keys: Iterable[object]) -> None:
-    """Check the keys of a dict or set that is made at once.
+    """Check the keys of a new dict or set.
 
     Raises:
-        TypeError, ValueError: as `Keys.add` says.
+        TypeError, ValueError: see `Keys.add`.
     """
     Keys().add(keys)
 
 
 def _check_parts(key: object) -> None:
-    """Refuse a key whose hash would take all stack or time, as that of nested tuples does."""
+    """Refuse a key with so many nested parts that its hash would overflow the stack."""
     parts = [key]
     count = 0
     while parts:

@@ -1,4 +1,4 @@
-"""Named leaves of a state: tensors as the fragments that this rank has, and plain values."""
+"""What a rank has of a state: tensors as fragments, and plain values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ParameterOrder = Sequence[Sequence[tuple[str, tuple[int, ...]]]]
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A box of a global tensor, and the local memory in which it lies: `data` has its shape."""
+    """A box of a global tensor, and the local tensor of the same shape that holds it."""
 
     box: Box
     data: torch.Tensor
@@ -34,11 +34,14 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class TensorLeaf:
-    """What this rank has of a global tensor: fragments, none of them empty.
+    """What this rank has of a global tensor.
 
-    Two leaves of one `identity` are one tensor under two names. `finish` runs after `fragments`
-    were filled by a load, where they are not the memory that is wanted in the end. `padded`: rows
-    at its end may be padding, of which a checkpoint may have less.
+    Attributes:
+        fragments: none of them is empty.
+        identity: equal for leaves that are one tensor under several names.
+        finish: moves the values to their final memory after a load filled `fragments`, if these
+            are copies.
+        padded: whether the last rows may be padding, of which a checkpoint may have fewer.
     """
 
     name: str
@@ -50,7 +53,7 @@ class TensorLeaf:
     padded: bool = False
 
     def cut(self, shape: tuple[int, ...]) -> TensorLeaf:
-        """Without rows of padding that a tensor of this shape lacks; itself if it is no such."""
+        """Return the leaf without the rows of padding that a tensor of this shape lacks."""
         fewer = len(shape) == len(self.shape) and shape[1:] == self.shape[1:] and shape < self.shape
         if not (self.padded and fewer):
             return self
@@ -66,7 +69,7 @@ class TensorLeaf:
 
 @dataclass(frozen=True, slots=True)
 class GroupedValue:
-    """One value that several members share, such as the hyperparameters of a param group."""
+    """A value that several members share, such as the hyperparameters of a param group."""
 
     members: tuple[str, ...]
     value: JsonValue
@@ -74,11 +77,15 @@ class GroupedValue:
 
 @dataclass(slots=True)
 class LocalState:
-    """What this rank has below some name of the state.
+    """What this rank has of a state, or of a part of it.
 
-    `objects` are the same on all ranks; of `grouped` values each rank has those of its members;
-    `per_rank` values are each rank's own. `problems` are reasons why it cannot be loaded into;
-    `left` are names that a load leaves alone, as it was told to.
+    Attributes:
+        tensors: this rank's fragments of tensors.
+        objects: plain values, the same on all ranks.
+        grouped: values shared by groups of members; a rank has those of its own members.
+        per_rank: values that differ between ranks.
+        problems: reasons why it cannot be loaded.
+        left: names that a load leaves alone because they are not selected.
     """
 
     tensors: list[TensorLeaf] = field(default_factory=list)
@@ -89,7 +96,7 @@ class LocalState:
     left: list[str] = field(default_factory=list)
 
     def add(self, other: LocalState) -> None:
-        """Take in what is held below another name."""
+        """Add another part of the state."""
         self.tensors += other.tensors
         self.objects |= other.objects
         self.grouped |= other.grouped
@@ -98,13 +105,13 @@ class LocalState:
         self.left += other.left
 
     def names(self) -> Iterator[str]:
-        """The names of all that is held."""
+        """Yield the names of all tensors and values."""
         yield from (leaf.name for leaf in self.tensors)
         yield from (*self.objects, *self.grouped, *self.per_rank)
 
 
 def as_carrier(data: torch.Tensor) -> torch.Tensor:
-    """The same memory and geometry, as a plain type of the same size that numpy knows."""
+    """Return a view of the same memory as a dtype of the same size that numpy knows."""
     plain = data.detach()
     carrier = _CARRIERS[plain.element_size()]
     if plain.dtype == carrier:
@@ -113,7 +120,7 @@ def as_carrier(data: torch.Tensor) -> torch.Tensor:
 
 
 def byte_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Strides in bytes of a row-major array."""
+    """Return the strides in bytes of a row-major array."""
     strides = [itemsize]
     for n in reversed(shape[1:]):
         strides.append(strides[-1] * n)
@@ -121,20 +128,20 @@ def byte_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 def reach(data: torch.Tensor) -> int:
-    """How many elements lie from a tensor's first in memory to its last, both included."""
+    """Return the elements of memory from a tensor's first element to its last, inclusive."""
     if data.is_contiguous():
         return data.numel()
     return 1 + sum(s * (n - 1) for s, n in zip(data.stride(), data.shape, strict=True))
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype have the same bits, not-a-numbers included."""
+    """Return whether two tensors of the same shape and dtype have the same bits, NaNs included."""
     flat = [each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b)]
     return torch.equal(*flat)
 
 
 def host_array(data: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
-    """A CPU tensor's memory as a numpy array of a plain type, of the same geometry."""
+    """Return a CPU tensor's memory as a numpy array of a dtype of the same size."""
     array: np.ndarray[tuple[int, ...], np.dtype[np.generic]] = as_carrier(data).numpy()
     return array
 
@@ -151,7 +158,7 @@ class Shards:
             nothing.
 
     Raises:
-        LayoutError: a part does not fit its box, or the tensor.
+        LayoutError: a part does not match its box, or lies outside the tensor.
     """
 
     def __init__(
@@ -170,8 +177,8 @@ class Shards:
                 or len(box.shape) != len(self.shape)
             ):
                 raise LayoutError(
-                    f"a local {data.dtype} tensor of shape {list(data.shape)} is no part {box} "
-                    f"of a {dtype} tensor of shape {list(self.shape)}"
+                    f"a local {data.dtype} tensor of shape {list(data.shape)} does not match box "
+                    f"{box} of a {dtype} tensor of shape {list(self.shape)}"
                 )
             if not whole.contains(box):
                 raise LayoutError(f"box {box} lies outside a tensor of shape {list(self.shape)}")

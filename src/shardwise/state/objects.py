@@ -1,7 +1,7 @@
-"""Plain Python values to JSON values and back, without pickle.
+"""Plain Python values as JSON values, without pickle.
 
-What JSON has is itself: None, bool, int, finite float, str, list, and dict with names as keys.
-Everything else is `{"$": kind, …}`; docs/format.md lists the kinds, and `_KINDS` makes them.
+None, bool, int, finite float, str, list, and dict with text as keys are themselves. Every other
+value is `{"$": kind, …}`; docs/format.md lists the kinds.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ def encode(
     *,
     allow_pickle: bool = False,
 ) -> JsonValue:
-    """A plain value as a JSON value.
+    """Return a plain value as a JSON value.
 
     Args:
-        name: dotted name of the value; it is extended on the way down.
-        on_tensor: is given each tensor and array, with its name, and only the name stays behind.
-            Without it, tensors are stored inline.
-        allow_pickle: store what has no plain form as pickle.
+        name: dotted name of the value, for names of tensors and in errors.
+        on_tensor: called with the name and value of each tensor and array, which is then encoded
+            as its name. Without it, tensors are encoded inline.
+        allow_pickle: pickle values that have no plain form.
 
     Raises:
-        StateError: a value has no plain form, or two tensors one name; says where, and what to do.
+        StateError: a value has no plain form, or two tensors have the same name.
     """
     give = None if on_tensor is None else _once_each(on_tensor)
     try:
@@ -82,14 +82,14 @@ def decode(
     *,
     allow_pickle: bool = False,
 ) -> object:
-    """The inverse of `encode`. The input is not trusted.
+    """Return the value that `encode` encoded. The input is not trusted.
 
     Args:
-        get_tensor: gives the tensors that were handed to `on_tensor`, by their names.
-        allow_pickle: unpickle what was stored as pickle, which runs code from the file.
+        get_tensor: returns a tensor by the name that `on_tensor` got.
+        allow_pickle: unpickle pickled values, which runs code from the file.
 
     Raises:
-        StateError: it is malformed, or holds pickle and `allow_pickle` is not set.
+        StateError: the input is malformed, or contains pickle and `allow_pickle` is not set.
     """
     try:
         return _decode(encoded, _Decoding(name, 0, get_tensor, allow_pickle))
@@ -98,7 +98,7 @@ def decode(
 
 
 def differences(a: JsonValue, b: JsonValue, name: str) -> list[str]:
-    """The dotted names at which two encoded values differ."""
+    """Return the dotted names at which two encoded values differ."""
     found = []
     stack = [(name, a, b)]
     while stack:
@@ -120,7 +120,7 @@ def differences(a: JsonValue, b: JsonValue, name: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Encoding:
-    """Where in a value the encoding is, and what it may do there."""
+    """The position in a value while it is encoded, and the options."""
 
     name: str
     depth: int
@@ -137,7 +137,7 @@ class _Encoding:
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """Where in a value the decoding is, and what it may do there."""
+    """The position in a value while it is decoded, and the options."""
 
     name: str
     depth: int
@@ -180,12 +180,12 @@ def _decode(encoded: JsonValue, at: _Decoding) -> object:
     if isinstance(encoded, list):
         return _decode_items(encoded, at)
     if not isinstance(encoded, dict):
-        raise StateError(f"{at.name}: {type(encoded).__name__} is no JSON value")
+        raise StateError(f"{at.name}: {type(encoded).__name__} is not a JSON value")
     if TAG not in encoded:
         return {key: _decode(item, at.within(key)) for key, item in encoded.items()}
     tag = encoded[TAG]
     if not isinstance(tag, str) or tag not in _KINDS:
-        raise StateError(f"{at.name}: {str(tag)[:40]!r} is no kind of value that is known here")
+        raise StateError(f"{at.name}: {str(tag)[:40]!r} is an unknown kind of value")
     try:
         return _KINDS[tag].decode(encoded, at)
     except (ShardwiseError, RecursionError):
@@ -203,7 +203,7 @@ def _valid(text: str, at: _Encoding) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise StateError(f"{at.name}: text that is not valid Unicode: {error}") from error
+        raise StateError(f"{at.name}: invalid Unicode text: {error}") from error
     return text
 
 
@@ -230,7 +230,7 @@ def _decode_pairs(encoded: Fields, at: _Decoding) -> dict[object, object]:
         decoded = _decode(key, at.within("<key>"))
         keys.add([decoded])
         if decoded in pairs:
-            raise ValueError(f"it has the key {str(decoded)[:40]!r} twice")
+            raise ValueError(f"duplicate key {str(decoded)[:40]!r}")
         pairs[decoded] = _decode(item, at.within(decoded))
     return pairs
 
@@ -244,7 +244,7 @@ def _encode_int(value: int, at: _Encoding) -> Fields | None:
 
 def _size(items: list[Any]) -> torch.Size:
     if not all(type(n) is int and -_INT64 <= n < _INT64 for n in items):
-        raise ValueError("it takes integers of 64 bits")
+        raise ValueError("expected 64-bit integers")
     return torch.Size(items)
 
 
@@ -254,8 +254,8 @@ def _encode_tensor(value: torch.Tensor, at: _Encoding) -> Fields | None:
         return {"name": at.name}
     if hasattr(value, "placements"):
         raise StateError(
-            f"{at.name}: a DTensor cannot be stored within a value of one rank: save its full "
-            "tensor, or let it hang in the state by itself"
+            f"{at.name}: a DTensor cannot be part of a plain value: save its full tensor, or make "
+            "it an item of the state"
         )
     return tensor_fields(value)
 
@@ -277,7 +277,7 @@ def _decode_array(encoded: Fields, at: _Decoding) -> Array:
 
 def _named_tensor(encoded: Fields, at: _Decoding) -> torch.Tensor:
     if at.get_tensor is None:
-        raise StateError(f"{at.name}: names a tensor where none can be")
+        raise StateError(f"{at.name}: contains the name of a tensor where no tensor can be")
     return at.get_tensor(text_of(encoded["name"]))
 
 
@@ -286,7 +286,7 @@ def _once_each(on_tensor: OnTensor) -> OnTensor:
 
     def give(name: str, value: object) -> None:
         if name in names:
-            raise StateError(f"{name}: two tensors have this name: rename a key that leads to one")
+            raise StateError(f"{name}: two tensors have this name: rename a key of one of them")
         names.add(name)
         on_tensor(name, value)
 
@@ -294,34 +294,38 @@ def _once_each(on_tensor: OnTensor) -> OnTensor:
 
 
 def _refuse_key(name: str, value: object) -> None:
-    raise StateError(f"{name}: a tensor cannot be the key of a value that is stored")
+    raise StateError(f"{name}: a tensor cannot be a key of a saved value")
 
 
 def _pickled(value: object, at: _Encoding) -> Fields:
     try:
         return {"v": bytes_text(pickle.dumps(value))}
-    except Exception as error:  # pickling runs the value's own code
+    except Exception as error:  # pickling runs code of the value
         raise StateError(f"{at.name}: it cannot be pickled either: {error}") from error
 
 
 def _unpickled(encoded: Fields, at: _Decoding) -> object:
     if not at.allow_pickle:
         raise StateError(
-            f"{at.name}: it was saved as pickle, which runs code from the file when it is loaded; "
+            f"{at.name}: saved as pickle, which runs code from the file when it is loaded; "
             "if you trust the file, pass allow_pickle=True"
         )
     data = bytes_of(encoded["v"])
     try:
         return pickle.loads(data)
-    except Exception as error:  # and so does unpickling
+    except Exception as error:  # so does unpickling
         raise StateError(f"{at.name}: it cannot be unpickled: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How values are spelled beside the tag, and read; `encode` gives None if one has no spelling.
+    """How values of one type are encoded and decoded.
 
-    Of the type itself, or with `derived` also of types derived from it.
+    Attributes:
+        made: the type.
+        encode: returns the fields next to the tag; None if the value cannot be encoded.
+        decode: returns the value.
+        derived: whether subclasses of the type are encoded too.
     """
 
     made: type

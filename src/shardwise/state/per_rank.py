@@ -12,22 +12,23 @@ Resize = Callable[[list[Any], int, int], Any]
 
 @runtime_checkable
 class PerRankValue(Protocol):
-    """What hangs in a state where each rank has a value of its own."""
+    """A value in the state that differs between ranks."""
 
     def capture(self) -> Any:
-        """This rank's value, plain."""
+        """Return this rank's value as a plain value."""
         ...
 
     def restore(self, value: Any) -> None:
-        """Take a value on."""
+        """Set the value."""
         ...
 
     def for_rank(self, values: Sequence[Any], rank: int, world: int) -> Any:
-        """Choose a rank's value.
+        """Return the value for a rank that loads.
 
         Args:
-            values: of all saved ranks; if the world has as many, only `values[rank]` was read.
-            rank, world: of the rank that loads.
+            values: values of all ranks that saved. If the world has the same size, only
+                `values[rank]` was read.
+            rank, world: rank that loads, and its world size.
         """
         ...
 
@@ -55,21 +56,21 @@ class PerRank:
         return f"PerRank({self.value!r})"
 
     def capture(self) -> Any:
-        """The value, or its state_dict."""
+        """Return the value, or its state_dict()."""
         return self.value.state_dict() if _is_stateful(self.value) else self.value
 
     def restore(self, value: Any) -> None:
-        """Set the value, or have it load a state_dict."""
+        """Set the value, or call its load_state_dict()."""
         if _is_stateful(self.value):
             self.value.load_state_dict(value)
         else:
             self.value = value
 
     def for_rank(self, values: Sequence[Any], rank: int, world: int) -> Any:
-        """This rank's own, or what `resize` makes of all.
+        """Return this rank's value, or what `resize` returns for another world size.
 
         Raises:
-            StateError: the world has another size, and there is no `resize`.
+            StateError: the world size differs, and there is no `resize`.
         """
         if len(values) == world:
             return values[rank]

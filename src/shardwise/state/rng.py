@@ -33,14 +33,14 @@ class RngState:
     """
 
     def capture(self) -> dict[str, Any]:
-        """The state of every generator, as plain values and tensors."""
+        """Return the state of every generator, as plain values and tensors."""
         return self.state_dict()
 
     def restore(self, value: int | dict[str, Any]) -> None:
-        """Take on a saved state, or a seed.
+        """Set a saved state, or seed every generator.
 
         Raises:
-            StateError: it is neither.
+            StateError: the value is neither a saved state nor a seed.
         """
         if isinstance(value, int):
             _seed(value & _BITS_64)
@@ -48,11 +48,11 @@ class RngState:
             self.load_state_dict(value)
 
     def for_rank(self, values: Sequence[Any], rank: int, world: int) -> Any:
-        """The rank's own state, or a seed of 64 bits if there was no such rank."""
+        """Return the rank's state, or a 64-bit seed if the rank did not save one."""
         return values[rank] if rank < len(values) else _seed_of(values[0], rank)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of every generator."""
+        """Return the state of every generator."""
         version, words, gauss = random.getstate()
         return {
             "python": [version, np.array(words, np.uint64), gauss],
@@ -62,20 +62,19 @@ class RngState:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set every generator, or none.
+        """Set the state of every generator, or of none if one fails.
 
-        The first saved device is set on the first of this process, and so on; those that only one
-        side has are left as they are.
+        Accelerators are matched by their position. Those without a saved state do not change.
 
         Raises:
-            StateError: it is no such state.
+            StateError: the value is not a saved state.
         """
         before = self.state_dict()
         try:
             _set(state_dict)
         except _NO_STATE as error:
             _set(before)
-            raise StateError(f"this is no state of random number generators: {error}") from error
+            raise StateError(f"invalid state of random number generators: {error}") from error
 
 
 def _set(state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which names a load is about."""
+"""The names that a load selects by patterns."""
 
 from __future__ import annotations
 
@@ -12,32 +12,35 @@ from shardwise.state.leaves import LocalState
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Shell patterns of names: chosen is what matches `only`, if there is any, and not `skip`."""
+    """Shell patterns: a name is selected if it matches `only`, if given, and not `skip`."""
 
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
 
     @classmethod
     def by(cls, only: Iterable[str], skip: Iterable[str]) -> Selection:
-        """The selection by some patterns.
+        """Return the selection by lists of patterns.
 
         Raises:
-            StateError: they are no lists of patterns.
+            StateError: an argument is not a list of patterns.
         """
         for name, patterns in (("only", only), ("skip", skip)):
             listed = isinstance(patterns, Iterable) and not isinstance(patterns, str)
             if not listed or not all(isinstance(each, str) for each in patterns):
-                raise StateError(f"{name}={patterns!r}: a list of patterns is needed")
+                raise StateError(f"{name}={patterns!r}: expected a list of patterns")
         return cls(tuple(only), tuple(skip))
 
     def chooses(self, *names: str) -> bool:
-        """Whether a name is chosen; of several that go together, any by `only`, none by `skip`."""
+        """Return whether a name is selected.
+
+        Several names that belong together are selected if any matches `only` and none `skip`.
+        """
         if self.only and not _any_matches(names, self.only):
             return False
         return not _any_matches(names, self.skip)
 
     def unused(self, names: Collection[str]) -> list[str]:
-        """The patterns that match none of these names."""
+        """Return the patterns that match none of these names."""
         return [each for each in (*self.only, *self.skip) if not _any_matches(names, [each])]
 
     def of(self, held: LocalState) -> LocalState:
@@ -60,7 +63,7 @@ def _any_matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
 
 
 def is_below(name: str, scope: Set[str]) -> bool:
-    """Whether a name is one of `scope`, or lies below one."""
+    """Return whether a name is in `scope`, or below a name in it."""
     while name not in scope:
         name, dot, _ = name.rpartition(".")
         if not dot:
