@@ -60,12 +60,12 @@ def test_what_is_not_committed_is_told_from_what_is(run: Run, root: Path) -> Non
         (300, "unfinished"),
         (400, "unfinished"),
     ]
-    assert "cut off" in lines[0]["problem"]
+    assert "truncated" in lines[0]["problem"]
     assert missing.name in lines[1]["problem"]
     assert lines[0]["tensors"] is lines[2]["tensors"] is lines[2]["problem"] is None
     out = run("ls", root).out
     assert missing.name in out
-    assert "cut off" in out
+    assert "truncated" in out
 
 
 def test_a_file_of_another_size_is_damage(run: Run, root: Path) -> None:

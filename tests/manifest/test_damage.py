@@ -55,7 +55,7 @@ def test_an_altered_draft_is_noticed_when_it_is_completed(pristine: Path) -> Non
         for mask in (1, 0x20, 0x80, 0xFF):
             flipped = bytearray(draft)
             flipped[at] ^= mask
-            with pytest.raises(FormatError, match="draft"):
+            with pytest.raises(FormatError, match="pending manifest"):
                 complete_manifest(bytes(flipped), manifest.files)
 
 

@@ -266,9 +266,9 @@ def test_a_data_file_that_is_no_plain_file_is_not_opened(through: str, small: Pa
         os.mkfifo(small / name)
     else:
         (small / name).mkdir()
-    with pytest.raises(sw.ShardwiseError, match=r"link|plain file"):
+    with pytest.raises(sw.ShardwiseError, match=r"link|regular file"):
         sw.open(small).verify()
-    with pytest.raises(sw.ShardwiseError, match=r"link|plain file"):
+    with pytest.raises(sw.ShardwiseError, match=r"link|regular file"):
         sw.load(small, state_of(0))
 
 

@@ -161,7 +161,7 @@ def test_tensors_can_be_stored_elsewhere() -> None:
         (np.zeros(2, "i4,f4"), "only numbers"),
         (np.datetime64("2020-01-01"), "only numbers"),
         (torch.eye(2).to_sparse(), "dense"),
-        (torch.empty(2, device="meta"), "without memory"),
+        (torch.empty(2, device="meta"), "meta device"),
         ({torch.ones(1): 0}, "key"),
     ],
 )

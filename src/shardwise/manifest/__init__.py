@@ -1,1 +1,1 @@
-"""The format, version 1: values to bytes and back, without I/O. See docs/format.md."""
+"""The checkpoint format, version 1, as values and bytes, without I/O. See docs/format.md."""

@@ -24,40 +24,40 @@ Words = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """Ranges of a file, and what their CRC-32 is: `(n, 3)`, the first byte, bytes, checksum."""
+    """CRC-32 of ranges of a file. `ranges` is `(n, 3)`: first byte, number of bytes, checksum."""
 
     file: str
     ranges: npt.NDArray[np.int64]
 
 
 def crc32(data: bytes | memoryview | Bytes, before: int = 0) -> int:
-    """CRC-32 as `zlib.crc32` computes it, gone on with from that of what lies before."""
+    """CRC-32 as `zlib.crc32` computes it, continued from that of preceding bytes."""
     return isal_zlib.crc32(data, before)
 
 
 def block_count(nbytes: int) -> int:
-    """How many blocks cover this many bytes; the last may be short."""
+    """Return how many blocks cover this many bytes. The last may be short."""
     return -(-nbytes // BLOCK)
 
 
 def block_checksums(data: Bytes) -> Words:
-    """The checksum of each block of `data`, which starts at a block's boundary."""
+    """Return the checksum of each block of `data`, which starts at a block boundary."""
     view = data.data
     sums = [isal_zlib.crc32(view[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
     return np.array(sums, np.uint32)
 
 
 def damaged_blocks(data: Bytes, expected: Words) -> list[int]:
-    """Which blocks of `data` do not have their expected checksum."""
+    """Return the indices of the blocks of `data` that do not match their checksums."""
     return np.flatnonzero(block_checksums(data) != expected).tolist()
 
 
 class BlockTable:
-    """The checksums of a file's blocks, by which also a run of blocks is verified at once.
+    """The checksums of a file's blocks, which can verify a run of blocks at once.
 
-    A call for each block would cost as much as the checksums do. The checksum of blocks `i:j` is
-    that of `:j` and that of `:i`, moved on by the zeros of `j - i` blocks, XORed: as zlib's
-    `crc32_combine` has it.
+    A call for each block would cost as much as the checksums themselves. The checksum of blocks
+    `i:j` is the checksum of blocks `:j` XOR that of blocks `:i` extended by zeros of `j - i`
+    blocks, as in zlib's `crc32_combine`.
     """
 
     def __init__(self, sums: Words) -> None:
@@ -65,13 +65,13 @@ class BlockTable:
         upto = sums.astype(np.uint32)
         distance = 1
         while distance < len(upto):  # Hillis and Steele: data parallel algorithms, 1986
-            upto[distance:] ^= _moved_on(upto[:-distance], distance)
+            upto[distance:] ^= _extended(upto[:-distance], distance)
             distance *= 2
         self._upto = upto
         self._before: dict[int, Words] = {}
 
     def damaged(self, first: int, data: Bytes) -> list[int]:
-        """Which blocks of `data`, which begins with block `first`, are not as they were."""
+        """Return the damaged blocks of `data`, which begins with block `first` of the file."""
         whole = len(data) // BLOCK
         expected = self._sums[first : first + block_count(len(data))]
         if whole > 1 and crc32(data[: whole * BLOCK]) == self._of_run(first, whole):
@@ -83,13 +83,13 @@ class BlockTable:
         if first + count > len(self._upto):
             return -1
         before = self._before.get(count)
-        if before is None:  # of all blocks at once, as most runs are as long as others
-            before = self._before[count] = _moved_on(self._upto, count)
+        if before is None:  # for all blocks at once: most runs have the same length
+            before = self._before[count] = _extended(self._upto, count)
         return int(self._upto[first + count - 1]) ^ (int(before[first - 1]) if first else 0)
 
 
-def _moved_on(sums: Words, blocks: int) -> Words:
-    """What checksums become when the zeros of so many blocks are gone over."""
+def _extended(sums: Words, blocks: int) -> Words:
+    """Return checksums extended by zeros of `blocks` blocks."""
     found = np.zeros(len(sums), np.uint32)
     for i, table in enumerate(_byte_tables(blocks)):
         found ^= table[(sums >> np.uint32(8 * i)) & np.uint32(0xFF)]
@@ -98,7 +98,7 @@ def _moved_on(sums: Words, blocks: int) -> Words:
 
 @cache
 def _byte_tables(blocks: int) -> list[Words]:
-    """The same for each value of each byte of a checksum: it is linear in these."""
+    """Return the extension for each value of each byte of a checksum, in which it is linear."""
     tables = []
     for matrix in np.split(_zeros(8 * BLOCK * blocks), 4):
         table = np.zeros(1, np.uint32)
@@ -109,7 +109,7 @@ def _byte_tables(blocks: int) -> list[Words]:
 
 
 def _zeros(bits: int) -> Words:
-    """The matrix over GF(2) of so many zero bits: what each bit of a checksum becomes."""
+    """Return the matrix over GF(2) that extends a checksum by `bits` zero bits."""
     found = np.array([1 << n for n in range(32)], np.uint32)
     for n in range(bits.bit_length()):
         if bits >> n & 1:
@@ -119,7 +119,7 @@ def _zeros(bits: int) -> Words:
 
 @cache
 def _zeros_doubled(times: int) -> Words:
-    """The same of one zero bit, doubled so many times."""
+    """Return the matrix for `2 ** times` zero bits."""
     if not times:
         return np.array([POLYNOMIAL, *(1 << n for n in range(31))], np.uint32)
     half = _zeros_doubled(times - 1)

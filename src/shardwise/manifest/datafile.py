@@ -18,10 +18,10 @@ METADATA = "__metadata__"
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """Where things lie in a data file, in bytes from its start.
+    """Positions of the parts of a data file, in bytes from its start.
 
     header `[0, data_at)` · pieces `[data_at, objects_at)` · objects `[objects_at, checksums_at)`
-    · checksums of all before `[checksums_at, size)`.
+    · checksums of all before, `[checksums_at, size)`.
     """
 
     header: bytes
@@ -33,17 +33,17 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """Pieces as the header lists them, in JSON without the braces, and their bytes together."""
+    """The pieces' entries in the header, as JSON without braces, and the size of all pieces."""
 
     encoded: bytes
     nbytes: int
 
 
 def list_pieces(pieces: Iterable[tuple[str, str, tuple[int, ...], Box]]) -> Listed:
-    """List these pieces, in this order.
+    """Return the header entries of pieces, in the given order.
 
     Args:
-        pieces: name, dtype, global shape of the tensor, and the box of it that is stored.
+        pieces: name, dtype and global shape of a tensor, and the box that is stored.
     """
     entries: dict[str, object] = {}
     at = 0
@@ -58,11 +58,11 @@ def list_pieces(pieces: Iterable[tuple[str, str, tuple[int, ...], Box]]) -> List
 
 
 def lay_out(listed: Listed, objects_bytes: int, metadata: dict[str, str]) -> DataFile:
-    """Lay out a file of these pieces.
+    """Return the layout of a data file.
 
     Args:
-        objects_bytes: length of the encoded per-rank objects; 0 if there are none.
-        metadata: goes into the safetensors header.
+        objects_bytes: length of the encoded per-rank objects; 0 without any.
+        metadata: metadata of the safetensors header.
     """
     objects_at, at = listed.nbytes, listed.nbytes + objects_bytes
     parts = [_without_braces({METADATA: metadata}), listed.encoded]
@@ -78,7 +78,7 @@ def lay_out(listed: Listed, objects_bytes: int, metadata: dict[str, str]) -> Dat
 
 
 def _padded_size(parts: list[bytes], data_bytes: int) -> int:
-    # The table's own entry is not known yet: its numbers are at most those of twice the data.
+    # The entry of the checksums is not known yet, but not longer than that for twice the data.
     widest = _checksums(data_bytes, 2 * data_bytes + (1 << 24))
     needed = 8 + len(_joined([*parts, widest]))
     return -(-needed // ALIGNMENT) * ALIGNMENT

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """`itemsize` in bytes, and the code under which safetensors knows the type, if it does."""
+    """Size of an element in bytes, and safetensors' code for the type; None if it has none."""
 
     itemsize: int
     code: str | None = None
@@ -42,4 +42,4 @@ DTYPES: dict[str, DType] = {
     "bits16": DType(2),
     **{name: DType(1) for name in _PACKED + _BITS},
 }
-"""All types that a checkpoint may hold. Those without a code are stored as raw bytes (`U8`)."""
+"""All types that a checkpoint can contain. Types without a code are stored as bytes (`U8`)."""

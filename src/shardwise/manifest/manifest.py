@@ -1,4 +1,4 @@
-"""The manifest: everything a checkpoint contains, as values and as bytes."""
+"""The manifest, which lists everything in a checkpoint, as values and as bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Dims = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
 
 
 class Repeat(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """`count` pieces in arithmetic progression: what is added from each to the next."""
+    """`count` pieces in arithmetic progression: the differences between one and the next."""
 
     count: Annotated[int, msgspec.Meta(ge=2, le=2**24)]
     offset: tuple[Step, ...]
@@ -43,7 +43,7 @@ class PieceEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
 
 
 class TensorEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A global tensor; one with `same_as` is tied to another, and has no pieces of its own."""
+    """A global tensor. One with `same_as` is tied to another and has no pieces."""
 
     name: Name
     dtype: str
@@ -72,9 +72,10 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All of a checkpoint.
+    """Everything in a checkpoint.
 
-    `per_rank` names the values that each rank has of its own; a metric that was not finite is None.
+    `per_rank` has the names of values that differ between ranks. A metric that was not finite is
+    None.
     """
 
     format: str = "shardwise"
@@ -91,18 +92,18 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def encode_tensors(names: Sequence[TensorEntry]) -> bytes:
-    """The JSON array of tensors, one to a line; for `encode_manifest`, which it dominates."""
+    """Return the JSON array of tensors, one to a line: the slow part of `encode_manifest`."""
     return b"[" + b",".join(b"\n" + msgspec.json.encode(entry) for entry in names) + b"]"
 
 
 def encode_manifest(manifest: Manifest, tensors: bytes | None = None) -> bytes:
-    """The manifest's bytes: one field to a line, and a checksum of all of it as the last.
+    """Return the manifest's bytes: one field to a line, with a checksum of all others at the end.
 
     Args:
-        tensors: what `encode_tensors` made of `manifest.tensors`, if that was done before.
+        tensors: result of `encode_tensors` for `manifest.tensors`, if it was called before.
 
     Raises:
-        StateError: it would be larger than what is read.
+        StateError: the manifest would be larger than the limit for reading.
     """
     lines = []
     for field in Manifest.__struct_fields__:
@@ -114,25 +115,25 @@ def encode_manifest(manifest: Manifest, tensors: bytes | None = None) -> bytes:
     return _sealed(b"{" + b",\n".join(lines) + b",\n")
 
 
-def complete_manifest(draft: bytes, files: Sequence[FileEntry]) -> bytes:
-    """The manifest of a draft, which `encode_manifest` made without files, with these.
+def complete_manifest(pending: bytes, files: Sequence[FileEntry]) -> bytes:
+    """Return a pending manifest, which `encode_manifest` made without files, with its files.
 
     Raises:
-        FormatError: it is no such draft, or was altered.
-        StateError: the manifest would be larger than what is read.
+        FormatError: the bytes are not a pending manifest, or were altered.
+        StateError: the manifest would be larger than the limit for reading.
     """
-    body = _checked(draft, "the draft of the manifest")
+    body = _checked(pending, "the pending manifest")
     head, empty, tail = body.partition(b'"files":[],\n')
     if not empty:
-        raise FormatError("this is no manifest without files")
+        raise FormatError("not a pending manifest: it has files")
     return _sealed(head + b'"files":' + msgspec.json.encode(list(files)) + b",\n" + tail)
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Bytes to a manifest, well-formed in itself; `shardwise.manifest.validate` checks the rest.
+    """Return the manifest in these bytes; `shardwise.manifest.validate` checks its contents.
 
     Raises:
-        FormatError: these bytes are not a manifest, were altered, or are of another version.
+        FormatError: the bytes are not a manifest, were altered, or have another version.
     """
     body = _checked(data, "the manifest")
     text = body.rstrip(b",\n") + b"}"
@@ -149,7 +150,7 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def _sealed(body: bytes) -> bytes:
-    """All of a manifest but its checksum, and that."""
+    """Return a manifest's bytes with the checksum added."""
     if len(body) >= LARGEST_MANIFEST - 32:
         raise StateError(
             f"the manifest would have {len(body)} bytes, and at most {LARGEST_MANIFEST} are read: "
@@ -159,12 +160,12 @@ def _sealed(body: bytes) -> bytes:
 
 
 def _checked(data: bytes, what: str) -> bytes:
-    """All but the checksum at the end, which it has."""
+    """Return a manifest's bytes without the checksum at the end, which is verified."""
     body, marker, tail = data.rpartition(b'"crc32":')
     if not marker or not tail.endswith(b"}\n") or not tail[:-2].isdigit():
-        raise FormatError(f"{what} is cut off: its last line is not its checksum")
+        raise FormatError(f"{what} is truncated: the checksum at its end is missing")
     if len(tail) > 12 or int(tail[:-2]) != crc32(body):
-        raise FormatError(f"{what} was altered: it does not have its own checksum")
+        raise FormatError(f"{what} was altered: its checksum does not match")
     return body
 
 
@@ -174,10 +175,10 @@ class _Head(msgspec.Struct):
 
 
 def piece_runs(manifest: Manifest) -> Runs:
-    """The pieces of a manifest in columns, runs not yet expanded.
+    """Return the pieces of a manifest in columns, as runs.
 
     Raises:
-        FormatError: a piece has not as many dimensions as its tensor, or they are too many.
+        FormatError: a piece and its tensor differ in dimensions, or there are too many.
     """
     rows = []
     owner = []
@@ -189,12 +190,12 @@ def piece_runs(manifest: Manifest) -> Runs:
         ones = (1,) * (dims - ndim)
         for piece in tensor.pieces:
             if len(piece.offset) != ndim or len(piece.shape) != ndim:
-                raise FormatError(f"{tensor.name}: a piece has not {ndim} dimensions, as it has")
+                raise FormatError(f"{tensor.name}: a piece does not have {ndim} dimensions")
             again = piece.repeat
             if again is None:
                 row = (piece.file, piece.start, 1, 0, 0, *(0,) * ndim)
             elif len(again.offset) != ndim:
-                raise FormatError(f"{tensor.name}: a repeat has not {ndim} dimensions, as it has")
+                raise FormatError(f"{tensor.name}: a repeat does not have {ndim} dimensions")
             else:
                 row = (piece.file, piece.start, again.count, again.file, again.start, *again.offset)
             rows.append((*row, *zeros, *piece.offset, *zeros, *piece.shape, *ones))
@@ -211,7 +212,7 @@ def piece_runs(manifest: Manifest) -> Runs:
 
 
 def piece_entries(runs: Runs, ndims: Sequence[int]) -> list[list[PieceEntry]]:
-    """The inverse of `piece_runs`: the entries of each tensor, given its number of dimensions."""
+    """Return the piece entries of each tensor: the inverse of `piece_runs`."""
     entries: list[list[PieceEntry]] = [[] for _ in ndims]
     first = runs.first
     columns = zip(

@@ -1,4 +1,4 @@
-"""The only place where the names of files are spelled."""
+"""Names of files, keys and directories in a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,46 +24,46 @@ _MADE_BY_SAVE = re.compile(
 
 
 def made_by_save(name: str) -> bool:
-    """Whether a save gives files such names, the manifest's own excepted."""
+    """Return whether a file name is one that a save makes, except for the manifest."""
     return _MADE_BY_SAVE.fullmatch(name) is not None
 
 
 def new_save_id() -> str:
-    """An id that no other save has; it is part of the names of all files of a save."""
+    """Return a new id of a save, which is part of the names of its files."""
     return secrets.token_hex(8)
 
 
 def data_file(rank: int, save_id: str) -> str:
-    """The name of a rank's data file."""
+    """Return the name of a rank's data file."""
     return f"r{rank:05d}-{save_id}.safetensors"
 
 
 def lock_file(save_id: str) -> str:
-    """The name of the file that is held locked while a save is under way."""
+    """Return the name of the file that is locked while a save runs."""
     return f"saving-{save_id}.lock"
 
 
 def is_lock_file(name: str) -> bool:
-    """Whether this is a lock of a save, under way or crashed."""
+    """Return whether a file is the lock of a running or crashed save."""
     return name.startswith("saving-") and name.endswith(".lock")
 
 
 def step_directory(step: int) -> str:
-    """The name of the directory of a step below a root."""
+    """Return the name of a step's directory."""
     return f"step-{step:08d}"
 
 
 def step_of_directory(name: str) -> int | None:
-    """The step that a directory holds, or None if it is no step's directory."""
+    """Return the step of a directory; None if the name is not that of a step."""
     match = _STEP.fullmatch(name)
     return int(match.group(1)) if match and name == step_directory(int(match.group(1))) else None
 
 
 def checked_file(name: str) -> str:
-    """A file name out of a manifest, if it is one plain component.
+    """Return a file name from a manifest.
 
     Raises:
-        FormatError: it is a path, hidden, or otherwise no plain name.
+        FormatError: the name is not one plain path component.
     """
     if not _FILE.fullmatch(name) or name == MANIFEST:
         raise FormatError(f"manifest names an unsafe file {name!r}: expected one plain component")
@@ -71,28 +71,28 @@ def checked_file(name: str) -> str:
 
 
 def checked_name(name: str) -> str:
-    """The name of a value, if a manifest can have it.
+    """Return the name of a value.
 
     Raises:
-        StateError: it is too long, reserved, or no text.
+        StateError: the name is too long, reserved, or not valid text.
     """
     if len(name) > LONGEST_NAME:
         raise StateError(f"{name[:60]}...: this name has over {LONGEST_NAME} characters")
     if name.startswith(RESERVED) or "\0" in name:
-        raise StateError(f"{name!r}: names have no NUL, and do not begin with {RESERVED}")
+        raise StateError(f"{name!r}: names cannot contain NUL or begin with {RESERVED}")
     if not name.isascii():
         try:
             name.encode()
         except UnicodeEncodeError as error:
-            raise StateError(f"{name!r}: this name is not Unicode text: {error}") from error
+            raise StateError(f"{name!r}: this name is not Unicode: {error}") from error
     return name
 
 
 def checked_save_id(save_id: str) -> str:
-    """A save id out of a manifest, if it is one.
+    """Return a save id from a manifest.
 
     Raises:
-        FormatError: it is not 16 hexadecimal digits.
+        FormatError: the id is not 16 hexadecimal digits.
     """
     if not _SAVE_ID.fullmatch(save_id):
         raise FormatError(f"save_id {save_id[:40]!r} is not 16 hexadecimal digits")

@@ -1,4 +1,4 @@
-"""Pieces as columns, and the rules that keep regular shardings short."""
+"""Piece tables: pieces in columns, and runs of pieces, which keep regular shardings short."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MOST_NUMBERS = 2**25
 
 
 def check_width(rows: int, dims: int) -> None:
-    """Refuse a table that would take gigabytes; called before it is allocated.
+    """Refuse a table that would take gigabytes. Call it before allocating the table.
 
-    All rows are as wide as the widest tensor, so that one of 64 dimensions makes all of them wide.
+    All rows are as wide as the tensor with most dimensions.
 
     Raises:
         FormatError: rows times dimensions exceed `MOST_NUMBERS`.
@@ -51,10 +51,10 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Runs of pieces in arithmetic progression: row i stands for `count[i]` pieces.
+    """Runs of pieces in arithmetic progression: row i is `count[i]` pieces.
 
-    The k-th piece of a run lies at `first + k * step` in every column but `tensor` and `shape`,
-    which are the same for all of it.
+    The k-th piece of a run is `first + k * step` in every column, except `tensor` and `shape`,
+    which are the same for the whole run.
     """
 
     first: Pieces
@@ -65,7 +65,7 @@ class Runs:
 
 
 def find_runs(pieces: Pieces) -> Runs:
-    """Fold pieces, ordered by tensor, into runs. `expand_runs` gives them back, in order."""
+    """Return pieces, ordered by tensor, as runs. `expand_runs` is the inverse."""
     n = len(pieces)
     steps = np.column_stack([pieces.file, pieces.start, pieces.offset])
     delta = np.diff(steps, axis=0)
@@ -82,7 +82,7 @@ def find_runs(pieces: Pieces) -> Runs:
 
 
 def _split_runs(same: npt.NDArray[np.bool_]) -> tuple[Int, Int]:
-    """Cut rows into runs; `same[i]`: row i goes on with the step of the two rows before it."""
+    """Cut rows into runs. `same[i]`: row i continues with the step of the two rows before it."""
     heads: list[int] = []
     counts: list[int] = []
     n = len(same)
@@ -104,7 +104,7 @@ def _split_runs(same: npt.NDArray[np.bool_]) -> tuple[Int, Int]:
 
 
 def expand_runs(runs: Runs) -> Pieces:
-    """Every piece of every run."""
+    """Return every piece of every run."""
     rows = np.repeat(np.arange(len(runs.count)), runs.count)
     k = np.arange(len(rows)) - np.repeat(np.cumsum(runs.count) - runs.count, runs.count)
     first = runs.first

@@ -1,4 +1,4 @@
-"""What makes a manifest trustworthy: checked before any byte is read or allocated by its word."""
+"""Checks of a manifest before anything is read or allocated on its authority."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from shardwise.store import Store
 
 MOST_PIECES = 2**24
 MOST_UNSEEN = 2**22
-"""Pieces times dimensions that are listed before anything shows that there are files for them."""
+"""Pieces times dimensions that are expanded before the sizes of files are checked."""
 MOST_SPLIT_DIMS = 12
 MOST_CORNERS = 2**27
 
 
 def trusted_pieces(store: Store, manifest: Manifest) -> Pieces:
-    """The pieces of a checkpoint in a store; see `validated_pieces`.
+    """Return the pieces of a checkpoint in a store; see `validated_pieces`.
 
     Raises:
-        FormatError: its manifest cannot be trusted.
-        CorruptionError: it has more than `MOST_UNSEEN` pieces times dimensions, and a file is
-            missing.
+        FormatError: the manifest is invalid.
+        CorruptionError: a file is missing, and the manifest has more than `MOST_UNSEEN` pieces
+            times dimensions.
     """
 
     def size_of(name: str) -> int:
@@ -47,20 +47,17 @@ def trusted_pieces(store: Store, manifest: Manifest) -> Pieces:
 
 
 def validated_pieces(manifest: Manifest, size_of: Callable[[str], int] | None = None) -> Pieces:
-    """Check everything that a manifest claims that can be checked without reading its files.
+    """Return the pieces of a manifest, after all checks that do not read its files.
 
     Args:
-        size_of: gives the size of a file in bytes. It is called only for a manifest with more than
-            `MOST_UNSEEN` pieces times dimensions, which a few `repeat`s can claim, before these
-            are expanded.
-
-    Returns:
-        Its pieces, every run expanded.
+        size_of: returns the size of a file in bytes. It is called before runs are expanded, and
+            only for a manifest with more than `MOST_UNSEEN` pieces times dimensions, which a few
+            `repeat`s can claim.
 
     Raises:
-        FormatError: a name is unsafe or twice there, a number is absurd, pieces overlap, leave a
-            hole or lie outside their tensor or file, a tie leads nowhere, or a file does not have
-            its size.
+        FormatError: a name is unsafe or duplicate, a number is out of range, pieces overlap, leave
+            a hole or lie outside their tensor or file, a tied tensor is missing, or a file has
+            another size.
     """
     checked_save_id(manifest.save_id)
     _check_names(manifest)
@@ -82,7 +79,7 @@ def validated_pieces(manifest: Manifest, size_of: Callable[[str], int] | None = 
 
 
 def padded_shapes(shapes: Iterable[tuple[int, ...]], dims: int) -> Int:
-    """Shapes as rows of `dims` columns, padded on the right with 1."""
+    """Return shapes as rows of `dims` columns, padded on the right with 1."""
     rows = [(*shape, *(1,) * (dims - len(shape))) for shape in shapes]
     return np.array(rows, np.int64).reshape(len(rows), dims)
 
@@ -109,7 +106,7 @@ def _check_files(manifest: Manifest) -> None:
         ordered = 8 <= file.data_at <= file.objects_at <= file.checksums_at <= file.size
         table = 4 * block_count(file.checksums_at)
         if not ordered or file.size - file.checksums_at != table:
-            raise FormatError(f"file {file.name!r}: its parts do not lie as a data file's do")
+            raise FormatError(f"file {file.name!r}: its parts overlap or have the wrong size")
         if file.rank >= manifest.world_size:
             raise FormatError(f"file {file.name!r} is of rank {file.rank} of {manifest.world_size}")
 
@@ -121,7 +118,7 @@ def _check_tensors(manifest: Manifest) -> None:
         if kind is None:
             raise FormatError(f"{tensor.name}: unknown dtype {tensor.dtype[:40]!r}")
         if math.prod(n for n in tensor.shape if n) * kind.itemsize > LARGEST:
-            raise FormatError(f"{tensor.name}: absurd shape {tensor.shape}")
+            raise FormatError(f"{tensor.name}: shape {tensor.shape} is too large")
         if tensor.same_as is None:
             continue
         other = by_name.get(tensor.same_as)
@@ -132,14 +129,14 @@ def _check_tensors(manifest: Manifest) -> None:
 
 
 def _check_claims(manifest: Manifest, runs: Runs, size_of: Callable[[str], int] | None) -> None:
-    """Compare how many pieces there would be with their tensors and files, before they are made."""
+    """Compare the number and size of pieces with tensors and files before runs are expanded."""
     total = sum(runs.count.tolist())
     if total > MOST_PIECES:
         raise FormatError(f"manifest claims {total} pieces; at most {MOST_PIECES} are read")
     dims = runs.first.offset.shape[1]
     check_width(total, dims)
     tensors = manifest.tensors
-    # Floats are wide enough to tell; what is exact is checked once pieces are expanded.
+    # Floats cannot overflow; exact checks follow once runs are expanded.
     claimed = runs.first.shape.prod(axis=1, dtype=np.float64) * runs.count
     held = np.array([math.prod(t.shape) for t in tensors], np.float64)
     excess = np.bincount(runs.first.tensor, claimed, len(tensors)) > held * (1 + 1e-6)
@@ -156,7 +153,7 @@ def _check_claims(manifest: Manifest, runs: Runs, size_of: Callable[[str], int] 
 
 
 def _check_run_ends(first: Pieces, count: Int, *steps: Int) -> None:
-    # Before runs are expanded, so that no sum overflows: floats are wide enough to tell.
+    # Before runs are expanded, so that no sum overflows. Floats cannot.
     last = (count - 1).astype(np.float64)
     for start, step in zip((first.file, first.start, first.offset), steps, strict=True):
         reach = last[:, None] if step.ndim == 2 else last
@@ -203,18 +200,19 @@ def _check_bytes(manifest: Manifest, pieces: Pieces) -> None:
 def uncovered(
     shapes: Int, tensor: Int, offset: Int, shape: Int, stored: npt.NDArray[np.bool_]
 ) -> Int:
-    """Which tensors their boxes do not cover exactly once.
+    """Return the tensors that their boxes do not cover exactly once.
 
     The boxes cover a tensor exactly once if the sum of their indicator functions is the tensor's
     own. Its mixed difference is a signed sum of corner points, so it is enough to compare signed
     sums of random hashes of corners: equal by chance with probability 2^-64.
 
     Args:
-        shapes: of the tensors, `(t, D)`; boxes are rows of `tensor`, `offset`, `shape`.
-        stored: which of the tensors should be covered at all.
+        shapes: shapes of the tensors, `(t, D)`.
+        tensor, offset, shape: the boxes, one in each row.
+        stored: which tensors have boxes at all.
 
     Raises:
-        FormatError: boxes are split in absurdly many dimensions.
+        FormatError: boxes are split in too many dimensions.
     """
     seeds = np.random.default_rng().integers(2**64, size=shapes.shape[1] + 1, dtype=np.uint64)
     holds = (shapes > 0).all(axis=1) & stored

@@ -1,4 +1,4 @@
-"""Keys to bytes: where checkpoints lie."""
+"""Stores: the places where checkpoints are, as keys and bytes."""
 
 from shardwise.store.local import LocalStore
 from shardwise.store.store import (

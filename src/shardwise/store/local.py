@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 
 class LocalStore:
-    """Files in a directory, written and read past the page cache where the system allows it."""
+    """Files in a directory, written and read without the page cache where the system allows it."""
 
     alignment = ALIGNMENT
 
@@ -36,20 +36,20 @@ class LocalStore:
         return str(self.path)
 
     def at(self, name: str) -> LocalStore:
-        """The store one level below."""
+        """Return the store one level below."""
         return LocalStore(self._existing(name))
 
     def create(self, key: str, size: int) -> _LocalWriter:
-        """Begin a new file of `size` bytes."""
+        """Create a file of `size` bytes."""
         self._make()
         return _LocalWriter(self._path(key), size)
 
     def open(self, key: str) -> _LocalReader:
-        """Open a file, which must be a plain file and no link."""
+        """Open a regular file. Links are refused."""
         return _LocalReader(self._existing(key))
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:
-        """Write beside, sync, then rename or link into place, and sync the directory."""
+        """Write and sync a temporary file, rename or link it, and sync the directory."""
         self._make()
         target = self._path(key)
         beside = self._path(f".{key}.{secrets.token_hex(4)}")
@@ -69,7 +69,7 @@ class LocalStore:
             beside.unlink(missing_ok=True)
 
     def read(self, key: str, *, limit: int) -> bytes:
-        """All of a small file."""
+        """Return the content of a small file."""
         reader = self.open(key)
         try:
             if reader.size > limit:
@@ -79,14 +79,14 @@ class LocalStore:
             reader.close()
 
     def list(self) -> list[str]:
-        """Names of all files and directories, sorted."""
+        """Return the names of all files and directories, sorted."""
         try:
             return sorted(os.listdir(self.path))
         except FileNotFoundError:
             return []
 
     def delete(self, key: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file, if it exists."""
         self._path(key).unlink(missing_ok=True)
 
     def remove(self) -> None:
@@ -95,7 +95,7 @@ class LocalStore:
             os.rmdir(self.path)
 
     def free_bytes(self) -> int | None:
-        """What the file system has left for this user; None if it does not say."""
+        """Return the free space for this user; None if the file system does not report it."""
         there = next(each for each in (self.path, *self.path.parents) if each.exists())
         found = os.statvfs(there)
         return found.f_bavail * found.f_frsize if found.f_blocks else None
@@ -106,30 +106,34 @@ class LocalStore:
 
     @contextmanager
     def hold(self, key: str, *, shared: bool) -> Iterator[bool]:
-        """Hold a file by `flock`."""
+        """Lock a file with `flock`."""
         if shared:
             flags = os.O_RDONLY
         else:
             flags = os.O_RDWR | os.O_CREAT
-            with suppress(FileExistsError):  # it was there, but another removed it
+            with suppress(FileExistsError):  # it existed, but another process removed it
                 self._make()
         fd = -1
         try:
             fd = os.open(self._path(key), flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except (FileNotFoundError, NotADirectoryError):
-            pass  # yielding here would chain this error to any that the block raises
+            pass  # a yield here would chain this error to errors of the block
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
-            raise StoreError(f"{self._path(key)} is a symbolic link: not followed") from error
+            raise StoreError(
+                f"{self._path(key)} is a symbolic link, which is not followed"
+            ) from error
         if fd < 0:
             yield False
             return
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            held = os.fstat(fd).st_nlink > 0  # else another deleted it before it was locked
+            held = (
+                os.fstat(fd).st_nlink > 0
+            )  # otherwise another process deleted it before it was locked
         except OSError as error:
-            # A file system without locks cannot tell; only another holder is a refusal.
+            # A file system without locks cannot answer; only another holder is a refusal.
             held = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
         try:
             yield held
@@ -137,15 +141,15 @@ class LocalStore:
             os.close(fd)
 
     def _make(self) -> None:
-        """Make the directory, and those above it, durably."""
+        """Create the directory and its parents durably."""
         missing = [each for each in (self.path, *self.path.parents) if not each.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         for each in missing:
-            with suppress(PermissionError):  # what may not be listed may not be synced
+            with suppress(PermissionError):  # a directory that cannot be listed cannot be synced
                 _sync(each.parent)
 
     def _existing(self, name: str) -> Path:
-        # Other programs name files as they like, as in `epoch=0-step=10.ckpt`.
+        # Other programs use other names, such as `epoch=0-step=10.ckpt`.
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             raise StoreError(f"{name!r} is not the name of one file (below {self.path})")
         if len(os.fsencode(name)) > LONGEST_NAME:
@@ -155,7 +159,7 @@ class LocalStore:
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name) or name in (".", ".."):
             raise StoreError(
-                f"{name!r} cannot be the name of a file that shardwise writes below {self.path}: "
+                f"{name!r} is not a valid name for a file that shardwise writes below {self.path}: "
                 "use ASCII letters, digits, '.', '_' and '-', at most 255 of them"
             )
         return self.path / name
@@ -194,7 +198,7 @@ class _LocalWriter:
             flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
             if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
                 raise
-            # Opened, but not to be written past the cache after all (or a short write before).
+            # The file system does not support O_DIRECT after all, or a write was short before.
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
             return os.pwrite(self._fd, view, offset)
 
@@ -207,7 +211,7 @@ class _LocalWriter:
 
 
 class _LocalReader:
-    """Reads what the page cache holds from there, and all else past it."""
+    """Reads cached pages from the page cache, and everything else without it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -222,7 +226,7 @@ class _LocalReader:
         found = os.fstat(self._fd)
         if not stat.S_ISREG(found.st_mode):
             os.close(self._fd)
-            raise StoreError(f"{path} is not a plain file")
+            raise StoreError(f"{path} is not a regular file")
         self.size = found.st_size
         with suppress(OSError):
             self._direct = os.open(path, flags | os.O_DIRECT)
@@ -276,7 +280,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def is_cached(fd: int, offset: int, length: int) -> bool:
-    """Whether all pages of this range are in the page cache; False where it cannot be known."""
+    """Return whether all pages of a range are in the page cache; False if unknown."""
     wanted, found = _Range(offset, length), _Statistics()
     status = _libc.syscall(_CACHESTAT, fd, ctypes.byref(wanted), ctypes.byref(found), 0)
     pages = -(-(offset + length) // 4096) - offset // 4096

@@ -1,4 +1,4 @@
-"""What a store can do: few verbs, and stated capabilities."""
+"""The methods of a store, and its optional capabilities."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ Buffer = npt.NDArray[np.uint8]
 
 
 class WritableFile(Protocol):
-    """A new file, of a size that was stated when it was created."""
+    """A new file, whose size is given at its creation."""
 
     def write_at(self, offset: int, data: Buffer) -> None:
-        """Write at a multiple of the store's alignment; the length is one too, also at the end.
+        """Write `data` at a multiple of the store's alignment. Its length is a multiple, too.
 
-        What lies past the file's stated size is dropped. Calls from several threads may overlap.
+        Bytes past the file's size are dropped. Several threads may call it at the same time.
         """
         ...
 
     def commit(self) -> None:
-        """Make what was written durable, at its stated size."""
+        """Make the file durable, at its given size."""
         ...
 
     def close(self) -> None:
-        """Let go of it. Without `commit`, nothing is promised of its content."""
+        """Close the file. Without `commit`, its content is undefined."""
         ...
 
 
@@ -35,107 +35,107 @@ class ReadableFile(Protocol):
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         ...
 
     def read_at(self, offset: int, out: Buffer) -> int:
-        """Fill `out` from `offset` on; returns the bytes read, fewer only at the end of the file.
+        """Fill `out` from `offset` on. Returns the bytes read, fewer only at the end of the file.
 
-        Calls from several threads may overlap.
+        Several threads may call it at the same time.
         """
         ...
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the file."""
         ...
 
 
 @runtime_checkable
 class MappedFile(ReadableFile, Protocol):
-    """A file that lies in memory."""
+    """A file in memory."""
 
     def view(self, offset: int, count: int) -> Buffer:
-        """Its bytes, where they lie; fewer only at the end of the file. They are only read."""
+        """Return a read-only view of its bytes; fewer only at the end of the file."""
         ...
 
 
 @runtime_checkable
 class ReplicatedFile(ReadableFile, Protocol):
-    """A file of which there are several copies; `read_at` takes the first that answers."""
+    """A file with several copies. `read_at` reads the first copy that answers."""
 
     @property
     def copies(self) -> int:
-        """How many there are."""
+        """Number of copies."""
         ...
 
     def read_copy(self, number: int, offset: int, out: Buffer) -> int:
-        """As `read_at`, from one of them only; the first is number 0."""
+        """Read like `read_at`, but only from one copy; the first is number 0."""
         ...
 
 
 class Files(Protocol):
-    """What data files are read from."""
+    """A source of data files."""
 
     def open(self, key: str) -> ReadableFile:
         """Open a file.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: there is no such file.
         """
         ...
 
 
 @runtime_checkable
 class Store(Files, Protocol):
-    """A flat set of files under one place.
+    """A flat set of files in one place.
 
-    Names of files that are created, published or deleted consist of at most 255 ASCII letters,
-    digits, `.`, `_` and `-`. `at`, `open` and `read` take every name that is one path component.
+    Names of files that are created, published or deleted have at most 255 ASCII letters, digits,
+    `.`, `_` and `-`. `at`, `open` and `read` accept every name that is one path component.
 
-    Every verb raises `StoreError`, or one of the builtin errors of `OSError` that it derives
-    from: `FileNotFoundError`, `FileExistsError`.
+    Every method raises `StoreError`, or an `OSError` such as `FileNotFoundError` and
+    `FileExistsError`.
     """
 
     @property
     def alignment(self) -> int:
-        """`write_at` wants offsets, lengths and memory aligned to this many bytes."""
+        """Bytes to which `write_at` needs offsets, lengths and memory aligned."""
         ...
 
     def at(self, name: str) -> Store:
-        """The store one level below, which need not exist yet."""
+        """Return the store one level below, which need not exist yet."""
         ...
 
     def create(self, key: str, size: int) -> WritableFile:
-        """Begin a new file of `size` bytes.
+        """Create a file of `size` bytes.
 
         Raises:
-            FileExistsError: there is one of this name.
+            FileExistsError: the file exists.
         """
         ...
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:
-        """Make a small file appear, durable and whole, or not at all, and all others before it.
+        """Create a small file atomically and durably, after making all earlier files durable.
 
         Raises:
-            FileExistsError: there is one of this name, and `replace` is False.
+            FileExistsError: the file exists, and `replace` is False.
         """
         ...
 
     def read(self, key: str, *, limit: int) -> bytes:
-        """All of a small file.
+        """Return the content of a small file.
 
         Raises:
-            FileNotFoundError: there is none.
-            StoreError: it is larger than `limit` bytes.
+            FileNotFoundError: there is no such file.
+            StoreError: the file is larger than `limit` bytes.
         """
         ...
 
     def list(self) -> list[str]:
-        """The names of the files and of the stores below, sorted; empty where nothing is."""
+        """Return the names of all files and stores below, sorted."""
         ...
 
     def delete(self, key: str) -> None:
-        """Remove a file; one that is not there is as good as removed."""
+        """Remove a file, if it exists."""
         ...
 
     def remove(self) -> None:
@@ -143,31 +143,31 @@ class Store(Files, Protocol):
         ...
 
     def sync(self) -> None:
-        """Make the presence of all files durable."""
+        """Make the names of all files durable."""
         ...
 
     def hold(self, key: str, *, shared: bool) -> AbstractContextManager[bool]:
-        """Hold a file for as long as the block runs; it is let go also if the process dies.
+        """Lock a file for the length of a block, or until the process dies.
 
-        A file that is held shared cannot be held exclusively; an exclusive hold creates the file
-        if need be. Yields False, at once, where it could not be had.
+        An exclusive lock excludes all others, and creates the file if it does not exist. Yields
+        False, without waiting, if the lock is not available.
         """
         ...
 
 
 @runtime_checkable
 class MappedStore(Store, Protocol):
-    """A store of which files lie in memory."""
+    """A store with files in memory."""
 
     def is_mapped(self, key: str) -> bool:
-        """Whether `open` gives this file as a `MappedFile`."""
+        """Return whether `open` returns this file as a `MappedFile`."""
         ...
 
 
 @runtime_checkable
 class BoundedStore(Store, Protocol):
-    """A store that knows how much it has room for."""
+    """A store that knows its free space."""
 
     def free_bytes(self) -> int | None:
-        """The bytes that can still be written; None if that is not known."""
+        """Return the bytes that can still be written; None if unknown."""
         ...

@@ -1,4 +1,4 @@
-"""Places as users write them."""
+"""Stores by path or URL."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
 def open_store(place: str | os.PathLike[str] | Store) -> Store:
-    """The store at a place: a directory, a `file://` URL, or a store as it is.
+    """Return the store at a directory or `file://` URL, or a given store.
 
     Raises:
-        StoreError: it is none of these, it is not UTF-8, or no store serves this kind of URL.
+        StoreError: the place is of another type or not UTF-8, or the URL's scheme is unknown.
     """
     if isinstance(place, Store):
         return place
     path = os.fspath(place) if isinstance(place, (str, os.PathLike)) else None
     if not isinstance(path, str) or not path:
-        raise StoreError(f"{place!r} is no place: a path, a URL or a store is needed")
+        raise StoreError(f"{place!r}: expected a path, a URL or a store")
     try:
         path.encode()
     except UnicodeEncodeError as error:
@@ -37,6 +37,4 @@ def open_store(place: str | os.PathLike[str] | Store) -> Store:
     rest = path[match.end() :]
     if match.group(1) == "file" and rest.startswith("/"):
         return LocalStore(rest)
-    raise StoreError(
-        f"no store serves {match.group(0)} (in {path!r}): use a directory, or file:///path"
-    )
+    raise StoreError(f"{path!r}: unknown scheme {match.group(0)}: use a directory, or file:///path")
