@@ -155,7 +155,7 @@ def load_on_two(place: Path, state: Any) -> list[object]:
         (
             lambda place: sw.load(place, {"loader": 0}, rename=lambda name: {}[name]),
             KeyError,
-            "loader: raised by rename=, which was given this name",
+            "loader: rename= raised this error for this name",
         ),
     ],
 )
@@ -201,7 +201,7 @@ def test_a_damaged_file_that_a_stateful_reads_is_no_damage_of_the_checkpoint(
 
 def test_a_rename_that_gives_no_name_is_refused(tmp_path: Path) -> None:
     sw.save(tmp_path, {"x": 1})
-    with pytest.raises(sw.StateError, match="x: rename= gave None"):
+    with pytest.raises(sw.StateError, match="x: rename= returned None"):
         sw.load(tmp_path, {"x": 0}, rename=lambda _: None)  # type: ignore[arg-type,return-value]
 
 

@@ -1,1 +1,1 @@
-"""Who moves which bytes from where to where: lists in, lists out; no I/O, no communication."""
+"""Plans: which rank moves which bytes. Functions over lists, without I/O or communication."""

@@ -17,7 +17,7 @@ Int = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """Boxes to copy out of files, in rows.
+    """Boxes to copy out of files, in columns.
 
     Row i copies the box `offset[i]`, `shape[i]` (global coordinates) of piece `piece[i]` into
     wanted fragment `fragment[i]`; its bytes lie in `[low[i], high[i])` of file `file[i]`.
@@ -35,7 +35,7 @@ class Transfers:
         return len(self.piece)
 
     def take(self, rows: Int) -> Transfers:
-        """Some of the rows."""
+        """Return some of the rows."""
         return Transfers(
             self.piece[rows],
             self.fragment[rows],
@@ -67,7 +67,7 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What one rank reads and where it goes. `bytes_needed` counts the elements it wants."""
+    """What one rank reads, and where it copies it; `bytes_needed` counts the wanted elements."""
 
     transfers: Transfers
     spans: Spans
@@ -75,13 +75,13 @@ class LoadPlan:
 
     @property
     def bytes_read(self) -> int:
-        """What is read of the files for it."""
+        """The bytes that are read from files."""
         return int((self.spans.high - self.spans.low).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A manifest's pieces, and what is needed to find their bytes.
+    """A manifest's pieces, and where their bytes are.
 
     `stride` is by piece, `(n, D)`, in elements: in files of our own, that of row-major boxes.
     `itemsize` is by tensor; `data_at` and `covered` (the end of what may be read) by file.
@@ -129,7 +129,7 @@ def _locate(source: Source, piece: Int, fragment: Int, offset: Int, shape: Int) 
 
 
 def _without_gaps(source: Source, transfers: Transfers, block: int) -> Transfers:
-    """Cut transfers whose rows lie so far apart that whole blocks between them are not needed."""
+    """Cut transfers whose rows are so far apart that whole blocks between them are not needed."""
     pieces = source.pieces
     for dim in range(transfers.shape.shape[1]):
         stride = source.stride[transfers.piece, dim]
@@ -164,7 +164,7 @@ def _single_rows(transfers: Transfers, dim: int, stride: Int, extent: Int) -> Tr
 
 
 def _choose_spans(transfers: Transfers, covered: Int, largest_read: int | Int, block: int) -> Spans:
-    """Unite the blocks that transfers (ordered by file and start) touch, and cut the union."""
+    """Unite the blocks that transfers touch, and cut the union; transfers are in file order."""
     file, low, high = transfers.file, transfers.low // block, -(-transfers.high // block)
     if not len(file):
         none = np.zeros(0, np.int64)
@@ -191,13 +191,13 @@ def _choose_spans(transfers: Transfers, covered: Int, largest_read: int | Int, b
 
 
 def longest_reads(largest_read: int | Int, file: Int) -> Int:
-    """The longest read of each of these files: one number, or one for each file there is."""
+    """Return the longest read of each of these files, given one number or one for each file."""
     given = np.asarray(largest_read, np.int64)
     return given[file] if given.ndim else np.full(len(file), given)
 
 
 def assign_transfers(transfers: Transfers, file: Int, low: Int, high: Int) -> Spans:
-    """Which spans serve which transfers.
+    """Return spans with the transfers that each of them serves.
 
     Args:
         transfers: ordered by file and start.
@@ -219,14 +219,14 @@ def assign_transfers(transfers: Transfers, file: Int, low: Int, high: Int) -> Sp
 
 
 def _count_up(counts: Int) -> Int:
-    """0, 1, … for each count, one after another."""
+    """Return 0, 1, … for each count, one after another."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def wanted_columns(
     tensor: Sequence[int], offset: Int, shape: Int, dims: int
 ) -> tuple[Int, Int, Int]:
-    """Columns of wanted boxes, cut or padded to the `dims` dimensions of a manifest's pieces."""
+    """Return columns of wanted boxes, cut or padded to the dimensions of a manifest's pieces."""
     missing = dims - offset.shape[1]
     if missing > 0:
         offset = np.pad(offset, ((0, 0), (0, missing)))
@@ -281,13 +281,13 @@ def share_reads(spans: Sequence[Spans], *, largest_read: int | Int) -> SharedRea
 
 
 def bytes_saved(spans: Sequence[Spans], shared: SharedReads) -> float:
-    """Which part of the bytes that all would read alone is not read when they share."""
+    """Return the fraction of bytes that sharing saves, of those that all ranks would read alone."""
     alone = sum(int((each.high - each.low).sum()) for each in spans)
     return 1 - int((shared.high - shared.low).sum()) / alone if alone else 0.0
 
 
 def _covers(spans: Spans, file: Int, low: Int) -> npt.NDArray[np.bool_]:
-    """Whether a rank's spans cover the intervals that begin here."""
+    """Return whether a rank's spans cover the intervals that begin here."""
     if not len(spans):
         return np.zeros(len(file), bool)
     width = int(max(spans.high.max(), low.max(initial=0))) + 1
@@ -300,7 +300,7 @@ def _covers(spans: Spans, file: Int, low: Int) -> npt.NDArray[np.bool_]:
 def _joined(
     file: Int, low: Int, high: Int, wanted: npt.NDArray[np.bool_]
 ) -> tuple[Int, Int, Int, npt.NDArray[np.bool_]]:
-    """Neighbouring intervals that the same ranks want, as one."""
+    """Join neighbouring intervals that the same ranks want."""
     begins = np.ones(len(file), bool)
     same = (file[1:] == file[:-1]) & (low[1:] == high[:-1])
     begins[1:] = ~(same & (wanted[1:] == wanted[:-1]).all(axis=1))
@@ -310,7 +310,7 @@ def _joined(
 
 
 def _readers(sizes: Int, wanted: npt.NDArray[np.bool_]) -> Int:
-    """Give each read to that of its users who has the fewest bytes to read so far."""
+    """Assign each read to the rank among its users with the fewest bytes so far."""
     readers = np.zeros(len(sizes), np.int64)
     loads = np.zeros(wanted.shape[1])
     alone = wanted.sum(axis=1) == 1
