@@ -15,6 +15,7 @@ import torch
 import shardwise as sw
 from shardwise.testing import Gang
 from shardwise.testing.gang import GangError
+from tests.breadth import mostly_long
 from tests.formats.foreign_goldens import unpacked
 from tests.memory.test_snapshots import end_agents
 from tests.multirank.test_matrix import contents
@@ -311,7 +312,7 @@ BUCKETED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", BUCKETED)
+@pytest.mark.parametrize("kind", mostly_long(BUCKETED, ["float32"]))
 def test_buckets_of_the_distributed_optimizer_load_under_other_data_parallelism(
     workers: Gang, tmp_path: Path, kind: str
 ) -> None:

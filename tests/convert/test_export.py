@@ -27,6 +27,7 @@ from shardwise.manifest.checksums import crc32
 from shardwise.opening import open_any
 from shardwise.store import LocalStore
 from shardwise.testing.threads import ThreadGroup, run_ranks
+from tests.breadth import mostly_long
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64, torch.bool)
 
@@ -209,7 +210,7 @@ sw.export(sys.argv[1], sys.argv[2], to="native", max_file=2_000_000, max_memory=
 """
 
 
-@pytest.mark.parametrize("write", [1, 4])
+@pytest.mark.parametrize("write", mostly_long([1, 4], [4]))
 def test_a_kill_leaves_nothing_that_looks_whole(source: Path, tmp_path: Path, write: int) -> None:
     command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "new")]
     done = subprocess.run([*command, str(write)], check=False)

@@ -18,6 +18,7 @@ from shardwise.memory.agent.guard import claim
 from shardwise.memory.home import Place, Run, write_record
 from shardwise.memory.trainer.rings import peers_of, rings_of
 from shardwise.testing import Gang
+from tests.breadth import mostly_long
 from tests.memory.test_snapshots import lose, memory_of, shm
 
 __all__ = ["shm"]
@@ -81,9 +82,18 @@ def recover(root: str, shm: str, kind: str, nodes: int) -> tuple[int | None, str
 
 
 @pytest.mark.parametrize(
-    "options", [{"copies": 1}, {"copies": 2}, {"parity": 1}, {"parity": 2}], ids=str
+    ("kind", "options"),
+    mostly_long(
+        [
+            (kind, {what: number})
+            for kind in ("replicated", "hybrid")
+            for what in ("copies", "parity")
+            for number in (1, 2)
+        ],
+        [("replicated", {"copies": 1}), ("hybrid", {"parity": 2})],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("kind", ["replicated", "hybrid"])
 def test_a_lost_node_comes_back(
     gang: Gang, tmp_path: Path, shm: Path, kind: str, options: dict[str, Any]
 ) -> None:

@@ -20,6 +20,7 @@ from shardwise.memory.trainer import staging
 from shardwise.memory.trainer.copying import Fill
 from shardwise.store.store import Buffer
 from shardwise.testing import Gang
+from tests.breadth import mostly_long
 
 ROWS, COLUMNS = 48, 1024
 
@@ -123,7 +124,7 @@ def lose(shm: Path, node: int) -> None:
         path.rmdir() if path.is_dir() else path.unlink()
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", mostly_long([1, 2], [2]))
 def test_the_newest_comes_from_memory_in_another_sharding(
     gang: Gang, tmp_path: Path, shm: Path, nodes: int
 ) -> None:
@@ -153,8 +154,13 @@ def test_what_is_persisted_is_an_ordinary_checkpoint(gang: Gang, tmp_path: Path,
     assert len(list((root / "step-00000002").iterdir())) == 5
 
 
-@pytest.mark.parametrize("protection", [{"copies": 1}, {"parity": 1}])
-@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize(
+    ("lost", "protection"),
+    mostly_long(
+        [(lost, {what: 1}) for lost in (0, 2) for what in ("copies", "parity")],
+        [(0, {"parity": 1}), (2, {"copies": 1})],
+    ),
+)
 def test_a_node_that_is_lost_is_made_up_for(
     gang: Gang, tmp_path: Path, shm: Path, protection: dict[str, int], lost: int
 ) -> None:
@@ -414,7 +420,7 @@ def assert_rescued(root: Path, seconds: float) -> None:
     assert not (root / "step-00000002").exists()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", mostly_long([0, 1], [0]))
 def test_what_is_in_memory_is_persisted_when_a_trainer_is_lost(
     gang: Gang, tmp_path: Path, shm: Path, victim: int
 ) -> None:
@@ -427,7 +433,7 @@ def test_what_is_in_memory_is_persisted_when_a_trainer_is_lost(
     assert gang.run(recover, str(root), str(shm), 2, world=2)[0][:2] == (3, "storage")
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", mostly_long([0, 1], [1]))
 def test_what_is_in_memory_is_persisted_when_a_node_is_lost(
     gang: Gang, tmp_path: Path, shm: Path, lost: int
 ) -> None:

@@ -16,6 +16,7 @@ from shardwise.memory.node.room import taken_for_others
 from shardwise.memory.node.spares import spare, spares, take_spare, trim_spares
 from shardwise.memory.records import Staged
 from shardwise.testing import Gang
+from tests.breadth import mostly_long
 from tests.memory.test_snapshots import memory_of, rows, shm
 
 __all__ = ["shm"]
@@ -100,7 +101,7 @@ def made_for_others(shm: str, root: str, options: dict[str, int]) -> list[set[in
     return found
 
 
-@pytest.mark.parametrize("options", [{"copies": 1}, {"parity": 1}])
+@pytest.mark.parametrize("options", mostly_long([{"copies": 1}, {"parity": 1}], [{"parity": 1}]))
 def test_agents_take_the_same_memory_for_every_snapshot(
     gang: Gang, tmp_path: Path, shm: Path, options: dict[str, int]
 ) -> None:

@@ -9,6 +9,7 @@ import torch
 
 import shardwise as sw
 from shardwise.testing import Gang
+from tests.breadth import mostly_long
 from tests.multirank.models import WORLDS, build, train
 
 KINDS = {world: [kind for kind in WORLDS if WORLDS[kind] == world] for world in (1, 2, 4)}
@@ -66,7 +67,10 @@ def test_it_saves_what_one_process_would(saved: Path, kind: str) -> None:
     assert contents(saved / kind) == expected
 
 
-@pytest.mark.parametrize("source", WORLDS)
+SOURCES = ["plain", "fsdp1_flat", "fsdp2_uneven", "hsdp_tp", "interleaved"]
+
+
+@pytest.mark.parametrize("source", mostly_long(WORLDS, SOURCES))
 def test_it_loads_under_every_other(gang: Gang, saved: Path, tmp_path: Path, source: str) -> None:
     expected = contents(saved / source)
     for world, kinds in KINDS.items():

@@ -11,6 +11,7 @@ from torch import nn, optim
 
 import shardwise as sw
 from shardwise.testing import Gang
+from tests.breadth import mostly_long
 from tests.multirank.models import WORLDS, build, optimizers_of, train
 from tests.multirank.test_matrix import contents
 from tests.multirank.test_resume import stop_and_go_on
@@ -67,7 +68,14 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("make", "kind"), RUNS)
+KINDS_OF_MOST = ["ddp", "fsdp2", "fsdp1", "fsdp_tp"]
+DEFAULT = [  # each optimizer once
+    (make, next(kind for kind in KINDS_OF_MOST[i % 4 :] + KINDS_OF_MOST if (make, kind) in RUNS))
+    for i, make in enumerate(dict.fromkeys(make for make, _ in RUNS))
+]
+
+
+@pytest.mark.parametrize(("make", "kind"), mostly_long(RUNS, DEFAULT))
 def test_it_goes_on_bit_for_bit(gang: Gang, tmp_path: Path, make: Any, kind: str) -> None:
     gang.run(stop_and_go_on, kind, str(tmp_path), make, world=WORLDS[kind])
     middle, end = contents(tmp_path / "middle"), contents(tmp_path / "uninterrupted")

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleI
 
 import shardwise as sw
 from shardwise.testing import Gang
+from tests.breadth import mostly_long
 from tests.multirank.models import (
     DEPTH,
     VOCABULARY,
@@ -76,7 +77,7 @@ def stop_and_go_on(kind: str, root: str, make: MakeOptimizer = adamw) -> None:
     sw.save(f"{root}/resumed", again)
 
 
-@pytest.mark.parametrize("kind", WORLDS)
+@pytest.mark.parametrize("kind", mostly_long(WORLDS, ["plain", "fsdp1", "tp", "pipeline_fsdp"]))
 def test_it_goes_on_bit_for_bit(gang: Gang, tmp_path: Path, kind: str) -> None:
     gang.run(stop_and_go_on, kind, str(tmp_path), world=WORLDS[kind])
     middle, end = contents(tmp_path / "middle"), contents(tmp_path / "uninterrupted")

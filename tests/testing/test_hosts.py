@@ -257,6 +257,8 @@ def test_hosts_die_with_their_owner_and_the_next_removes_what_stays(hosts: Hosts
 
 
 @pytest.mark.ranks
+@pytest.mark.long
+@pytest.mark.timeout(300)
 def test_ranks_on_two_hosts_reduce_until_one_is_destroyed(hosts: Hosts, tmp_path: Path) -> None:
     script = tmp_path / "reduce.py"
     script.write_text(REDUCE)
@@ -267,9 +269,9 @@ def test_ranks_on_two_hosts_reduce_until_one_is_destroyed(hosts: Hosts, tmp_path
     for host, path in zip(hosts, said, strict=True):
         with path.open("w") as file:
             host.run(command, environ, stdout=file, stderr=subprocess.STDOUT)
-    until(lambda: all("sum 3.0 2" in path.read_text() for path in said), 40)
+    until(lambda: all("sum 3.0 2" in path.read_text() for path in said), 200)
     hosts[1].destroy()
-    until(lambda: "broken" in said[0].read_text(), 5)
+    until(lambda: "broken" in said[0].read_text(), 30)
 
 
 def test_without_root_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """A rank on a host of its own: `python on_host.py ROOT UNTIL [STEP SIGN]`.
 
-It goes on until a step, keeps a copy on one other node, and says as JSON from where it went on.
-Before the save of `STEP` it says "ready" and waits for the file `SIGN`; after it, it tells how each
-stage ended, and sleeps until it is killed.
+It trains until a step and keeps a copy on one other node. It prints as JSON what it resumed from,
+and in how many seconds. Before the save of `STEP` it says "ready" and waits for the file `SIGN`.
+After it, it tells how each stage ended, and sleeps until it is killed.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ def main(root: str, until: str, step: str = "", sign: str = "") -> None:
     dist.init_process_group("gloo")
     given = {"copies": 1, "wait": WAIT, "interface": "eth0"}
     cluster = Cluster(root=Path(root), shm=Path("/dev/shm"), options=given)
+    started = time.monotonic()
     went = go_on(cluster, int(until))
-    print(json.dumps([went.step, went.source, went.skipped]), flush=True)
+    seconds = time.monotonic() - started
+    print(json.dumps([went.step, went.source, went.skipped, seconds]), flush=True)
     if step:
         save_in_steps(cluster, int(step), Path(sign))
 

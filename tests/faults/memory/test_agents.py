@@ -99,12 +99,15 @@ def copied(gang: Gang, root: Path, shm: Path) -> Cluster:
 
 
 @pytest.mark.timeout(300)  # many deaths, one after another
+@pytest.mark.parametrize(
+    "records", [NOTES[::3], pytest.param(NOTES, marks=pytest.mark.long)], ids=["some", "all"]
+)
 def test_agents_that_die_at_any_note_are_followed_by_others_that_go_on(
-    gang: Gang, shm: Path, copied: Cluster
+    gang: Gang, shm: Path, copied: Cluster, records: list[tuple[int, str, deaths.When]]
 ) -> None:
-    for node, pattern, when in NOTES:
+    for node, pattern, when in records:
         die_and_go_on(gang, copied, node, pattern, when)
-    last = 1 + 2 * len(NOTES)
+    last = 1 + 2 * len(records)
     went = gang.run(go_on, copied, last + 3, world=2, by="columns")
     assert {(each.step, each.source) for each in went} == {(last, "memory")}
     assert len(infos(shm)) == 2

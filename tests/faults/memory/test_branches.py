@@ -10,6 +10,7 @@ import torch
 
 import shardwise as sw
 from shardwise.testing import Gang
+from tests.breadth import mostly_long
 from tests.faults.memory.scenario import ROWS, Cluster, box_of, end_agents, strays, until
 
 COLUMNS = 256
@@ -35,8 +36,13 @@ def go(cluster: Cluster, back_to: int | None, last: int, mark: int) -> tuple[int
     return step, found, "" if report is None else str(report.skipped)
 
 
-@pytest.mark.parametrize("saved", [0, 1])
-@pytest.mark.parametrize("node_of", [(0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    ("saved", "node_of"),
+    mostly_long(
+        [(saved, node_of) for saved in (0, 1) for node_of in ((0, 1), (1, 0))],
+        [(0, (1, 0)), (1, (0, 1))],
+    ),
+)
 def test_what_an_idle_node_has_of_an_abandoned_branch_is_not_taken(
     gang: Gang, root: Path, shm: Path, saved: int, node_of: tuple[int, int]
 ) -> None:

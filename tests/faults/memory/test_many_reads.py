@@ -17,6 +17,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.memory.remote import search
 from shardwise.testing import Gang
+from tests.breadth import mostly_long
 from tests.faults.memory.scenario import Cluster, lose
 
 SHAPE = (1000, 768)
@@ -80,14 +81,17 @@ def restore(cluster: Cluster, by: str) -> tuple[int | None, int]:
 
 @pytest.mark.parametrize(
     ("node_of", "by", "lost"),
-    [
-        ((0, 1), "columns", ()),
-        ((1, 3), "columns", (2,)),
-        ((0, 1, 2, 3), "columns", ()),
-        ((1, 1, 3, 1), "columns", ()),
-        ((0, 3), "all", ()),
-        ((2, 0, 3), "rows", (1,)),
-    ],
+    mostly_long(
+        [
+            ((0, 1), "columns", ()),
+            ((1, 3), "columns", (2,)),
+            ((0, 1, 2, 3), "columns", ()),
+            ((1, 1, 3, 1), "columns", ()),
+            ((0, 3), "all", ()),
+            ((2, 0, 3), "rows", (1,)),
+        ],
+        [((1, 3), "columns", (2,)), ((1, 1, 3, 1), "columns", ())],
+    ),
 )
 def test_ranks_whose_memories_differ_restore_every_byte(
     gang: Gang, root: Path, shm: Path, node_of: tuple[int, ...], by: str, lost: tuple[int, ...]
@@ -124,7 +128,9 @@ def restore_before_all_answer(cluster: Cluster, by: str) -> tuple[int | None, in
         return restore(cluster, by)
 
 
-@pytest.mark.parametrize("restoring", [restore, restore_before_all_answer])
+@pytest.mark.parametrize(
+    "restoring", mostly_long([restore, restore_before_all_answer], [restore_before_all_answer])
+)
 @pytest.mark.parametrize(("options", "at"), [({"copies": 1}, 5 << 20), ({"parity": 1}, -4)])
 def test_damage_on_an_idle_node_is_made_up_for(
     gang: Gang,

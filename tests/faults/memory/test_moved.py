@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.testing import Gang
+from tests.breadth import mostly_long
 from tests.faults.memory.deaths import die
 from tests.faults.memory.scenario import Cluster, begin, go_on, lose, steps_in, train, until
 
@@ -54,7 +55,7 @@ def free(shm: Path) -> dict[str, int]:
     return {each.name: each.stat().st_ino for each in shm.glob("*/*/runs/*/free/*.slot")}
 
 
-@pytest.mark.parametrize("options", [{}, {"copies": 1}])
+@pytest.mark.parametrize("options", mostly_long([{}, {"copies": 1}], [{"copies": 1}]))
 def test_ranks_that_swap_their_nodes_leave_nothing_behind(
     gang: Gang, root: Path, shm: Path, options: dict[str, int]
 ) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -67,7 +66,7 @@ def went(hosts: Sequence[Host], root: Path, until: int) -> list[Any]:
     """Have a rank on each host go on until a step; from where each did."""
     ranks = start(hosts, root, until)
     told = [said(rank) for rank in ranks]
-    assert [rank.wait(20) for rank in ranks] == [0] * len(ranks)
+    assert [rank.wait(60) for rank in ranks] == [0] * len(ranks)
     return told
 
 
@@ -81,6 +80,7 @@ def manifests(hosts: Sequence[Host], step: int) -> set[str]:
     return {decode_manifest(path.read_bytes()).save_id for path in found}
 
 
+@pytest.mark.timeout(300)
 def test_a_host_that_is_cut_off_while_it_protects_and_returns(
     hosts: list[Host], tmp_path: Path
 ) -> None:
@@ -99,21 +99,21 @@ def test_a_host_that_is_cut_off_while_it_protects_and_returns(
     assert len(manifests(hosts, 3)) == 1
     for rank in ranks:
         rank.kill()
-    started = time.monotonic()
     told = went(hosts[:2], root, 4)
     assert [each[:2] for each in told] == [[2, "memory"]] * 2
     assert "no node that is left has" in told[0][2]
-    assert time.monotonic() - started < 30.0
+    assert max(each[3] for each in told) < 30.0
     hosts[2].connect()
     hosts[2].slow()
     assert [each[:2] for each in went(hosts, root, 5)] == [[4, "memory"]] * 3
     assert all(len(manifests(hosts, step)) <= 1 for step in range(6))
 
 
+@pytest.mark.timeout(300)
 def test_a_host_that_hangs_holds_up_no_recovery(hosts: list[Host], tmp_path: Path) -> None:
     root = tmp_path / "root"
     went(hosts, root, 3)
     hosts[2].pause()
-    started = time.monotonic()
-    assert [each[:2] for each in went(hosts[:2], root, 3)] == [[3, "memory"]] * 2
-    assert time.monotonic() - started < 30.0
+    told = went(hosts[:2], root, 3)
+    assert [each[:2] for each in told] == [[3, "memory"]] * 2
+    assert max(each[3] for each in told) < 30.0

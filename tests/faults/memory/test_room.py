@@ -18,6 +18,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.store import LocalStore
 from shardwise.testing import Gang
+from tests.breadth import mostly_long
 from tests.faults.memory.scenario import WAIT, Cluster, begin, end_agents, go_on, steps_in, train
 
 MEGABYTE = 1 << 20
@@ -67,7 +68,7 @@ def test_too_little_memory_is_an_error_at_the_start(
         assert all(re.search(r"need [\d,]{7,} more: make it larger", each) for each in said), said
 
 
-@pytest.mark.parametrize("protection", [{"copies": 1}, {"parity": 1}])
+@pytest.mark.parametrize("protection", mostly_long([{"copies": 1}, {"parity": 1}], [{"copies": 1}]))
 def test_too_little_memory_to_protect_others_is_an_error_at_the_start(
     gang: Gang, root: Path, mount: Mount, protection: dict[str, int]
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.testing import Gang
+from tests.breadth import mostly_long
 from tests.faults.memory.scenario import Cluster, Went, assert_tidy, go_on, lose, until
 
 SNAPSHOT = "shardwise-*/runs/*/step-{step:08d}/{name}"
@@ -86,7 +87,7 @@ NOTES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "at"), NOTES)
+@pytest.mark.parametrize(("name", "at"), mostly_long(NOTES, NOTES[1:6:2]))
 def test_a_note_that_is_damaged_stops_nothing(
     gang: Gang, shm: Path, copied: Cluster, name: str, at: int | None
 ) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.engine.files import FileSource
 from shardwise.testing import Gang
+from tests.breadth import mostly_long
 from tests.faults.memory.deaths import When, die, die_at_bucket, die_at_note
 from tests.faults.memory.scenario import (
     Act,
@@ -143,7 +144,9 @@ def save_while_one_is_stopped(
     return took, said, logged.end()
 
 
-@pytest.mark.parametrize(("seconds", "patience"), [(1.0, 8.0), (4.0, 1.0)])
+@pytest.mark.parametrize(
+    ("seconds", "patience"), mostly_long([(1.0, 8.0), (4.0, 1.0)], [(4.0, 1.0)])
+)
 def test_a_trainer_that_is_stopped_is_waited_for_within_bounds(
     gang: Gang, root: Path, shm: Path, seconds: float, patience: float
 ) -> None:
@@ -172,7 +175,7 @@ elif how == "error":
 """
 
 
-@pytest.mark.parametrize("how", ["leave", "close", "error"])
+@pytest.mark.parametrize("how", mostly_long(["leave", "close", "error"], ["leave"]))
 def test_a_process_that_ends_right_after_a_save_has_saved(root: Path, shm: Path, how: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", LEAVE, root, shm, how], capture_output=True, text=True, timeout=30

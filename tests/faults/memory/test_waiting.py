@@ -18,6 +18,7 @@ from shardwise.memory.records import Done
 from shardwise.memory.trainer.handle import Stages
 from shardwise.store.store import Buffer
 from shardwise.testing import Gang
+from tests.breadth import mostly_long
 from tests.faults.memory.scenario import (
     Cluster,
     Logged,
@@ -142,7 +143,7 @@ def wait_for_what_cannot_be_staged(cluster: Cluster, failing: int) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", mostly_long([0, 1], [0]))
 def test_every_wait_ends_with_what_a_rank_could_not_stage(
     gang: Gang, root: Path, shm: Path, failing: int
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 from shardwise.formats.detect import READERS, read_foreign
 from shardwise.formats.tree import Tree
 from shardwise.testing import Gang
+from tests.breadth import mostly_long
 from tests.formats.matrix.sources import SOURCES
 from tests.formats.matrix.targets import KINDS, load_each, uncovered
 from tests.formats.matrix.wanted import Wanted
@@ -35,7 +36,9 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return made
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", mostly_long(KINDS, ["plain", "fsdp1", "fsdp2_uneven", "interleaved", "hsdp_tp"])
+)
 def test_it_loads_from_every_format(gang: Gang, saved: Saved, kind: str) -> None:
     """Parameters, buffers, moments and hyperparameters."""
     places = [(place, file) for place, file, _ in saved]
