@@ -23,6 +23,7 @@ LAYERS = (
     ("checkpointer",),
     ("exporting", "surgery"),
     ("api",),
+    ("loading",),
     ("convert",),
     ("checkpoint", "opening"),
     ("notebook", "resizing"),

@@ -18,7 +18,7 @@ from shardwise.engine.group import Group
 from shardwise.events import Recorder, Sink
 from shardwise.formats.specification import Specification
 from shardwise.manifest.names import MANIFEST
-from shardwise.opening import Reading, open_any
+from shardwise.opening import OpenOptions, open_any
 from shardwise.retention import Choice
 from shardwise.store import Store
 
@@ -77,8 +77,8 @@ def export(
             return store
 
         with recorder.stage("open"):
-            reading = Reading(spec, index, skip_unknown, format)
-            opened = open_any(enter, ranks, request.terms, reading)
+            options = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index)
+            opened = open_any(enter, ranks, request.terms, options)
         source = partial(Source, opened, verify=verify)
         compared = [(opened, None)] if verify else []
         what, left_out = digest_of(opened), opened.left_out

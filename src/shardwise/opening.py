@@ -1,4 +1,4 @@
-"""What lies at a place, opened: a checkpoint of ours, or a foreign one under a manifest."""
+"""Open the checkpoint at a place: a checkpoint of ours, or a foreign one read in place."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.engine.exchange import exchange
+from shardwise.engine.exchange import exchange_keeping, require_equal
 from shardwise.engine.group import Group
 from shardwise.engine.opened import (
     Opened,
     Replicas,
-    open_checkpoint,
     opened_manifest,
     read_manifest,
 )
@@ -24,7 +23,6 @@ from shardwise.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     FormatError,
-    MismatchError,
     StateError,
 )
 from shardwise.formats.checksums import sums_of
@@ -38,108 +36,140 @@ from shardwise.formats.validate import checked
 from shardwise.manifest.manifest import FileEntry, Manifest
 from shardwise.manifest.names import MANIFEST, made_by_save, step_directory, step_of_directory
 from shardwise.retention import Choice, checked_choice, choose_step
-from shardwise.store import LocalStore, Store
+from shardwise.store import Store, local_path
 
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How a checkpoint is read.
-
-    Attributes:
-        spec: what its tensors mean, if that is not what they are called.
-        index: the file that keeps what was found of a foreign one.
-        skip_unknown: leave out values in pickles that are of unknown classes, instead of refusing.
-        format: the key of the foreign format, where a place is of several.
-    """
-
-    spec: Specification | None = None
-    index: str | os.PathLike[str] | None = None
-    skip_unknown: bool = False
-    format: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.spec is not None and not isinstance(self.spec, Specification):
-            raise StateError(f"spec={self.spec!r}: a specification is needed, as sw.spec makes it")
-
-    def described(self, path: Path) -> bytes:
-        """What is at a place that is no checkpoint of ours, encoded as an index.
-
-        Raises:
-            CheckpointNotFoundError: no format is recognised.
-            FormatError: it is malformed.
-            MismatchError: the specification does not fit.
-        """
-        tree = Tree(path, opaque=self.skip_unknown)
-        by_ranks = self.spec is not None and self.spec.files is not None
-        known = partial(read_foreign, format=self.format)
-        read = self.spec.read if self.spec is not None and by_ranks else known
-        if self.index is None:
-            return encode_index(read(tree))
-        terms = f"{self.spec if by_ranks else None}, {self.skip_unknown}, {self.format}"
-        return read_indexed(tree, self.index, read, terms)
-
-    def specified(self, opened: Opened) -> Opened:
-        """A checkpoint of global tensors, as the specification has it."""
-        if self.spec is None or self.spec.files is not None:
-            return opened
-        return remap(opened, self.spec.rules, self.spec.sizes)
-
-
-PLAIN = Reading()
 log = logging.getLogger("shardwise")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenOptions:
+    """How to read a checkpoint; see `shardwise.open`.
+
+    Attributes:
+        spec: how to assemble the tensors of the checkpoint.
+        skip_unknown: skip pickled values of unknown classes instead of raising.
+        format: the format to read if the directory has several.
+        index: a file that caches the description of a foreign checkpoint.
+    """
+
+    spec: Specification | None = None
+    skip_unknown: bool = False
+    format: str | None = None
+    index: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.spec is not None and not isinstance(self.spec, Specification):
+            raise StateError(f"spec={self.spec!r}: expected a specification; make one with sw.spec")
+
+
+PLAIN = OpenOptions()
+
+
 def open_any(
-    enter: Callable[[], Store], group: Group, terms: str = "", reading: Reading = PLAIN
+    enter: Callable[[], Store], group: Group, terms: str = "", options: OpenOptions = PLAIN
 ) -> Opened:
-    """Open what is at a place, on all ranks together.
+    """Open the checkpoint at a place, ours or foreign, on all ranks together.
+
+    Rank 0 reads its manifest, or describes the foreign files; every rank checks the result.
 
     Args:
-        enter: gives the store; a failure of it is a failure on all ranks.
-        terms: what else must be the same on all ranks.
+        enter: returns the store; if it fails on one rank, it fails on all.
+        terms: further options that must be equal on all ranks.
+        options: how to read it.
 
     Raises:
-        CheckpointNotFoundError: there is none.
-        FormatError: it cannot be trusted, or is of no format that is known here.
-        MismatchError: ranks open different places, or on different terms; or the specification
-            does not fit.
+        CheckpointNotFoundError: there is no checkpoint.
+        FormatError: the manifest is invalid, or the format is unknown.
+        MismatchError: the ranks open different places or use different options, or the
+            specification does not fit the checkpoint.
     """
-    read = partial(_read, reading=reading)
-    opened = open_checkpoint(enter, group, terms, read=read, decode=_decode)
+
+    def speak() -> tuple[Store, bytes]:
+        store = enter()
+        return store, f"{store} {terms}".encode()
+
+    def answer(store: Store, said: list[bytes]) -> bytes:
+        require_equal(
+            [each.decode() for each in said],
+            "ranks do not load the same checkpoint in the same way:",
+        )
+        return _read_description(store, options)
+
+    store, description = exchange_keeping(group, "opening a checkpoint", speak, answer)
+    path = local_path(store)
+    if path is not None and description.startswith(MAGIC):
+        opened = opened_foreign(Tree(path), decode_index(description))
+    else:
+        opened = opened_manifest(store, description)
     for name, file in opened.absent.items() if group.rank == 0 else ():
-        log.warning("%s: %s is missing, so that there is no %s", opened.store, file, name)
-    return reading.specified(opened)
+        log.warning("%s: the file %s is missing, so %s cannot be loaded", store, file, name)
+    if options.spec is not None and options.spec.files is None:
+        return remap(opened, options.spec.rules, options.spec.sizes)
+    return opened
+
+
+def _read_description(store: Store, options: OpenOptions) -> bytes:
+    """Return the manifest of a checkpoint of ours, or the encoded index of a foreign one."""
+    path = local_path(store)
+    if path is not None and path.name == MANIFEST and path.is_file():
+        raise CheckpointNotFoundError(
+            f"{store} is a file inside a checkpoint: pass its directory, {path.parent}"
+        )
+    try:
+        return read_manifest(store)
+    except CheckpointNotFoundError:
+        foreign = _foreign_path(store)
+        if foreign is None:
+            raise
+        return _describe_foreign(foreign, options)
+
+
+def _describe_foreign(path: Path, options: OpenOptions) -> bytes:
+    """Return the encoded index of a foreign checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: no known format is recognised.
+        FormatError: the checkpoint is malformed.
+        MismatchError: the specification does not fit the checkpoint.
+    """
+    tree = Tree(path, opaque=options.skip_unknown)
+    spec = options.spec if options.spec is not None and options.spec.files is not None else None
+    read = partial(read_foreign, format=options.format) if spec is None else spec.read
+    if options.index is None:
+        return encode_index(read(tree))
+    terms = f"{spec}, {options.skip_unknown}, {options.format}"
+    return read_indexed(tree, options.index, read, terms)
 
 
 def place_below(enter: Callable[[], Store], choice: Choice, group: Group) -> str:
-    """Which directory below a place to read, on all ranks together; "" for the place itself.
+    """Return the directory to read below a place, on all ranks together.
 
-    A checkpoint is read itself. Below the root of a run, the chosen step's directory is read.
+    That is the directory of the selected step if the place is the root of a run, and "" if the
+    place itself is to be read.
 
     Args:
-        enter: gives the place; a failure of it is a failure on all ranks.
+        enter: returns the store of the place; if it fails on one rank, it fails on all.
+        choice: the selected step.
 
     Raises:
         CheckpointNotFoundError: the root has no such checkpoint.
-        MismatchError: ranks choose differently.
-        StateError: a step is chosen, and the place is a checkpoint itself.
+        MismatchError: the ranks select different steps.
+        StateError: a step is selected, but the place is not the root of a run.
     """
-    entered: list[Store] = []
 
-    def speak() -> bytes:
-        entered.append(enter())
-        return f"{entered[0]}, step={checked_choice(choice)!r}".encode()
+    def speak() -> tuple[Store, bytes]:
+        store = enter()
+        return store, f"{store}, step={checked_choice(choice)!r}".encode()
 
-    def answer(said: list[bytes]) -> bytes:
-        if len(set(said)) > 1:
-            asked = [f"rank {rank}: {each.decode()}" for rank, each in enumerate(said)]
-            raise MismatchError("ranks do not open the same checkpoint:", asked)
-        return _place_below(entered[0], checked_choice(choice)).encode()
+    def answer(store: Store, said: list[bytes]) -> bytes:
+        asked = [each.decode() for each in said]
+        require_equal(asked, "ranks do not open the same checkpoint:")
+        return _step_below(store, checked_choice(choice)).encode()
 
-    return exchange(group, "choosing a checkpoint", speak, answer).decode()
+    return exchange_keeping(group, "choosing a checkpoint", speak, answer)[1].decode()
 
 
-def _place_below(store: Store, choice: Choice) -> str:
+def _step_below(store: Store, choice: Choice) -> str:
     try:
         names = store.list()
     except NotADirectoryError:
@@ -148,101 +178,91 @@ def _place_below(store: Store, choice: Choice) -> str:
         return step_directory(choose_step(store, choice))
     if choice != "newest" and names:
         raise StateError(
-            f"step={choice!r}: {store} is not the root of a run, which holds a directory for each "
-            "step; leave out step= to read a checkpoint"
+            f"step={choice!r}: {store} is not the root of a run, which has a directory for each "
+            "step; to read a checkpoint itself, leave out step="
         )
     return ""
 
 
-def open_foreign(store: Store, reading: Reading = PLAIN) -> Opened | None:
-    """What is at a place, if it is a foreign checkpoint; by this process alone.
+def open_foreign(store: Store, options: OpenOptions = PLAIN) -> Opened | None:
+    """Open a foreign checkpoint in this process alone; None if the place is not one.
 
     Raises:
-        FormatError: it is one, and malformed.
+        FormatError: the checkpoint is malformed.
     """
-    if not isinstance(store, LocalStore) or not store.path.exists() or _is_ours(store):
+    path = _foreign_path(store)
+    if path is None:
         return None
     try:
-        return opened_foreign(Tree(store.path), decode_index(reading.described(store.path)))
+        return opened_foreign(Tree(path), decode_index(_describe_foreign(path, options)))
     except CheckpointNotFoundError:
         return None
 
 
 def foreign_formats(store: Store) -> str:
-    """What foreign formats a place is of, in words; "" if it is of none, or ours all the same."""
-    if not isinstance(store, LocalStore) or not store.path.exists() or _is_ours(store):
+    """Return the names of the foreign formats at a place; "" if there is none."""
+    path = _foreign_path(store)
+    if path is None:
         return ""
     try:
-        return " and ".join(reader.name for reader in recognised(Tree(store.path)))
-    except (FormatError, OSError):  # who reads it is told; here it is in nobody's way
+        return " and ".join(reader.name for reader in recognised(Tree(path)))
+    except (FormatError, OSError):  # reading the checkpoint reports it
         return ""
+
+
+def _foreign_path(store: Store) -> Path | None:
+    """Return the path of a place that may have a foreign checkpoint.
+
+    None if the store is not a path, if nothing is there, or if the directory is one of ours: a
+    root, an unfinished save, or empty.
+    """
+    path = local_path(store)
+    if path is None or not path.exists():
+        return None
+    if not path.is_dir():
+        return path
+    names = store.list()
+    ours = any(made_by_save(name) or step_of_directory(name) is not None for name in names)
+    return path if names and not ours else None
 
 
 def refuse_foreign(store: Store) -> None:
-    """Refuse to save where a foreign checkpoint is.
+    """Refuse to save into the directory of a foreign checkpoint.
 
     Raises:
-        CheckpointExistsError: there is one.
+        CheckpointExistsError: the place has one.
     """
     if formats := foreign_formats(store):
         raise CheckpointExistsError(
-            f"{store} holds a checkpoint of {formats}, which a save does not replace: save into a "
-            "directory of its own"
+            f"{store} has a checkpoint of {formats}, which a save never replaces: save into "
+            "another directory"
         )
 
 
 def refuse_file(store: Store) -> None:
-    """Refuse to save where a file is.
+    """Refuse to save to the path of a file.
 
     Raises:
-        StateError: there is one.
+        StateError: the path is a file.
     """
-    if isinstance(store, LocalStore) and store.path.exists() and not store.path.is_dir():
+    path = local_path(store)
+    if path is not None and path.exists() and not path.is_dir():
         raise StateError(f"{store} is a file: expected a directory, which need not exist")
 
 
 def refuse_as_root(store: Store) -> None:
-    """Refuse a place that is a checkpoint as the root of a run's checkpoints.
+    """Refuse a checkpoint, ours or foreign, as the root of a run.
 
     Raises:
-        CheckpointExistsError: it is one, ours or a foreign one.
+        CheckpointExistsError: the place is a checkpoint.
     """
     ours = MANIFEST in store.list()
     formats = "shardwise" if ours else foreign_formats(store)
     if formats:
         raise CheckpointExistsError(
-            f"{store} is a checkpoint itself, of {formats}, and not the root of a run: give the "
-            f"run a directory of its own, and start_from={str(store)!r} to begin from this"
+            f"{store} is a checkpoint of {formats}, not the root of a run: pass another directory "
+            f"as the root, and start_from={str(store)!r} to start from this checkpoint"
         )
-
-
-def _read(store: Store, reading: Reading) -> bytes:
-    if isinstance(store, LocalStore) and store.path.name == MANIFEST and store.path.is_file():
-        raise CheckpointNotFoundError(
-            f"{store} is a file of a checkpoint: give its directory, {store.path.parent}"
-        )
-    try:
-        return read_manifest(store)
-    except CheckpointNotFoundError:
-        if not isinstance(store, LocalStore) or not store.path.exists() or _is_ours(store):
-            raise
-    return reading.described(store.path)
-
-
-def _is_ours(store: LocalStore) -> bool:
-    """Whether this is a directory of ours all the same: of steps, unfinished, or empty."""
-    if not store.path.is_dir():
-        return False
-    names = store.list()
-    return not names or any(
-        made_by_save(name) or step_of_directory(name) is not None for name in names
-    )
-
-
-def _decode(store: Store, data: bytes) -> Opened:
-    if not data.startswith(MAGIC) or not isinstance(store, LocalStore):
-        return opened_manifest(store, data)
-    return opened_foreign(Tree(store.path), decode_index(data))
 
 
 def opened_foreign(tree: Tree, foreign: Foreign) -> Opened:

@@ -30,7 +30,7 @@ from shardwise.events import Recorder, Sink
 from shardwise.formats.specification import Specification
 from shardwise.manifest.manifest import Manifest
 from shardwise.manifest.names import MANIFEST
-from shardwise.opening import PLAIN, Reading, open_any, place_below
+from shardwise.opening import PLAIN, OpenOptions, open_any, place_below
 from shardwise.state.selection import Selection
 from shardwise.store import Files, LocalStore, Store, open_store
 
@@ -80,7 +80,7 @@ def average(
     request = Request(target, to, only, skip, root, dtype, config, max_memory, max_file)
     with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
         job = _Job(request, verify, ranks, Recorder(on_event), cleanup)
-        return job.average(places, weights, take_first, Reading(spec, format=format))
+        return job.average(places, weights, take_first, OpenOptions(spec=spec, format=format))
 
 
 def merge_lora(
@@ -125,7 +125,7 @@ def merge_lora(
     request = Request(target, to, only, skip, root, dtype, config, max_memory, max_file)
     with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
         job = _Job(request, verify, ranks, Recorder(on_event), cleanup)
-        return job.merge(base, adapter, alpha, Reading(spec, format=format))
+        return job.merge(base, adapter, alpha, OpenOptions(spec=spec, format=format))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class _Job:
         places: Sequence[Place],
         weights: Sequence[float] | None,
         take_first: Sequence[str],
-        reading: Reading,
+        reading: OpenOptions,
     ) -> ConversionReport:
         """Write the mean of several checkpoints."""
 
@@ -175,7 +175,7 @@ class _Job:
         return self._write(manifest, source, compared, what, left)
 
     def merge(
-        self, base: Place, adapter: Place, alpha: float | None, reading: Reading
+        self, base: Place, adapter: Place, alpha: float | None, reading: OpenOptions
     ) -> ConversionReport:
         """Write a model with an adapter merged into it."""
         self._agree(partial(_check_alpha, alpha))
@@ -204,7 +204,7 @@ class _Job:
 
         exchange(self.group, "checking options", speak, lambda _: b"")
 
-    def _open(self, place: Place | Callable[[], Place], terms: str, reading: Reading) -> Opened:
+    def _open(self, place: Place | Callable[[], Place], terms: str, reading: OpenOptions) -> Opened:
         def find() -> Store:
             return open_store(place() if callable(place) else place)
 

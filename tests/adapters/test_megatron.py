@@ -274,7 +274,7 @@ def test_a_vocabulary_with_more_padding_is_filled(
         assert after[key].shape == (72, 24)
         assert torch.equal(after[key][:64], before[key][...])
         assert key.startswith("model.") or not after[key][64:].any()
-    with pytest.raises(GangError, match=r"cut padding of the vocabulary by a specification"):
+    with pytest.raises(GangError, match=r"a specification can cut the padding of a vocabulary"):
         on_ranks(workers, 2, "load", {"tp": 2}, str(wider), str(narrow))
     cut = [
         f"*.word_embeddings.weight{of} -> *.word_embeddings.weight{of} [(v)[:60] h]"

@@ -263,7 +263,7 @@ def test_a_trainer_without_its_scheduler(tmp_path: Path, caplog: pytest.LogCaptu
     (tmp_path / "scheduler.pt").unlink()
     found = sw.open(tmp_path)
     assert "scheduler: scheduler.pt is missing" in found.left_out
-    with pytest.raises(sw.MismatchError, match=r"scheduler\.pt is missing, which would have sched"):
+    with pytest.raises(sw.MismatchError, match=r"scheduler\.pt is missing, which would contain"):
         sw.load(tmp_path, {"scheduler": trained(0)[2]})
 
 

@@ -31,6 +31,7 @@ from shardwise.errors import (
 )
 from shardwise.events import Recorder, Sink
 from shardwise.formats.specification import Specification
+from shardwise.loading import State
 from shardwise.memory.options import Memory
 from shardwise.memory.trainer.handle import SaveHandle
 from shardwise.memory.trainer.snapshots import Snapshots
@@ -232,7 +233,7 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        state: api.State,
+        state: State,
         *,
         metrics: Mapping[str, float] | None = None,
         overwrite: bool = False,
@@ -267,7 +268,7 @@ class Checkpointer:
             self._signals.finish(received, self._group)
         return handle
 
-    def prepare(self, state: api.State) -> int:
+    def prepare(self, state: State) -> int:
         """Allocate the memory for snapshots of this state, so that the first `save` need not.
 
         `restore` calls this too.
@@ -284,7 +285,7 @@ class Checkpointer:
     @uncompiled
     def restore(
         self,
-        state: api.State,
+        state: State,
         *,
         step: Choice | Literal["best"] = "newest",
         strict: bool = True,

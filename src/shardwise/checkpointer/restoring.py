@@ -27,6 +27,7 @@ from shardwise.errors import (
     described,
 )
 from shardwise.events import Recorder
+from shardwise.loading import State
 from shardwise.manifest.names import step_directory
 from shardwise.memory.remote.assembled import IN_MEMORY, AssembledStore
 from shardwise.memory.trainer.recovery import Found, find_snapshot
@@ -77,7 +78,7 @@ class RestoreReport:
         return "; ".join([source, str(self.load), *skipped, *unasked])
 
 
-Start = api.Place | Callable[[api.State], LoadReport]
+Start = api.Place | Callable[[State], LoadReport]
 
 
 def chosen(step: object, best: Best | None) -> Choice:
@@ -95,7 +96,7 @@ def chosen(step: object, best: Best | None) -> Choice:
 
 
 def load_start(
-    start: Start, state: api.State, load: Callable[[api.Place], LoadReport], group: Group
+    start: Start, state: State, load: Callable[[api.Place], LoadReport], group: Group
 ) -> tuple[RestoreReport, int | None]:
     """Load what a run starts from; also the step to go on from, if it carries on that training.
 
@@ -117,7 +118,7 @@ def load_start(
     return report, loaded.step if carries_on else None
 
 
-def _call(start: Callable[[api.State], LoadReport], state: api.State) -> LoadReport:
+def _call(start: Callable[[State], LoadReport], state: State) -> LoadReport:
     try:
         return start(state)
     except Exception as error:

@@ -24,6 +24,7 @@ from shardwise.engine.planning import Save
 from shardwise.engine.save import save_all
 from shardwise.errors import LostRankError, RankError, ShardwiseError, StateError, StoreError
 from shardwise.events import Recorder
+from shardwise.loading import State
 from shardwise.manifest.names import step_directory
 from shardwise.memory.trainer.draft import Storing
 from shardwise.memory.trainer.handle import SaveHandle
@@ -42,7 +43,7 @@ class _Last:
     """The last call of `save`, if its step is not saved to the root."""
 
     step: int
-    state: api.State
+    state: State
     metrics: Mapping[str, float] | None
     overwrite: bool
 
@@ -73,7 +74,7 @@ class Saving:
     def save(
         self,
         step: int,
-        state: api.State,
+        state: State,
         metrics: Mapping[str, float] | None,
         *,
         durable: bool,
@@ -216,7 +217,7 @@ class Saving:
                 self._retain(step)
         return handle
 
-    def prepare(self, state: api.State) -> int:
+    def prepare(self, state: State) -> int:
         """Allocate the memory that snapshots of this state take; the bytes for this rank."""
         snapshots = self._snapshots
         if snapshots is None:
@@ -233,7 +234,7 @@ class Saving:
         for hook in [*self._fenced.values(), *self._watched.values()]:
             hook.remove()
 
-    def _watch(self, state: api.State) -> None:
+    def _watch(self, state: State) -> None:
         """Note from now on when an optimizer in the state steps."""
         for optimizer in optimizers_in(state):
             if optimizer not in self._watched:
@@ -244,7 +245,7 @@ class Saving:
     def _note_step(self) -> None:
         self._has_stepped = True
 
-    def _job(self, state: api.State, store: Store, options: SaveOptions) -> Save:
+    def _job(self, state: State, store: Store, options: SaveOptions) -> Save:
         arena = Arena(self._settings.staging_bytes)
         local = api.local_state_of(state, allow_pickle=self._settings.allow_pickle)
         return Save(state=local, store=store, arena=arena, options=options)

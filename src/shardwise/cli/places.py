@@ -161,9 +161,9 @@ def _chosen(store: Store, step: int | None) -> Store:
 def _foreign_at(store: Store, format: str | None = None) -> Opened | None:  # noqa: A002
     if not isinstance(store, LocalStore) or (store.path / MANIFEST).exists():
         return None
-    from shardwise.opening import Reading, open_foreign  # imports torch, which takes a second
+    from shardwise.opening import OpenOptions, open_foreign  # imports torch, which takes a second
 
-    return open_foreign(store, Reading(skip_unknown=True, format=format))
+    return open_foreign(store, OpenOptions(skip_unknown=True, format=format))
 
 
 def _names(store: Store) -> list[str]:

@@ -1,4 +1,4 @@
-"""Leaves filled from a checkpoint: planned, read alone or with the ranks of the node, finished."""
+"""Fill leaves from a checkpoint: plan what to read, and read it alone or with the node's ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from shardwise.engine.buffers import Arena
 from shardwise.engine.datareader import DataReader
 from shardwise.engine.group import Group
-from shardwise.engine.neighbours import Neighbours
+from shardwise.engine.neighbours import Neighbours, meet_neighbours
 from shardwise.engine.opened import Opened
 from shardwise.engine.read import read_alone, read_together
 from shardwise.engine.tensors import Copies, Wanted, check_memory, memory_of, untied
@@ -79,7 +79,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """Leaves that are to be filled, and the plan for it."""
+    """Leaves to fill, their memory, and the plan of the reads."""
 
     leaves: list[TensorLeaf]
     wanted: list[Wanted]
@@ -89,7 +89,7 @@ class Filling:
 def plan_filling(
     leaves: Sequence[TensorLeaf], saved: SavedState, opened: Opened, arena: Arena
 ) -> Filling:
-    """Plan to read what the leaves want."""
+    """Plan the reads that fill some leaves."""
     sources = [
         source
         for leaf in _once(leaves, saved)
@@ -119,7 +119,11 @@ def plan_filling(
 def _sources(
     leaf: TensorLeaf, index: int, opened: Opened
 ) -> list[tuple[int, TensorLeaf, torch.dtype]]:
-    """What is read for a leaf: a tensor of this number, into this leaf, of this dtype."""
+    """Return what to read for a leaf: numbers of stored tensors, leaves to read into, dtypes.
+
+    A tensor that is the mean of several stored versions is read into one temporary leaf for each
+    version; finishing the last of them computes the mean.
+    """
     dtype: torch.dtype = getattr(torch, opened.manifest.tensors[index].dtype)
     parts = opened.parts.get(index)
     if parts is None:
@@ -151,22 +155,22 @@ def _sources(
 def fill(
     filling: Filling, opened: Opened, arena: Arena, *, verify: bool, neighbours: int = 1
 ) -> int:
-    """Read a filling on this rank alone, and finish its leaves.
+    """Read and fill the leaves on this rank alone.
 
     Args:
-        neighbours: how many ranks of this node do so at a time.
+        neighbours: how many ranks of this node do so at the same time.
 
     Returns:
         The bytes that were read.
 
     Raises:
-        CorruptionError: bytes are not what was saved; the target is partly written by then.
+        CorruptionError: bytes differ from those that were saved; the target is partly written.
     """
     spans = filling.plan.spans
     with ExitStack() as files:
         readers = _open_readers(spans.file, opened, files, verify=verify)
         threads = arena.threads
-        if _are_mapped(spans, opened):  # then only processors are waited for
+        if _are_mapped(spans, opened):  # then only processors limit the speed
             threads = min(threads, max(1, (os.cpu_count() or 1) // neighbours))
         read_alone(spans, _copies(filling, spans, opened), readers, arena, threads)
     _finish(filling.leaves)
@@ -176,10 +180,10 @@ def fill(
 def read_boxes(
     boxes: Sequence[tuple[TensorEntry, Box]], opened: Opened, arena: Arena, *, verify: bool
 ) -> list[torch.Tensor]:
-    """Boxes of tensors of a checkpoint, read together, each into memory of its own.
+    """Read boxes of tensors into new tensors, all together.
 
     Raises:
-        CorruptionError: bytes are not what was saved.
+        CorruptionError: bytes differ from those that were saved.
     """
     out = [
         torch.empty(box.shape, dtype=getattr(torch, entry.dtype), device="cpu")
@@ -195,7 +199,11 @@ def read_boxes(
 
 
 def _once(leaves: Sequence[TensorLeaf], saved: SavedState) -> list[TensorLeaf]:
-    """Leaves to fill: of one memory under several names the first, the others for comparison."""
+    """Return the leaves to fill.
+
+    If one memory has several names, the first name fills it; the others are read if the checkpoint
+    stores them as other tensors, to compare.
+    """
     listed, ties = untied(leaves)
     by_name = {leaf.name: leaf for leaf in leaves}
     for name, first in ties:
@@ -205,15 +213,15 @@ def _once(leaves: Sequence[TensorLeaf], saved: SavedState) -> list[TensorLeaf]:
 
 
 def _comparison(leaf: TensorLeaf, first: str) -> TensorLeaf:
-    """Reads a leaf beside the memory that `first` fills, and refuses if they differ."""
+    """Return a leaf that reads a copy, and raises if it differs from what `first` has filled."""
     copies = tuple(Fragment(f.box, f.data.clone()) for f in leaf.fragments)
 
     def finish() -> None:
         for here, copy in zip(leaf.fragments, copies, strict=True):
             if not same_bytes(here.data, copy.data):
                 raise MismatchError(
-                    "names share one memory in the target, and differ in the checkpoint; the "
-                    "target has the first one's values:",
+                    "names share memory in the target, but differ in the checkpoint; the target "
+                    "now has the values of the first:",
                     [f"{first} and {leaf.name}"],
                 )
 
@@ -221,13 +229,12 @@ def _comparison(leaf: TensorLeaf, first: str) -> TensorLeaf:
 
 
 class _Message(msgspec.Struct, array_like=True):
-    """All that the ranks of a node need of each other to plan the same shared reads.
+    """What the ranks of a node need to know of each other to plan the same shared reads.
 
     Attributes:
-        are_mapped: whether this rank can read all that it wants where it lies in memory.
-        spans: what it wants to read.
-        largest_reads: the longest read of each file that it can make, which depends on what lies
-            in its memory.
+        are_mapped: whether all files that this rank reads are mapped into its memory.
+        spans: the byte ranges that it needs.
+        largest_reads: the longest read of each file that it can make, in bytes.
     """
 
     are_mapped: bool
@@ -235,78 +242,68 @@ class _Message(msgspec.Struct, array_like=True):
     largest_reads: bytes
 
 
-class GroupFilling:
-    """A filling on all ranks of a group: what several ranks of a node want is read once there.
-
-    Made by all ranks together. `filling` is this rank's own.
+def plan_with_neighbours(
+    prepare: Callable[[], Filling], opened: Opened, arena: Arena, group: Group, cleanup: ExitStack
+) -> tuple[Filling, Neighbours]:
+    """Plan what this rank reads, and find the ranks of its node. All ranks call it together.
 
     Args:
-        prepare: plans this rank's filling; if it fails on one rank, it fails on all.
-        cleanup: is closed when all ranks are done.
+        prepare: plans this rank's reads; if it fails on one rank, it fails on all.
+        cleanup: closed when all ranks have finished.
     """
 
-    def __init__(
-        self,
-        prepare: Callable[[], Filling],
-        opened: Opened,
-        arena: Arena,
-        group: Group,
-        cleanup: ExitStack,
-    ) -> None:
-        prepared: list[Filling] = []
+    def speak() -> tuple[Filling, bytes]:
+        filling = prepare()
+        spans, largest = filling.plan.spans, opened.largest_reads(arena)
+        message = _Message(_are_mapped(spans, opened), _encode_spans(spans), largest.tobytes())
+        return filling, msgspec.msgpack.encode(message)
 
-        def speak() -> bytes:
-            prepared.append(prepare())
-            spans = prepared[0].plan.spans
-            largest = opened.largest_reads(arena)
-            message = _Message(_are_mapped(spans, opened), _encode_spans(spans), largest.tobytes())
-            return msgspec.msgpack.encode(message)
+    return meet_neighbours(group, speak, cleanup)
 
-        self._opened = opened
-        self._arena = arena
-        self._cleanup = cleanup
-        self._neighbours = Neighbours(group, speak, cleanup)
-        self.filling = prepared[0]
 
-    def fill(self, *, verify: bool) -> int:
-        """Read, and finish the leaves.
+def fill_with_neighbours(
+    filling: Filling,
+    neighbours: Neighbours,
+    opened: Opened,
+    arena: Arena,
+    cleanup: ExitStack,
+    *,
+    verify: bool,
+) -> int:
+    """Read and fill the leaves. Bytes that several ranks of a node need are read once there.
 
-        Returns:
-            The bytes that this rank read.
+    Returns:
+        The bytes that this rank read.
 
-        Raises:
-            CorruptionError: bytes are not what was saved; the target is partly written by then.
-            RankError: another rank of the node could not read its part.
-        """
-        neighbours, opened = self._neighbours, self._opened
-        heard = [msgspec.msgpack.decode(each, type=_Message) for each in neighbours.messages]
-        everyone = [_decode_spans(each.spans) for each in heard]
-        largest_reads = [np.frombuffer(each.largest_reads, np.int64) for each in heard]
-        shared = share_reads(everyone, largest_read=np.minimum.reduce(largest_reads))
-        alone = len(neighbours) == 1 or all(each.are_mapped for each in heard)
-        if alone or bytes_saved(everyone, shared) < WORTH_SHARING:
-            count = len(neighbours)
-            return fill(self.filling, opened, self._arena, verify=verify, neighbours=count)
-        largest = BLOCK * block_count(int((shared.high - shared.low).max()) + opened.beyond)
-        slots = min(self._arena.reads(largest), int(np.bincount(shared.reader).max()))
-        rings = neighbours.rings(shared, slots, largest, opened.manifest.files)
-        own = shared.reader == neighbours.index
+    Raises:
+        CorruptionError: bytes differ from those that were saved; the target is partly written.
+        RankError: another rank of the node could not read its part.
+    """
+    heard = [msgspec.msgpack.decode(each, type=_Message) for each in neighbours.messages]
+    everyone = [_decode_spans(each.spans) for each in heard]
+    largest_reads = [np.frombuffer(each.largest_reads, np.int64) for each in heard]
+    shared = share_reads(everyone, largest_read=np.minimum.reduce(largest_reads))
+    alone = len(neighbours) == 1 or all(each.are_mapped for each in heard)
+    if alone or bytes_saved(everyone, shared) < WORTH_SHARING:
+        return fill(filling, opened, arena, verify=verify, neighbours=len(neighbours))
+    largest = BLOCK * block_count(int((shared.high - shared.low).max()) + opened.beyond)
+    slots = min(arena.reads(largest), int(np.bincount(shared.reader).max()))
+    rings = neighbours.rings(shared, slots, largest, opened.manifest.files)
+    try:
         wanted = shared.file[shared.wanted[:, neighbours.index]]
-        try:
-            readers = _open_readers(wanted, opened, self._cleanup, verify=verify)
-        except BaseException:
-            rings.fail()
-            raise
-        transfers = self.filling.plan.transfers
-        spans = assign_transfers(transfers, shared.file, shared.low, shared.high)
-        copies = _copies(self.filling, spans, opened)
-        read_together(spans, copies, readers, rings, self._arena.threads)
-        _finish(self.filling.leaves)
-        return int((shared.high - shared.low)[own].sum())
+        readers = _open_readers(wanted, opened, cleanup, verify=verify)
+    except BaseException:
+        rings.fail()
+        raise
+    spans = assign_transfers(filling.plan.transfers, shared.file, shared.low, shared.high)
+    read_together(spans, _copies(filling, spans, opened), readers, rings, arena.threads)
+    _finish(filling.leaves)
+    own = shared.reader == neighbours.index
+    return int((shared.high - shared.low)[own].sum())
 
 
 def _are_mapped(spans: Spans, opened: Opened) -> bool:
-    """Whether this rank can read all that it wants where it lies in memory."""
+    """Return whether all files of the spans are mapped into this rank's memory."""
     store, entries = opened.store, opened.manifest.files
     return isinstance(store, MappedStore) and all(
         store.is_mapped(entries[number].name) for number in np.unique(spans.file).tolist()

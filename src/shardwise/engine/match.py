@@ -1,4 +1,4 @@
-"""Names, shapes and types of checkpoint and target, compared before anything is written."""
+"""Compare names, shapes and dtypes of checkpoint and target before anything is written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shardwise.engine.exchange import exchange
+from shardwise.engine.exchange import Kept, exchange, exchange_keeping
 from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened
 from shardwise.engine.rename_hints import fitting_renames, opening_up
@@ -27,10 +27,16 @@ GROUPS, STATE, PARAMS = "param_groups", "state", "params"
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """What of the target the checkpoint fills, by the target's names, and what does not fit.
+    """What a checkpoint fills of this rank's targets, by the target's names, and what does not fit.
 
-    `claimed` are names of the checkpoint, `unused` patterns that match neither side's names.
-    `counts` says, for each module and optimizer, how many names were asked for and found.
+    Attributes:
+        leaves: the tensors to fill.
+        objects, per_rank: the plain values, and the values of each rank, to set.
+        missing: names of the target that the checkpoint lacks.
+        problems: what does not fit; one line for each name.
+        claimed: names of the checkpoint that are used or were not selected.
+        unused: patterns of the selection that match no name.
+        counts: for each module and optimizer, how many names it has, and how many were found.
     """
 
     leaves: list[TensorLeaf] = field(default_factory=list)
@@ -51,13 +57,13 @@ def match(
     *,
     cast: bool,
 ) -> Matched:
-    """Find what fills every target, and list whatever does not fit.
+    """Find what fills each target, and list everything that does not fit.
 
-    What a checkpoint has under one name fills a target that has two names for it.
+    If a target has two names for one memory, it suffices that the checkpoint has one of them.
 
     Args:
-        held: what `selection` has chosen of the targets.
-        asked: the chosen names of each module and optimizer. A load must fill one of them.
+        held: the selected targets.
+        asked: the selected names of each module and optimizer. A load must fill one of them.
     """
     found = Matched(problems=list(held.problems))
     absent = []
@@ -97,7 +103,7 @@ def match(
 
 
 def _miss(found: Matched, name: str, here: str, saved: SavedState) -> None:
-    """Note a target that nothing fills, or that something of another kind would."""
+    """Record a target that the checkpoint lacks, or has as a value of another kind."""
     there = saved.kind(name)
     if there is None:
         found.missing.append(name)
@@ -110,7 +116,7 @@ def _misfit(leaf: TensorLeaf, entry: TensorEntry, *, cast: bool) -> str | None:
     dtype = str(leaf.dtype).removeprefix("torch.")
     if entry.shape != leaf.shape:
         there, here = list(entry.shape), list(leaf.shape)
-        padding = ": cut padding of the vocabulary by a specification" if leaf.padded else ""
+        padding = " (a specification can cut the padding of a vocabulary)" if leaf.padded else ""
         return f"{leaf.name}: shape {there} in the checkpoint, {here} in the target{padding}"
     if entry.dtype != dtype and not cast:
         return (
@@ -121,55 +127,52 @@ def _misfit(leaf: TensorLeaf, entry: TensorEntry, *, cast: bool) -> str | None:
 
 
 def agree_on_match(
-    look: Callable[[], Matched],
+    look: Callable[[], tuple[Kept, Matched]],
     saved: SavedState,
     selection: Selection,
     targets: Collection[str],
     group: Group,
     *,
     strict: bool,
-) -> tuple[Matched, tuple[str, ...]]:
-    """Match names on every rank and compare, before a byte of any target is written.
+) -> tuple[Kept, Matched, tuple[str, ...]]:
+    """Match names on every rank, and compare the results before any target is written.
 
     Args:
-        look: matches this rank's targets.
-        selection: names that it does not choose are never unexpected.
-        targets: the target's names; what lies below them and no rank claims is unexpected.
+        look: returns a value to keep, and how this rank's targets match.
+        selection: names that it does not select are never unexpected.
+        targets: the keys of the state; names below them that no rank claims are unexpected.
 
     Returns:
-        What matched on this rank, and the unexpected names.
+        What `look` kept, how this rank's targets match, and the unexpected names.
 
     Raises:
         MismatchError: on all ranks, if any has a mismatch; if names are missing or unexpected
             and `strict` is set; or if nothing would be filled of a module or an optimizer.
     """
     names = list(saved.all_names())
-    matched: list[Matched] = []
 
-    def speak() -> bytes:
-        found = look()
-        matched.append(found)
+    def speak() -> tuple[tuple[Kept, Matched], bytes]:
+        kept, found = look()
         scope = {saved.saved_name(name) for name in targets}
         claimed = np.array([n in found.claimed or not selection.chooses(n) for n in names], bool)
         inside = np.array([is_below(n, scope) for n in names], bool)
         bits = np.packbits(claimed).tobytes(), np.packbits(inside).tobytes()
-        return msgspec.msgpack.encode(
-            (*bits, found.missing, found.problems, found.unused, found.counts)
-        )
+        message = (*bits, found.missing, found.problems, found.unused, found.counts)
+        return (kept, found), msgspec.msgpack.encode(message)
 
-    def answer(said: list[bytes]) -> bytes:
-        told = partial(_lacking, saved)
-        return msgspec.msgpack.encode(_unite(names, said, targets, told, strict=strict))
+    def answer(_: object, said: list[bytes]) -> bytes:
+        explain = partial(_missing_files, saved)
+        return msgspec.msgpack.encode(_unite(names, said, targets, explain, strict=strict))
 
-    reply = exchange(group, "matching names", speak, answer)
-    return matched[0], msgspec.msgpack.decode(reply, type=tuple[str, ...])
+    (kept, found), reply = exchange_keeping(group, "matching names", speak, answer)
+    return kept, found, msgspec.msgpack.decode(reply, type=tuple[str, ...])
 
 
 def _unite(
     names: list[str],
     said: list[bytes],
     targets: Collection[str],
-    lacking: Callable[[Iterable[str]], str],
+    missing_files: Callable[[Iterable[str]], str],
     *,
     strict: bool,
 ) -> list[str]:
@@ -204,31 +207,31 @@ def _unite(
         hint = opening_up(lost, names) or fitting_renames(lost, unexpected, unclaimed, targets)
         accepts = "strict=False accepts missing and unexpected names; " if strict else ""
         raise MismatchError(
-            f"checkpoint and target do not fit; nothing was written. {lacking(lost)}"
+            f"checkpoint and target do not fit; nothing was written. {missing_files(lost)}"
             f"{hint}{'; ' if hint else ''}{accepts}rename=, only= and skip= choose and map names:",
             list(problems),
         )
     if lost or unexpected:
         log.warning(
             "load(strict=False): %s; %s",
-            _counted(lost, "of the target not in the checkpoint, and left as it was"),
-            _counted(unexpected, "in the checkpoint only"),
+            _counted(lost, "of the target are not in the checkpoint and stay unchanged"),
+            _counted(unexpected, "are only in the checkpoint"),
         )
     return unexpected
 
 
-def _lacking(saved: SavedState, lost: Iterable[str]) -> str:
-    """Which missing files would have had names that were lost, as a sentence."""
+def _missing_files(saved: SavedState, lost: Iterable[str]) -> str:
+    """Return a sentence that names the missing files which would contain the missing names."""
     absent = saved.absent
     names = [saved.saved_name(name) for name in lost]
     roots = [root for root in absent if any(is_below(name, {root}) for name in names)]
     files = ", ".join(dict.fromkeys(absent[root] for root in roots))
     what = " and ".join(roots)
-    return f"{files} is missing, which would have {what}: copy it too. " if roots else ""
+    return f"{files} is missing, which would contain {what}: copy it too. " if roots else ""
 
 
 def _unfilled(counts: Iterable[Mapping[str, tuple[int, int]]]) -> list[str]:
-    """The modules and optimizers of which no rank would fill anything, and what to do."""
+    """List the modules and optimizers of which no rank would fill anything, and what to do."""
     asked: set[str] = set()
     found: set[str] = set()
     for counted in counts:
@@ -238,7 +241,8 @@ def _unfilled(counts: Iterable[Mapping[str, tuple[int, int]]]) -> list[str]:
     if empty == [""]:
         return ["the checkpoint has none of the target's names"]
     return [
-        f"{owner}: the checkpoint has none of its names; skip=[{owner + '.*'!r}] leaves it as it is"
+        f"{owner}: the checkpoint has none of its names; to leave it unchanged, pass "
+        f"skip=[{owner + '.*'!r}]"
         for owner in empty
         if owner
     ]
@@ -249,15 +253,17 @@ def _counted(names: Collection[str], what: str) -> str:
     return f"{len(names)} name(s) {what}" + (f" ({few})" if names else "")
 
 
-def with_names_by_position(
+def with_named_parameters(
     opened: Opened, orders: Callable[[], Mapping[str, ParameterOrder]], group: Group
 ) -> Opened:
-    """The same checkpoint, with names in optimizers that number what the target's groups have.
+    """Give positional parameters of saved optimizers the names that they have in the target.
 
-    One whose groups, or shapes of what its state has of parameters, are others, stays as it is.
+    As in `Optimizer.load_state_dict`, the first parameter of a group is the first of that group. An
+    optimizer whose groups have other sizes, or whose state has other shapes, is left unchanged.
 
     Args:
-        orders: of the target's optimizers, by their names in the checkpoint, on this rank.
+        orders: returns the parameter order of the target's optimizers on this rank, by their names
+            in the checkpoint.
     """
     numbered = {
         entry.name.removesuffix(f".{GROUPS}"): entry.value
@@ -281,7 +287,7 @@ def with_names_by_position(
 
 
 def _numbers(groups: Any) -> list[list[int]] | None:
-    """The numbers of the parameters of each group, if these are all that there is of them."""
+    """Return the positions of the parameters of each group; None if the groups have names."""
     try:
         found = msgspec.convert(groups, list[dict[str, Any]])
         return msgspec.convert([group.get(PARAMS) for group in found], list[list[int]])
@@ -306,7 +312,8 @@ def _named(manifest: Manifest, root: str, order: ParameterOrder) -> Manifest:
         name, shape = parameters.get(owner, ("", ()))
         if name and entry.shape not in ((), shape):
             return manifest
-        tensors.append(_moved(entry, f"{root}.{name}.{key}") if name else entry)
+        renamed = f"{root}.{name}.{key}" if name else entry.name
+        tensors.append(msgspec.structs.replace(entry, name=renamed))
     named = [
         {
             "members": [name for name, _ in members],
@@ -319,7 +326,3 @@ def _named(manifest: Manifest, root: str, order: ParameterOrder) -> Manifest:
         for each in manifest.objects
     )
     return msgspec.structs.replace(manifest, tensors=tuple(tensors), objects=objects)
-
-
-def _moved(entry: TensorEntry, name: str) -> TensorEntry:
-    return msgspec.structs.replace(entry, name=name)

@@ -11,13 +11,11 @@ import numpy as np
 
 from shardwise.engine.buffers import Arena
 from shardwise.engine.datareader import BEYOND, DataReader, is_foreign
-from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.errors import (
     CheckpointNotFoundError,
     CorruptionError,
     FormatError,
-    MismatchError,
     StoreError,
 )
 from shardwise.layout import row_major
@@ -117,43 +115,6 @@ class Opened:
             np.array([file.data_at for file in files], np.int64),
             np.array([file.checksums_at for file in files], np.int64),
         )
-
-
-def open_checkpoint(
-    enter: Callable[[], Store],
-    group: Group,
-    terms: str = "",
-    *,
-    read: Callable[[Store], bytes],
-    decode: Callable[[Store, bytes], Opened],
-) -> Opened:
-    """Read what describes a checkpoint once, on rank 0, and check it on every rank.
-
-    Args:
-        enter: gives the store; a failure of it is a failure on all ranks.
-        terms: what else must be the same on all ranks.
-        read: what describes it, as bytes.
-        decode: makes these what a checkpoint is read by.
-
-    Raises:
-        CheckpointNotFoundError: there is none.
-        FormatError: it cannot be trusted.
-        MismatchError: ranks open different places, or on different terms.
-    """
-    entered: list[Store] = []
-
-    def speak() -> bytes:
-        entered.append(enter())
-        return f"{entered[0]} {terms}".encode()
-
-    def answer(said: list[bytes]) -> bytes:
-        if len(set(said)) > 1:
-            asked = [f"rank {rank}: {each.decode()}" for rank, each in enumerate(said)]
-            raise MismatchError("ranks do not load the same checkpoint in the same way:", asked)
-        return read(entered[0])
-
-    data = exchange(group, "opening a checkpoint", speak, answer)
-    return decode(entered[0], data)
 
 
 def read_manifest(store: Store) -> bytes:

@@ -79,12 +79,3 @@ def is_due(step: object, every: int) -> bool:
         return checked_step(step) % every == 0
     except StateError:
         return True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """Options of a load; see `shardwise.load`."""
-
-    strict: bool = True
-    cast: bool = False
-    verify: bool = True

@@ -1,6 +1,6 @@
 """Stores: the places where checkpoints are, as keys and bytes."""
 
-from shardwise.store.local import LocalStore
+from shardwise.store.local import LocalStore, local_path
 from shardwise.store.store import (
     BoundedStore,
     Files,
@@ -23,5 +23,6 @@ __all__ = [
     "ReplicatedFile",
     "Store",
     "WritableFile",
+    "local_path",
     "open_store",
 ]

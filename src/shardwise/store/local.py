@@ -165,6 +165,11 @@ class LocalStore:
         return self.path / name
 
 
+def local_path(store: object) -> Path | None:
+    """Return the path of a store on a local or shared file system; None for any other store."""
+    return store.path if isinstance(store, LocalStore) else None
+
+
 def _sync(directory: Path) -> None:
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

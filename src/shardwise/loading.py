@@ -1,0 +1,226 @@
+"""A load on all ranks: open the checkpoint, match names, plan, read, and restore plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from shardwise.adapters import Binding, asked_of, bind_state, fillable_leaves, optimizer_names
+from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
+from shardwise.engine.compare import check_sample
+from shardwise.engine.exchange import run_on_all
+from shardwise.engine.group import Group
+from shardwise.engine.load import (
+    LoadReport,
+    fill_with_neighbours,
+    plan_filling,
+    plan_with_neighbours,
+)
+from shardwise.engine.match import (
+    GROUPS,
+    Matched,
+    agree_on_match,
+    match,
+    with_named_parameters,
+)
+from shardwise.engine.opened import Opened, read_per_rank
+from shardwise.errors import StateError
+from shardwise.events import Recorder
+from shardwise.manifest.names import MANIFEST
+from shardwise.opening import OpenOptions, open_any
+from shardwise.plan.lookup import Rename, SavedState, renaming
+from shardwise.resizing import Resizing
+from shardwise.state.leaves import LocalState, ParameterOrder
+from shardwise.state.selection import Selection
+from shardwise.store import Store
+
+State = MutableMapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How to load; see `shardwise.load`."""
+
+    strict: bool = True
+    only: Sequence[str] = ()
+    skip: Sequence[str] = ()
+    rename: Rename | None = None
+    cast: bool = False
+    resize: Mapping[str, str] = field(default_factory=dict)
+    verify: bool = True
+    allow_pickle: bool = False
+    staging_bytes: int = DEFAULT_STAGING_BYTES
+
+    def check(self) -> None:
+        """Check what can be checked without a checkpoint.
+
+        Raises:
+            StateError: `only`, `skip` or `rename` has the wrong type.
+            ValueError: `staging_bytes` is too small.
+        """
+        Selection.by(self.only, self.skip)
+        renaming(self.rename)
+        Arena(self.staging_bytes)
+
+    @property
+    def terms(self) -> str:
+        """The options that must be equal on all ranks, as text."""
+        return (
+            f"strict={self.strict}, cast={self.cast}, verify={self.verify}, "
+            f"staging_bytes={self.staging_bytes}, resize={self.resize}"
+        )
+
+
+def load_state(
+    enter: Callable[[], Store],
+    state: State,
+    options: LoadOptions,
+    open_options: OpenOptions,
+    group: Group,
+    recorder: Recorder,
+) -> LoadReport:
+    """Load a checkpoint into a state. All ranks of the group call it together.
+
+    Args:
+        enter: returns the store of the checkpoint; if it fails on one rank, it fails on all.
+
+    Raises:
+        ShardwiseError: as for `shardwise.load`.
+    """
+    verify = options.verify
+    with ExitStack() as cleanup:
+        with recorder.stage("open"):
+            opened = _open(enter, options, open_options, group, cleanup)
+        rename, selection = renaming(options.rename), Selection.by(options.only, options.skip)
+        opened = _fit_to_target(opened, state, options, rename, selection, group)
+        saved = SavedState(opened.manifest, rename, opened.absent)
+        arena = Arena(options.staging_bytes)
+        with recorder.stage("match"):
+            look = partial(_match_state, state, saved, selection, options)
+            bindings, found, unexpected = agree_on_match(
+                look, saved, selection, state, group, strict=options.strict
+            )
+        if verify:
+            check_sample(opened, saved, found.leaves, arena, recorder, group)
+        with recorder.stage("plan"):
+            prepare = partial(plan_filling, found.leaves, saved, opened, arena)
+            filling, neighbours = plan_with_neighbours(prepare, opened, arena, group, cleanup)
+
+        def read() -> int:
+            with recorder.stage("read"):
+                nbytes = fill_with_neighbours(
+                    filling, neighbours, opened, arena, cleanup, verify=verify
+                )
+            with recorder.stage("restore"):
+                _restore_values(bindings, found, saved, opened, group, verify=verify)
+            return nbytes
+
+        bytes_read = run_on_all(group, "loading", read)
+        for binding in bindings:
+            binding.rebuild_weights()
+    return LoadReport(
+        path=str(opened.store),
+        step=opened.manifest.step,
+        bytes_needed=filling.plan.bytes_needed,
+        bytes_read=bytes_read,
+        files=len(set(filling.plan.spans.file.tolist())),
+        missing=tuple(found.missing),
+        unexpected=unexpected,
+        optimizers=tuple(n for n in optimizer_names(bindings) if found.counts[n][1] > 0),
+        seconds=recorder.seconds(),
+    )
+
+
+def _open(
+    enter: Callable[[], Store],
+    options: LoadOptions,
+    open_options: OpenOptions,
+    group: Group,
+    cleanup: ExitStack,
+) -> Opened:
+    """Open the checkpoint, and hold it until `cleanup` is closed, so that it is not removed."""
+
+    def hold() -> Store:
+        options.check()  # what fails on this rank alone fails where the others hear of it
+        store = enter()
+        cleanup.enter_context(store.hold(MANIFEST, shared=True))
+        return store
+
+    return open_any(hold, group, options.terms, open_options)
+
+
+def _fit_to_target(
+    opened: Opened,
+    state: State,
+    options: LoadOptions,
+    rename: Callable[[str], str],
+    selection: Selection,
+    group: Group,
+) -> Opened:
+    """Name positional parameters of optimizers as the target does, and apply `resize`."""
+    resizing = Resizing.agreed(options.resize, state, group)
+
+    def orders() -> dict[str, ParameterOrder]:
+        saved = SavedState(opened.manifest, rename)
+        found: dict[str, ParameterOrder] = {}
+        for binding in bind_state(state, allow_pickle=options.allow_pickle):
+            order = binding.parameter_order()
+            if order is not None:
+                name = saved.saved_name(f"{binding.name}.{GROUPS}").removesuffix(f".{GROUPS}")
+                found[name] = resizing.order_before(order, saved)
+        return found
+
+    opened = with_named_parameters(opened, orders, group)
+    return resizing.applied(opened, SavedState(opened.manifest, rename), selection)
+
+
+def _match_state(
+    state: State, saved: SavedState, selection: Selection, options: LoadOptions
+) -> tuple[list[Binding], Matched]:
+    """Bind the values of the state on this rank, and match them with the checkpoint."""
+    bindings = bind_state(state, allow_pickle=options.allow_pickle)
+    parts = [binding.targets(saved, selection) for binding in bindings]
+    targets = united(parts)
+    targets.tensors = fillable_leaves(targets.tensors)
+    asked = asked_of(bindings, parts)
+    return bindings, match(targets, saved, selection, asked, cast=options.cast)
+
+
+def united(parts: Iterable[LocalState]) -> LocalState:
+    """Unite the local states of all bindings.
+
+    Raises:
+        StateError: two values have the same name.
+    """
+    whole = LocalState()
+    seen: set[str] = set()
+    for part in parts:
+        for name in part.names():
+            if name in seen:
+                raise StateError(f"{name!r}: two values of the state have this name")
+            seen.add(name)
+        whole.add(part)
+    return whole
+
+
+def _restore_values(
+    bindings: Sequence[Binding],
+    found: Matched,
+    saved: SavedState,
+    opened: Opened,
+    group: Group,
+    *,
+    verify: bool,
+) -> None:
+    """Set plain values, and the values of each rank."""
+    values = {name: saved.object(name) for name in found.objects}
+    for binding in bindings:
+        binding.restore(values)
+    names = {name: saved.saved_name(name) for name in found.per_rank}
+    ranks = read_per_rank(opened, list(names.values()), group, verify=verify)
+    for binding in bindings:
+        if binding.name in names:
+            binding.restore_ranks(ranks[names[binding.name]], group.rank, group.size)
