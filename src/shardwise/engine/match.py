@@ -241,8 +241,8 @@ def _unfilled(counts: Iterable[Mapping[str, tuple[int, int]]]) -> list[str]:
     if empty == [""]:
         return ["the checkpoint has none of the target's names"]
     return [
-        f"{owner}: the checkpoint has none of its names; to leave it unchanged, pass "
-        f"skip=[{owner + '.*'!r}]"
+        f"{owner}: the checkpoint has none of its names; skip=[{owner + '.*'!r}] leaves it "
+        "unchanged"
         for owner in empty
         if owner
     ]
