@@ -96,7 +96,7 @@ def test_bytecheckpoint_without_its_optimizer(
         shutil.rmtree(place / "optimizer")
     with caplog.at_level("WARNING", logger="shardwise"):
         found = sw.open(place)
-    assert "optimizer/.metadata is missing, so that there is no optimizer" in caplog.text
+    assert "optimizer/.metadata is missing, so optimizer cannot be loaded" in caplog.text
     assert "optimizer: optimizer/.metadata is missing" in found.left_out
     shapes = {name: tensor.shape for name, tensor in found.tensors().items()}
     state = {name.removeprefix("model."): torch.zeros(shape) for name, shape in shapes.items()}
