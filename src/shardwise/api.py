@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardwise.adapters import bind_state
 from shardwise.checkpoint import Checkpoint
-from shardwise.engine.buffers import DEFAULT_STAGING_BYTES
+from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
 from shardwise.engine.calls import uncompiled, without_collection
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, moves_cpu_tensors
 from shardwise.engine.load import LoadReport
