@@ -54,7 +54,7 @@ LAYERS_OF_FORMATS = (
     ("specs", "validate", "rankfiles", "merge_ranks"),
     ("nested",),
     ("language", "build"),
-    ("optimizers", "plain", "piece_tables"),
+    ("optimizers", "piece_tables"),
     ("containers",),
     ("index",),
     ("tree",),

@@ -110,8 +110,8 @@ def test_files_of_ranks_are_one_checkpoint(saved: Path, kind: str) -> None:
     assert found["step"] == 7
     assert len(found["optimizer.param_groups"]) == 2  # type: ignore[arg-type]
     assert found.left_out == (
-        "rng: each rank has one of its own",
-        "note: each rank has one of its own",
+        "rng: its value differs between ranks",
+        "note: its value differs between ranks",
     )
     assert found.world_size == WORLDS[kind]
     found.verify()

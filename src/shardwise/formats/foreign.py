@@ -10,7 +10,7 @@ import numpy as np
 
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import ObjectEntry, TensorEntry
-from shardwise.manifest.table import Int, Pieces, check_width
+from shardwise.manifest.table import Int, Pieces, check_width, padded_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +159,6 @@ def catalogued(
     def column(values: Iterable[int]) -> Int:
         return np.array(list(values), np.int64)
 
-    def padded(values: Sequence[tuple[int, ...]], fill: int) -> Int:
-        wide = [(*each, *(fill,) * (dims - len(each))) for each in values]
-        return np.array(wide, np.int64).reshape(len(values), dims)
-
     return Catalogue(
         files=tuple(files),
         axes=axes,
@@ -173,7 +169,7 @@ def catalogued(
         file=column(array.file for array in arrays),
         start=column(array.start for array in arrays),
         ndim=column(len(array.shape) for array in arrays),
-        shape=padded([array.shape for array in arrays], 1),
-        stride=padded([array.stride for array in arrays], 0),
+        shape=padded_rows((array.shape for array in arrays), dims, 1),
+        stride=padded_rows((array.stride for array in arrays), dims, 0),
         coordinate=np.array([at for _, _, at in rows], np.int64).reshape(len(rows), len(axes)),
     )

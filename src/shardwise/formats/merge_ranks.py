@@ -1,4 +1,4 @@
-"""States that ranks saved each for itself, with DTensors: as one state of global tensors."""
+"""Merges the states that ranks saved separately, with DTensors, into one of global tensors."""
 
 from __future__ import annotations
 
@@ -11,26 +11,24 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import FormatError
-from shardwise.formats.build import foreign_of
 from shardwise.formats.containers.pickle_values import Record
 from shardwise.formats.containers.torch_values import StoredShard
-from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
-from shardwise.formats.nested import nested_leaves
+from shardwise.formats.foreign import Foreign, ForeignFile, StoredArray
+from shardwise.formats.nested import foreign_of, nested_leaves
 from shardwise.formats.optimizers import Path, is_of_optimizer
-from shardwise.formats.piece_tables import joined, lay_boxes, with_ties
-from shardwise.manifest.table import Pieces
+from shardwise.formats.piece_tables import joined, rows_of, table_of_boxes, with_ties
 
 _COUNTERS = ("step", "global_step", "iteration", "epoch")
 _OWN = object()
-"""In place of a value that each rank has of its own."""
+"""Stands for a value that differs between ranks."""
 
 Box = tuple[tuple[int, ...], StoredArray]
 Saved = tuple[int, Any]
-"""What a rank has at a path, and the number of its file."""
+"""The number of a rank's file, and the rank's value at a path."""
 SameBytes = Callable[[StoredArray, StoredArray], bool]
 LARGEST_RANDOM_STATE = 2**16
 SAMPLED = 1024
-"""Elements of a tensor that are compared at once; all are compared when it is read."""
+"""Elements of a tensor that are compared when it is opened; all are compared when it is read."""
 
 
 def lay_ranks(
@@ -40,34 +38,38 @@ def lay_ranks(
     format: str,  # noqa: A002 - as it is called in Foreign
     same_bytes: SameBytes,
 ) -> Foreign:
-    """One state of the states of all ranks, named as `foreign_of` names one.
+    """Return the manifest of the states of all ranks, named as `foreign_of` names one state.
 
-    DTensors are put together. Tensors that are none must be the same on all ranks, and are
-    compared as all replicas are. Values that differ are left out, unless they are of an optimizer
-    or count steps.
+    DTensors become global tensors. Plain tensors must be the same on all ranks and are recorded
+    as replicas, which a load compares. Values that differ between ranks are left out, unless they
+    belong to an optimizer or count steps.
 
     Args:
         states: each with the number of its file.
-        where: what the files are, for messages.
-        same_bytes: compares small arrays of two files, as states of random generators are.
+        where: the place that errors name.
+        same_bytes: compares small arrays of two files, such as random generator states.
 
     Raises:
-        FormatError: shards are missing, or ranks' states are not of one save.
+        FormatError: shards are missing, or the states are not from one save.
     """
     merging = _Merging(files, where, same_bytes)
     state = merging.merged(tuple(states), ())
     if state is _OWN:
-        raise FormatError(f"{where}: each rank has another value, and none is a dict")
-    left_out = [f"{'.'.join(map(str, path))}: each rank has one of its own" for path in merging.own]
+        raise FormatError(
+            f"{where}: the ranks saved different values, and not dicts: there is nothing to merge"
+        )
+    names = [".".join(map(str, path)) for path in merging.own]
+    left_out = [f"{name}: its value differs between ranks" for name in names]
     leaves = nested_leaves(state if isinstance(state, dict) else {"value": state}, files)
     return merging.placed(with_ties(foreign_of(replace(leaves, left_out=left_out), format)))
 
 
 @dataclass(slots=True)
 class _Merging:
-    """Goes through the states of all ranks at once.
+    """Walks the states of all ranks at once.
 
-    A global tensor is a `StoredArray` of a file below 0 at first, which is its number.
+    The walk replaces a global tensor by a `StoredArray` with a negative file number, which
+    identifies its shards until `placed` puts them in place.
     """
 
     files: tuple[ForeignFile, ...]
@@ -79,7 +81,7 @@ class _Merging:
     own: list[Path] = field(default_factory=list)
 
     def merged(self, values: tuple[Saved, ...], path: Path) -> Any:
-        """What all ranks have at a path, as one."""
+        """Return the one value that stands for the values of all ranks at a path."""
         first = values[0][1]
         if all(isinstance(value, dict) for _, value in values):
             return self._merged_dicts(values, path)
@@ -180,13 +182,14 @@ class _Merging:
     def _unlike(self, path: Path, one: int, other: int, how: str) -> FormatError:
         names = f"{self.files[one].name} and {self.files[other].name}"
         return FormatError(
-            f"{self.where}: {'.'.join(map(str, path))} {how}: {names}. Files of different saves "
-            "make no checkpoint; what only its program understands is read with a specification"
+            f"{self.where}: {'.'.join(map(str, path))} {how}: {names}. Either the files are from "
+            "different saves, or only the program that wrote them knows how they fit together: "
+            "then describe it by a specification (`spec=`)"
         )
 
     def placed(self, foreign: Foreign) -> Foreign:
-        """The same, with the pieces of shards in place of global tensors, and replicas."""
-        pieces, stride = foreign.table.pieces, foreign.table.stride
+        """Return the manifest with the pieces of shards for global tensors, and with replicas."""
+        pieces = foreign.table.pieces
         boxes: list[tuple[int, tuple[int, ...], StoredArray]] = []
         copies: list[tuple[int, tuple[int, ...], StoredArray]] = []
         for row in np.flatnonzero(pieces.file < 0).tolist():
@@ -204,22 +207,14 @@ class _Merging:
             if tensor_of_first is not None:
                 zeros = (0,) * len(first.shape)
                 copies += [(tensor_of_first, zeros, other) for other in others]
-        keep = pieces.file >= 0
-        kept = PieceTable(
-            Pieces(
-                pieces.tensor[keep],
-                pieces.file[keep],
-                pieces.start[keep],
-                pieces.offset[keep],
-                pieces.shape[keep],
-            ),
-            stride[keep],
+        kept = rows_of(foreign.table, pieces.file >= 0)
+        return replace(
+            foreign, table=joined(kept, table_of_boxes(boxes)), replicas=table_of_boxes(copies)
         )
-        return replace(foreign, table=joined(kept, lay_boxes(boxes)), replicas=lay_boxes(copies))
 
 
 def _sample(array: StoredArray) -> StoredArray:
-    """Some elements that lie together; the first alone, if the array is not contiguous."""
+    """Return some adjacent elements; only the first, if the array is not contiguous."""
     steps = tuple(prod(array.shape[i + 1 :]) for i in range(len(array.shape)))
     count = min(prod(array.shape), SAMPLED) if array.stride == steps else 1
     return replace(array, shape=(count,) if prod(array.shape) else (0,), stride=(1,))
@@ -231,7 +226,7 @@ def _may_be_random_state(array: StoredArray) -> bool:
 
 
 def _parts(shard: StoredShard) -> list[Box]:
-    """The boxes of a shard: where each lies in the tensor, and in the file."""
+    """Return the boxes of a shard: the offset in the tensor, and the array in the file."""
     local = shard.local
     found = []
     for there, here in shard.boxes():

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
+from shardwise.formats.build import same_plain
 from shardwise.formats.containers.pickle_values import Record
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.safetensors import is_safetensors, read_header
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.containers.torch_values import DTENSORS, StoredShard
 from shardwise.formats.foreign import Catalogue, StoredArray, catalogued
-from shardwise.formats.plain import same_plain
 from shardwise.formats.tree import Tree
 from shardwise.manifest.table import Int
 

@@ -13,13 +13,11 @@ from shardwise.errors import StateError
 from shardwise.formats.foreign import Catalogue, Foreign, ForeignFile, PieceTable, StoredArray
 from shardwise.formats.language import apply_spec
 from shardwise.formats.language.rules import Spec
-from shardwise.formats.piece_tables import joined
-from shardwise.formats.piece_tables import lay as lay_arrays
+from shardwise.formats.piece_tables import joined, table_of_arrays
 from shardwise.layout import find_overlaps, row_major
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import ObjectEntry, TensorEntry
-from shardwise.manifest.table import Int, Pieces
-from shardwise.manifest.validate import padded_shapes
+from shardwise.manifest.table import Int, Pieces, padded_rows
 
 
 def remap(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
@@ -115,7 +113,7 @@ def _with(upper: Foreign, catalogue: Catalogue, rows: Sequence[int]) -> Foreign:
         shape, stride = (tuple(c[row, :ndim].tolist()) for c in (catalogue.shape, catalogue.stride))
         arrays.append((number, StoredArray(int(catalogue.file[row]), 0, dtype, shape, stride)))
         entries.append(TensorEntry(catalogue.names[row], dtype, shape))
-    laid = joined(upper.table, lay_arrays(arrays))
+    laid = joined(upper.table, table_of_arrays(arrays))
     return replace(upper, tensors=(*upper.tensors, *entries), table=laid)
 
 
@@ -123,7 +121,7 @@ def catalogue_of(tensors: Sequence[TensorEntry]) -> Catalogue:
     """Global tensors as arrays, each whole and in a file of its own; of no ranks."""
     number = {tensor.name: i for i, tensor in enumerate(tensors)}
     dims = max((len(tensor.shape) for tensor in tensors), default=0)
-    shape = padded_shapes([tensor.shape for tensor in tensors], dims)
+    shape = padded_rows([tensor.shape for tensor in tensors], dims, 1)
     ndim = np.array([len(tensor.shape) for tensor in tensors], np.int64)
     inside = np.arange(dims) < ndim[:, None]
     dtypes = sorted({tensor.dtype for tensor in tensors})

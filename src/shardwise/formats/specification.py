@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import StateError
@@ -46,18 +46,11 @@ class Specification:
         found = read_rank_files(tree, self.files or "")
         laid = apply_spec(self.rules, found.catalogue, sizes=self.sizes)
         # Plain values of the first rank come along under their own names.
-        builder = Builder(
-            laid.files, laid.table, [*laid.left_out, *found.left_out], list(laid.tensors)
-        )
+        builder = Builder.of(laid)
+        builder.left_out += found.left_out
         for name, value in found.values.items():
             builder.add_value(name, value)
-        built = builder.build(f"files of ranks, {self.files}")
-        return replace(
-            built,
-            replicas=laid.replicas,
-            replica_names=laid.replica_names,
-            averages=laid.averages,
-        )
+        return builder.build(f"files of ranks, {self.files}", replica_names=laid.replica_names)
 
 
 def spec(

@@ -15,8 +15,8 @@ from shardwise.formats.piece_tables import widened
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import LARGEST, TensorEntry
 from shardwise.manifest.names import LONGEST_NAME, RESERVED
-from shardwise.manifest.table import Int, check_width
-from shardwise.manifest.validate import MOST_PIECES, padded_shapes, uncovered
+from shardwise.manifest.table import Int, check_width, padded_rows
+from shardwise.manifest.validate import MOST_PIECES, uncovered
 
 
 def checked(foreign: Foreign) -> Foreign:
@@ -52,7 +52,7 @@ def checked(foreign: Foreign) -> Foreign:
 
 
 def _shapes(foreign: Foreign, dims: int) -> Int:
-    return padded_shapes([tensor.shape for tensor in foreign.tensors], dims)
+    return padded_rows([tensor.shape for tensor in foreign.tensors], dims, 1)
 
 
 def _check_names(foreign: Foreign) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,12 @@ def check_width(rows: int, dims: int) -> None:
             f"{rows} pieces or tensors of up to {dims} dimensions exceed the limit: rows times "
             f"dimensions may be at most {MOST_NUMBERS}"
         )
+
+
+def padded_rows(rows: Iterable[tuple[int, ...]], dims: int, fill: int) -> Int:
+    """Return rows as an array of `dims` columns, padded on the right with `fill`."""
+    padded = [(*row, *(fill,) * (dims - len(row))) for row in rows]
+    return np.array(padded, np.int64).reshape(len(padded), dims)
 
 
 @dataclass(frozen=True, slots=True)

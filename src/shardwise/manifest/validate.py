@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import closing
 
 import numpy as np
@@ -14,7 +14,7 @@ from shardwise.manifest.checksums import block_count
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import LARGEST, Manifest, piece_runs
 from shardwise.manifest.names import RESERVED, checked_file, checked_save_id
-from shardwise.manifest.table import Int, Pieces, Runs, check_width, expand_runs
+from shardwise.manifest.table import Int, Pieces, Runs, check_width, expand_runs, padded_rows
 from shardwise.store import Store
 
 MOST_PIECES = 2**24
@@ -69,19 +69,13 @@ def validated_pieces(manifest: Manifest, size_of: Callable[[str], int] | None = 
     pieces = expand_runs(runs)
     _check_inside(manifest, pieces)
     _check_bytes(manifest, pieces)
-    shapes = padded_shapes([t.shape for t in manifest.tensors], pieces.offset.shape[1])
+    shapes = padded_rows([t.shape for t in manifest.tensors], pieces.offset.shape[1], 1)
     stored = np.array([t.same_as is None for t in manifest.tensors], bool)
     wrong = uncovered(shapes, pieces.tensor, pieces.offset, pieces.shape, stored)
     if len(wrong):
         names = ", ".join(manifest.tensors[i].name for i in wrong[:5].tolist())
         raise FormatError(f"pieces overlap or leave holes in {len(wrong)} tensor(s): {names}")
     return pieces
-
-
-def padded_shapes(shapes: Iterable[tuple[int, ...]], dims: int) -> Int:
-    """Return shapes as rows of `dims` columns, padded on the right with 1."""
-    rows = [(*shape, *(1,) * (dims - len(shape))) for shape in shapes]
-    return np.array(rows, np.int64).reshape(len(rows), dims)
 
 
 def _check_names(manifest: Manifest) -> None:
@@ -163,7 +157,7 @@ def _check_run_ends(first: Pieces, count: Int, *steps: Int) -> None:
 
 
 def _check_inside(manifest: Manifest, pieces: Pieces) -> None:
-    shapes = padded_shapes([t.shape for t in manifest.tensors], pieces.offset.shape[1])
+    shapes = padded_rows([t.shape for t in manifest.tensors], pieces.offset.shape[1], 1)
     if not len(pieces):
         return
     inside = (

@@ -13,8 +13,8 @@ from shardwise.errors import LayoutError, MismatchError
 from shardwise.layout import Box, boxes_of_range
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry, encode_tensors, piece_entries
-from shardwise.manifest.table import Pieces, find_runs
-from shardwise.manifest.validate import padded_shapes, uncovered
+from shardwise.manifest.table import Pieces, find_runs, padded_rows
+from shardwise.manifest.validate import uncovered
 from shardwise.plan.tables import Description, encode_pieces, widened
 
 Int = npt.NDArray[np.int64]
@@ -166,7 +166,7 @@ def _group_replicas(held: _Fragments) -> tuple[Int, Int]:
 def _check_cover(tensors: Sequence[TensorEntry], held: _Fragments, heads: Int) -> None:
     if not tensors:
         return
-    shapes = padded_shapes([t.shape for t in tensors], held.offset.shape[1])
+    shapes = padded_rows([t.shape for t in tensors], held.offset.shape[1], 1)
     everything = np.ones(len(tensors), bool)
     boxes = held.tensor[heads], held.offset[heads], held.shape[heads]
     wrong = uncovered(shapes, *boxes, everything).tolist()

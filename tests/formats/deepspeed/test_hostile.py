@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwise.errors import FormatError
-from shardwise.formats.readers.deepspeed import native
+from shardwise.formats.readers.deepspeed import reader
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 
@@ -43,7 +43,7 @@ def write(place: Path, edit: Callable[[dict[str, Any], dict[str, Any]], None]) -
 
 def test_as_it_should_be(tmp_path: Path) -> None:
     write(tmp_path, lambda model, state: None)
-    names = {entry.name for entry in checked(native.read(Tree(tmp_path))).tensors}
+    names = {entry.name for entry in checked(reader.read(Tree(tmp_path))).tensors}
     assert names == {"model.w", "optimizer.w.exp_avg", "optimizer.w.step"}
 
 
@@ -51,34 +51,34 @@ def test_as_it_should_be(tmp_path: Path) -> None:
     ("edit", "said"),
     [
         (lambda m, s: m.update(param_shapes=[{"w": (HUGE, 2)}]), "absurd shape"),
-        (lambda m, s: m.update(param_shapes=[{"w": (-1, 2)}]), "the shape of w is none"),
-        (lambda m, s: m.update(param_shapes=[{"w": (7, 1)}]), "not room for parameters of 7"),
-        (lambda m, s: m.update(param_shapes=[]), "it has 1 groups, and the model 0"),
-        (lambda m, s: m.update(param_shapes={"w": (3, 2)}), "should be a list"),
-        (lambda m, s: m.update(module={"w": 3}), "w is no tensor"),
+        (lambda m, s: m.update(param_shapes=[{"w": (-1, 2)}]), "w: invalid shape"),
+        (lambda m, s: m.update(param_shapes=[{"w": (7, 1)}]), "too short for parameters of 7"),
+        (lambda m, s: m.update(param_shapes=[]), "has 1 parameter groups, and the model has 0"),
+        (lambda m, s: m.update(param_shapes={"w": (3, 2)}), "a list is expected"),
+        (lambda m, s: m.update(module={"w": 3}), "w is not a tensor"),
         (lambda m, s: m.update(module={"w": torch.zeros(6)}), "model.w: ranks differ"),
-        (lambda m, s: m.update(buffer_names=3), "buffer_names are no names"),
-        (lambda m, s: m.update(shared_params={"v": 3}), "shared_params are no names"),
-        (lambda m, s: m.pop("buffer_names"), "no model states"),
+        (lambda m, s: m.update(buffer_names=3), "buffer_names is not a list of names"),
+        (lambda m, s: m.update(shared_params={"v": 3}), "shared_params is not a dict of names"),
+        (lambda m, s: m.pop("buffer_names"), "not a file of DeepSpeed's model states"),
         (
             lambda m, s: m.update(checkpoint_parallel_dimensions={"tp_degree": 2, "pp_degree": 1}),
             "2 are missing: mp_rank_01_model_states.pt",
         ),
         (lambda m, s: s.update(partition_count=[2]), "1 is missing: zero_pp_rank_1_mp_rank_00_opt"),
-        (lambda m, s: s.update(partition_count=[-1]), "counts of partitions"),
-        (lambda m, s: s.update(param_alignment_paddings=[[HUGE]]), "counts of partitions"),
+        (lambda m, s: s.update(partition_count=[-1]), "invalid counts"),
+        (lambda m, s: s.update(param_alignment_paddings=[[HUGE]]), "invalid counts"),
         (lambda m, s: s.update(param_alignment_paddings=[[]]), "0 paddings of 1 parameters"),
         (lambda m, s: s.update(single_partition_of_fp32_groups=[None]), "NVMe"),
         (
             lambda m, s: s.update(single_partition_of_fp32_groups=[torch.zeros(6).expand(2, 6)]),
-            "no flat tensors",
+            "not flat tensors",
         ),
         (lambda m, s: s.update(param_slice_mappings=[{"w": 3}]), "param_slice_mappings"),
-        (lambda m, s: s.update(base_optimizer_state=3), "should be a list"),
-        (lambda m, s: s["base_optimizer_state"].update(param_groups=[{}]), "should be a list"),
+        (lambda m, s: s.update(base_optimizer_state=3), "a list is expected"),
+        (lambda m, s: s["base_optimizer_state"].update(param_groups=[{}]), "a list is expected"),
         (
             lambda m, s: s["base_optimizer_state"]["state"].update({0: {"exp_avg": "x"}}),
-            "neither tensor nor number",
+            "neither a tensor nor a number",
         ),
     ],
 )
@@ -87,7 +87,7 @@ def test_what_lies_is_refused(
 ) -> None:
     write(tmp_path, edit)
     with pytest.raises(FormatError, match=said):
-        checked(native.read(Tree(tmp_path)))
+        checked(reader.read(Tree(tmp_path)))
 
 
 def test_a_state_of_another_form_is_left_out_by_name(tmp_path: Path) -> None:
@@ -95,6 +95,6 @@ def test_a_state_of_another_form_is_left_out_by_name(tmp_path: Path) -> None:
         state["base_optimizer_state"]["state"][0]["row"] = torch.zeros(3)
 
     write(tmp_path, edit)
-    foreign = checked(native.read(Tree(tmp_path)))
+    foreign = checked(reader.read(Tree(tmp_path)))
     assert [line for line in foreign.left_out if line.startswith("optimizer.*.row of group 0")]
     assert not [entry.name for entry in foreign.tensors if "row" in entry.name]

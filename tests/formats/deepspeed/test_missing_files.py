@@ -91,7 +91,7 @@ def test_all_model_states(tmp_path: Path, stage: int) -> None:
     for path in folder.glob("*_model_states.pt"):
         path.unlink()
     for place in (tmp_path, folder):
-        with pytest.raises(sw.FormatError, match=r"_model_states\.pt\) are missing, all of them"):
+        with pytest.raises(sw.FormatError, match=r"all files of model states .* are missing"):
             sw.open(place)
 
 
@@ -121,7 +121,7 @@ def test_an_expert(tmp_path: Path) -> None:
 
 def test_absurdly_many_ranks_are_not_counted(tmp_path: Path) -> None:
     write(tmp_path, ranks=1, dp_world_size=2**40, mp_world_size=2**40)
-    with pytest.raises(sw.FormatError, match="absurdly many"):
+    with pytest.raises(sw.FormatError, match="exceed the limit"):
         sw.open(tmp_path)
 
 
@@ -129,14 +129,12 @@ def test_the_tag_that_is_latest(tmp_path: Path) -> None:
     folder = write(tmp_path)
     shutil.copytree(folder, tmp_path / "global_step5")
     (tmp_path / "latest").write_text("global_step20")
-    said = r"'global_step20', which 'latest' names, is not there: copy it .*: global_step10, global"
+    said = r"'global_step20', which 'latest' names, is missing: copy it .*: global_step10, global"
     with pytest.raises(sw.FormatError, match=said):
         sw.open(tmp_path)
     shutil.rmtree(folder)
     shutil.rmtree(tmp_path / "global_step5")
-    with pytest.raises(
-        sw.FormatError, match=r"'global_step20', which 'latest' names, is not there"
-    ):
+    with pytest.raises(sw.FormatError, match=r"'global_step20', which 'latest' names, is missing"):
         sw.open(tmp_path)
 
 

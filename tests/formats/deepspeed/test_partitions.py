@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import FormatError
-from shardwise.formats.readers.deepspeed.partitions import (
+from shardwise.formats.readers.deepspeed.optimizers import only_assignment
+from shardwise.formats.readers.deepspeed.zero import (
     Ranges,
-    as_fragments,
-    concatenated,
+    as_boxes,
     least_lengths,
+    partitioned,
     sliced,
 )
-from shardwise.formats.readers.deepspeed.without_zero import only_way
-from shardwise.manifest.validate import padded_shapes
+from shardwise.manifest.table import padded_rows
 
 Shapes = list[tuple[int, ...]]
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -29,7 +29,7 @@ def put_together(shapes: Shapes, ranges: Ranges, flat: list[np.ndarray]) -> list
     """Parameters made of the boxes that ranks have."""
     made = [np.full(shape, -1) for shape in shapes]
     dims = max(map(len, shapes))
-    held = as_fragments(ranges, padded_shapes(shapes, dims))
+    held = as_boxes(ranges, padded_rows(shapes, dims, 1))
     for row in range(len(held.at)):
         parameter, at = held.parameter[row], held.at[row]
         ndim = len(shapes[parameter])
@@ -61,7 +61,7 @@ def test_partitions_of_a_group(shapes: Shapes, ranks: int, data: st.DataObject) 
     parts = [np.pad(each.reshape(-1), (0, gap)) for each, gap in zip(full, gaps, strict=True)]
     flat = np.concatenate(parts)
     flat = np.pad(flat, (0, -len(flat) % (2 * ranks)))
-    ranges = concatenated(sizes_of(shapes), np.array(gaps, np.int64), ranks, len(flat) // ranks)
+    ranges = partitioned(sizes_of(shapes), np.array(gaps, np.int64), ranks, len(flat) // ranks)
     made = put_together(shapes, ranges, np.split(flat, ranks))
     assert all(np.array_equal(one, two) for one, two in zip(made, full, strict=True))
     assert (least_lengths(ranges, ranks) <= len(flat) // ranks).all()
@@ -81,14 +81,17 @@ def test_slices_of_each_parameter(shapes: Shapes, ranks: int) -> None:
 
 
 def test_partitions_that_are_too_short_are_refused() -> None:
-    with pytest.raises(FormatError, match="have not room for parameters of 7"):
-        concatenated(np.array([3, 4]), np.array([0, 0]), 2, 3)
+    with pytest.raises(FormatError, match="too short for parameters of 7"):
+        partitioned(np.array([3, 4]), np.array([0, 0]), 2, 3)
 
 
 def test_names_are_told_by_shapes_only_if_one_way_is_left() -> None:
     parameters = [("a", (2, 3)), ("frozen", (3,)), ("b", (4,)), ("c", (3,)), ("d", (2, 3))]
-    assert only_way(parameters, [[(2, 3), (2, 3)], [(4,), (3,)]]) == [["a", "d"], ["b", "c"]]
-    assert only_way(parameters, [[(2, 3), (2, 3)], [(3,), (4,)]]) == [["a", "d"], ["frozen", "b"]]
-    assert only_way(parameters, [[(2, 3)], [(4,)]]) is None  # a or d
-    assert only_way(parameters, [[(9,)]]) is None
-    assert only_way(parameters, []) == []
+    assert only_assignment(parameters, [[(2, 3), (2, 3)], [(4,), (3,)]]) == [["a", "d"], ["b", "c"]]
+    assert only_assignment(parameters, [[(2, 3), (2, 3)], [(3,), (4,)]]) == [
+        ["a", "d"],
+        ["frozen", "b"],
+    ]
+    assert only_assignment(parameters, [[(2, 3)], [(4,)]]) is None  # a or d
+    assert only_assignment(parameters, [[(9,)]]) is None
+    assert only_assignment(parameters, []) == []

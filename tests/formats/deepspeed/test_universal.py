@@ -10,7 +10,7 @@ import torch
 
 from shardwise.errors import FormatError
 from shardwise.formats.detect import read_foreign
-from shardwise.formats.readers.deepspeed import native, universal
+from shardwise.formats.readers.deepspeed import reader, universal
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 from shardwise.state.objects import decode
@@ -46,9 +46,9 @@ def test_all_is_as_the_engine_had_it(checkpoints: Checkpoints, case: str) -> Non
 
 def test_a_root_with_both_is_read_as_native(checkpoints: Checkpoints) -> None:
     place = checkpoints.place(CONVERTED[0])
-    assert read_foreign(Tree(place)).format == native.FORMAT
+    assert read_foreign(Tree(place)).format == reader.FORMAT
     assert read_foreign(Tree(place), "deepspeed-universal").format == universal.FORMAT
-    assert not native.recognise(Tree(place / "universal"))
+    assert not reader.recognise(Tree(place / "universal"))
     assert universal.recognise(Tree(place / "universal"))
 
 
@@ -58,7 +58,7 @@ def test_a_root_with_universal_ones_only_is_recognised(
     shutil.copytree(checkpoints.place(CONVERTED[0]) / "universal", tmp_path / "universal")
     (tmp_path / "latest_universal").write_text("universal")
     assert universal.recognise(Tree(tmp_path))
-    assert not native.recognise(Tree(tmp_path))
+    assert not reader.recognise(Tree(tmp_path))
     assert checked(universal.read(Tree(tmp_path))).tensors
 
 
@@ -103,6 +103,6 @@ def test_a_state_of_another_shape_is_told(
     held = torch.load(path)
     held["param"] = held["param"][:-1].clone()
     torch.save(held, path)
-    said = rf"{key}.pt: it is of shape \[6, 5\], and its parameter of shape \[7, 5\]"
+    said = rf"{key}.pt: its shape is \[6, 5\], but its parameter has shape \[7, 5\]"
     with pytest.raises(FormatError, match=said):
         universal.read(Tree(place))

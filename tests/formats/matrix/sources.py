@@ -33,7 +33,7 @@ from shardwise.formats.readers import (
     torchsnapshot,
 )
 from shardwise.formats.readers.dcp import reader as dcp
-from shardwise.formats.readers.deepspeed import native as deepspeed
+from shardwise.formats.readers.deepspeed import reader as deepspeed
 from shardwise.formats.readers.deepspeed import universal
 from shardwise.formats.readers.megatron_legacy import reader as megatron_legacy
 from tests.formats.conftest import Checkpoints

@@ -17,8 +17,8 @@ from shardwise.formats.language.rules import Rule, Skip, Spec, Target
 from shardwise.layout.flat import row_major
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.table import Int, Pieces
-from shardwise.manifest.validate import padded_shapes, uncovered
+from shardwise.manifest.table import Int, Pieces, padded_rows
+from shardwise.manifest.validate import uncovered
 
 SHOWN = 8
 Shapes = Sequence[tuple[int, ...] | None]
@@ -191,7 +191,7 @@ def _dtypes(assembly: Assembly) -> list[str | None]:
 def _split_copies(boxes: Boxes, shapes: Shapes) -> tuple[Boxes, Boxes]:
     """Separate the first copy of each box from the others."""
     dims = boxes.offset.shape[1]
-    strides = row_major(padded_shapes([shape or () for shape in shapes], dims))
+    strides = row_major(padded_rows([shape or () for shape in shapes], dims, 1))
     if not len(boxes.tensor):
         return boxes, boxes
     element = (boxes.offset * strides[boxes.tensor]).sum(axis=1)
@@ -206,7 +206,7 @@ def _split_copies(boxes: Boxes, shapes: Shapes) -> tuple[Boxes, Boxes]:
 def _check_cover(assembly: Assembly, boxes: Boxes, shapes: Shapes) -> None:
     """Check that boxes cover each tensor exactly once; tensors without a shape are not checked."""
     dims = boxes.offset.shape[1]
-    whole = padded_shapes([shape or () for shape in shapes], dims)
+    whole = padded_rows([shape or () for shape in shapes], dims, 1)
     stored = np.array([shape is not None for shape in shapes], bool)
     try:
         wrong = uncovered(whole, boxes.tensor, boxes.offset, boxes.shape, stored)

@@ -16,11 +16,10 @@ from typing import Any
 import msgspec
 
 from shardwise.errors import FormatError
-from shardwise.formats.build import Leaves, beside, foreign_of, united
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.foreign import Foreign
-from shardwise.formats.nested import nested_leaves
+from shardwise.formats.nested import Leaves, combined, foreign_of, nested_leaves, united
 from shardwise.formats.optimizers import Path
 from shardwise.formats.piece_tables import with_ties
 from shardwise.formats.readers import huggingface
@@ -82,7 +81,7 @@ def read(tree: Tree) -> Foreign:
     left_out = [*found.left_out, *_left_out(tree)]
     foreign = foreign_of(replace(found, values=values, left_out=left_out), FORMAT)
     if huggingface.recognise(tree) and not any(FSDP_MODEL in file.name for file in found.files):
-        foreign = beside(huggingface.read(tree), foreign)
+        foreign = combined(huggingface.read(tree), foreign)
     ranks = sum(1 for name in tree.sizes if _RANDOM.fullmatch(name))
     step = trainer.get("global_step")
     return replace(

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import FormatError
-from shardwise.formats.build import Leaves, foreign_of
 from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.containers.torch_values import TORCH
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
+from shardwise.formats.nested import Leaves, foreign_of
 from shardwise.formats.optimizers import Path
 from shardwise.formats.piece_tables import joined
 from shardwise.formats.readers.dcp.items import Arrays, first_storage

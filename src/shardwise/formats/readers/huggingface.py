@@ -20,8 +20,8 @@ from shardwise.formats.build import Builder
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.safetensors import METADATA, Header, is_safetensors, read_header
 from shardwise.formats.containers.torch_files import read_torch_file
-from shardwise.formats.foreign import Foreign, PieceTable, StoredArray
-from shardwise.formats.piece_tables import lay_boxes, with_ties
+from shardwise.formats.foreign import Foreign, StoredArray
+from shardwise.formats.piece_tables import table_of_boxes, with_ties
 from shardwise.formats.tree import Tree
 from shardwise.manifest.manifest import Dims, TensorEntry
 
@@ -63,7 +63,7 @@ def read(tree: Tree) -> Foreign:
     with ThreadPoolExecutor(_THREADS) as threads:
         shards = list(threads.map(partial(_read_shard, tree), names, range(len(names))))
     files = tuple(tree.file(name) for name in names)
-    builder = Builder(files, PieceTable.nothing(), [])
+    builder = Builder(files)
     for name, shard in zip(names, shards, strict=True):
         _add(builder, name, shard, index)
     if tree.only is not None and (found := _SHARD.fullmatch(tree.only)) is not None:
@@ -225,7 +225,9 @@ def read_sharded(tree: Tree) -> Foreign:
         for number, found in enumerate(boxes.values())
         for offset, array in found
     ]
-    builder = Builder(tuple(map(tree.file, names)), lay_boxes(rows), left_out)
+    builder = Builder(map(tree.file, names))
+    builder.add_table(table_of_boxes(rows))
+    builder.left_out += left_out
     for tensor, found in boxes.items():
         builder.add_tensor(f"model.{tensor}", *_tensor_of(tensor, found))
     return builder.build(SHARDED_FORMAT)

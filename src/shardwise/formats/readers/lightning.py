@@ -9,12 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import FormatError
-from shardwise.formats.build import Leaves, foreign_of, united
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import pickle_text, read_torch_file
 from shardwise.formats.containers.zip_archive import START
 from shardwise.formats.foreign import Foreign
-from shardwise.formats.nested import nested_leaves
+from shardwise.formats.nested import Leaves, foreign_of, nested_leaves, united
 from shardwise.formats.optimizers import Path
 from shardwise.formats.piece_tables import with_ties
 from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata

@@ -22,7 +22,7 @@ from shardwise.formats.readers.dcp.reader import Stored, read_stored, world_size
 from shardwise.formats.tree import Tree
 from shardwise.layout import boxes_of_range, row_major
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.table import Int, Pieces
+from shardwise.manifest.table import Int, Pieces, padded_rows
 
 STACKED = re.compile(r"((?:.*\.)?layers)\.(?!\d+(?:\.|$))(.+)")
 """Names of what is one tensor for all layers."""
@@ -68,12 +68,12 @@ def unflattened(stored: Stored, metadata: Metadata) -> Stored:
     dims = max(len(shape) for shape in shapes)
     kept = _rows(stored.table, ~is_flat, max(dims, pieces.offset.shape[1]))
     width = kept.stride.shape[1]
-    shape = _padded([row.shape for row in rows], width, 1)
+    shape = padded_rows([row.shape for row in rows], width, 1)
     made = Pieces(
         np.array([row.tensor for row in rows], np.int64),
         np.array([row.file for row in rows], np.int64),
         np.array([row.start for row in rows], np.int64),
-        _padded([row.offset for row in rows], width, 0),
+        padded_rows([row.offset for row in rows], width, 0),
         shape,
     )
     table = PieceTable(
@@ -175,11 +175,6 @@ def _concatenated(first: Pieces, second: Pieces) -> Pieces:
     return Pieces(*(np.concatenate([getattr(first, n), getattr(second, n)]) for n in names))
 
 
-def _padded(rows: Sequence[tuple[int, ...]], dims: int, fill: int) -> Int:
-    padded = [(*row, *(fill,) * (dims - len(row))) for row in rows]
-    return np.array(padded, np.int64).reshape(len(rows), dims)
-
-
 FORMAT = "Megatron-Core torch_dist"
 CONFIG, COMMON = "metadata.json", "common.pt"
 SHARED = "common_state/shard_0_1"
@@ -224,7 +219,9 @@ def read(tree: Tree) -> Foreign:
         tree.require([COMMON], "Megatron-Core wrote")
     stored = unstacked(unflattened(read_stored(tree, metadata), metadata))
     files, common = _common(tree, stored)
-    builder = Builder((*stored.files, *files), stored.table, list(stored.left_out))
+    builder = Builder((*stored.files, *files))
+    builder.add_table(stored.table)
+    builder.left_out += stored.left_out
     parameters = _add_tensors(builder, stored)
     _add_objects(builder, {key: each for key, each in stored.values.items() if key != SHARED})
     for key, value in common.items():

@@ -14,12 +14,12 @@ from urllib.parse import unquote
 import msgspec
 
 from shardwise.errors import FormatError
-from shardwise.formats.build import Leaves, foreign_of
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.foreign import Foreign, StoredArray
+from shardwise.formats.nested import Leaves, foreign_of
 from shardwise.formats.optimizers import STATE, Path
-from shardwise.formats.piece_tables import lay_boxes
+from shardwise.formats.piece_tables import table_of_boxes
 from shardwise.formats.readers.dcp.reader import fold, with_lists
 from shardwise.formats.tree import Tree
 from shardwise.manifest.dtypes import DTYPES
@@ -133,8 +133,8 @@ class _Snapshot:
         files = tuple(map(self._tree.file, self._files))
         tensors = [(path, dtype, shape) for path, (dtype, shape) in self._tensors.items()]
         values = fold(self._assembled(), list(self._tensors))
-        leaves = Leaves(files, tensors, lay_boxes(boxes), values, self._left_out)
-        return replace(foreign_of(leaves, FORMAT), replicas=lay_boxes(again))
+        leaves = Leaves(files, tensors, table_of_boxes(boxes), values, self._left_out)
+        return replace(foreign_of(leaves, FORMAT), replicas=table_of_boxes(again))
 
     def _add_shards(self, name: str, path: Path, entry: _Entry) -> None:
         shards = (*entry.shards, *entry.chunks)

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
-from shardwise.formats.build import Leaves, foreign_of
 from shardwise.formats.containers.pickle_values import Stubs
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
+from shardwise.formats.nested import Leaves, foreign_of
 from shardwise.formats.optimizers import Path, is_of_optimizer
 from shardwise.formats.readers.dcp.items import Arrays, find_arrays, read_values
 from shardwise.formats.readers.dcp.metadata import METADATA, Item, Metadata, read_metadata
 from shardwise.formats.tree import Tree
-from shardwise.manifest.table import Int, Pieces, check_width
+from shardwise.manifest.table import Int, Pieces, check_width, padded_rows
 
 
 def fold(values: Mapping[Path, Any], tensors: Iterable[Path]) -> dict[Path, Any]:
@@ -101,7 +101,7 @@ def read_stored(
     number = {name: i for i, name in enumerate(used, first)}
     arrays = find_arrays(tree, chunks.names, chunks.items) if find is None else find(tree, chunks)
     chunks.check(metadata, arrays.kinds, arrays.kind)
-    kinds = _stack([kind.stride for kind in arrays.kinds], chunks.offset.shape[1], 0)
+    kinds = padded_rows([kind.stride for kind in arrays.kinds], chunks.offset.shape[1], 0)
     file = np.array([number[item.file] for item in chunks.items], np.int64)
     pieces = Pieces(chunks.tensor, file, arrays.start, chunks.offset, chunks.shape)
     numbers = [number[item.file] for item in values.values()]
@@ -144,8 +144,8 @@ class Chunks:
         dims = max((len(each.shape) for each in metadata.tensors.values()), default=0)
         check_width(len(tensor), dims)
         self.tensor: Int = np.array(tensor, np.int64)
-        self.offset = _stack(self.offsets, dims, 0)
-        self.shape = _stack(shape, dims, 1)
+        self.offset = padded_rows(self.offsets, dims, 0)
+        self.shape = padded_rows(shape, dims, 1)
 
     def check(self, metadata: Metadata, kinds: Sequence[StoredArray], kind: Int) -> None:
         """Refuse arrays that have not the dtype and shape of their chunks.
@@ -162,7 +162,7 @@ class Chunks:
         dims = self.shape.shape[1]
         if any(len(each.shape) > dims for each in kinds):
             raise FormatError("a chunk has more dimensions than any tensor")
-        shapes = _stack([each.shape for each in kinds], dims, 1)[kind]
+        shapes = padded_rows([each.shape for each in kinds], dims, 1)[kind]
         wrong = (said != found) | (shapes != self.shape).any(axis=1)
         if wrong.any():
             row = int(np.argmax(wrong))
@@ -187,11 +187,6 @@ def _unused(metadata: Metadata) -> list[str]:
     known = {*metadata.tensors, *metadata.values}
     names = dict.fromkeys(name for name, _ in metadata.items if name not in known)
     return [f"{name}: it has bytes, and no shape" for name in names]
-
-
-def _stack(rows: Sequence[tuple[int, ...]], dims: int, fill: int) -> Int:
-    padded = [(*row, *(fill,) * (dims - len(row))) for row in rows]
-    return np.array(padded, np.int64).reshape(len(padded), dims)
 
 
 FORMAT = "PyTorch DCP"

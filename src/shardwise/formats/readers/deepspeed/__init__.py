@@ -1,15 +1,20 @@
-"""Checkpoints of DeepSpeed, native and universal.
+"""Checkpoints of DeepSpeed: those of its engine, and universal ones.
 
-Both are named alike:
+Both get the same names:
 
-    model.<name>             what was trained: the fp32 masters where there are any; beside them
-                             frozen parameters and buffers, in the dtypes that they have
-    module.<name>            the weights as the module had them, if these are of a lower precision
+    model.<name>             the trained weights, in fp32 where DeepSpeed keeps masters; frozen
+                             parameters and buffers, in their own dtypes
+    module.<name>            the weights of the module, if they have a lower precision
     optimizer.<name>.<key>   state of the optimizer, and `optimizer.param_groups`
-    scheduler                the state of the learning rate's scheduler
-    client_state.<key>       what the user gave to be saved
+    scheduler                the state of the learning rate scheduler
+    client_state.<key>       the client state that the user passed to DeepSpeed
     deepspeed.<key>          counters, the loss scaler, the configuration, the version
 
-So a training goes on exactly from `model` and `optimizer`; a module in bf16 beside its own masters
-is loaded from `module`.
+Training resumes exactly from `model` and `optimizer`. Load a bf16 module that has masters from
+`module`.
+
+A load goes through these modules in this order: `reader` (the walk), `files` (which files there
+are), `ranks` and `states` (what they contain), `agreement` (whether they are from one save),
+`groups` and `zero` (how ZeRO's flat partitions become boxes), `tensor_parallel` (how shards make up
+parameters), `optimizers`. `universal` reads universal checkpoints.
 """

@@ -1,11 +1,11 @@
-"""Whether the files of all ranks are of one save: their counters, and their optimizers."""
+"""Checks that the files of all ranks are from one save, by their counters and optimizers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -25,61 +25,57 @@ Numbers: TypeAlias = Mapping[tuple[int, int], float]
 
 
 def check_counters(tree: Tree, models: Iterable[ModelState]) -> None:
-    """Compare how far each rank says that the training was.
+    """Compare the training counters of all ranks.
 
     Raises:
-        FormatError: ranks differ; names their files and the values.
+        FormatError: they differ; the message names the files and the values.
     """
-    held = list(models)
+    states = list(models)
     for key in COUNTERS:
-        said = [(state.where, repr(state.rest.get(key))) for state in held]
-        _refuse_unequal(tree, f"{key} is", said, "of different steps")
+        values = [(state.where, repr(state.rest.get(key))) for state in states]
+        _require_equal(tree, f"{key} is", values, "from different steps")
 
 
 def check_optimizers(tree: Tree, ranks: Sequence[OptimizerState]) -> list[str]:
-    """Compare kinds, steps and hyperparameters of optimizers whose parameters are the same.
+    """Compare kind, steps and hyperparameters of optimizers that share their parameters.
 
     Args:
-        ranks: of all data-parallel and tensor-parallel ranks of a pipeline stage.
+        ranks: all data-parallel and tensor-parallel ranks of a pipeline stage.
 
     Returns:
-        Lines for `left_out`: numbers of which each rank may have its own, and has.
+        Lines for `left_out` about other numbers that differ between ranks.
 
     Raises:
-        FormatError: ranks differ; names their files and the values.
+        FormatError: the ranks differ; the message names the files and the values.
     """
-    _refuse_unequal(
-        tree,
-        "the optimizer is",
-        [(state.where, repr(state.kind)) for state in ranks],
-        "of different optimizers",
-    )
-    numbers = read_numbers(tree, (array for state in ranks for array in _small_arrays(state)))
-    notes = []
+    kinds = [(state.where, repr(state.kind)) for state in ranks]
+    _require_equal(tree, "the optimizer is", kinds, "from different optimizers")
+    numbers = read_numbers(tree, (array for state in ranks for array in _scalars(state)))
+    lines = []
     for group in range(min(len(state.masters) for state in ranks)):
         where = f"of parameter group {group}"
-        kinds = [(each.where, ", ".join(sorted(each.states[group])) or "none") for each in ranks]
-        _refuse_unequal(tree, f"the state {where} is", kinds, "of different optimizers")
+        keys = [(each.where, ", ".join(sorted(each.states[group])) or "none") for each in ranks]
+        _require_equal(tree, f"the state {where} is", keys, "from different optimizers")
         for key, value in ranks[0].states[group].items():
             if isinstance(value, StoredArray) and value.shape:
                 continue
-            said = [(each.where, _shown(each.states[group].get(key), numbers)) for each in ranks]
+            values = [(each.where, _shown(each.states[group].get(key), numbers)) for each in ranks]
             if key == STEP:
-                _refuse_unequal(tree, f"the step {where} is", said, "of different steps")
-            elif len({text for _, text in said}) > 1:
-                notes.append(f"optimizer.*.{key} {where}: ranks differ; the first one's is taken")
+                _require_equal(tree, f"the step {where} is", values, "from different steps")
+            elif len({text for _, text in values}) > 1:
+                lines.append(f"optimizer.*.{key} {where}: ranks differ; the first one's is taken")
         settings = [(each.where, _settings(each, group, numbers)) for each in ranks]
         for key in dict.fromkeys(key for _, found in settings for key in found):
-            said = [(file, found.get(key, "missing")) for file, found in settings]
-            _refuse_unequal(tree, f"{key} {where} is", said, "of different saves, or optimizers")
-    return notes
+            values = [(file, found.get(key, "missing")) for file, found in settings]
+            _require_equal(tree, f"{key} {where} is", values, "from different saves or optimizers")
+    return lines
 
 
 def read_numbers(tree: Tree, arrays: Iterable[StoredArray]) -> Numbers:
-    """Read 0-d arrays: a few bytes of each file.
+    """Read 0-d arrays, a few bytes of each file.
 
     Raises:
-        FormatError: one lies outside of its file.
+        FormatError: an array lies outside of its file.
     """
     names = list(tree.sizes)
     by_file: dict[int, dict[int, StoredArray]] = {}
@@ -104,20 +100,14 @@ def _number(data: bytes, dtype: str) -> float:
     return value if isinstance(value, (int, float)) else float("nan")
 
 
-def _small_arrays(state: OptimizerState) -> Iterable[StoredArray]:
-    for held in (*(each.values() for each in state.states), *_values(state.settings)):
-        yield from (each for each in held if isinstance(each, StoredArray) and not each.shape)
-
-
-def _values(settings: Sequence[Mapping[str, Any]] | None) -> list[Iterable[Any]]:
-    return [each.values() for each in settings or ()]
+def _scalars(state: OptimizerState) -> Iterable[StoredArray]:
+    for held in (*state.states, *(state.settings or ())):
+        yield from (v for v in held.values() if isinstance(v, StoredArray) and not v.shape)
 
 
 def _settings(state: OptimizerState, group: int, numbers: Numbers) -> dict[str, str]:
-    """The hyperparameters of a group, as texts; its step too, where it is one of them."""
-    if state.settings is None:
-        return {}
-    held = state.settings[state.groups[group]]
+    """Return the hyperparameters of a group as text."""
+    held = {} if state.settings is None else state.settings[state.groups[group]]
     return {key: _shown(value, numbers) for key, value in held.items()}
 
 
@@ -129,14 +119,14 @@ def _shown(value: object, numbers: Numbers) -> str:
     return repr(numbers[value.file, value.start])
 
 
-def _refuse_unequal(tree: Tree, what: str, said: Sequence[tuple[str, str]], problem: str) -> None:
-    """Refuse files that say different things.
+def _require_equal(tree: Tree, what: str, values: Sequence[tuple[str, str]], problem: str) -> None:
+    """Refuse files with different values.
 
     Args:
-        said: files, and what each says.
+        values: each file, and its value.
     """
     by_value: dict[str, list[str]] = {}
-    for where, value in said:
+    for where, value in values:
         by_value.setdefault(value, []).append(where.removeprefix(f"{tree}/"))
     if len(by_value) < 2:
         return

@@ -1,4 +1,4 @@
-"""Which files a checkpoint of DeepSpeed consists of, by their names."""
+"""Finds the files of a DeepSpeed checkpoint by their names, and requires that none is missing."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Files:
     """The files of one tag, by the ranks that wrote them.
 
     Attributes:
-        folder: with `/` at its end; or "".
+        folder: the folder of the tag with a final `/`, or "".
         model: by data-parallel rank (0, if only the first wrote) and model-parallel rank.
-        optimizer: by data-parallel and model-parallel rank; none without ZeRO.
-        layers: of a pipeline, by layer and tensor-parallel rank.
+        optimizer: by data-parallel and model-parallel rank; empty without ZeRO.
+        layers: pipeline layers, by layer and tensor-parallel rank.
         experts: by the number of the layer among those with experts, expert, model-parallel rank.
         expert_optimizers: by expert-parallel and model-parallel rank.
-        others: that are none of these.
-        sliced: ZeRO 3, where each rank writes its model states.
+        others: files that DeepSpeed's engine does not write.
+        sliced: whether every rank wrote model states, as under ZeRO 3.
     """
 
     folder: str
@@ -51,19 +51,19 @@ class Files:
 
     @property
     def model_parallel(self) -> int:
-        """How many model-parallel ranks there are."""
+        """The number of model-parallel ranks."""
         return 1 + max(rank for _, rank in [*self.optimizer, *self.model])
 
     @property
     def data_parallel(self) -> int:
-        """How many data-parallel ranks there are; 1 if the files do not say."""
+        """The number of data-parallel ranks; 1 if the file names do not say it."""
         return 1 + max((rank for rank, _ in [*self.optimizer, *self.model]), default=0)
 
 
 def has_native_files(tree: Tree) -> bool:
-    """Whether there are files of ranks where a checkpoint of the engine would have them.
+    """Return whether a place has files of ranks as DeepSpeed's engine writes them.
 
-    Also where `latest` names a tag that is not there, and others are, or nothing else.
+    Also true if `latest` names a missing tag, and there are other tags or no other files.
     """
     folder = folder_of(tree)
     if folder is None:
@@ -72,14 +72,15 @@ def has_native_files(tree: Tree) -> bool:
 
 
 def has_universal_files(tree: Tree) -> bool:
-    """Whether there are atoms where a universal checkpoint would have them."""
+    """Return whether a place has the parameter files of a universal checkpoint."""
     folder = folder_of(tree, universal=True)
     return folder is not None and _has_atoms(tree, folder)
 
 
 def folder_of(tree: Tree, tag: str | None = None, *, universal: bool = False) -> str | None:
-    """The folder of a tag, or of the one that is latest, with `/` at its end; "" if the place is
-    that folder itself. None if there is none.
+    """Return the folder of a tag (by default the latest one) with a final `/`.
+
+    It is "" if the place is the folder of a tag itself, and None if the tag has no files.
     """
     tag = _latest(tree, universal=universal) if tag is None else tag
     if tag is None:
@@ -97,18 +98,18 @@ def _latest(tree: Tree, *, universal: bool) -> str | None:
 
 def _has_ranks(tree: Tree, folder: str) -> bool:
     return any(
-        name.startswith(folder) and _of_a_rank(name.removeprefix(folder)) for name in tree.sizes
+        name.startswith(folder) and _is_of_rank(name.removeprefix(folder)) for name in tree.sizes
     )
 
 
-def _of_a_rank(name: str) -> bool:
+def _is_of_rank(name: str) -> bool:
     return bool(_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))
 
 
 def _tags(tree: Tree) -> list[str]:
-    """The folders that have files of ranks."""
+    """Return the folders that have files of ranks."""
     parts = [name.rpartition("/") for name in tree.sizes]
-    return sorted({folder for folder, _, name in parts if folder and _of_a_rank(name)})
+    return sorted({folder for folder, _, name in parts if folder and _is_of_rank(name)})
 
 
 def _has_atoms(tree: Tree, folder: str) -> bool:
@@ -119,11 +120,11 @@ def _has_atoms(tree: Tree, folder: str) -> bool:
 
 
 def find_files(tree: Tree, tag: str | None, *, universal: bool = False) -> Files:
-    """The files of a tag.
+    """Find the files of a tag, and require those of all ranks up to the last.
 
     Raises:
         CheckpointNotFoundError: the place is one of several files.
-        FormatError: there are none, or some are missing among those of ranks.
+        FormatError: the tag or files of ranks are missing.
     """
     folder = _existing_folder(tree, tag, universal=universal)
     model: dict[tuple[int, int], str] = {}
@@ -138,7 +139,7 @@ def find_files(tree: Tree, tag: str | None, *, universal: bool = False) -> Files
             continue
         if found := _MODEL.fullmatch(name):
             key = int(found[1] or 0), int(found[2])
-            # A universal checkpoint for all stages of ZeRO has both; that of ZeRO 3 holds less.
+            # A universal checkpoint can have both kinds of files; those of ZeRO 3 hold less.
             if key not in model or not found[1]:
                 model[key] = path
         elif found := _OPTIMIZER.fullmatch(name):
@@ -154,14 +155,20 @@ def find_files(tree: Tree, tag: str | None, *, universal: bool = False) -> Files
             others.append(name)
     if not model:
         raise FormatError(
-            f"{tree}: files of model states (…_model_states.pt) are missing, all of them. Copy "
-            "what is missing from where the checkpoint is whole, or open another"
+            f"{tree}: all files of model states (…_model_states.pt) are missing. Copy them from "
+            "where the checkpoint is whole, or open another"
         )
     sliced = any(_MODEL_SLICE in name for name in model.values())
     files = Files(
         folder, model, optimizer, layers, experts, expert_optimizers, tuple(others), sliced
     )
-    _check_complete(tree, files)
+    require_ranks(
+        tree,
+        files,
+        data_parallel=files.data_parallel,
+        model_parallel=files.model_parallel,
+        divided=bool(optimizer),
+    )
     return files
 
 
@@ -177,41 +184,33 @@ def _existing_folder(tree: Tree, tag: str | None, *, universal: bool) -> str:
         said = f"{_latest(tree, universal=universal)!r}, which {latest!r} names,"
     there = ", ".join(_tags(tree)[:MOST_TAGS])
     raise FormatError(
-        f"{tree}: the tag {said} is not there: copy it from where the checkpoint is whole"
-        + (f", or open one of those that are, below it: {there}" if there else "")
+        f"{tree}: the tag {said} is missing: copy it from where the checkpoint is whole"
+        + (f", or open one of the tags that exist: {there}" if there else "")
     )
 
 
 def _one_of_several(tree: Tree) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(
-        f"{tree} is one of the files that ranks wrote: open {tree.path.parent}"
+        f"{tree} is only one of the files that the ranks wrote: open {tree.path.parent}"
     )
 
 
-def _check_complete(tree: Tree, files: Files) -> None:
-    """Whether all ranks up to the last are there."""
-    check_ranks(
-        tree,
-        files,
-        data_parallel=files.data_parallel,
-        model_parallel=files.model_parallel,
-        divided=bool(files.optimizer),
-    )
-
-
-def check_ranks(
+def require_ranks(
     tree: Tree, files: Files, *, data_parallel: int, model_parallel: int, divided: bool
 ) -> None:
-    """Whether the files of so many ranks are there.
+    """Require the files of so many ranks.
 
     Args:
-        divided: ZeRO divided the optimizer, so that each rank wrote a file of it.
+        divided: ZeRO divided the optimizer, so that each rank wrote a file of its state.
 
     Raises:
-        FormatError: some are missing; they are named.
+        FormatError: files are missing; the message names them.
     """
     if data_parallel * model_parallel > MOST_FILES:
-        raise FormatError(f"{tree}: {data_parallel} × {model_parallel} ranks are absurdly many")
+        raise FormatError(
+            f"{tree}: {data_parallel} × {model_parallel} ranks exceed the limit of {MOST_FILES} "
+            "files"
+        )
     parallel = range(model_parallel)
     ranks = [(rank, column) for rank in range(data_parallel) for column in parallel]
     if files.sliced:
@@ -227,15 +226,17 @@ def check_ranks(
     tree.require([f"{files.folder}{name}" for name in names], "ranks of DeepSpeed wrote")
 
 
-def check_modules(tree: Tree, files: Files, layers: Iterable[int], experts: Sequence[int]) -> None:
-    """Whether the files of a pipeline's layers, and of experts, are there.
+def require_modules(
+    tree: Tree, files: Files, layers: Iterable[int], experts: Sequence[int]
+) -> None:
+    """Require the files of pipeline layers and of experts.
 
     Args:
-        layers: numbers of those that have parameters.
-        experts: how many there are, in each layer that has any.
+        layers: the numbers of layers that have parameters.
+        experts: the number of experts in each layer that has any.
 
     Raises:
-        FormatError: some are missing; they are named.
+        FormatError: files are missing; the message names them.
     """
     known = {(rank, name) for (_, rank), name in sorted(files.layers.items(), reverse=True)}
     shapes = {rank: name.removeprefix(files.folder) for rank, name in known}
@@ -245,7 +246,7 @@ def check_modules(tree: Tree, files: Files, layers: Iterable[int], experts: Sequ
         for name in (shapes or {0: "layer_0-model_states.pt"}).values()
     ]
     if sum(experts) > MOST_FILES:
-        raise FormatError(f"{tree}: {sum(experts)} experts are absurdly many")
+        raise FormatError(f"{tree}: {sum(experts)} experts exceed the limit of {MOST_FILES} files")
     names += [
         f"layer_{layer}_expert_{expert}_mp_rank_{rank:02d}_model_states.pt"
         for layer, count in enumerate(experts)

@@ -1,166 +1,96 @@
-"""Lays the weights and the optimizer's state that ZeRO divided."""
+"""Adds the state of optimizers: of ZeRO's groups, and of optimizers that ZeRO does not divide."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from shardwise.errors import FormatError
 from shardwise.formats import optimizers as param_groups
-from shardwise.formats.foreign import PieceTable
-from shardwise.formats.readers.deepspeed.groups import MASTER, Flat, Group
-from shardwise.formats.readers.deepspeed.laying import Laying
-from shardwise.formats.readers.deepspeed.partitions import Fragments, as_fragments
-from shardwise.formats.readers.deepspeed.placements import Placement, Placing
-from shardwise.formats.readers.deepspeed.states import Number
-from shardwise.layout import find_overlaps, row_major
-from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.table import Int, Pieces
-from shardwise.manifest.validate import padded_shapes
+from shardwise.formats.build import Builder, number_tensor
+from shardwise.formats.foreign import StoredArray
+from shardwise.formats.readers.deepspeed.groups import groups_of
+from shardwise.formats.readers.deepspeed.states import (
+    ModelState,
+    Number,
+    OptimizerState,
+    Shape,
+    of_torch,
+)
+from shardwise.formats.readers.deepspeed.tensor_parallel import Place, add_shards
+from shardwise.formats.readers.deepspeed.zero import MASTER, Group, add_group, name_of
 
 STEP = "step"
+MOST_WAYS = 10_000
 
 
-def lay_group(laying: Laying, shards: Sequence[Group], place: Placing) -> None:
-    """Lay a group of parameters.
+def add_zero_group(builder: Builder, shards: Sequence[Group], place: Place) -> None:
+    """Add a group of parameters that ZeRO divided: weights, state, and step counts.
 
     Args:
-        shards: the group as each tensor-parallel rank has it.
+        shards: the group on each tensor-parallel rank.
 
     Raises:
-        FormatError: the ranks do not have the same, or their shards do not fit together.
+        FormatError: the ranks have different parameters, or their shards do not fit together.
     """
+    add_group(builder, shards, place)
     first = shards[0]
-    if any(other.names != first.names or set(other.flat) != set(first.flat) for other in shards):
-        raise FormatError("tensor-parallel ranks have different parameters, or state, in a group")
-    placements = [
-        place(name, [group.shapes[i] for group in shards]) for i, name in enumerate(first.names)
-    ]
-    tensors = {key: _declare(laying, first, key, placements) for key in first.flat}
-    dims = max((len(shape) for group in shards for shape in group.shapes), default=0)
-    for rank, group in enumerate(shards):
-        shapes = padded_shapes(group.shapes, dims)
-        held = as_fragments(group.ranges, shapes)
-        offset = held.offset
-        if len(shards) > 1:
-            held, offset = _placed(held, shapes, placements, rank)
-        stride = row_major(shapes)[held.parameter]
-        for key, (numbers, there_already) in tensors.items():
-            _lay(laying, group.flat[key], held, offset, stride, numbers[rank], there_already[rank])
-    _lay_small(laying, shards)
-
-
-def _declare(
-    laying: Laying, group: Group, key: str, placements: Sequence[Placement]
-) -> tuple[Int, Int]:
-    """The numbers of tensors, by rank and parameter; and which of them others lay already."""
-    ranks = len(placements[0].parts) if placements else 1
-    numbers = np.zeros((ranks, len(placements)), np.int64)
-    replica = np.zeros((ranks, len(placements)), np.int64)
-    for i, (name, placement) in enumerate(zip(group.names, placements, strict=True)):
-        full = _name(name, key)
-        replica[:, i] = full in laying
-        if placement.replicated:
-            replica[1:, i] = True
-        numbers[:, i] = laying.declare(full, group.flat[key].dtype, placement)
-        if laying.entry(full).shape != placement.shape:
-            raise FormatError(f"{full}: pipeline stages have it in different shapes")
-    return numbers, replica
-
-
-def _name(parameter: str, key: str) -> str:
-    return f"model.{parameter}" if key == MASTER else f"optimizer.{parameter}.{key}"
-
-
-def _placed(
-    held: Fragments, shapes: Int, placements: Sequence[Placement], rank: int
-) -> tuple[Fragments, Int]:
-    """Boxes of a shard cut where its parts lie apart in the parameter, and their offsets there."""
-    boxes = [(i, *part) for i, placed in enumerate(placements) for part in placed.parts[rank]]
-    dims = shapes.shape[1]
-    owner = np.array([i for i, _, _ in boxes], np.int64)
-    local = padded_shapes([box.offset for _, box, _ in boxes], dims) - _beyond(boxes, dims)
-    there = padded_shapes([to for _, _, to in boxes], dims) - _beyond(boxes, dims)
-    extent = padded_shapes([box.shape for _, box, _ in boxes], dims)
-    common = find_overlaps((held.parameter, held.offset, held.shape), (owner, local, extent))
-    row = common.left
-    inside = ((common.offset - held.offset[row]) * row_major(shapes)[held.parameter[row]]).sum(
-        axis=1
-    )
-    cut = Fragments(
-        held.parameter[row], held.rank[row], held.at[row] + inside, common.offset, common.shape
-    )
-    return cut, common.offset + (there - local)[common.right]
-
-
-def _beyond(boxes: Sequence[tuple[int, Any, tuple[int, ...]]], dims: int) -> Int:
-    """1 in the dimensions that a box has not, which offsets are padded with."""
-    return np.array([[d >= len(to) for d in range(dims)] for _, _, to in boxes], np.int64)
-
-
-def _lay(
-    laying: Laying, flat: Flat, held: Fragments, offset: Int, stride: Int, numbers: Int, again: Int
-) -> None:
-    start = flat.start[held.rank] + held.at * DTYPES[flat.dtype].itemsize
-    replica = again[held.parameter].astype(bool)
-    for rows, as_replica in ((~replica, False), (replica, True)):
-        if rows.any():
-            pieces = Pieces(
-                numbers[held.parameter][rows],
-                flat.file[held.rank][rows],
-                start[rows],
-                offset[rows],
-                held.shape[rows],
-            )
-            strides = np.where(pieces.shape > 1, stride[rows], 0)
-            laying.lay(PieceTable(pieces, strides), replica=as_replica)
-
-
-def _lay_small(laying: Laying, shards: Sequence[Group]) -> None:
-    """Lay counts of steps and other numbers, which all parameters of a group share."""
-    first = shards[0]
-    for key in first.arrays:
-        arrays = [array for group in shards for array in group.arrays.get(key, ())]
-        # Of other numbers each rank may have its own, as a norm of its part of the parameters.
-        laying.scalars(
-            [_name(name, key) for name in first.names], arrays[: None if key == STEP else 1]
-        )
+    for key in first.scalars:
+        arrays = [array for group in shards for array in group.scalars.get(key, ())]
+        # Other numbers than steps can differ between ranks, as the norm of a rank's part does.
+        add_scalars(builder, first.names, key, arrays if key == STEP else arrays[:1])
     for key, number in first.numbers.items():
-        lay_number(laying, first.names, key, number)
-    laying.left_out.extend(first.left_out)
+        add_number(builder, first.names, key, number)
+    builder.left_out += first.left_out
 
 
-def lay_number(laying: Laying, names: Sequence[str], key: str, number: Number) -> None:
-    """Lay a plain number of the state of some parameters; a count of steps as torch's tensor."""
+def add_scalars(
+    builder: Builder, names: Sequence[str], key: str, arrays: Sequence[StoredArray]
+) -> None:
+    """Add the first of the 0-d arrays as state of each parameter; the others are replicas."""
+    first = arrays[0]
+    tensors = [
+        builder.add_tensor(name_of(name, key), first.dtype, first.shape)
+        for name in names
+        if name_of(name, key) not in builder
+    ]
+    if not tensors or any(array.shape for array in arrays):
+        return
+    for tensor in tensors:
+        builder.add_box(tensor, (), first)
+    for array in arrays[1:]:
+        builder.add_box(tensors[0], (), array, replica=True)
+
+
+def add_number(builder: Builder, names: Sequence[str], key: str, number: Number) -> None:
+    """Add a number as state of some parameters; a step count becomes a tensor, as in torch."""
     if key == STEP and not isinstance(number, bool):
-        laying.scalars([_name(name, key) for name in names], [laying.number(number)])
+        add_scalars(builder, names, key, [builder.content(number_tensor(number))])
         return
     for name in names:
-        if _name(name, key) not in laying:
-            laying.value(_name(name, key), number)
+        if name_of(name, key) not in builder:
+            builder.add_value(name_of(name, key), number)
 
 
 class Settings:
-    """Hyperparameters of groups of parameters, as they become `optimizer.param_groups`."""
+    """Hyperparameters of groups of parameters, which become `optimizer.param_groups`."""
 
-    def __init__(self, laying: Laying) -> None:
-        self._laying = laying
+    def __init__(self, builder: Builder) -> None:
+        self._builder = builder
         self._groups: list[param_groups.Group] = []
 
     def add(self, names: Sequence[str], settings: Mapping[str, Any]) -> None:
-        """Say which settings some parameters have."""
+        """Record the hyperparameters of some parameters."""
         kept = dict(settings)
         step = kept.get(STEP)
         if isinstance(step, (int, float)):
-            # Where DeepSpeed's own Adam counts; torch's counts with each parameter.
+            # DeepSpeed's Adam counts steps by group, torch's by parameter.
             del kept[STEP]
-            new = [name for name in names if _name(name, STEP) not in self._laying]
-            lay_number(self._laying, new, STEP, step)
+            new = [name for name in names if name_of(name, STEP) not in self._builder]
+            add_number(self._builder, new, STEP, step)
         if kept.get("bias_correction") is True:
-            # As torch's Adam always does, which has no such setting.
-            del kept["bias_correction"]
+            del kept["bias_correction"]  # torch's Adam always corrects, and has no such setting
         for index, group in enumerate(self._groups):
             if group.settings == kept:
                 members = dict.fromkeys((*group.members, *names))
@@ -168,7 +98,191 @@ class Settings:
                 return
         self._groups.append(param_groups.Group(tuple(names), kept))
 
-    def lay(self) -> None:
-        """Lay them as one value."""
+    def finish(self) -> None:
+        """Add what was recorded to the manifest."""
         if self._groups:
-            self._laying.groups("optimizer.param_groups", self._groups)
+            self._builder.add_groups(self._groups, "optimizer.param_groups")
+
+
+def add_undivided(
+    builder: Builder,
+    states: Sequence[ModelState],
+    parameters: Mapping[str, Shape],
+    members: Sequence[Sequence[str]] | None,
+    place: Place,
+) -> None:
+    """Add the state of an optimizer without ZeRO, and its master weights if there are any.
+
+    Args:
+        states: of all tensor-parallel ranks.
+        parameters: names and shapes of all parameters that may be trained, on the first rank, in
+            the module's order.
+        members: the names in each group; by default they are inferred from the shapes.
+
+    Raises:
+        FormatError: the state is malformed, or not of these parameters.
+    """
+    if any(state.optimizer is None for state in states):
+        return
+    ranks = [_Undivided(state.optimizer or {}, state.where) for state in states]
+    first = ranks[0]
+    if members is None:
+        members = first.members(parameters)
+    if members is None:
+        builder.left_out.append(
+            "optimizer.*: the checkpoint does not name the optimizer's parameters, and their "
+            "shapes are ambiguous: pass the names in each group as `members`"
+        )
+        return
+    unknown = [name for group in members for name in group if name not in parameters]
+    if unknown:
+        raise FormatError(f"{first.where}: there is no parameter {unknown[0][:200]!r}")
+    if first.flat:
+        shards = [list(each.as_groups(members, parameters)) for each in ranks]
+        for groups in zip(*shards, strict=True):
+            add_zero_group(builder, groups, place)
+    else:
+        _add_each(builder, ranks, [name for group in members for name in group], place)
+    settings = Settings(builder)
+    for names, group in zip(members, first.settings, strict=True):
+        settings.add(names, group)
+    settings.finish()
+
+
+class _Undivided:
+    """The state of an optimizer on one rank: torch's own, or DeepSpeed's wrapper around it."""
+
+    def __init__(self, held: Mapping[Any, Any], where: str) -> None:
+        self.where = where
+        inner = held.get("optimizer_state_dict", held)
+        self.states, self.settings, self.groups = of_torch(inner, where)
+        self.flat = "fp32_groups_flat" in held
+        masters = held.get("fp32_groups_flat" if self.flat else "fp32_groups") or ()
+        if not self.flat and isinstance(masters, (list, tuple)):
+            masters = [each for group in masters for each in group]
+        self.masters = tuple(each for each in masters if isinstance(each, StoredArray))
+        if len(self.masters) not in (0, len(self.states)):
+            raise FormatError(
+                f"{where}: the optimizer has {len(self.masters)} weights and {len(self.states)} "
+                "states"
+            )
+
+    def members(self, parameters: Mapping[str, Shape]) -> list[list[str]] | None:
+        """Return the names in each group, if the shapes determine them."""
+        if self.flat:
+            size = sum(math.prod(shape) for shape in parameters.values())
+            whole = len(self.masters) == 1 and self.masters[0].shape == (size,)
+            return [list(parameters)] if whole else None
+        groups: list[list[Shape]] = [[] for _ in self.settings]
+        for number, group in enumerate(self.groups):
+            shape = self._shape(number)
+            if shape is None:
+                return None
+            groups[group].append(shape)
+        return only_assignment(list(parameters.items()), groups)
+
+    def _shape(self, number: int) -> Shape | None:
+        if self.masters:
+            return self.masters[number].shape
+        arrays = [a.shape for a in self.states[number].values() if isinstance(a, StoredArray)]
+        return max(arrays, key=len, default=None)
+
+    def as_groups(
+        self, members: Sequence[Sequence[str]], parameters: Mapping[str, Shape]
+    ) -> Iterator[Group]:
+        """Return the flat groups as groups of ZeRO on one rank."""
+        state = OptimizerState(
+            where=self.where,
+            sliced=False,
+            masters=self.masters,
+            states=self.states,
+            settings=self.settings,
+            groups=self.groups,
+            counts=(1,) * len(self.masters),
+            paddings=None,
+            slices=None,
+            rest={},
+        )
+        shapes = [{name: parameters[name] for name in group} for group in members]
+        return groups_of(shapes, [state], data_before_experts=False)
+
+
+def _add_each(
+    builder: Builder, ranks: Sequence[_Undivided], names: Sequence[str], place: Place
+) -> None:
+    first = ranks[0]
+    if any(len(each.states) != len(names) for each in ranks):
+        raise FormatError(
+            f"{first.where}: the optimizer has state of {len(first.states)} parameters, but the "
+            f"groups name {len(names)}"
+        )
+    for number, name in enumerate(names):
+        if first.masters:
+            masters = [each.masters[number] for each in ranks]
+            shapes = [array.shape for array in masters]
+            add_shards(builder, name_of(name, MASTER), masters, place(name, shapes))
+        for key, item in first.states[number].items():
+            full = name_of(name, key)
+            found = [each.states[number].get(key) for each in ranks]
+            if not isinstance(item, StoredArray):
+                if any(each != item for each in found):
+                    builder.left_out.append(f"{full}: ranks differ; the first one's is taken")
+                add_number(builder, [name], key, item)
+                continue
+            arrays = [each for each in found if isinstance(each, StoredArray)]
+            if len(arrays) != len(ranks):
+                raise FormatError(f"{full}: some tensor-parallel ranks lack it")
+            if item.shape == ():
+                add_scalars(builder, [name], key, arrays if key == STEP else arrays[:1])
+            else:
+                shapes = [array.shape for array in arrays]
+                add_shards(builder, full, arrays, place(name, shapes))
+
+
+def only_assignment(
+    parameters: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Shape]]
+) -> list[list[str]] | None:
+    """Return the names of the members of groups, if their shapes allow exactly one assignment.
+
+    Each group has its members in the order of the module. Parameters may be in no group, as frozen
+    ones are.
+
+    Returns:
+        Names by group; None if there is no assignment, or more than one.
+    """
+    # From the end: in how many ways (2 stands for more) the remaining parameters can be assigned
+    # after so many members of each group.
+    ways: list[dict[tuple[int, ...], int]] = [{tuple(len(group) for group in groups): 1}]
+    for _, shape in reversed(parameters):
+        here = dict[tuple[int, ...], int]()
+        for taken, count in ways[-1].items():
+            for before in _before(taken, shape, groups):
+                here[before] = min(2, here.get(before, 0) + count)
+        if len(here) > MOST_WAYS:
+            return None
+        ways.append(here)
+    ways.reverse()
+    taken = (0,) * len(groups)
+    if ways[0].get(taken) != 1:
+        return None
+    names: list[list[str]] = [[] for _ in groups]
+    for (name, shape), after in zip(parameters, ways[1:], strict=True):
+        if after.get(taken):
+            continue  # in no group
+        for index, group in enumerate(groups):
+            then = (*taken[:index], taken[index] + 1, *taken[index + 1 :])
+            if after.get(then) and group[taken[index]] == shape:
+                names[index].append(name)
+                taken = then
+                break
+    return names
+
+
+def _before(
+    taken: tuple[int, ...], shape: Shape, groups: Sequence[Sequence[Shape]]
+) -> Iterator[tuple[int, ...]]:
+    """Yield how many members were taken of each group before a parameter of this shape."""
+    yield taken
+    for index, count in enumerate(taken):
+        if count and groups[index][count - 1] == shape:
+            yield (*taken[:index], count - 1, *taken[index + 1 :])

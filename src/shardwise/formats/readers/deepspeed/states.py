@@ -1,4 +1,4 @@
-"""What DeepSpeed's files hold, checked: model states, and the optimizer states of ZeRO."""
+"""The contents of DeepSpeed's files, checked: model states, and optimizer states of ZeRO."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STUBS: Stubs = records(
     "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
 )
-"""DeepSpeed's own classes that it pickles."""
+"""Classes of DeepSpeed that occur in its pickles."""
 
 OF_THE_MODEL = (
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
@@ -42,11 +42,11 @@ class ModelState:
     """A file of model states.
 
     Attributes:
-        module: parameters and buffers as the module has them; None in a pipeline.
-        shapes: of trained parameters, by group, in the order in which they were flattened.
-        shared: names of tied parameters, and of those that they are.
-        optimizer: state of an optimizer without ZeRO.
-        rest: all else.
+        module: parameters and buffers of the module; None in a pipeline.
+        shapes: shapes of trained parameters, by group, in the order in which they were flattened.
+        shared: names of tied parameters, and the names that they are tied to.
+        optimizer: the state of an optimizer without ZeRO.
+        rest: all other keys.
     """
 
     where: str
@@ -60,9 +60,9 @@ class ModelState:
     rest: Mapping[str, Any]
 
     def in_file(self, number: int, where: str) -> ModelState:
-        """What another rank has whose file is alike: its frozen slices are those of that file.
+        """Return the state of another rank, whose file has the same pickle.
 
-        Of all else that lies in files, only the first rank's is ever taken.
+        Its frozen slices lie in its own file; other arrays are only taken from the first rank.
         """
         frozen = {
             name: StoredArray(number, a.start, a.dtype, a.shape, a.stride)
@@ -73,19 +73,20 @@ class ModelState:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """A file of optimizer states: of each group (a sub-group, in ZeRO 3), what one rank has.
+    """A file of optimizer states: one rank's part of each group (of each sub-group, in ZeRO 3).
 
     Attributes:
-        sliced: ZeRO 3; else groups are cut into partitions.
-        masters: flat weights.
-        states: by key, flat arrays and plain numbers.
+        sliced: whether ZeRO 3 cut parameters into slices; else groups are cut into partitions.
+        masters: the flat weights of each group.
+        states: flat arrays and plain numbers of each group, by key.
         settings: hyperparameters; None where they are not stored.
-        groups: which settings are a group's.
-        counts: among how many ranks a group is divided; 0 if it is not said.
-        gaps: elements of padding after each parameter.
-        slices: by parameter, start and length of what the rank has of it; None if not said.
-        rest: all else.
-        kind: of the optimizer, as DeepSpeed's configuration names it; None if it does not.
+        groups: for each group, the index of its settings.
+        counts: for each group, the number of ranks that divide it; 0 if it is not stored.
+        paddings: for each group, elements of padding after each parameter.
+        slices: for each group, by parameter, start and length of the rank's slice; None if it is
+            not stored.
+        rest: the plain values.
+        kind: the name of the optimizer in DeepSpeed's configuration, if any.
     """
 
     where: str
@@ -95,26 +96,26 @@ class OptimizerState:
     settings: tuple[Mapping[str, Any], ...] | None
     groups: tuple[int, ...]
     counts: tuple[int, ...]
-    gaps: tuple[tuple[int, ...], ...] | None
+    paddings: tuple[tuple[int, ...], ...] | None
     slices: tuple[Mapping[str, tuple[int, int]], ...] | None
     rest: Mapping[str, Any]
     kind: str | None = None
 
 
 def model_state(value: object, where: str) -> ModelState:
-    """The content of a file of model states.
+    """Parse a file of model states.
 
     Raises:
-        FormatError: it is malformed.
+        FormatError: the file is malformed.
     """
     held = _dict(value, where)
     if "module" not in held or "buffer_names" not in held:
-        raise FormatError(f"{where}: these are no model states of DeepSpeed")
+        raise FormatError(f"{where}: not a file of DeepSpeed's model states")
     module = held["module"]
     optimizer = held.get("optimizer")
     buffers = held["buffer_names"] or ()
     if not isinstance(buffers, (list, tuple)) or not all(isinstance(n, str) for n in buffers):
-        raise FormatError(f"{where}: buffer_names are no names")
+        raise FormatError(f"{where}: buffer_names is not a list of names")
     rest = {key: item for key, item in held.items() if key not in OF_THE_MODEL}
     return ModelState(
         where,
@@ -130,14 +131,14 @@ def model_state(value: object, where: str) -> ModelState:
 
 
 def optimizer_state(value: object, where: str) -> OptimizerState:
-    """The content of a file of optimizer states.
+    """Parse a file of optimizer states.
 
     Raises:
-        FormatError: it is malformed.
+        FormatError: the file is malformed.
     """
     outer = _dict(value, where)
     if not isinstance(outer.get("optimizer_state_dict"), Mapping):
-        raise FormatError(f"{where}: these are no optimizer states of ZeRO")
+        raise FormatError(f"{where}: not a file of ZeRO's optimizer states")
     held = outer["optimizer_state_dict"]
     read = _of_zero_3 if "fp32_flat_groups" in held else _of_zero_1_and_2
     config = outer.get("ds_config")
@@ -147,15 +148,15 @@ def optimizer_state(value: object, where: str) -> OptimizerState:
 
 
 def arrays_of(value: object, where: str) -> dict[str, StoredArray]:
-    """A state dict of arrays. What a module stores beside (extra state) is refused by name.
+    """Return a state dict of arrays.
 
     Raises:
-        FormatError: it holds anything else.
+        FormatError: it holds anything else, such as a module's extra state.
     """
     arrays = {}
     for name, array in _dict(value, where).items():
         if not isinstance(array, StoredArray):
-            raise FormatError(f"{where}: {str(name)[:200]} is no tensor")
+            raise FormatError(f"{where}: {str(name)[:200]} is not a tensor")
         arrays[name] = array
     return arrays
 
@@ -171,7 +172,7 @@ def _of_zero_1_and_2(held: Mapping[Any, Any], where: str) -> OptimizerState:
         step = held.get("base_optimizer_state_step")
         if step is not None:
             states = tuple({"step": _number(step, where), **state} for state in states)
-    gaps = held.get("param_alignment_paddings")
+    paddings = held.get("param_alignment_paddings")
     slices = held.get("param_slice_mappings")
     return OptimizerState(
         where,
@@ -181,7 +182,7 @@ def _of_zero_1_and_2(held: Mapping[Any, Any], where: str) -> OptimizerState:
         None if settings is None else _as_many(settings, masters, where),
         tuple(range(len(masters))),
         _as_many(_counts(held.get("partition_count") or [0] * len(masters), where), masters, where),
-        None if gaps is None else tuple(_counts(each, where) for each in _list(gaps, where)),
+        None if paddings is None else tuple(_counts(n, where) for n in _list(paddings, where)),
         None if slices is None else tuple(_slices(each, where) for each in _list(slices, where)),
         of_the_optimizer(held),
     )
@@ -190,8 +191,8 @@ def _of_zero_1_and_2(held: Mapping[Any, Any], where: str) -> OptimizerState:
 def _of_zero_3(held: Mapping[Any, Any], where: str) -> OptimizerState:
     if held.get("ds_zero_partition_groups"):
         raise FormatError(
-            f"{where}: experts divided by AutoEP under ZeRO 3 are not read: convert the checkpoint "
-            "by DeepSpeed's ds_to_universal, and read that"
+            f"{where}: experts that AutoEP divides under ZeRO 3 are not supported: convert the "
+            "checkpoint with DeepSpeed's ds_to_universal, and open the result"
         )
     masters = _masters(held.get("fp32_flat_groups"), where)
     states, settings, groups = of_torch(_dict(held.get("optimizer_state_dict"), where), where)
@@ -215,10 +216,10 @@ def of_torch(
 ) -> tuple[
     tuple[Mapping[str, StoredArray | Number], ...], tuple[Mapping[str, Any], ...], tuple[int, ...]
 ]:
-    """The state_dict of an optimizer: state and group of each parameter, settings of each group.
+    """Parse an optimizer's state_dict: state and group of each parameter, settings of each group.
 
     Raises:
-        FormatError: it is none.
+        FormatError: it is malformed.
     """
     states, settings, groups = [], [], []
     by_number = _dict(held.get("state"), where, of=int)
@@ -226,7 +227,7 @@ def of_torch(
         group = _dict(group, where)
         for number in _list(group.get("params"), where):
             if type(number) is not int:
-                raise FormatError(f"{where}: parameters of an optimizer have no numbers")
+                raise FormatError(f"{where}: the optimizer does not number its parameters")
             states.append(_state(by_number.get(number, {}), where))
             groups.append(index)
         settings.append({k: v for k, v in group.items() if k not in ("params", "param_names")})
@@ -234,7 +235,7 @@ def of_torch(
 
 
 def of_the_optimizer(held: Mapping[Any, Any]) -> dict[str, Any]:
-    """The plain values of an optimizer state."""
+    """Return the plain values of an optimizer state."""
     kept = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
     return {key: held[key] for key in kept if key in held}
 
@@ -244,14 +245,15 @@ def _masters(value: object, where: str) -> tuple[StoredArray, ...]:
     for array in arrays:
         if not isinstance(array, StoredArray) or len(array.shape) != 1 or array.stride != (1,):
             raise FormatError(
-                f"{where}: its weights are no flat tensors (a checkpoint of parameters offloaded "
-                "to NVMe keeps them in files of its own, which are not read)"
+                f"{where}: the weights are not flat tensors (parameters that were offloaded to "
+                "NVMe "
+                "are in separate files, which are not supported)"
             )
     return tuple(arrays)
 
 
 def _state(value: object, where: str) -> dict[str, StoredArray | Number]:
-    """The state of one parameter, nested dicts by dotted keys."""
+    """Return the state of one parameter; keys of nested dicts are joined by dots."""
     found: dict[str, StoredArray | Number] = {}
     stack = list(_dict(value, where).items())
     while stack:
@@ -267,19 +269,19 @@ def _shapes(value: object, where: str) -> dict[str, Shape]:
     shapes = {}
     for name, shape in _dict(value, where).items():
         if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
-            raise FormatError(f"{where}: the shape of {str(name)[:200]} is none")
+            raise FormatError(f"{where}: {str(name)[:200]}: invalid shape")
         if math.prod(n for n in shape if n) > LARGEST // 8 or len(shape) > 64:
-            raise FormatError(f"{where}: {str(name)[:200]} has an absurd shape")
+            raise FormatError(f"{where}: {str(name)[:200]}: absurd shape")
         shapes[name] = tuple(shape)
     return shapes
 
 
 def _texts(value: object, where: str) -> dict[str, str]:
-    if isinstance(value, (list, tuple)):  # as older versions have it
+    if isinstance(value, (list, tuple)):  # written by older versions
         value = {pair[0]: pair[1] for pair in value if len(_list(pair, where)) == 2}
     texts = _dict(value, where)
     if not all(isinstance(text, str) for text in texts.values()):
-        raise FormatError(f"{where}: shared_params are no names")
+        raise FormatError(f"{where}: shared_params is not a dict of names")
     return texts
 
 
@@ -297,29 +299,29 @@ def _slices(value: object, where: str) -> dict[str, tuple[int, int]]:
 def _counts(value: object, where: str) -> tuple[int, ...]:
     counts = _list(value, where)
     if not all(type(n) is int and 0 <= n < 2**40 for n in counts):
-        raise FormatError(f"{where}: counts of partitions or paddings are none")
+        raise FormatError(f"{where}: partition_count or param_alignment_paddings: invalid counts")
     return tuple(counts)
 
 
 def _number(value: object, where: str) -> Number:
     if not isinstance(value, (int, float)):
-        raise FormatError(f"{where}: an optimizer's state is neither tensor nor number")
+        raise FormatError(f"{where}: the state of an optimizer is neither a tensor nor a number")
     return value
 
 
 def _as_many(items: Sequence[Any], masters: Sequence[Any], where: str) -> tuple[Any, ...]:
     if len(items) != len(masters):
-        raise FormatError(f"{where}: {len(items)} groups, and weights of {len(masters)}")
+        raise FormatError(f"{where}: {len(items)} groups of state, but {len(masters)} of weights")
     return tuple(items)
 
 
 def _dict(value: object, where: str, of: type = str) -> dict[Any, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, of) for key in value):
-        raise FormatError(f"{where}: there should be a dict here, and is none")
+        raise FormatError(f"{where}: malformed: a dict is expected, not {type(value).__name__}")
     return dict(value)
 
 
 def _list(value: object, where: str) -> list[Any]:
     if not isinstance(value, (list, tuple)):
-        raise FormatError(f"{where}: there should be a list here, and is none")
+        raise FormatError(f"{where}: malformed: a list is expected, not {type(value).__name__}")
     return list(value)

@@ -1,17 +1,19 @@
-"""Legacy checkpoints of Megatron-LM: a directory for each model-parallel rank.
+"""Legacy checkpoints of Megatron-LM, which have a directory for each model-parallel rank.
 
     iter_0000100/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt    and, of the distributed optimizer,
-    iter_0000100/mp_rank_TT[_PPP][_EEE]/distrib_optim.pt      buffers that were gathered
+    iter_0000100/mp_rank_TT[_PPP][_EEE]/distrib_optim.pt      its gathered buffers
 
-They are named so:
+They get these names:
 
-    model.<name>             what was trained, by Megatron's own names, as one rank alone would
-                             have them: the fp32 masters where there are any
-    module.<name>            the weights as the module had them, if these are of a lower precision
+    model.<name>             the trained weights under Megatron's names, as a single rank would have
+                             them: the fp32 masters where there are any
+    module.<name>            the weights of the module, if they have a lower precision
     optimizer.<name>.<key>   state of the optimizer, and `optimizer.param_groups`
-    args, iteration, …       plain values, as the first rank has them
-    rng_state.<rank>         by the name of the rank's directory
+    args, iteration, …       plain values of the first rank
+    rng_state.<rank>         random generator states, by the name of the rank's directory
 
-The vocabulary keeps the padding that it has. Which rank has what, `formats/specs/megatron.spec`
-says; the specifications of published models can be laid over it.
+The vocabulary keeps its padding. `formats/specs/megatron.spec` says how the ranks' arrays make up
+tensors; specifications of published models can be applied to the result. `files` finds the files,
+`ranks` reads them and checks that they are complete and from one save, `optimizers` and
+`buffers` assign optimizer state to parameters, and `reader` puts it all together.
 """

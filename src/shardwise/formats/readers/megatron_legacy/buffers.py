@@ -1,9 +1,4 @@
-"""Where parameters lie in the flat buffers of Megatron's distributed optimizer.
-
-Data-parallel rank 0 gathers a buffer for each dtype of each chunk of the model, of which padding
-between buckets was left out (`DistributedOptimizer.get_parameter_state_dp_zero`). Parameters lie
-in it from the last to the first (`_ParamAndGradBuffer`).
-"""
+"""Finds parameters in the flat buffers of Megatron's distributed optimizer."""
 
 from __future__ import annotations
 
@@ -15,10 +10,10 @@ from typing import Any
 
 from shardwise.errors import FormatError
 from shardwise.formats.foreign import StoredArray
-from shardwise.formats.readers.megatron_legacy.parameters import Parameter
+from shardwise.formats.readers.megatron_legacy.ranks import Parameter
 
 ALIGNMENTS = (64, 1)
-"""Elements that the start of a parameter is a multiple of; once it was none."""
+"""Possible alignments of parameters in a buffer, in elements; old versions did not align."""
 MOST_STATES = 64
 
 
@@ -27,8 +22,8 @@ class Bucketing:
     """How buffers were divided into buckets.
 
     Attributes:
-        size: elements after which a bucket is full; None if it never is.
-        alone: names of parameters that have a bucket of their own.
+        size: elements after which a bucket is full, or None if there is one bucket.
+        alone: names of parameters that have a separate bucket.
     """
 
     size: int | None
@@ -38,25 +33,29 @@ class Bucketing:
 def parameters_in_buffers(
     state: Any, parameters: Sequence[Parameter], bucketings: Sequence[Bucketing], where: str
 ) -> dict[Parameter, dict[str, StoredArray]]:
-    """The arrays of each parameter, by what they are called: param, exp_avg, …
+    """Return the arrays of each parameter in the distributed optimizer, by key: param, exp_avg, …
+
+    Data-parallel rank 0 gathers one buffer for each dtype of each chunk of the model, without the
+    padding between buckets (`DistributedOptimizer.get_parameter_state_dp_zero`). Parameters lie in
+    it from the last to the first (`_ParamAndGradBuffer`).
 
     Args:
-        state: of an optimizer: by number of a buffer, by dtypes, flat arrays.
-        bucketings: those that are possible, the likeliest first.
+        state: flat arrays of an optimizer, by number of the buffer, by dtype.
+        bucketings: the possible ones, the most likely first.
 
     Raises:
-        FormatError: it is malformed, or not of these parameters.
+        FormatError: the state is malformed, or not of these parameters.
     """
     groups: dict[tuple[int, str], list[Parameter]] = {}
     for parameter in parameters:
         groups.setdefault((parameter.chunk, parameter.array.dtype), []).append(parameter)
     if not isinstance(state, dict):
-        raise FormatError(f"{where}: the state of the distributed optimizer is no dict")
+        raise FormatError(f"{where}: the state of the distributed optimizer is not a dict")
     buffers = [each for key, each in state.items() if type(key) is int]
     if len(buffers) != len(groups):
         raise FormatError(
-            f"{where}: the distributed optimizer has {len(buffers)} buffers, and the model "
-            f"parameters for {len(groups)} (chunks of the model times dtypes)"
+            f"{where}: the distributed optimizer has {len(buffers)} buffers, but the model needs "
+            f"{len(groups)} (chunks of the model times dtypes)"
         )
     found: dict[Parameter, dict[str, StoredArray]] = {p: {} for p in parameters}
     for buffer, own in zip(buffers, groups.values(), strict=True):
@@ -65,33 +64,36 @@ def parameters_in_buffers(
             if starts is None:
                 raise FormatError(
                     f"{where}: {key} of the distributed optimizer has {flat.shape[0]} elements, "
-                    f"which are not those of the {len(own)} parameters that it should be of"
+                    f"which do not match its {len(own)} parameters"
                 )
             for parameter, start in zip(own, starts, strict=True):
-                found[parameter][key] = _part(flat, start, parameter.array.shape)
+                found[parameter][key] = _slice(flat, start, parameter.array.shape)
     return found
 
 
 def _flat_arrays(buffer: object, where: str) -> Iterator[tuple[str, StoredArray]]:
     inner = list(buffer.values()) if isinstance(buffer, dict) else []
     if len(inner) != 1 or not isinstance(inner[0], dict) or len(inner[0]) > MOST_STATES:
-        raise FormatError(f"{where}: a buffer of the distributed optimizer is not of one dtype")
+        raise FormatError(
+            f"{where}: a buffer of the distributed optimizer does not have exactly one dtype"
+        )
     for key, value in inner[0].items():
-        # Once there was an array for each bucket; a single one is the whole buffer.
+        # Older versions had a list with an array for each bucket; a single one is the whole buffer.
         flat = value[0] if isinstance(value, list) and len(value) == 1 else value
         if isinstance(flat, StoredArray) and len(flat.shape) == 1 and flat.stride in ((1,), (0,)):
             yield str(key), flat
         elif type(flat) is not int:
             raise FormatError(
-                f"{where}: {key} of the distributed optimizer is no flat array: if it is a list, "
-                "an older Megatron-LM wrote it, and a newer one converts it"
+                f"{where}: {key} of the distributed optimizer is not a flat array: if it is a "
+                "list, "
+                "an older Megatron-LM wrote it; load and save it with a newer one"
             )
 
 
 def _starts(
     parameters: Sequence[Parameter], bucketings: Sequence[Bucketing], total: int
 ) -> list[int] | None:
-    """Where each begins, if that makes as many elements as there are."""
+    """Return where each parameter begins, if the buffer then has its length, else None."""
     for bucketing, alignment in product(bucketings, ALIGNMENTS):
         starts, end = _placed(parameters, bucketing, alignment)
         if end == total:
@@ -116,16 +118,16 @@ def _placed(
     return starts[::-1], bucket + at
 
 
-def _part(flat: StoredArray, start: int, shape: tuple[int, ...]) -> StoredArray:
+def _slice(flat: StoredArray, start: int, shape: tuple[int, ...]) -> StoredArray:
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return replace(flat, start=flat.start + start * flat.itemsize, shape=shape, stride=stride)
 
 
 def possible_bucketings(args: Mapping[str, Any], pipeline: tuple[int, int]) -> list[Bucketing]:
-    """How buckets may have been made, the likeliest first.
+    """Return how the buckets can have been made, the most likely way first.
 
     Args:
-        pipeline: the rank's position, and the number of stages.
+        pipeline: the rank's stage, and the number of stages.
     """
     stage, stages = pipeline
     tied = args.get("untie_embeddings_and_output_weights") is False

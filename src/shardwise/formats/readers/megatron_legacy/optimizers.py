@@ -1,22 +1,16 @@
-"""The state of a rank's optimizer, by parameter, whichever way Megatron-LM saved it."""
+"""Finds the optimizer state of each parameter of a rank, in each form that Megatron-LM saves it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
 from shardwise.formats.foreign import StoredArray
 from shardwise.formats.optimizers import GROUPS, PARAMS, STATE
 from shardwise.formats.readers.megatron_legacy.buffers import Bucketing, parameters_in_buffers
-from shardwise.formats.readers.megatron_legacy.parameters import (
-    Parameter,
-    Settings,
-    in_groups,
-    of_optimizers,
-)
-from shardwise.formats.readers.megatron_legacy.ranks import Rank
+from shardwise.formats.readers.megatron_legacy.ranks import Parameter, Rank
 
 MASTER = "param"
 STEP = "step"
@@ -24,43 +18,106 @@ _HALVES = ("float16", "bfloat16")
 _INNER = "optimizer"
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 
+Settings: TypeAlias = Mapping[str, Any]
+
+
+def of_optimizers(
+    parameters: Sequence[Parameter], parts: Sequence[Sequence[Settings]]
+) -> list[list[Parameter]] | None:
+    """Return the parameters of each part of an optimizer, or None if they are unknown.
+
+    A model with experts has one optimizer for them and one for the rest; interleaved stages can
+    have one for the first chunk.
+
+    Args:
+        parts: the param groups of each part.
+    """
+    expert = [bool(part) and all(_flag(g, "is_expert_parallel") for g in part) for part in parts]
+    dense = len(parts) - sum(expert)
+    if dense not in (1, 2) or sum(expert) > 1:
+        return None
+    shared = [p for p in parameters if not (p.of_expert and any(expert))]
+    chunks: list[list[Parameter]] = [shared]
+    if dense == 2:
+        chunks = [[p for p in shared if p.chunk == 0], [p for p in shared if p.chunk]]
+    rest = [p for p in parameters if p.of_expert]
+    left = iter(chunks)
+    return [rest if own else next(left) for own in expert]
+
+
+def in_groups(
+    parameters: Sequence[Parameter],
+    groups: Sequence[Settings],
+    fits: Callable[[Sequence[Sequence[Parameter]]], bool],
+) -> list[list[Parameter]] | None:
+    """Return the parameters of each param group in the module's order, or None if unknown.
+
+    Args:
+        fits: returns whether an assignment agrees with the stored state.
+    """
+    keys = [_key(group) for group in groups]
+    ways: list[list[tuple[bool, bool]]] = []
+    if len(set(keys)) == len(keys):
+        ways.append(keys)
+    if len(groups) == 2:  # the order in Megatron-LM before groups recorded their purpose
+        ways.append([(True, False), (False, False)])
+    if any(key[1] for key in keys):
+        own = [lambda p: (p.decays, p.of_embedding)]
+    else:
+        own = [lambda p: (p.decays, False)]
+    for way in ways:
+        found = [[p for p in parameters if own[0](p) == key] for key in way]
+        if sum(map(len, found)) == len(parameters) and fits(found):
+            return found
+    return [list(parameters)] if len(groups) == 1 and fits([parameters]) else None
+
+
+def _key(group: Settings) -> tuple[bool, bool]:
+    """Return whether the weights of a group decay, and whether their learning rate is separate."""
+    factor = group.get("wd_mult", group.get("pre_wd_mult", group.get("weight_decay")))
+    return factor != 0.0, _flag(group, "is_decoupled_lr") or group.get("default_config") is False
+
+
+def _flag(group: Settings, key: str) -> bool:
+    return group.get(key) is True
+
 
 @dataclass(slots=True)
 class State:
-    """State of an optimizer on one rank.
+    """The optimizer state of one rank.
 
     Attributes:
-        arrays: of each parameter, by key; its master weight is `param`.
-        numbers: of each parameter, by key, what is a number.
-        groups: param groups: members, and hyperparameters.
-        beside: what else there is, such as the scaler of gradients.
-        unknown: why parameters' states have no names; "" if they have.
+        arrays: the arrays of each parameter, by key; `param` is the master weight.
+        numbers: the numbers of each parameter, by key.
+        groups: members and hyperparameters of each param group.
+        others: other values, such as the gradient scaler.
+        unknown: why the state cannot be assigned to parameters, or "".
     """
 
     arrays: dict[Parameter, dict[str, StoredArray]] = field(default_factory=dict)
     numbers: dict[Parameter, dict[str, float]] = field(default_factory=dict)
     groups: list[tuple[list[Parameter], dict[str, Any]]] = field(default_factory=list)
-    beside: dict[str, Any] = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)
     unknown: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One of an optimizer's parts, of which there are several if there are experts."""
+    """A part of an optimizer; a model with experts has several."""
 
     state: Mapping[Any, Any]
     groups: Sequence[Settings]
     masters: Sequence[Any]
-    beside: Mapping[str, Any]
+    others: Mapping[str, Any]
 
 
 def optimizer_state(
     rank: Rank, parameters: Sequence[Parameter], bucketings: Sequence[Bucketing]
 ) -> State:
-    """What a rank has of its optimizer; nothing, if it was not saved.
+    """Return a rank's optimizer state by parameter; it is empty if none was saved.
 
     Raises:
-        FormatError: it is malformed, or not of these parameters.
+        FormatError: the state is malformed, or not of these parameters.
     """
     found = State()
     if rank.optimizer is None:
@@ -68,18 +125,20 @@ def optimizer_state(
     listed = rank.optimizer if isinstance(rank.optimizer, list) else [rank.optimizer]
     parts = [_part(each, rank.where) for each in listed]
     for part in parts:
-        found.beside.update(part.beside)
+        found.others.update(part.others)
     owned = of_optimizers(parameters, [part.groups for part in parts])
     if owned is None:
-        found.unknown = f"it has {len(parts)} parts, and nothing says of which parameters each is"
+        found.unknown = (
+            f"it has {len(parts)} parts, and the checkpoint does not say which parameters each has"
+        )
         return found
     flat = rank.flat if isinstance(rank.flat, list) else [rank.flat]
     for number, (part, own) in enumerate(zip(parts, owned, strict=True)):
         grouped = in_groups(own, part.groups, _Fits(part))
         if grouped is None:
             found.unknown = (
-                "its parameters have no names in this checkpoint, and their shapes are not those "
-                "that Megatron-LM's own groups of parameters would have"
+                "the checkpoint does not name its parameters, and their shapes do not match "
+                "Megatron-LM's own param groups"
             )
             return found
         for members, group in zip(grouped, part.groups, strict=True):
@@ -102,15 +161,15 @@ def _part(held: Any, where: str) -> _Part:
     if not isinstance(state, dict) or not isinstance(masters, list):
         raise FormatError(f"{where}: the state of its optimizer is malformed")
     if not all(isinstance(each, list) for each in masters):
-        raise FormatError(f"{where}: the masters of its optimizer are in no groups")
+        raise FormatError(f"{where}: the masters of its optimizer are not in groups")
     apart = {_INNER, GROUPS, STATE, *_MASTERS}
-    beside = {str(key): value for key, value in outer.items() if key not in apart}
-    return _Part(state, groups, masters, beside)
+    others = {str(key): value for key, value in outer.items() if key not in apart}
+    return _Part(state, groups, masters, others)
 
 
 @dataclass(frozen=True, slots=True)
 class _Fits:
-    """Whether parameters may be those of the groups of a part, by their numbers and shapes."""
+    """Checks whether parameters can be those of a part's groups, by their count and shapes."""
 
     part: _Part
 
@@ -127,7 +186,7 @@ class _Fits:
     def _group(self, members: Sequence[Parameter], group: Settings) -> bool:
         numbers = group.get(PARAMS)
         if numbers is None:
-            return True  # the distributed optimizer has none
+            return True  # the distributed optimizer does not number them
         if not isinstance(numbers, list) or len(numbers) != len(members):
             return False
         return all(
@@ -155,7 +214,7 @@ def _take_settings(found: State, members: list[Parameter], group: Settings) -> N
 
 
 def _take_numbered(found: State, part: _Part, grouped: Sequence[Sequence[Parameter]]) -> None:
-    """State by number, of a torch optimizer, and the masters beside it."""
+    """Take the state of a torch optimizer, which numbers parameters, and the master weights."""
     for place, (members, group) in enumerate(zip(grouped, part.groups, strict=True)):
         for parameter, number in zip(members, group.get(PARAMS, ()), strict=False):
             for key, value in _state_of(part, number).items():

@@ -1,30 +1,37 @@
-"""Opens a legacy checkpoint of Megatron-LM."""
+"""Reads a legacy checkpoint of Megatron-LM."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from itertools import accumulate
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
 from shardwise.formats.build import Builder
+from shardwise.formats.containers.pickle_values import Name, Opaque, Record
 from shardwise.formats.foreign import Foreign, Row, catalogued
 from shardwise.formats.language import apply_spec
 from shardwise.formats.optimizers import GROUPS, Group
+from shardwise.formats.rankfiles import unlike_values
 from shardwise.formats.readers.megatron_legacy.buffers import possible_bucketings
-from shardwise.formats.readers.megatron_legacy.complete import (
-    ITERATION,
-    check_files,
-    check_ranks,
+from shardwise.formats.readers.megatron_legacy.files import find_files, has_files, require_files
+from shardwise.formats.readers.megatron_legacy.optimizers import (
+    MASTER,
+    State,
+    optimizer_state,
 )
-from shardwise.formats.readers.megatron_legacy.files import Files, find_files, has_files
-from shardwise.formats.readers.megatron_legacy.geometry import Geometry, geometry_of
-from shardwise.formats.readers.megatron_legacy.optimizers import MASTER, State, optimizer_state
-from shardwise.formats.readers.megatron_legacy.parameters import Parameter, parameters_of
-from shardwise.formats.readers.megatron_legacy.ranks import Rank, listed_files, read_rank
-from shardwise.formats.readers.megatron_legacy.values import add_values
+from shardwise.formats.readers.megatron_legacy.ranks import (
+    ARGS,
+    ITERATION,
+    RNG,
+    Geometry,
+    Parameter,
+    Rank,
+    check_ranks,
+    geometry_of,
+    listed_files,
+    parameters_of,
+    read_ranks,
+)
 from shardwise.formats.specs import shipped
 from shardwise.formats.tree import Tree
 from shardwise.manifest.table import Int
@@ -33,14 +40,13 @@ FORMAT = "legacy Megatron-LM"
 SPEC = "megatron"
 OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 UNTIED = "untie_embeddings_and_output_weights"
-THREADS = 8
 
 Mastered: TypeAlias = Mapping[tuple[int, ...], Mapping[str, str]]
-"""Dtypes of masters, by name, of the chunks of stages: any rank's that has them."""
+"""The dtypes of master weights by name, for each chunk of the model."""
 
 
 def recognise(tree: Tree) -> bool:
-    """Whether a place has directories of ranks as Megatron-LM writes them."""
+    """Return whether a place has directories of ranks as Megatron-LM writes them."""
     return has_files(tree)
 
 
@@ -49,12 +55,12 @@ def read(tree: Tree) -> Foreign:
 
     Raises:
         CheckpointNotFoundError: the place is the directory of one rank.
-        FormatError: files are missing, or malformed.
-        MismatchError: the model is none that the shipped specification knows.
+        FormatError: files are missing or malformed.
+        MismatchError: the built-in specification does not know the model.
     """
     files = find_files(tree)
-    check_files(tree, files)
-    ranks = _read_ranks(tree, files)
+    require_files(tree, files)
+    ranks = read_ranks(tree, files)
     check_ranks(tree, files, ranks)
     geometry = geometry_of(ranks, str(tree))
     states = _states(ranks, geometry)
@@ -66,28 +72,17 @@ def read(tree: Tree) -> Foreign:
     ]
     catalogue = catalogued(listed_files(tree, files), geometry.axes, rows)
     laid = apply_spec(shipped(SPEC), catalogue, sizes={"gates": geometry.gates})
-    builder = Builder(laid.files, laid.table, list(laid.left_out), list(laid.tensors))
+    builder = Builder.of(laid)
     _add_groups(builder, laid, states)
-    add_values(builder, ranks, states[0].beside)
-    builder.left_out += [f"{name}: no file of a checkpoint" for name in files.others]
+    _add_values(builder, ranks, states[0].others)
+    builder.left_out += [f"{name}: not a file of a checkpoint" for name in files.others]
     step = ranks[0].values.get(ITERATION)
-    return replace(
-        builder.build(FORMAT),
-        replicas=laid.replicas,
-        replica_names=laid.replica_names,
+    return builder.build(
+        FORMAT,
         step=step if type(step) is int and step >= 0 else None,
         world_size=len(ranks),
+        replica_names=laid.replica_names,
     )
-
-
-def _read_ranks(tree: Tree, files: Files) -> list[Rank]:
-    counts = accumulate((len(own) for own in files.ranks.values()), initial=0)
-    with ThreadPoolExecutor(THREADS, "shardwise-open") as pool:
-        found = [
-            pool.submit(read_rank, tree, numbers, own, first)
-            for (numbers, own), first in zip(files.ranks.items(), counts, strict=False)
-        ]
-        return [each.result() for each in found]
 
 
 def _states(ranks: Sequence[Rank], geometry: Geometry) -> list[State]:
@@ -96,12 +91,12 @@ def _states(ranks: Sequence[Rank], geometry: Geometry) -> list[State]:
         bucketings = possible_bucketings(rank.args, geometry.pipeline(rank))
         found.append(optimizer_state(rank, parameters_of(rank), bucketings))
     unknown = next((state.unknown for state in found if state.unknown), "")
-    # What some ranks have and others lack makes up no tensor.
-    return [State(beside=each.beside, unknown=unknown) for each in found] if unknown else found
+    # State that some ranks lack does not make up whole tensors.
+    return [State(others=each.others, unknown=unknown) for each in found] if unknown else found
 
 
 def _mastered(ranks: Sequence[Rank], states: Sequence[State], geometry: Geometry) -> Mastered:
-    # Of experts' ranks, only the first has what the distributed optimizer has of the others.
+    # The distributed optimizer saves state that several expert ranks share on the first of them.
     found: dict[tuple[int, ...], dict[str, str]] = {}
     for rank, state in zip(ranks, states, strict=True):
         for parameter, arrays in state.arrays.items():
@@ -112,10 +107,10 @@ def _mastered(ranks: Sequence[Rank], states: Sequence[State], geometry: Geometry
 
 
 def _rows(rank: Rank, state: State, geometry: Geometry, mastered: Mastered) -> list[Row]:
-    """The arrays of a rank, by the names that the specification has for them.
+    """Return the arrays of a rank, by the names that the specification has for them.
 
-    The last pipeline stage of a tied model has a copy of the embedding as its output layer. It
-    gets the embedding's name, as other stages would have it, and is compared with that.
+    The last pipeline stage of a tied model has a copy of the embedding as its output layer. It gets
+    the embedding's name, so that it is compared with the embedding as a replica.
     """
     rows: list[Row] = []
     tied = {OUTPUT: EMBEDDING} if rank.args.get(UNTIED) is False else {}
@@ -135,7 +130,7 @@ def _rows(rank: Rank, state: State, geometry: Geometry, mastered: Mastered) -> l
 
 
 def _add_groups(builder: Builder, laid: Foreign, states: Sequence[State]) -> None:
-    """Add param groups of all ranks, and numbers that parameters have as their state."""
+    """Add the param groups of all ranks, and numbers in the state of parameters."""
     names = _names_at(laid)
     groups: dict[str, Group] = {}
     numbers: dict[str, float] = {}
@@ -146,24 +141,25 @@ def _add_groups(builder: Builder, laid: Foreign, states: Sequence[State]) -> Non
 
     for state in states:
         for members, settings in state.groups:
-            alike = repr(settings)
-            known = groups.get(alike, Group((), settings))
+            same = repr(settings)
+            known = groups.get(same, Group((), settings))
             own = [name for each in members if (name := name_of(each)) is not None]
             for name in own:
-                if settings_of.setdefault(name, alike) != alike:
+                if settings_of.setdefault(name, same) != same:
                     raise FormatError(
-                        f"{name}: ranks have different hyperparameters: {settings_of[name][:200]} "
-                        f"and {alike[:200]}: their files are of different saves"
+                        f"{name}: ranks have different hyperparameters, {settings_of[name][:200]} "
+                        "and "
+                        f"{same[:200]}: their files are from different saves"
                     )
-            groups[alike] = Group(tuple(dict.fromkeys((*known.members, *own))), settings)
+            groups[same] = Group(tuple(dict.fromkeys((*known.members, *own))), settings)
         for parameter, held in state.numbers.items():
             name = name_of(parameter)
             for key, value in held.items() if name is not None else ():
                 full = f"optimizer.{name}.{key}"
                 if numbers.setdefault(full, value) != value:
                     raise FormatError(
-                        f"{full}: it is {numbers[full]} on one rank, and {value} on another: their "
-                        "files are of different saves"
+                        f"{full}: it is {numbers[full]} on one rank and {value} on another: their "
+                        "files are from different saves"
                     )
     for name, value in numbers.items():
         builder.add_number(name, value)
@@ -174,7 +170,7 @@ def _add_groups(builder: Builder, laid: Foreign, states: Sequence[State]) -> Non
 
 
 def _names_at(laid: Foreign) -> dict[tuple[int, int], str]:
-    """Names of parameters by the file and byte at which a rank's weights begin."""
+    """Return the names of parameters by the file and byte at which a rank's weights begin."""
     found: dict[tuple[int, int], str] = {}
     tables: list[tuple[Int, Int, Int]] = [
         (table.pieces.file, table.pieces.start, table.pieces.tensor)
@@ -186,3 +182,54 @@ def _names_at(laid: Foreign) -> dict[tuple[int, int], str]:
             if kind in ("model", "module"):
                 found[file, start] = name
     return found
+
+
+def _add_values(builder: Builder, ranks: Sequence[Rank], others: Mapping[str, Any]) -> None:
+    """Add the plain values of the first rank, and random generator states of all ranks.
+
+    Args:
+        others: values of the first rank's optimizer that are not state of parameters.
+    """
+    first = ranks[0]
+    apart = {RNG: None}
+    builder.left_out += unlike_values([{**rank.values, **apart} for rank in ranks])
+    if first.args:
+        builder.add_value(ARGS, _plain_args(builder, first.args))
+    for name, value in {**first.values, **others}.items():
+        if name != RNG:
+            builder.add_value(name, value)
+    for rank in ranks:
+        if RNG in rank.values:
+            folder = rank.where.rpartition("/")[2]
+            builder.add_value(f"{RNG}.{folder}", rank.values[RNG])
+    kinds = dict.fromkeys(name.rpartition(".")[2] for rank in ranks for name in rank.unread)
+    for kind in kinds:
+        names = [n for rank in ranks for n in rank.unread if n.rpartition(".")[2] == kind]
+        builder.left_out.append(f"{names[0]} and {len(names) - 1} more: not arrays")
+
+
+def _plain_args(builder: Builder, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that have a plain form; functions and others are left out by name."""
+    kept = {}
+    for name, value in args.items():
+        strange = _strange(value)
+        if strange is None:
+            kept[name] = value
+        else:
+            builder.left_out.append(f"{ARGS}.{name}: {strange} is not read from pickles")
+    return kept
+
+
+def _strange(value: object) -> str | None:
+    if isinstance(value, Opaque):
+        return value.name
+    parts: list[object] = []
+    if isinstance(value, dict):
+        parts = [*value, *value.values()]
+    elif isinstance(value, (list, tuple, set)):
+        parts = list(value)
+    elif isinstance(value, Record):
+        parts = [*value.args, *value.fields.values()]
+    elif isinstance(value, Name):
+        return None
+    return next((found for part in parts if (found := _strange(part)) is not None), None)

@@ -1,4 +1,4 @@
-"""How tensor-parallel ranks share a parameter, as DeepSpeed's own patterns say it."""
+"""How the shards of tensor-parallel ranks make up a parameter, by DeepSpeed's own patterns."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from shardwise.errors import FormatError
+from shardwise.formats.build import Builder
+from shardwise.formats.foreign import StoredArray
 from shardwise.layout import Box
+from shardwise.manifest.table import Int
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -24,11 +29,12 @@ class Placement:
     """Where the shards of tensor-parallel ranks lie in a parameter.
 
     Attributes:
-        shape: of the parameter.
-        parts: for each rank, boxes of its shard, and where each lies in the parameter. What is in
-            no box is padding.
-        replicated: every rank has all of it, and all the same.
-        averaged: every rank has all of it, and the parameter is their mean.
+        shape: the shape of the whole parameter.
+        parts: for each rank, boxes of its shard and their offsets in the parameter. Elements of the
+            shard that are in no box are padding.
+        replicated: every rank has the whole parameter, with equal values.
+        averaged: every rank has the whole parameter, with its own values; the parameter is their
+            mean.
     """
 
     shape: Shape
@@ -37,18 +43,20 @@ class Placement:
     averaged: bool = False
 
 
-Placing: TypeAlias = Callable[[str, Sequence[Shape]], Placement]
-"""Places a parameter, given its name and its shapes on all tensor-parallel ranks."""
+Place: TypeAlias = Callable[[str, Sequence[Shape]], Placement]
+"""Returns the placement of a parameter, given its name and its shape on each rank."""
 
 
 def whole(name: str, shapes: Sequence[Shape], *, averaged: bool = False) -> Placement:
-    """Every rank has all of the parameter.
+    """Return the placement of a parameter that every rank has whole.
 
     Raises:
-        FormatError: not all have the same shape.
+        FormatError: the shapes differ.
     """
     if len(set(shapes)) != 1:
-        raise FormatError(f"{name}: ranks that should all have the same have {_listed(shapes)}")
+        raise FormatError(
+            f"{name}: the ranks should have the same shape, but have {_listed(shapes)}"
+        )
     part = ((Box.whole(shapes[0]), (0,) * len(shapes[0])),)
     return Placement(
         shapes[0],
@@ -58,23 +66,25 @@ def whole(name: str, shapes: Sequence[Shape], *, averaged: bool = False) -> Plac
     )
 
 
-def joined(
+def side_by_side(
     name: str, shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]
 ) -> Placement:
-    """Shards side by side along `dim`; or several parameters that are each, fused in each shard.
+    """Return the placement of shards that lie side by side along `dim`.
+
+    A shard may hold parts of several parameters that are fused into one tensor.
 
     Args:
-        widths: of each fused parameter, how wide it is on each rank.
+        widths: for each fused parameter, its width on each rank.
 
     Raises:
-        FormatError: shards do not fit together.
+        FormatError: the shards do not fit together.
     """
     others = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
     if len(others) != 1 or len({len(shape) for shape in shapes}) != 1 or dim >= len(shapes[0]):
         raise FormatError(f"{name}: shards of {_listed(shapes)} do not join along dimension {dim}")
     sums = [sum(row[rank] for row in widths) for rank in range(len(shapes))]
     if sums != [shape[dim] for shape in shapes]:
-        raise FormatError(f"{name}: shards of {_listed(shapes)} have not the widths {widths}")
+        raise FormatError(f"{name}: shards of {_listed(shapes)} do not have the widths {widths}")
     starts = list(itertools.accumulate([width for row in widths for width in row], initial=0))
     parts = []
     for rank, shape in enumerate(shapes):
@@ -92,13 +102,16 @@ def joined(
 
 
 def cut_to_rows(name: str, placement: Placement, rows: int) -> Placement:
-    """The same without the rows after the first `rows`, which pad a vocabulary.
+    """Return the placement without the rows after the first `rows`, which pad a vocabulary.
 
     Raises:
-        FormatError: there are fewer.
+        FormatError: there are fewer rows.
     """
     if not placement.shape or placement.shape[0] < rows:
-        raise FormatError(f"{name}: of shape {list(placement.shape)}, it has no {rows} rows")
+        raise FormatError(
+            f"{name}: its shape {list(placement.shape)} has fewer rows than the original "
+            f"vocabulary, {rows}"
+        )
     parts = []
     for boxes in placement.parts:
         kept = []
@@ -110,17 +123,19 @@ def cut_to_rows(name: str, placement: Placement, rows: int) -> Placement:
     return Placement(shape, tuple(parts), placement.replicated, placement.averaged)
 
 
-def placing_of(info: object, where: str) -> Placing:
-    """What `universal_checkpoint_info` of a checkpoint says.
+def place_of(info: object, where: str) -> Place:
+    """Return the placements that a checkpoint's `universal_checkpoint_info` describes.
 
     Raises:
-        FormatError: it is malformed; and, when it is used, if it does not fit the shards.
+        FormatError: it is missing or malformed; the returned function, if it does not fit the
+            shards.
     """
     if not isinstance(info, Mapping):
         raise FormatError(
-            f"{where}: tensor-parallel ranks wrote it, and nothing in it says how their shards "
-            "make up parameters: save it with a `universal_checkpoint_info` in client_state, which "
-            "DeepSpeed's own converter needs too"
+            f"{where}: tensor-parallel ranks wrote this checkpoint, and it does not say how their "
+            "shards make up parameters: save it with a `universal_checkpoint_info` in "
+            "client_state, "
+            "which DeepSpeed's own converter needs too"
         )
     replicated = _patterns(info, "tp_replicated_parameter_patterns", where)
     averaged = _patterns(info, "parameter_to_average_patterns", where)
@@ -133,40 +148,83 @@ def placing_of(info: object, where: str) -> Placing:
 
     def place(name: str, shapes: Sequence[Shape]) -> Placement:
         if _matches(unsupported, name):
-            raise FormatError(f"{name}: DeepSpeed itself says that its shards cannot be joined")
+            raise FormatError(
+                f"{name}: the checkpoint says that its shards cannot be joined (autotp_unsupported)"
+            )
         if _matches(replicated, name):
             made = whole(name, shapes)
         elif _matches(averaged, name):
             made = whole(name, shapes, averaged=True)
         elif _matches(halved, name):
             widths = [_first(shape, name) // 2 for shape in shapes]
-            made = joined(name, shapes, 0, [widths, widths])
+            made = side_by_side(name, shapes, 0, [widths, widths])
         elif sub := next((sub for sub in fused if _matches(sub.patterns, name)), None):
-            made = joined(name, shapes, sub.dim, sub.widths(name, shapes))
+            made = side_by_side(name, shapes, sub.dim, sub.widths(name, shapes))
         else:
             dim = 1 if _matches(by_row, name) else 0
             if any(len(shape) <= dim for shape in shapes):
                 raise FormatError(f"{name}: shards of {_listed(shapes)} do not join along {dim}")
-            made = joined(name, shapes, dim, [[shape[dim] for shape in shapes]])
+            made = side_by_side(name, shapes, dim, [[shape[dim] for shape in shapes]])
         if not _matches(vocabulary, name):
             return made
         if type(rows) is not int or rows < 0:
-            raise FormatError(f"{where}: a padded vocabulary without its original_vocab_size")
+            raise FormatError(
+                f"{where}: the vocabulary is padded, and original_vocab_size is missing"
+            )
         return cut_to_rows(name, made, rows)
 
     return place
 
 
-def pipeline_replicated(info: object, where: str) -> Callable[[str], bool]:
-    """Which parameters several pipeline stages have, as `universal_checkpoint_info` says."""
-    known = info if isinstance(info, Mapping) else {}
-    patterns = _patterns(known, "pipeline_replicated_parameter_patterns", where)
-    return lambda name: _matches(patterns, name)
+def declare(builder: Builder, name: str, dtype: str, placement: Placement) -> Int:
+    """Add a tensor unless it is there, and return its number for each rank.
+
+    The ranks of a parameter that is averaged each have a hidden tensor of their own.
+
+    Raises:
+        FormatError: the shape is too large.
+    """
+    ranks = range(len(placement.parts))
+    if name not in builder:
+        builder.add_tensor(name, dtype, placement.shape)
+    if not placement.averaged:
+        return np.full(len(ranks), builder.number(name))
+    if name not in builder.averages:
+        hidden = tuple(f"{name}.of_rank_{rank}" for rank in ranks)
+        builder.averages[name] = hidden
+        for each in hidden:
+            builder.add_tensor(each, dtype, placement.shape)
+    return np.array([builder.number(each) for each in builder.averages[name]], np.int64)
+
+
+def add_shards(
+    builder: Builder, name: str, arrays: Sequence[StoredArray], placement: Placement
+) -> None:
+    """Add a tensor of the ranks' shards; if it is there already, add them as replicas.
+
+    Raises:
+        FormatError: dtypes differ, or the tensor is there with another dtype or shape.
+    """
+    dtype = arrays[0].dtype
+    found = {array.dtype for array in arrays}
+    replica = name in builder
+    if replica:
+        entry = builder.entry(name)
+        if (entry.dtype, entry.shape) != (dtype, placement.shape):
+            found.add(f"{entry.dtype} {list(entry.shape)}")
+    if len(found) > 1:
+        raise FormatError(f"{name}: ranks differ: {', '.join(sorted(found))}")
+    tensors = declare(builder, name, dtype, placement)
+    for rank, (array, boxes) in enumerate(zip(arrays, placement.parts, strict=True)):
+        again = replica or (placement.replicated and rank > 0)
+        for box, offset in boxes:
+            if box.size:
+                builder.add_box(int(tensors[rank]), offset, array, box, replica=again)
 
 
 @dataclass(frozen=True, slots=True)
 class _Fused:
-    """Parameters that consist of several along `dim`; `sizes` of each, or how many equal ones."""
+    """Parameters fused along `dim`; `sizes` are their widths, or their number if they are equal."""
 
     patterns: tuple[re.Pattern[str], ...]
     dim: int
@@ -176,7 +234,7 @@ class _Fused:
     def widths(self, name: str, shapes: Sequence[Shape]) -> Sequence[Sequence[int]]:
         if self.recorded is not None:
             if any(len(row) != len(shapes) for row in self.recorded):
-                raise FormatError(f"{name}: its recorded widths are not of {len(shapes)} ranks")
+                raise FormatError(f"{name}: its recorded widths are not for {len(shapes)} ranks")
             return self.recorded
         if any(len(shape) <= self.dim for shape in shapes):
             raise FormatError(f"{name}: shards of {_listed(shapes)} have no dimension {self.dim}")
@@ -184,10 +242,14 @@ class _Fused:
         if isinstance(sizes, int):
             total = sum(shape[self.dim] for shape in shapes)
             if sizes < 1 or total % sizes:
-                raise FormatError(f"{name}: a width of {total} is not {sizes} equal ones")
+                raise FormatError(
+                    f"{name}: a width of {total} does not divide into {sizes} equal parts"
+                )
             sizes = (total // sizes,) * sizes
         if any(size % len(shapes) for size in sizes):
-            raise FormatError(f"{name}: parts of {list(sizes)} do not divide by {len(shapes)}")
+            raise FormatError(
+                f"{name}: widths of {list(sizes)} do not divide by {len(shapes)} ranks"
+            )
         return [[size // len(shapes)] * len(shapes) for size in sizes]
 
 
@@ -215,25 +277,30 @@ def _fused(info: Mapping[Any, Any], where: str) -> list[_Fused]:
 def _patterns(info: Mapping[Any, Any], key: str, where: str) -> tuple[re.Pattern[str], ...]:
     listed = info.get(key) or ()
     if not isinstance(listed, (list, tuple)):
-        raise FormatError(f"{where}: {key} is no list")
+        raise FormatError(f"{where}: {key} is not a list")
     return tuple(_compiled(pattern, where) for pattern in listed)
 
 
 def _compiled(pattern: object, where: str) -> re.Pattern[str]:
     if not isinstance(pattern, str) or len(pattern) > LONGEST_PATTERN:
-        raise FormatError(f"{where}: a pattern of parameters' names is no text of a fair length")
-    # A hostile pattern could take all time there is to match.
+        raise FormatError(
+            f"{where}: a pattern of parameter names is not a string of up to {LONGEST_PATTERN} "
+            "characters"
+        )
+    # Matching a hostile pattern could take forever.
     if _REPEATED_GROUP.search(pattern) or len(_REPEAT.findall(pattern)) > MOST_REPEATS:
-        raise FormatError(f"{where}: the pattern {pattern[:80]!r} repeats too much to be matched")
+        raise FormatError(
+            f"{where}: the pattern {pattern[:80]!r} has too many repetitions to be matched safely"
+        )
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        raise FormatError(f"{where}: {pattern[:80]!r} is no pattern: {error}") from error
+        raise FormatError(f"{where}: {pattern[:80]!r} is not a valid pattern: {error}") from error
 
 
 def _counts(values: object, where: str) -> tuple[int, ...]:
     if not isinstance(values, (list, tuple)) or not all(type(n) is int and n >= 0 for n in values):
-        raise FormatError(f"{where}: widths of parts are no counts")
+        raise FormatError(f"{where}: the widths of fused parameters are not counts")
     return tuple(values)
 
 
@@ -243,7 +310,7 @@ def _matches(patterns: Sequence[re.Pattern[str]], name: str) -> bool:
 
 def _first(shape: Shape, name: str) -> int:
     if not shape or shape[0] % 2:
-        raise FormatError(f"{name}: a shard of {list(shape)} is not two of equal height")
+        raise FormatError(f"{name}: a shard of {list(shape)} does not divide into two equal halves")
     return shape[0]
 
 
