@@ -14,6 +14,7 @@ import torch
 
 from shardwise.testing import Gang
 from tests.formats.dcp_checkpoints import FLAT, NESTED, save_with_dcp
+from tests.formats.foreign_goldens import unpacked
 from tests.multirank.models import WORLDS
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -61,26 +62,48 @@ def run(program: str, *args: str, ranks: int = 0) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """All cases on two ranks, some on four, some converted."""
+GOLDEN_OR_LIVE = ("golden", pytest.param("live", marks=pytest.mark.long))
+"""Checkpoints of DeepSpeed 0.19.8 that are kept, or those that the installed version writes."""
+
+
+def require_deepspeed() -> None:
+    """Skip tests that run DeepSpeed, if it is not installed."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed: pip install '.[frameworks]'")
+
+
+@pytest.fixture(scope="session", params=GOLDEN_OR_LIVE)
+def checkpoints(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Checkpoints:
+    """All cases on two ranks, some on four, some converted to universal checkpoints.
+
+    The golden ones are what `make_checkpoints` made once: `tests/compat/foreign/deepspeed.tar.xz`.
+    """
     directory = tmp_path_factory.mktemp("deepspeed")
+    if request.param == "golden":
+        return Checkpoints(unpacked("deepspeed", directory) / "deepspeed")
+    require_deepspeed()
+    make_checkpoints(directory)
+    return Checkpoints(directory)
+
+
+def make_checkpoints(directory: Path) -> None:
+    """Have DeepSpeed write the checkpoints of the fixture `checkpoints`."""
     for ranks, cases in ((2, ON_TWO), (4, ON_FOUR)):
         place = directory / str(ranks)
         place.mkdir()
         run("train_deepspeed.py", str(place), *cases, ranks=ranks)
     run("to_universal.py", str(directory / "2"), *CONVERTED)
-    return Checkpoints(directory)
 
 
-@pytest.fixture(scope="session")
-def parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session", params=GOLDEN_OR_LIVE)
+def parallel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pipelines of two stages, and experts on two ranks, twice each: on four ranks."""
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed: pip install '.[frameworks]'")
     directory = tmp_path_factory.mktemp("deepspeed-parallel")
+    if request.param == "golden":
+        return unpacked("deepspeed_parallel", directory) / "deepspeed-parallel"
+    require_deepspeed()
     run("parallel_deepspeed.py", str(directory), *PARALLEL, ranks=4)
     return directory
 
