@@ -26,7 +26,7 @@ from shardwise.formats.containers.safetensors import read_header
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.containers.zip_archive import read_directory
 from shardwise.formats.foreign import Foreign, ForeignFile, StoredArray
-from shardwise.formats.piece_tables import lay
+from shardwise.formats.piece_tables import table_of_arrays
 from shardwise.formats.validate import checked
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
@@ -216,7 +216,7 @@ def assert_within(value: Any, size: int) -> None:
     if isinstance(value, dict):
         arrays = [each for each in value.values() if isinstance(each, StoredArray)]
     entries = [TensorEntry(f"t{i}", a.dtype, a.shape) for i, a in enumerate(arrays)]
-    table = lay(list(enumerate(arrays)))
+    table = table_of_arrays(list(enumerate(arrays)))
     files = (ForeignFile("a.pt", size),)
     checked(Foreign(format="it", files=files, tensors=tuple(entries), table=table))
 

@@ -186,7 +186,9 @@ def test_files_of_two_saves_are_no_checkpoint(saved: Path, tmp_path: Path) -> No
     shutil.copytree(saved / "fsdp2", place)
     state = torch.load(place / "rank1.pt", weights_only=False)
     torch.save({**state, "step": 8}, place / "rank1.pt")
-    with pytest.raises(sw.FormatError, match=r"step differs: rank0\.pt and rank1\.pt\. Files of"):
+    with pytest.raises(
+        sw.FormatError, match=r"step differs: rank0\.pt and rank1\.pt\. Either the files"
+    ):
         sw.open(place)
     flat = {"state": {0: {"exp_avg": torch.ones(9)}}, "param_groups": [{"params": [0]}]}
     for rank in range(2):

@@ -86,27 +86,20 @@ class Builder:
     ) -> int:
         """Add a tensor without pieces, and return its number.
 
+        `validate.checked` refuses a name that is added twice.
+
         Raises:
-            FormatError: another tensor has this name, or the shape is too large.
+            FormatError: the shape is too large.
         """
-        if name in self._numbers:
-            raise FormatError(
-                f"the name {name[:200]!r} is there twice, keys joined by dots: save one of the two "
-                "under another"
-            )
         itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else 1
         if math.prod(n for n in shape if n) * itemsize > LARGEST:
             raise FormatError(f"{name}: the shape {list(shape)} is absurdly large")
         self._numbers[name] = len(self._tensors)
         self._tensors.append(TensorEntry(name, dtype, tuple(shape), same_as=same_as))
-        return self._numbers[name]
+        return len(self._tensors) - 1
 
     def tie(self, name: str, other: str) -> None:
-        """Add a tensor that is the same as another one.
-
-        Raises:
-            FormatError: another tensor has this name.
-        """
+        """Add a tensor that is the same as another one."""
         entry = self.entry(other)
         self.add_tensor(name, entry.dtype, entry.shape, same_as=entry.same_as or other)
 
@@ -118,7 +111,7 @@ class Builder:
         """Add a tensor that is one array of a file, and return its number.
 
         Raises:
-            FormatError: another tensor has this name, or the shape is too large.
+            FormatError: the shape is too large.
         """
         tensor = self.add_tensor(name, array.dtype, array.shape)
         self._boxes[False].append((tensor, (0,) * len(array.shape), array))
@@ -155,7 +148,7 @@ class Builder:
         """Add a number as a 0-d float32 tensor, the type that optimizers count steps with.
 
         Raises:
-            FormatError: the number is too large, or another tensor has this name.
+            FormatError: the number is too large.
         """
         self.add_array(name, self.content(number_tensor(value)))
 
@@ -163,9 +156,6 @@ class Builder:
         """Add a plain value and the arrays in it; a lone array becomes a tensor.
 
         A value that has no plain form adds a line to `left_out`.
-
-        Raises:
-            FormatError: the name of an array in it is already taken.
         """
         if isinstance(value, StoredArray):
             self.add_array(name, value)

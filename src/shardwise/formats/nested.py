@@ -63,9 +63,6 @@ def foreign_of(leaves: Leaves, format: str) -> Foreign:  # noqa: A002 - the name
     A leaf is named by its path, joined by dots. Optimizer state is named
     `<optimizer>.<parameter>.<key>` where the names of the parameters are known. A module whose
     parameters lie at the top of the state is called `model`.
-
-    Raises:
-        FormatError: two leaves get the same name.
     """
     paths = [path for path, _, _ in leaves.tensors]
     optimizers = find_optimizers((*paths, *leaves.values), leaves.values)
