@@ -44,7 +44,7 @@ demo-failures: $(READY) ## lose processes and hosts, and go on from memory; need
 	$(RUN) examples/failures.py $(ARGS)
 
 bench: $(READY) ## measure against the peers and the machine's own limits
-	$(RUN) benchmarks/run.py $(ARGS)
+	$(RUN) -m benchmarks.run $(ARGS)
 
 peers: $(READY) ## install the peers that benchmarks compare with; those that are absent are left out
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[peers]'

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from harness import LARGE, ROWS, Bench, arguments
-
 import shardwise as sw
+from benchmarks.harness import LARGE, ROWS, Bench, arguments
 
 
 def main() -> None:

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import LARGE, ROWS, Bench, arguments
-from limits import direct_write, sync_files
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
+from benchmarks.harness import LARGE, ROWS, Bench, arguments
+from benchmarks.limits import direct_write, sync_files
 
 try:
     import torch_checkpointing

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from harness import ITS_OWN, Bench, arguments
-
+from benchmarks.harness import ITS_OWN, Bench, arguments
 from shardwise.formats.language import apply_spec
 from shardwise.formats.specs import shipped
 from tests.formats.language.test_scale import PP, SIZES, simulated

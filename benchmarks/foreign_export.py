@@ -11,15 +11,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zero
 from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_state_dict
-from harness import ROWS, Bench, Size, arguments
-from limits import direct_read, direct_write, sync_files
-from memory import peak_beyond
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint._consolidate_hf_safetensors import (
     consolidate_safetensors_files_on_every_rank as consolidate,
 )
 
 import shardwise as sw
+from benchmarks.harness import ROWS, Bench, Size, arguments
+from benchmarks.limits import direct_read, direct_write, sync_files
+from benchmarks.memory import peak_beyond
 
 SIZE = Size(tensors=64)
 FILES = 4

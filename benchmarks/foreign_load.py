@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import ROWS, Bench, Size, arguments
 from safetensors.torch import save_file
 
 import shardwise as sw
+from benchmarks.harness import ROWS, Bench, Size, arguments
 
 SIZE = Size(tensors=64)
 MOST = 1.3

@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-import rank_files
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import ITS_OWN, Bench, arguments
 
 import shardwise as sw
+from benchmarks import rank_files
+from benchmarks.harness import ITS_OWN, Bench, arguments
 
 TENSORS, TENSORS_QUICK = 10_000, 1_000
 MAKERS = {

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 import zero
 from deepspeed.utils import safe_get_full_fp32_param
-from harness import ITS_OWN, Bench, arguments, rounded
-from limits import bytes_read, read_all
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
+from benchmarks.harness import ITS_OWN, Bench, arguments, rounded
+from benchmarks.limits import bytes_read, read_all
 
 BLOCKS, BLOCKS_QUICK = 10, 1
 ROUNDS = 3

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import msgspec
 import torch
-from harness import machine, rounded
-from training import Shape, Training
 
 import shardwise as sw
+from benchmarks.harness import machine, rounded
+from benchmarks.training import Shape, Training
 
 NEVER = 1 << 30
 WARM = 5

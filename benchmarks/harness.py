@@ -17,9 +17,10 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from limits import drop_cached, read_all
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+
+from benchmarks.limits import drop_cached, read_all
 
 ROWS, COLUMNS = Shard(0), Shard(1)
 IN_A_ROW = 3

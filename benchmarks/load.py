@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch.distributed.checkpoint as dcp
-from harness import LARGE, ROWS, Bench, arguments
-from limits import direct_read, direct_write
 
 import shardwise as sw
+from benchmarks.harness import LARGE, ROWS, Bench, arguments
+from benchmarks.limits import direct_read, direct_write
 
 
 def main() -> None:

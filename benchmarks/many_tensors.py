@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch.distributed.checkpoint as dcp
-from harness import COLUMNS, MANY, ROWS, Bench, arguments
 
 import shardwise as sw
+from benchmarks.harness import COLUMNS, MANY, ROWS, Bench, arguments
 
 
 def main() -> None:

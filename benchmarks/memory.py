@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from harness import COLUMNS, LARGE, ROWS, Bench, arguments
-
 import shardwise as sw
+from benchmarks.harness import COLUMNS, LARGE, ROWS, Bench, arguments
 
 BUFFERS = (16, 64, 256)
 ALLOWED = 256

@@ -16,13 +16,13 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed as dist
-from harness import ITS_OWN, Bench, arguments
-from limits import copier
-from peers import Begun, Peer, local, nothing, peers
-from processor import family, processor_seconds
-from training import Shape, Training
 
 import shardwise as sw
+from benchmarks.harness import ITS_OWN, Bench, arguments
+from benchmarks.limits import copier
+from benchmarks.peers import Begun, Peer, local, nothing, peers
+from benchmarks.processor import family, processor_seconds
+from benchmarks.training import Shape, Training
 from shardwise.manifest.checksums import block_checksums
 
 MEMORY = Path("/dev/shm/shardwise-overhead")

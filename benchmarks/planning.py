@@ -6,9 +6,9 @@ import statistics
 import time
 
 import numpy as np
-from harness import MANY, ROWS, Bench, arguments, rounded
 
 import shardwise as sw
+from benchmarks.harness import MANY, ROWS, Bench, arguments, rounded
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.save import plan_save
 from shardwise.plan.tables import Description, columns_of

@@ -1,14 +1,11 @@
-"""How fast the share of a rank comes back that is not here: from a peer's agent, and by XOR.
+"""The time to restore the share of another rank: from its agent, and by XOR from two others.
 
-Each rank has a node, which is a directory with an agent of its own. Rank 0 restores what another
-rank has saved: first while the node of that one is there, then when it is lost with its memory.
+Limits: a plain HTTP range download, and a copy in memory. Rank 0 restores what another rank saved,
+first from the node of that rank, then after that node is lost with its memory.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,22 +18,21 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from harness import Bench, Size, arguments
-from limits import copier
-from peers import nothing
 
 import shardwise as sw
+from benchmarks.harness import Bench, Size, arguments
+from benchmarks.limits import copier
+from benchmarks.nodes import Nodes, save_protected
+from benchmarks.peers import nothing
 from shardwise.memory.records import Protect
 from shardwise.memory.redundancy.rebuild import Rebuilder
 from shardwise.memory.seal import mapped
 from shardwise.store.store import Buffer
 
 SHARES = Size(tensors=48)  # memory holds them five times: two slots of each, and parity
-MEMORY = Path("/dev/shm/shardwise-rebuild")
 OWNER = 1
 """The rank whose share rank 0 restores."""
 THREADS = 2
-NEVER = 1 << 30
 CHECK = "check"
 DOWNLOAD, FROM_PEER = "plain HTTP range download", "sw: restore from a peer"
 BY_XOR = "sw: restore by XOR of what two peers have"
@@ -55,14 +51,11 @@ def main() -> None:
     bench = Bench("rebuild", SHARES, arguments())
     mine = share_of(bench, bench.rank, torch.randn)
     wanted = share_of(bench, OWNER, torch.zeros) if bench.rank == 0 else {}
+    nodes = Nodes(bench)
     with ExitStack() as cleanup:
-        cleanup.callback(clean, bench)
-        if bench.rank == 0:
-            shutil.rmtree(MEMORY, ignore_errors=True)
-            MEMORY.mkdir()
-        dist.barrier()
+        cleanup.callback(nodes.clean)
         for step in bench.rounds:
-            ask(bench, mine, wanted, step)
+            ask(bench, nodes, mine, wanted, step)
     bench.compare(DOWNLOAD, FROM_PEER, BY_XOR)
     bench.compare(COPY, XOR)
     peer, xor = bench.ratio(DOWNLOAD, FROM_PEER), bench.ratio(COPY, XOR)
@@ -71,16 +64,12 @@ def main() -> None:
     bench.finish()
 
 
-def ask(bench: Bench, mine: Tensors, wanted: Tensors, step: int) -> None:
-    """One round: save, and bring the share back in all ways."""
-    with checkpointer_of(bench) as checkpointer:
-        handle = checkpointer.save(step, {"model": mine})
-        if handle is None:
-            raise RuntimeError("a save that waits for a slot was left out")
-        handle.protected()
-        dist.barrier()
+def ask(bench: Bench, nodes: Nodes, mine: Tensors, wanted: Tensors, step: int) -> None:
+    """Save, and restore the share in all ways."""
+    with nodes.checkpointer() as checkpointer:
+        save_protected(checkpointer, step, {**mine})
         with ExitStack() as cleanup:
-            ways = ways_of(step, bench.world, cleanup) if bench.rank == 0 else {}
+            ways = ways_of(nodes, step, bench.world, cleanup) if bench.rank == 0 else {}
             for name in (COPY, XOR, DOWNLOAD):
                 bench.measure(name, ways.get(name, nothing))
                 ways.get(CHECK, nothing)()
@@ -88,17 +77,19 @@ def ask(bench: Bench, mine: Tensors, wanted: Tensors, step: int) -> None:
         compare(bench, mine, wanted)
     dist.barrier()
     if bench.rank == OWNER:
-        lose(node(OWNER))
-    with checkpointer_of(bench) as checkpointer:
+        nodes.lose(OWNER)
+    with nodes.checkpointer() as checkpointer:
         restore(bench, BY_XOR, checkpointer, wanted, "decoded")
         compare(bench, mine, wanted)
 
 
-def ways_of(step: int, world: int, cleanup: ExitStack) -> dict[str, Callable[[], object]]:
+def ways_of(
+    nodes: Nodes, step: int, world: int, cleanup: ExitStack
+) -> dict[str, Callable[[], object]]:
     """What rank 0 does with the owner's file: copies, rebuilds and downloads it."""
     held: dict[tuple[str, str], Buffer] = {}
     for rank in range(world):
-        (home,) = node(rank).iterdir()
+        (home,) = nodes[rank].iterdir()
         name = (home / "node").read_text()
         (snapshot,) = home.glob(f"runs/*/step-{step:08d}")
         held |= {(name, path.name): touched(path) for path in snapshot.iterdir()}
@@ -184,40 +175,6 @@ def share_of(bench: Bench, rank: int, make: Callable[..., torch.Tensor]) -> Tens
     """What a rank saves, which no other has."""
     shape = bench.size.nbytes // 4 // bench.size.columns, bench.size.columns
     return {f"rank{rank}.w{i}": make(shape) for i in range(bench.size.tensors // bench.world)}
-
-
-@contextmanager
-def checkpointer_of(bench: Bench) -> Iterator[sw.Checkpointer]:
-    """This rank's, on a node of its own."""
-    directory = node(bench.rank)
-    directory.mkdir(exist_ok=True)
-    memory = sw.Memory(dir=str(directory), parity=1, slots=1, when_full="wait", rescue=False)
-    checkpointer = sw.Checkpointer(bench.dir / "root", save_every=NEVER, memory=memory)
-    try:
-        yield checkpointer
-    finally:
-        checkpointer.close(wait=False)
-
-
-def node(rank: int) -> Path:
-    """The memory of a rank's node."""
-    return MEMORY / f"node{rank}"
-
-
-def lose(directory: Path) -> None:
-    """A node is lost, with its agent and all of its memory."""
-    for info in directory.glob("*/agent.json"):
-        os.kill(msgspec.json.decode(info.read_bytes())["process"], signal.SIGKILL)
-    shutil.rmtree(directory)
-
-
-def clean(bench: Bench) -> None:
-    """End the agents, and leave nothing in memory."""
-    dist.barrier()
-    if bench.rank == 0:
-        for rank in range(bench.world):
-            lose(node(rank))
-        shutil.rmtree(MEMORY)
 
 
 if __name__ == "__main__":

@@ -1,36 +1,28 @@
-"""How soon all ranks have their state back when one of four hosts is gone.
+"""The time to restore on all ranks after the loss of one of four hosts.
 
-Each rank has a node, which is a directory with an agent of its own; they protect each other by
-parity. The last node is lost as a host is that loses its power: its memory is empty, and whoever
-calls its old address hears nothing. All four ranks restore, the last one on an empty node.
+Limit: a copy of each rank's share at half of the memory's bandwidth, plus 1.5 s. The nodes protect
+each other by parity. The last host fails as by a loss of power: its memory is empty, and its old
+address does not answer. All four ranks restore, the last one on an empty node.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
 import socket
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from urllib.parse import urlsplit
 
-import msgspec
 import torch
 import torch.distributed as dist
-from harness import ROWS, Bench, Size, arguments
-from limits import copier
 from torch.distributed.tensor import DTensor
 
-import shardwise as sw
-from shardwise.memory.records import AgentInfo
+from benchmarks.harness import ROWS, Bench, Size, arguments
+from benchmarks.limits import copier
+from benchmarks.nodes import Nodes, save_protected
 
 STATE = Size(tensors=16)
-MEMORY = Path("/dev/shm/shardwise-recover")
-NEVER = 1 << 30
 COPY = "copy of each rank's share"
 WHOLE = "sw: restore, nothing lost"
 LOST = "sw: restore, one of four hosts gone"
@@ -41,20 +33,21 @@ FIXED = 1.5
 
 def main() -> None:
     bench = Bench("recover", STATE, arguments())
-    mine = bench.model(ROWS)
+    nodes, mine = Nodes(bench), bench.model(ROWS)
     wanted = {name: torch.zeros_like(each) for name, each in mine.items()}
     copy = copier([each.to_local() for each in mine.values()], 1)
     phases: dict[str, list[dict[str, float]]] = {}
     for step in bench.rounds:
         for name in (WHOLE, LOST, PENDING):
             with ExitStack() as cleanup:
-                cleanup.callback(clean, bench)
-                save(bench, mine, step)
+                cleanup.callback(nodes.clean)
+                with nodes.checkpointer(group=4) as checkpointer:
+                    save_protected(checkpointer, step, {**mine})
                 if name is WHOLE:
                     bench.measure(COPY, copy)
                 else:
-                    lose(bench, cleanup, name)
-                phases.setdefault(name, []).append(restore(bench, name, mine, wanted))
+                    lose(bench, nodes, cleanup, name)
+                phases.setdefault(name, []).append(restore(bench, nodes, name, mine, wanted))
     bench.compare(COPY, WHOLE, LOST, PENDING)
     for name in (LOST, PENDING):
         taken = zip(bench.seconds[name], bench.seconds[COPY], strict=True)
@@ -69,37 +62,24 @@ def main() -> None:
     bench.finish()
 
 
-def save(bench: Bench, mine: dict[str, DTensor], step: int) -> None:
-    """Save a step, and leave once it is protected."""
-    with checkpointer_of(bench) as checkpointer:
-        handle = checkpointer.save(step, {"model": mine})
-        if handle is None:
-            raise RuntimeError("a save that waits for a slot was left out")
-        handle.protected()
-        dist.barrier()
-
-
-def lose(bench: Bench, cleanup: ExitStack, name: str) -> None:
-    """Take the last rank's host away."""
+def lose(bench: Bench, nodes: Nodes, cleanup: ExitStack, name: str) -> None:
+    """Lose the host of the last rank."""
     if bench.rank == bench.world - 1:
-        (path,) = node(bench.rank).glob("*/agent.json")
-        info = msgspec.json.decode(path.read_bytes(), type=AgentInfo)
-        os.kill(info.process, signal.SIGKILL)
-        shutil.rmtree(node(bench.rank))
+        info = nodes.lose(bench.rank)
         cleanup.enter_context(off(urlsplit(info.url).port or 0))
     elif name is PENDING:
-        (run,) = node(bench.rank).glob("*/runs/*")
-        (run / "step-99999999").mkdir()  # what is left of a step that was being saved
+        (run,) = nodes[bench.rank].glob("*/runs/*")
+        (run / "step-99999999").mkdir()  # as a save that was interrupted leaves it
     dist.barrier()
 
 
 @contextmanager
 def off(port: int) -> Iterator[None]:
-    """A port that takes no connection and refuses none, as that of a host without power."""
+    """Make a port that neither accepts nor refuses connections, as that of a host without power."""
     with ExitStack() as sockets:
         listener = sockets.enter_context(socket.socket())
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        for _ in range(500):  # until the agent, which was killed, is gone
+        for _ in range(500):  # until the killed agent is gone
             with suppress(OSError):
                 listener.bind(("127.0.0.1", port))
                 break
@@ -113,12 +93,12 @@ def off(port: int) -> Iterator[None]:
 
 
 def restore(
-    bench: Bench, name: str, mine: dict[str, DTensor], wanted: dict[str, DTensor]
+    bench: Bench, nodes: Nodes, name: str, mine: dict[str, DTensor], wanted: dict[str, DTensor]
 ) -> dict[str, float]:
-    """Restore on all ranks, and compare each byte; each phase's seconds, of the slowest rank."""
+    """Restore and compare all bytes. Returns the seconds of each phase on the slowest rank."""
     for tensor in wanted.values():
         tensor.to_local().zero_()
-    with checkpointer_of(bench) as checkpointer:
+    with nodes.checkpointer(group=4) as checkpointer:
         bench.measure(name, lambda: checkpointer.restore({"model": wanted}))
         report = checkpointer.last_restore
     if report is None or report.source != "memory":
@@ -127,37 +107,6 @@ def restore(
         raise RuntimeError("what was restored is not what was saved")
     everyone = bench.gathered(report.seconds)
     return {phase: max(each[phase] for each in everyone) for phase in PHASES}
-
-
-@contextmanager
-def checkpointer_of(bench: Bench) -> Iterator[sw.Checkpointer]:
-    """This rank's, on a node of its own."""
-    directory = node(bench.rank)
-    directory.mkdir(parents=True, exist_ok=True)
-    memory = sw.Memory(
-        dir=str(directory), parity=1, group=4, slots=1, when_full="wait", rescue=False
-    )
-    checkpointer = sw.Checkpointer(bench.dir / "root", save_every=NEVER, memory=memory)
-    try:
-        yield checkpointer
-    finally:
-        checkpointer.close(wait=False)
-
-
-def node(rank: int) -> Path:
-    """The memory of a rank's node."""
-    return MEMORY / f"node{rank}"
-
-
-def clean(bench: Bench) -> None:
-    """End the agents, and leave nothing in memory or in the root."""
-    dist.barrier()
-    if bench.rank == 0:
-        for path in MEMORY.glob("node*/*/agent.json"):
-            os.kill(msgspec.json.decode(path.read_bytes(), type=AgentInfo).process, signal.SIGKILL)
-        shutil.rmtree(MEMORY, ignore_errors=True)
-        shutil.rmtree(bench.dir / "root", ignore_errors=True)
-    dist.barrier()
 
 
 if __name__ == "__main__":

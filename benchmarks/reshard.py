@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import COLUMNS, LARGE, ROWS, Bench, arguments
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 import shardwise as sw
+from benchmarks.harness import COLUMNS, LARGE, ROWS, Bench, arguments
 
 SAME = "same sharding"
 TARGETS = {

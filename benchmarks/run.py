@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from page import rewrite
+from benchmarks.page import rewrite
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
@@ -80,12 +80,12 @@ def ask(run: Run, options: argparse.Namespace) -> bool:
     """Run one benchmark under torchrun. Returns whether it ended well."""
     print(f"== {run.question}, {run.processes} processes, {run.dtype}", flush=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={run.processes}", str(HERE / f"{run.question}.py")]
+    command += [f"--nproc-per-node={run.processes}", "--module", f"benchmarks.{run.question}"]
     command += [f"--dir={options.dir}", f"--rounds={options.rounds}", f"--dtype={run.dtype}"]
     command += ["--quick"] if options.quick else [f"--results={RESULTS}"]
     path = os.pathsep.join([str(HERE.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONWARNINGS": "ignore"}
-    environment["PYTHONPATH"] = path  # a question may use what tests simulate
+    environment["PYTHONPATH"] = path
     return subprocess.run(command, env=environment, check=False).returncode == 0
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed as dist
-from harness import ROWS, Bench, Size, arguments, rounded
-from limits import copier, direct_write
-from peers import Begun, Peer, Tensors, local, peers
 
 import shardwise as sw
+from benchmarks.harness import ROWS, Bench, Size, arguments, rounded
+from benchmarks.limits import copier, direct_write
+from benchmarks.peers import Begun, Peer, Tensors, local, peers
 
 THREADS = 4
 HALF = Size(tensors=64)  # memory holds it about ten times over, with all peers

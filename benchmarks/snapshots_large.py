@@ -1,7 +1,7 @@
 """The same as `snapshots` with 1 GB on each of two ranks; memory holds fewer peers beside that."""
 
-from harness import LARGE, Bench, arguments
-from snapshots import ask
+from benchmarks.harness import LARGE, Bench, arguments
+from benchmarks.snapshots import ask
 
 BESIDE = {"dcp.async_save, thread", "dcp.async_save, thread, memory kept"}
 

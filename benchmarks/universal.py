@@ -8,7 +8,8 @@ import time
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from deepspeed.checkpoint import ds_to_universal
-from limits import bytes_read
+
+from benchmarks.limits import bytes_read
 
 if __name__ == "__main__":
     options = ds_to_universal.parse_arguments()

@@ -1,0 +1,73 @@
+"""Nodes of a benchmark: a directory in memory for each rank, with an agent of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import torch.distributed as dist
+
+import shardwise as sw
+from benchmarks.harness import Bench
+from shardwise.memory.records import AgentInfo
+
+NEVER = 1 << 30
+
+
+class Nodes:
+    """The nodes of all ranks of a benchmark."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._memory = Path(f"/dev/shm/shardwise-{bench.question}")
+
+    def __getitem__(self, rank: int) -> Path:
+        """The directory of a rank's node."""
+        return self._memory / f"node{rank}"
+
+    @contextmanager
+    def checkpointer(self, *, group: int = 8) -> Iterator[sw.Checkpointer]:
+        """Open this rank's Checkpointer, on its own node."""
+        directory = self[self._bench.rank]
+        directory.mkdir(parents=True, exist_ok=True)
+        memory = sw.Memory(
+            dir=str(directory), parity=1, group=group, slots=1, when_full="wait", rescue=False
+        )
+        checkpointer = sw.Checkpointer(self._bench.dir / "root", save_every=NEVER, memory=memory)
+        try:
+            yield checkpointer
+        finally:
+            checkpointer.close(wait=False)
+
+    def lose(self, rank: int) -> AgentInfo:
+        """Kill a node's agent and delete its memory. Returns what was known of the agent."""
+        (path,) = self[rank].glob("*/agent.json")
+        info = msgspec.json.decode(path.read_bytes(), type=AgentInfo)
+        os.kill(info.process, signal.SIGKILL)
+        shutil.rmtree(self[rank])
+        return info
+
+    def clean(self) -> None:
+        """Kill all agents, and delete their memory and the root."""
+        dist.barrier()
+        if self._bench.rank == 0:
+            for path in self._memory.glob("node*/*/agent.json"):
+                info = msgspec.json.decode(path.read_bytes(), type=AgentInfo)
+                os.kill(info.process, signal.SIGKILL)
+            shutil.rmtree(self._memory, ignore_errors=True)
+            shutil.rmtree(self._bench.dir / "root", ignore_errors=True)
+        dist.barrier()
+
+
+def save_protected(checkpointer: sw.Checkpointer, step: int, model: dict[str, object]) -> None:
+    """Save a step, and wait until it is protected on all ranks."""
+    handle = checkpointer.save(step, {"model": model})
+    if handle is None:
+        raise RuntimeError("a save that waits for a slot was left out")
+    handle.protected()
+    dist.barrier()
