@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.manifest.manifest import Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.lineage import MOST_BRANCHES, Branch, Lineage, go_on_from, lineage_of
-from shardwise.memory.remote.search import Held, choose
+from shardwise.memory.remote.search import Held, Search
 from shardwise.store import LocalStore
 
 RUN = "0" * 16
@@ -129,7 +129,7 @@ def chosen(nodes: list[dict[int, dict[str, bytes]]], lineage: Lineage) -> tuple[
         for node, by_step in enumerate(nodes)
     ]
     infos = {each.node: records.AgentInfo(each.node, "http://x", "t") for each in held}
-    found = choose(held, infos, read, step=None, lineage=lineage)
+    found = Search(held, infos, read, lineage).choose(None)
     return found.step, str(found.newer)
 
 
@@ -142,13 +142,13 @@ def test_abandoned_snapshots_of_idle_nodes_are_passed_over(of: str) -> None:
     lineage = lineage.gone_on_from(20)
     step, why = chosen([idle], lineage)
     assert step == 20
-    assert why.count("abandoned: the run went on from step 20") == 2
+    assert why.count("abandoned: the run resumed from step 20") == 2
     assert chosen([idle, busy], lineage)[0] == 30
     again = {35: saved(35, 1, of=of)}
     assert chosen([idle, busy | again], lineage)[0] == 35
     assert chosen([idle, busy], lineage.gone_on_from(None)) == (
         None,
-        str([(s, "memory: abandoned: the run began anew") for s in (37, 35, 30, 21, 20, 19)]),
+        str([(s, "memory: abandoned: the run started anew") for s in (37, 35, 30, 21, 20, 19)]),
     )
 
 
@@ -157,7 +157,7 @@ def test_one_of_which_nobody_can_tell_when_it_was_saved_is_passed_over() -> None
     assert chosen([held], Lineage(RUN))[0] == 7
     step, why = chosen([held], Lineage(RUN).gone_on_from(5))
     assert step == 5
-    assert "no draft of it is left" in why
+    assert "no pending manifest says" in why
 
 
 def test_a_damaged_draft_is_made_up_for_by_anothers() -> None:

@@ -19,7 +19,7 @@ from shardwise.memory.home import Home, Place, new_run, read_record, write_recor
 from shardwise.memory.records import AgentInfo, Done, Kept, PendingManifest, Staged
 from shardwise.memory.redundancy.placement import Group, Member
 from shardwise.memory.seal import Mappings, Sealing
-from tests.memory.test_nodes import unreachable
+from tests.memory.test_peers import unreachable
 from tests.memory.test_server import TOKEN
 
 ONE, OTHER = "0" * 16, "1" * 16

@@ -61,7 +61,7 @@ def test_the_token_of_a_run_is_for_that_run_alone(tmp_path: Path) -> None:
         client = AgentClient(info)
         assert [each.step for each in client.list(RUN)] == [1]
         for refused in (client.health, lambda: client.list("f" * 16)):
-            with pytest.raises(StoreError, match="it does not take this token"):
+            with pytest.raises(StoreError, match="the agent refused this token"):
                 refused()
         client.close()
 

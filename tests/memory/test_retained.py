@@ -25,7 +25,7 @@ from shardwise.memory.node.retire import ENDED, discard, retire
 from shardwise.memory.records import Done, PendingManifest
 from shardwise.memory.remote.watch import Agents
 from shardwise.memory.seal import Mappings
-from shardwise.memory.trainer.handle import Begun, Stages
+from shardwise.memory.trainer.handle import PendingSaves, Stages
 from shardwise.store.local import LocalStore
 from tests.memory.test_snapshots import shm
 
@@ -182,7 +182,7 @@ def place(tmp_path: Path) -> Place:
 
 def stages_of(place: Place) -> Stages:
     agents = Agents(Home(place.run.path.parents[2]), None, None, 10.0)
-    return Stages(agents, place, SAVE, ("commit", "persist"), told_here=True, retains=True)
+    return Stages(agents, place, SAVE, ("commit", "persist"), logs_failures=True, retains=True)
 
 
 def in_storage(tmp_path: Path) -> list[str]:
@@ -199,12 +199,12 @@ def test_a_snapshot_that_is_retired_leaves_what_is_still_to_be_removed(
         assert retire(place, 0.0, wholly=False)
         assert place.named("") == [records.request(records.RETAIN, SAVE)]
         assert stages.ended(records.RETAIN) is None
-        assert not stages.is_over()
+        assert not stages.has_succeeded()
         names = frozenset(place.named(""))
         assert signs.of_retaining(Seen(place, {3: names})) == [SAVE]
     assert Following("another agent", Mappings()).retain(place)
     assert in_storage(tmp_path) == [step_directory(3)]
-    assert stages.is_over()
+    assert stages.has_succeeded()
     assert not signs.of_retaining(Seen(place, {3: frozenset(place.named(""))}))
     assert not Following("another agent", Mappings()).retain(place)
     assert retire(place, 0.0, wholly=False)
@@ -237,7 +237,7 @@ def test_a_note_that_is_damaged_removes_nothing_and_is_told(tmp_path: Path, plac
 
 
 def test_each_failure_is_told_once_and_what_is_under_way_stays(place: Place) -> None:
-    begun = Begun()
+    begun = PendingSaves()
     others = [Place(place.run, step) for step in (4, 5)]
     for each in (place, *others):
         each.path.mkdir(exist_ok=True)

@@ -136,13 +136,13 @@ def test_a_slot_whose_pages_were_not_all_given_gets_them(run: Run) -> None:
 
 def test_memory_for_others_has_to_be_left(run: Run) -> None:
     slots = Slots(run, "r00000-", "staged", 2)
-    said = r"keep for others needs [\d,]{16,} more, and 2 slots .* need [\d,]{7,} more"
+    said = r"stores for others needs [\d,]{16,} more, and 2 slots .* need [\d,]{7,} more"
     with pytest.raises(sw.StoreError, match=said):
         slots.prepare(1000, for_others=1 << 50)
     assert not list(run.free.iterdir())
     assert slots.prepare(1000, for_others=1000) > 0
     with pytest.raises(
-        sw.StoreError, match=r"keep for others needs [\d,]{16,} more, and .* 0 more"
+        sw.StoreError, match=r"stores for others needs [\d,]{16,} more, and .* 0 more"
     ):
         slots.prepare(1000, for_others=1 << 50)
 

@@ -179,7 +179,7 @@ def test_what_cannot_be_made_up_for_comes_from_storage_and_it_says_why(
         lose(shm, node)
     step, source, skipped = gang.run(recover, root, str(shm), 4, world=4)[0]
     assert (step, source) == (2, "storage")
-    assert "no node that is left has" in skipped
+    assert "no reachable node has" in skipped
 
 
 def test_agents_that_are_killed_are_followed_by_others(

@@ -34,7 +34,7 @@ from shardwise.memory.home import Home, Place, Run, new_run
 from shardwise.memory.ranks import RankLock
 from shardwise.memory.remote import watch as watch_module
 from shardwise.memory.remote.peers import Nodes
-from shardwise.memory.remote.watch import Agents, Vigil
+from shardwise.memory.remote.watch import Agents, AgentWatch
 from shardwise.memory.trainer import device as device_module
 from shardwise.memory.trainer.copying import Copying, Slack
 from shardwise.memory.trainer.device import Streams, TorchAccelerator
@@ -186,7 +186,7 @@ class Trial:
             planned=planned,
             content=content,
             ring=None,
-            draft=None,
+            pending=None,
             stages=("commit", "protect"),
             epoch=0,
         )
@@ -562,11 +562,11 @@ def test_a_save_that_the_leader_was_never_given_is_not_waited_for(
     def seconds_waited() -> float:
         """Until it is given up; all of an hour if it is not."""
         start = now[0]
-        vigil = Vigil(Agents(trial.home, None, None, 60.0), place, save_id)
+        watch = AgentWatch(Agents(trial.home, None, None, 60.0), place, save_id)
         while now[0] - start < 3600:
             now[0] += 1
             try:
-                vigil.look(None)
+                watch.look(None)
             except sw.StoreError:
                 break
         return now[0] - start

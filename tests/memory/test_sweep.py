@@ -26,7 +26,7 @@ from shardwise.manifest.names import data_file
 from shardwise.memory import records
 from shardwise.memory.home import Home, Place, new_run
 from shardwise.memory.node.retire import discard_newer
-from shardwise.memory.trainer.rings import Holder, Keeping, Ring
+from shardwise.memory.trainer.rings import Holder, Protecting, Ring
 from shardwise.memory.trainer.slots import Slot, Slots
 from shardwise.store.store import Buffer
 from tests.memory.test_staging import SIZE, Trial, content_of
@@ -130,7 +130,7 @@ def keep(directory: Path, run: str, *steps: int) -> None:
     slots.prepare(KEPT)
 
     def take(nbytes: int, besides: Collection[str]) -> Slot:
-        slot = slots.take(nbytes, besides=besides)
+        slot = slots.take(nbytes, excluding=besides)
         assert slot is not None
         return slot
 
@@ -146,7 +146,7 @@ def keep(directory: Path, run: str, *steps: int) -> None:
         place = Place(here, step)
         place.path.mkdir()
         with ThreadPoolExecutor(1) as pool:
-            Keeping(Ring(holders, 0, 1, 0), {1: fill}, take, place, pool, 1).keep()
+            Protecting(Ring(holders, 0, 1, 0), {1: fill}, take, place, pool, 1).run()
         (kept,) = place.kept()
         assert (place.path / kept.file).read_bytes() == b"\7" * KEPT
     assert slots.has_free() == (len(steps) < SLOTS)

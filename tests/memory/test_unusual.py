@@ -25,7 +25,7 @@ from shardwise.memory.home import Home, Place, write_record
 from shardwise.memory.node import retire
 from shardwise.memory.node.retire import ENDED
 from shardwise.memory.records import Done, PendingManifest
-from shardwise.memory.remote.search import what_is_held
+from shardwise.memory.remote.search import held_here
 from shardwise.memory.remote.watch import Agents
 from shardwise.memory.trainer.copying import Copying
 from shardwise.memory.trainer.handle import Stages
@@ -278,7 +278,7 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
         place=place,
         save_id=save_id,
         stages=("commit", "protect", "persist"),
-        told_here=True,
+        logs_failures=True,
     )
     assert stages.ended("protect") is None
     ended = place.run.path / ENDED
@@ -286,7 +286,7 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
     (place.path / commit).rename(ended / commit)
     assert stages.wait("protect", 10.0).failure == ""
     assert stages.wait("retain", 10.0).failure == ""
-    with pytest.raises(StoreError, match="newer snapshots have taken its place"):
+    with pytest.raises(StoreError, match="superseded by a newer snapshot"):
         stages.wait("persist", 10.0)
     write_record(
         ended / records.outcome("persist", save_id), Done(save_id=save_id, stage="persist")
@@ -299,7 +299,7 @@ def test_a_file_that_vanishes_as_others_look_hides_no_snapshot(shm: Path) -> Non
     run.step(1).mkdir(parents=True)
     (run.step(1) / "manifest.json").write_bytes(b"{}")
     (run.step(1) / ".note.json.0badf00d").symlink_to("nowhere")  # as one that is gone by now
-    assert what_is_held(run, "n").steps == {1: {"manifest.json": 2}}
+    assert held_here(run, "n").steps == {1: {"manifest.json": 2}}
 
 
 def test_a_save_that_is_committed_meanwhile_is_not_taken_for_an_old_one(

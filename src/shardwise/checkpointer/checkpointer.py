@@ -208,7 +208,7 @@ class Checkpointer:
         if self._closed or self._snapshots is None:
             return
         try:
-            self._snapshots.settle()
+            self._snapshots.wait_until_durable()
         except StoreError as error:
             log.error("not everything is durable: %s", error)
 
@@ -335,7 +335,7 @@ class Checkpointer:
             report, begin = load_start(self._start_from, state, load, self._group)
         if self._snapshots is not None:
             with recorder.stage("rebuilding"):
-                self._snapshots.go_on_from(own)
+                self._snapshots.resume_from(own)
                 self.prepare(state)
         self.last_restore = report and replace(report, seconds=recorder.seconds())
         return begin

@@ -26,9 +26,9 @@ from shardwise.errors import LostRankError, RankError, ShardwiseError, StateErro
 from shardwise.events import Recorder
 from shardwise.loading import State
 from shardwise.manifest.names import step_directory
-from shardwise.memory.trainer.draft import Storing
 from shardwise.memory.trainer.handle import SaveHandle
 from shardwise.memory.trainer.snapshots import Snapshots
+from shardwise.memory.trainer.staging import Storing
 from shardwise.plan.cache import PlanCache
 from shardwise.retention import apply_retention
 from shardwise.store import Store
@@ -288,7 +288,7 @@ def is_of_storage(error: Exception) -> bool:
 
 def _unsettled(snapshots: Snapshots) -> StoreError | None:
     try:
-        snapshots.settle()
+        snapshots.wait_until_durable()
     except StoreError as error:
         return error
     return None

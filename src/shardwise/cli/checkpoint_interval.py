@@ -1,13 +1,14 @@
-"""How often to take snapshots, and how often to persist them: arithmetic, no measurements.
+"""Optimal checkpoint intervals: how often to take snapshots, and how often to persist them.
 
-All times are seconds and all rates are per second, unless a name says otherwise.
+All times are in seconds and all rates per second, unless a name says otherwise.
 
-A snapshot costs time and saves time: after a failure, training resumes from the last one, and half
-an interval is lost on average. The interval at which both losses are equal is Young's (1974), that
-Daly (2006) refined. With two tiers it is found for each: snapshots in memory meet most failures,
-and those in storage the few that memory does not survive, such as the loss of more nodes of a group
-than its redundancy makes up for. The rate of these is that of disk arrays: Patterson, Gibson and
-Katz (1988) for one loss that is made up for, Chen, Lee, Gibson, Katz and Patterson (1994) for two.
+A snapshot costs time, and saves time after a failure: training resumes from the last one, and loses
+half an interval on average. Young's interval (1974), refined by Daly (2006), minimizes the sum of
+both. With two tiers there is an interval for each: snapshots in memory serve most failures, and
+those in storage serve the few that memory does not survive, for example the loss of more nodes of a
+group than its redundancy allows. The rate of these is that of data loss in disk arrays: Patterson,
+Gibson and Katz (1988) for single redundancy; Chen, Lee, Gibson, Katz and Patterson (1994) for
+double.
 
     Young: A first order approximation to the optimum checkpoint interval. CACM 17(9).
     Daly: A higher order estimate of the optimum checkpoint interval for restart dumps. FGCS 22(3).
@@ -25,19 +26,19 @@ DAY = 86400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What was measured of a training.
+    """Measured costs of a training.
 
     Args:
         step: seconds of a step.
-        snapshot: seconds by which a snapshot in memory lengthens training. That is not for how
-            long it blocks: copies that go on behind the training slow it down too.
-        redundancy: seconds from then until a snapshot is protected; training goes on meanwhile.
+        snapshot: seconds by which a snapshot in memory lengthens training. This is more than the
+            time it blocks, because copies in the background slow training down too.
+        redundancy: seconds until a snapshot is protected, during which training continues.
         persist: seconds by which persisting a snapshot to storage lengthens training.
-        memory_restore: seconds from a failure until training goes on from memory.
-        storage_restore: seconds from a failure until training goes on from storage.
+        memory_restore: seconds from a failure until training resumes from memory.
+        storage_restore: seconds from a failure until training resumes from storage.
 
     Raises:
-        ValueError: a time is negative or not finite, or the step takes none.
+        ValueError: a time is negative or not finite, or the step time is 0.
     """
 
     step: float
@@ -58,21 +59,20 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failures:
-    """How a cluster fails, and what its memory survives.
+    """Failures of a cluster, and what its memory survives.
 
     Args:
-        nodes: how many nodes train.
+        nodes: the number of nodes that train.
         rate: failures of single nodes per second, in the whole cluster.
-        lost: which part of these takes the node's memory along. The others are of processes:
-            what the node holds survives them.
-        correlated: failures per second that memory never survives, since they take several nodes
-            at once, such as a rack. They come on top of `rate`.
+        lost: the fraction of these that lose the node's memory. The others only end processes.
+        correlated: failures per second that memory never survives, in addition to `rate`: they take
+            several nodes at once, for example a rack.
         group: how many nodes protect each other.
         survives: how many nodes of a group may be lost at once; 0 without redundancy.
-        rebuild: seconds from the loss of a node until what it held is protected again.
+        rebuild: seconds from the loss of a node until its data is protected again.
 
     Raises:
-        ValueError: these make no sense, each or together.
+        ValueError: a value is out of range, or they contradict each other.
     """
 
     nodes: int
@@ -92,7 +92,7 @@ class Failures:
         if not 0 < self.lost <= 1:
             raise ValueError(f"{self.lost} of the failures lose a node: more than 0, at most 1")
         if not 1 <= self.group <= self.nodes:
-            raise ValueError(f"a group of {self.group} needs from 1 to {self.nodes} nodes")
+            raise ValueError(f"a group of {self.group} nodes: must be from 1 to {self.nodes}")
         if not 0 <= self.survives < self.group:
             raise ValueError(
                 f"a group of {self.group} cannot survive the loss of {self.survives} of its nodes"
@@ -100,12 +100,12 @@ class Failures:
 
     @property
     def all(self) -> float:
-        """Failures per second that interrupt training."""
+        """All failures per second that interrupt training."""
         return self.rate + self.correlated
 
     @property
     def beyond_memory(self) -> float:
-        """Failures per second after which only storage helps, λ_p."""
+        """Failures per second that memory does not survive, λ_p."""
         node = self.rate * self.lost / self.nodes
         independent = group_loss_rate(
             self.nodes, self.group, node, self.rebuild, survives=self.survives
@@ -115,12 +115,12 @@ class Failures:
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """Parts of the time that are not spent on training.
+    """Fractions of the time that are not spent on training.
 
     Attributes:
-        snapshots: in which snapshots are taken, C/T.
-        lost: whose work is done again after a failure, λT/2.
-        restores: between a failure and the resumption of training, λR.
+        snapshots: taking snapshots, C/T.
+        lost: repeating work after a failure, λT/2.
+        restores: from a failure until training resumes, λR.
     """
 
     snapshots: float
@@ -129,13 +129,13 @@ class Waste:
 
     @property
     def total(self) -> float:
-        """All of it; it is an approximation, good where it is well below 1."""
+        """The sum: an approximation that is good if it is well below 1."""
         return self.snapshots + self.lost + self.restores
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """How often to do something, in steps and in seconds, and what is wasted then."""
+    """An interval in steps and in seconds, and the time that is wasted with it."""
 
     steps: int
     seconds: float
@@ -144,13 +144,13 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """When to take snapshots in memory, when to persist one, and what to expect.
+    """The best intervals of both tiers.
 
     Attributes:
-        memory: for `Memory(snapshot_every=…)`.
-        storage: for `Checkpointer(save_every=…)`: a multiple of the former.
-        failures: that interrupt training, per second.
-        beyond_memory: those after which only storage helps, per second.
+        memory: the interval for `Memory(snapshot_every=…)`.
+        storage: the interval for `Checkpointer(save_every=…)`, a multiple of the former.
+        failures: failures per second that interrupt training.
+        beyond_memory: failures per second that memory does not survive.
     """
 
     memory: Interval
@@ -160,19 +160,19 @@ class Plan:
 
     @property
     def waste(self) -> float:
-        """The part of the time that is not spent on training."""
+        """The fraction of the time that is not spent on training."""
         return self.memory.waste.total + self.storage.waste.total
 
 
 def optimal_interval(cost: float, rate: float, *, least: float = 0.0) -> float:
-    """Seconds between snapshots at which the least time is wasted: T* = √(2C/λ).
+    """Return the seconds between snapshots that waste the least time: T* = √(2C/λ).
 
     Args:
         cost: C, seconds by which a snapshot lengthens training.
         rate: λ, failures per second.
-        least: seconds below which it cannot be: a step, or a snapshot with its redundancy.
+        least: the shortest possible interval: a step, or a snapshot with its redundancy.
 
-    Source: Young (1974); Daly (2006) shows it good while C is well below 1/λ.
+    Source: Young (1974). Daly (2006) shows that it is good while C is well below 1/λ.
 
     Raises:
         ValueError: a cost or a bound is negative, or the rate is not positive.
@@ -184,18 +184,18 @@ def optimal_interval(cost: float, rate: float, *, least: float = 0.0) -> float:
 
 
 def waste(interval: float, cost: float, rate: float, restore: float = 0.0) -> Waste:
-    """What is wasted with snapshots every `interval` seconds: C/T + λ(T/2 + R).
+    """Return the waste with a snapshot every `interval` seconds: C/T + λ(T/2 + R).
 
     Args:
         interval: T, seconds from one snapshot to the next.
         cost: C, seconds by which a snapshot lengthens training.
         rate: λ, failures per second.
-        restore: R, seconds from a failure until training goes on.
+        restore: R, seconds from a failure until training resumes.
 
     Source: Young (1974), to first order in λ.
 
     Raises:
-        ValueError: the interval is not positive, or another is negative.
+        ValueError: the interval is not positive, or another value is negative.
     """
     _more_than_zero("the interval", interval)
     _not_negative("the cost of a snapshot", cost)
@@ -207,20 +207,20 @@ def waste(interval: float, cost: float, rate: float, restore: float = 0.0) -> Wa
 def group_loss_rate(
     nodes: int, group: int, node: float, rebuild: float, *, survives: int = 1
 ) -> float:
-    """How often a group loses more nodes than it survives: G·n(n−1)…(n−m)·μ^(m+1)·r^m per second.
+    """Return how often a group loses more nodes than it survives, per second.
 
-    G = nodes/n is the number of groups: not whole where the last one is smaller. Lost nodes are
-    rebuilt one after another.
+    The rate is G·n(n−1)…(n−m)·μ^(m+1)·r^m. G = nodes/n is the number of groups, a fraction if the
+    last one is smaller. Lost nodes are rebuilt one after another.
 
     Args:
-        nodes: of the cluster.
-        group: n, nodes that protect each other.
-        node: μ, losses of a node per second.
-        rebuild: r, seconds from a loss until all is protected again.
-        survives: m, losses that a group survives.
+        nodes: the number of nodes of the cluster.
+        group: n, how many nodes protect each other.
+        node: μ, losses of one node per second.
+        rebuild: r, seconds from a loss until everything is protected again.
+        survives: m, how many losses a group survives.
 
-    Source: for m = 1, the mean time to data loss of RAID (Patterson et al. 1988); for m = 2, that
-    of P + Q redundancy (Chen et al. 1994). Good while μnr is well below 1.
+    Source: the mean time to data loss of RAID (Patterson et al. 1988) for m = 1, and of P + Q
+    redundancy (Chen et al. 1994) for m = 2. Good while μnr is well below 1.
 
     Raises:
         ValueError: a group cannot survive so many losses, or a rate or a time is not positive.
@@ -234,17 +234,17 @@ def group_loss_rate(
 
 
 def plan_intervals(costs: Costs, failures: Failures) -> Plan:
-    """The intervals of both tiers, each in whole steps, and what they waste.
+    """Return the best intervals of both tiers in whole steps.
 
     Raises:
-        ValueError: every failure is one that memory does not survive.
+        ValueError: memory survives none of the failures.
     """
     beyond = failures.beyond_memory
     survived = failures.all - beyond
     if survived <= failures.all * 1e-9:
         raise ValueError(
-            "memory survives none of these failures, so snapshots there are of no use: without "
-            "redundancy, only failures that leave the node's memory alone are survived"
+            "memory survives none of these failures, so snapshots in memory are useless: without "
+            "redundancy, they survive only failures that do not lose a node's memory"
         )
     memory = _in_steps(
         costs.step,
@@ -261,7 +261,7 @@ def plan_intervals(costs: Costs, failures: Failures) -> Plan:
 
 
 def _in_steps(unit: float, least: float, tier: tuple[float, float, float]) -> Interval:
-    """The best interval that is a multiple of a unit of time, and no shorter than `least`."""
+    """Return the best interval that is a multiple of `unit` and not shorter than `least`."""
     cost, rate, restore = tier
     wanted = optimal_interval(cost, rate, least=least) / unit
     fewest = max(1, math.ceil(least / unit * (1 - 1e-12)))

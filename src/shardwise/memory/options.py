@@ -1,4 +1,4 @@
-"""How to keep snapshots in memory, as a user says it."""
+"""The user's options for snapshots in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DIRECTORY = "/dev/shm"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """How to keep snapshots in the memory of the nodes.
+    """Options for snapshots in the memory of the nodes.
 
     Args:
         snapshot_every: take a snapshot at steps that are a multiple of this. 0: only at steps that
@@ -23,16 +23,16 @@ class Memory:
         overlap: let `save` return before the copy is complete. The next step of each optimizer in
             the state waits for the copy. Anything else that changes the state (buffers in a
             forward pass, parameter averages) must call `handle.staged()` first.
-        dir: where each node keeps its snapshots: a memory file system, or a local directory.
+        dir: the directory for snapshots on each node: a memory file system, or a local directory.
         copies: how many other nodes store a copy of each node's data.
         parity: how many nodes of a group may be lost at once. Parity takes
             `parity / (group - parity)` of the memory of the data. Use either copies or parity.
         group: the largest number of nodes that protect each other by parity.
-        domain: what fails together with this node, such as its rack. None: only the node itself.
+        domain: the failure domain of this node, for example its rack. None: the node itself.
         interface: where this node's agent serves other nodes: an address, or the name of a network
             interface such as "eth0". None: if the run has several hosts, the network of the
-            process group's rendezvous; otherwise only this host. An agent that runs already must
-            serve that address.
+            process group's rendezvous; otherwise only this host. An agent that is already running
+            must serve that address.
         tls: certificates for encrypted connections between nodes. None: unencrypted.
         start_agent: start an agent if none runs. If False, wait for one that you start.
         rescue: if a trainer ends without closing its Checkpointer, the agents persist the newest
@@ -69,12 +69,14 @@ class Memory:
             number = whole_number(f"Memory({name}", getattr(self, name), at_least)
             object.__setattr__(self, name, number)
         if self.budget is not None and self.budget < 1 << 20:
-            raise ValueError(f"Memory(budget={self.budget}): at least 1 MiB a second is needed")
+            raise ValueError(f"Memory(budget={self.budget}): must be at least 1 MiB a second")
         if self.copies and self.parity:
             raise ValueError("Memory: use copies or parity, not both")
         if self.parity >= self.group:
-            raise ValueError(f"Memory(parity={self.parity}) needs a group of more nodes than that")
+            raise ValueError(
+                f"Memory(parity={self.parity}, group={self.group}): parity must be less than group"
+            )
         if self.when_full not in ("skip", "wait"):
-            raise ValueError(f"Memory(when_full={self.when_full!r}): 'skip' or 'wait'")
+            raise ValueError(f"Memory(when_full={self.when_full!r}): must be 'skip' or 'wait'")
         if not self.wait > 0:
-            raise ValueError(f"Memory(wait={self.wait}): seconds, more than 0")
+            raise ValueError(f"Memory(wait={self.wait}): must be more than 0 seconds")

@@ -1,4 +1,4 @@
-"""Encryption between the nodes of a run: each shows a certificate, and wants to see one."""
+"""Mutual TLS between the nodes of a run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shardwise.errors import StoreError
 class Tls:
     """PEM files for mutual TLS between agents and trainers.
 
-    Every certificate that `ca` signed is accepted, whatever name it has. So this authority must
-    sign certificates for the nodes of your runs only.
+    Every certificate signed by `ca` is accepted, whatever its name. So this authority must sign
+    certificates only for the nodes of your runs.
 
     Args:
         certificate, key: the certificate of this node, and its key without a passphrase.
@@ -26,7 +26,7 @@ class Tls:
     ca: str | os.PathLike[str]
 
     def for_client(self) -> ssl.SSLContext:
-        """How to call others.
+        """Return the context for connections to other nodes.
 
         Raises:
             StoreError: the files cannot be read, or do not belong together.
@@ -34,7 +34,7 @@ class Tls:
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def for_server(self) -> ssl.SSLContext:
-        """How to be called by others.
+        """Return the context for connections from other nodes.
 
         Raises:
             StoreError: as for `for_client`.
@@ -48,13 +48,13 @@ class Tls:
         context.verify_mode = ssl.CERT_REQUIRED
         given = f"Tls(certificate={self.certificate}, key={self.key}, ca={self.ca})"
         try:
-            context.load_cert_chain(self.certificate, self.key, password=_none)
+            context.load_cert_chain(self.certificate, self.key, password=_no_passphrase)
             context.load_verify_locations(self.ca)
         except (OSError, ValueError) as error:
             raise StoreError(f"{given}: {error}") from error
         return context
 
 
-def _none() -> str:
-    """No passphrase: without this, OpenSSL would ask for one on the terminal."""
+def _no_passphrase() -> str:
+    """Return an empty passphrase; without this, OpenSSL would ask for one on the terminal."""
     return ""

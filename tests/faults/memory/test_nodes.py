@@ -154,7 +154,7 @@ def test_a_second_loss_during_the_rebuild(
     went = gang.run(go_on_while_losing, left, name, 2, 4, world=2)
     assert everywhere(went) == expected
     if expected[1] == "storage":
-        assert "cannot be had any more" in went[0].skipped
+        assert "cannot be read from any node" in went[0].skipped
     assert everywhere(gang.run(go_on, left, 4, world=2)) == (4, "memory")
     assert strays(shm) == []
 

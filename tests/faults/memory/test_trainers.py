@@ -83,7 +83,7 @@ def test_killed_at_each_note_a_step_is_had_whole_or_not_at_all(
         last += whole
         (went, _) = gang.run(go_on, cluster, last, world=2)
         assert (went.step, went.source) == (last, "memory"), (victim, pattern, when)
-        assert whole or f"({last + 1}, 'memory: it was not committed')" in went.skipped
+        assert whole or f"({last + 1}, 'memory: not committed')" in went.skipped
         assert_tidy(shm, 2)
         until(lambda: steps_in(root)[-1] == last)  # noqa: B023
 

@@ -106,8 +106,8 @@ def test_a_training_outlives_an_agent_that_is_stopped(gang: Gang, root: Path, sh
     cluster = Cluster(root=root, shm=shm, every=7, options={"wait": 0.3})
     for raised, logged in gang.run(train_past_a_stopped_agent, cluster, world=2):
         assert [each[:3] for each in raised] == ["8: "]
-        assert "staging step 7: no slot was free" in raised[0]
-        left_out = [each for each in logged if "is left out: no slot was free" in each]
+        assert "staging step 7: no slot became free" in raised[0]
+        left_out = [each for each in logged if "is skipped: no slot became free" in each]
         assert {each[:25] for each in left_out} >= {f"the snapshot of step {n} is" for n in (5, 6)}
     assert_tidy(shm, 2)
 

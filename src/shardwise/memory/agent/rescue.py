@@ -15,7 +15,7 @@ from shardwise.memory.agent.persist import Throttle, aligned, made_durable
 from shardwise.memory.home import Place
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.assembled import AssembledStore
-from shardwise.memory.remote.search import ask_others, choose, reader, what_is_held
+from shardwise.memory.remote.search import Search, ask_others, held_here, reader
 from shardwise.memory.tls import Tls
 from shardwise.store import Store
 
@@ -46,9 +46,9 @@ def copy_lost(
     entries = {entry.name: entry for entry in manifest.files}
     by_node = {info.node: info for info in infos}
     others = [info for info in infos if info.node != here]
-    held = [what_is_held(place.run, here), *ask_others(others, place.run.name, tls)]
+    held = [held_here(place.run, here), *ask_others(others, place.run.name, tls)]
     read = reader(by_node, place.run, here, tls)
-    assembly = choose(held, by_node, read, step=place.step)
+    assembly = Search(held, by_node, read).choose(place.step)
     if assembly.step is None:
         raise StoreError("; ".join(reason for _, reason in assembly.newer))
     total = 0

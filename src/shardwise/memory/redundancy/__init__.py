@@ -1,1 +1,1 @@
-"""What keeps a snapshot when nodes are lost: copies, parity, Reed-Solomon; arithmetic only."""
+"""Copies and parity (XOR, Reed–Solomon) that protect snapshots; arithmetic only."""

@@ -1,1 +1,1 @@
-"""What other nodes hold: asked for, read, put together, decoded; all through their agents."""
+"""Other nodes' agents: requests to them, and snapshots put together from what they hold."""

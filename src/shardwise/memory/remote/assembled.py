@@ -1,4 +1,4 @@
-"""A snapshot as a store: each file from this node, from another by ranges, or decoded."""
+"""A snapshot as a store: each file is read from this node, from other nodes, or decoded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 from shardwise.errors import CorruptionError, StoreError
 from shardwise.memory.home import Place, Run
 from shardwise.memory.records import AgentInfo
-from shardwise.memory.redundancy.placement import Protection, decode_protection
+from shardwise.memory.redundancy.placement import decode_protection
 from shardwise.memory.redundancy.rebuild import Rebuilder
 from shardwise.memory.remote.peers import Nodes
 from shardwise.memory.seal import mapped
@@ -25,22 +25,22 @@ WAIT = 10.0
 IN_MEMORY = LOCAL, OTHERS, DECODED = "local memory", "other nodes", "decoded"
 Count = Callable[[str, int], None]
 Way = tuple[str, Callable[[int, Buffer], None]]
-"""Where bytes of a file come from, and how they are read."""
+"""An origin, for the statistics, and a function that reads a range of a file from there."""
 
 
 class Assembly(msgspec.Struct, array_like=True, frozen=True):
-    """A snapshot that can be had.
+    """Where the files of a snapshot are.
 
     Attributes:
-        step: None if there is none.
-        holders: the nodes that have each file; none for what must be decoded. Of the manifest,
-            the one on which it was found whole.
+        step: the step; None if no snapshot was found.
+        holders: the nodes that have each file; none for files that must be decoded. For the
+            manifest, the node that provided it.
         sizes: bytes of each data file.
-        nodes: those that hold some of it.
-        protection: who protects whom, encoded, if something can be decoded.
-        newer: steps that cannot be had, and why.
-        choosing: seconds that it took to choose it.
-        unasked: nodes that could not be asked, and why, if they may hold something newer.
+        nodes: the agents of the nodes that hold any of the files.
+        protection: the encoded `Protection`, or b"" if nothing can be decoded.
+        newer: newer steps that cannot be read, and why.
+        choosing: seconds that it took to choose the snapshot.
+        unasked: nodes that could not be asked and may hold something newer, and why.
     """
 
     step: int | None
@@ -54,14 +54,14 @@ class Assembly(msgspec.Struct, array_like=True, frozen=True):
 
 
 class AssembledStore:
-    """The files of an assembly; it is only read.
+    """A read-only store of the files of an assembly.
 
     Args:
-        assembly: where each file lies; of several holders this node is preferred.
-        run: what this node keeps of the run.
+        assembly: where each file is. This node is preferred.
+        run: the directories of the run on this node.
         node: the name of this node.
-        tls: by what nodes know each other.
-        threads: how many decode one read together.
+        tls: certificates for connections to other nodes.
+        threads: the number of threads that decode one read.
     """
 
     alignment = 4096
@@ -70,7 +70,7 @@ class AssembledStore:
         self, assembly: Assembly, run: Run, node: str, tls: Tls | None = None, *, threads: int = 1
     ) -> None:
         if assembly.step is None:
-            raise StoreError("there is no snapshot")
+            raise StoreError("no snapshot was found")
         self._assembly = assembly
         self._name = f"memory of run {run.name}, step {assembly.step}"
         self._node = node
@@ -80,13 +80,18 @@ class AssembledStore:
         self._gone: dict[str, str] = {}
         self._origins = dict.fromkeys(IN_MEMORY, 0)
         self._counting = threading.Lock()
-        self._decoding = _Busy()
+        self._decoding = _BusyTime()
         self._mapped: dict[str, Buffer] = {}
         self._rebuilder: Rebuilder | None = None
         self._owner: dict[str, str] = {}
         if assembly.protection:
             protection = decode_protection(assembly.protection)
-            self._owner = _owners(protection)
+            self._owner = {
+                name: member.node
+                for group in protection.groups
+                for member in group.members
+                for name, _ in member.files
+            }
             self._rebuilder = Rebuilder(
                 protection,
                 self._read_part,
@@ -98,37 +103,39 @@ class AssembledStore:
         return self._name
 
     def origins(self) -> dict[str, int]:
-        """Bytes of data files that were read until now, by where they came from."""
+        """Return how many bytes of data files were read so far, by origin."""
         with self._counting:
             return dict(self._origins)
 
     def seconds_decoding(self) -> float:
-        """How long bytes of lost nodes were decoded until now, by any thread."""
+        """Return for how long at least one thread has been decoding so far."""
         with self._counting:
             return self._decoding.seconds
 
     def close(self) -> None:
-        """Let go of the other nodes."""
+        """Close the connections to other nodes."""
         if self._rebuilder is not None:
             self._rebuilder.close()
         self._nodes.close()
 
     def open(self, key: str) -> ReadableFile:
-        """A file, from wherever it is nearest."""
+        """Open a file at the nearest node that has it."""
         nodes = self._assembly.holders.get(key)
         if nodes is None:
             raise FileNotFoundError(f"{self} has no {key}")
         if self._node in nodes:
-            return _Here(mapped(self._local.path / key, self._assembly.sizes[key]), self._count)
+            return _LocalFile(
+                mapped(self._local.path / key, self._assembly.sizes[key]), self._count
+            )
         ways = self._ways(key, nodes)
-        return _Away(self._assembly.sizes[key], f"{key} of {self}", ways, self._count)
+        return _RemoteFile(self._assembly.sizes[key], f"{key} of {self}", ways, self._count)
 
     def is_mapped(self, key: str) -> bool:
-        """Whether a file lies in this node's memory."""
+        """Whether a file is in this node's memory."""
         return self._node in self._assembly.holders.get(key, ())
 
     def read(self, key: str, *, limit: int) -> bytes:
-        """All of a small file."""
+        """Return the contents of a small file."""
         nodes = self._assembly.holders.get(key)
         if not nodes:
             raise FileNotFoundError(f"{self} has no {key}")
@@ -137,12 +144,12 @@ class AssembledStore:
         return self._nodes.read(nodes[0], key, limit=limit)
 
     def list(self) -> list[str]:
-        """The names of its files."""
+        """Return the names of the files."""
         return sorted(self._assembly.holders)
 
     @contextmanager
     def hold(self, key: str, *, shared: bool) -> Iterator[bool]:
-        """Keep this node's part from being retired."""
+        """Prevent this node's files from being reclaimed."""
         if not (self._local.path / key).exists():
             yield True
             return
@@ -150,33 +157,33 @@ class AssembledStore:
             yield held
 
     def sync(self) -> None:
-        """There is nothing to make durable."""
+        """Do nothing: nothing is written."""
 
     def at(self, name: str) -> Store:
-        """A snapshot has nothing below it."""
+        """Refuse: a snapshot has no subdirectories."""
         raise self._refusal()
 
     def create(self, key: str, size: int) -> WritableFile:
-        """It is only read."""
+        """Refuse: the store is read-only."""
         raise self._refusal()
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:
-        """It is only read."""
+        """Refuse: the store is read-only."""
         raise self._refusal()
 
     def delete(self, key: str) -> None:
-        """It is only read."""
+        """Refuse: the store is read-only."""
         raise self._refusal()
 
     def remove(self) -> None:
-        """It is only read."""
+        """Refuse: the store is read-only."""
         raise self._refusal()
 
     def _refusal(self) -> StoreError:
-        return StoreError(f"{self} is only read")
+        return StoreError(f"{self} is read-only")
 
     def _ways(self, key: str, nodes: Sequence[str]) -> Sequence[Way]:
-        """The ways to read a range of a file: from each holder, and by decoding."""
+        """Return the ways to read a range of a file: from each holder, and by decoding."""
 
         def of_node(node: str) -> Way:
             return OTHERS, lambda offset, out: self._read_range(node, key, offset, out)
@@ -202,7 +209,7 @@ class AssembledStore:
             self._origins[origin] += nbytes
 
     def _read_range(self, node: str, key: str, offset: int, out: Buffer) -> None:
-        """Read from a node; one that has failed once is not waited for again."""
+        """Read from a node, unless an earlier read from it has failed."""
         if node in self._gone:
             raise StoreError(self._gone[node])
         try:
@@ -212,7 +219,7 @@ class AssembledStore:
             raise
 
     def _read_part(self, node: str, key: str, offset: int, out: Buffer) -> Buffer:
-        """Part of a file: where it lies, if that is this node's memory; else in `out`."""
+        """Return part of a file: a view if it is in this node's memory, otherwise in `out`."""
         if node != self._node:
             self._read_range(node, key, offset, out)
             return out
@@ -226,8 +233,8 @@ class AssembledStore:
 
 
 @dataclass(slots=True)
-class _Busy:
-    """How long at least one thread was busy."""
+class _BusyTime:
+    """A clock that runs while at least one thread is busy."""
 
     seconds: float = 0.0
     threads: int = 0
@@ -245,8 +252,8 @@ class _Busy:
 
 
 @dataclass(slots=True)
-class _Here:
-    """A file in this node's memory."""
+class _LocalFile:
+    """A file in this node's memory, as a readable file of the store."""
 
     data: Buffer
     count: Count
@@ -270,8 +277,8 @@ class _Here:
 
 
 @dataclass(slots=True)
-class _Away:
-    """A file that is not on this node."""
+class _RemoteFile:
+    """A file that is not on this node, as a readable file of the store."""
 
     size: int
     name: str
@@ -291,7 +298,7 @@ class _Away:
                 failures.append(str(error))
                 continue
             return count
-        raise CorruptionError(f"{self.name} cannot be had any more: {'; '.join(failures)}")
+        raise CorruptionError(f"{self.name} cannot be read from any node: {'; '.join(failures)}")
 
     def read_copy(self, number: int, offset: int, out: Buffer) -> int:
         origin, read = self.ways[number]
@@ -302,12 +309,3 @@ class _Away:
 
     def close(self) -> None:
         pass
-
-
-def _owners(protection: Protection) -> dict[str, str]:
-    return {
-        name: member.node
-        for group in protection.groups
-        for member in group.members
-        for name, _ in member.files
-    }

@@ -1,6 +1,6 @@
-"""Talks to the agent of another node: small requests, and byte ranges straight into memory.
+"""HTTP client of a node's agent: small requests, and byte ranges read straight into memory.
 
-Trainers use it too, so it needs nothing but the standard library's HTTP.
+Trainers use it too, so it needs only the standard library's HTTP.
 """
 
 from __future__ import annotations
@@ -42,39 +42,39 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class Health(msgspec.Struct, frozen=True):
-    """An agent that lives: its process, and of how many runs it keeps anything."""
+    """A running agent: its process, and the number of runs for which it stores something."""
 
     pid: int
     runs: Count
 
 
 class ListedFile(msgspec.Struct, frozen=True):
-    """A file that a node has, and its size in bytes."""
+    """A file on a node, and its size in bytes."""
 
     name: Annotated[str, msgspec.Meta(pattern=PLAIN_NAME)]
     size: Count
 
 
 class ListedStep(msgspec.Struct, frozen=True):
-    """The files that a node has of a step."""
+    """The files of a step on a node."""
 
     step: Count
     files: list[ListedFile]
 
 
 class AgentClient:
-    """The agent of a node, as others see it. Threads may share it: each talks over its own line.
+    """A client of one agent. Threads may share it; each request uses a connection of its own.
 
     Args:
-        info: where the agent is, and the token it wants.
-        connect_timeout: seconds until a node that does not take the call counts as lost.
-        read_timeout: seconds until one that falls silent does.
-        tls: how to call if the card's URL is https; one that is not is refused then.
+        info: the agent's URL and token.
+        connect_timeout: seconds until a node that does not accept a connection counts as lost.
+        read_timeout: seconds until a node that sends nothing counts as lost.
+        tls: the TLS context for an https URL. An http URL is then refused.
 
-    Every verb raises `StoreError` if the agent is not there, falls silent, or refuses.
+    Every method raises `StoreError` if the agent is unreachable, sends nothing, or refuses.
 
     Raises:
-        StoreError: the info has no URL that can be talked to, or no token.
+        StoreError: the URL or the token of `info` is invalid.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class AgentClient:
         self._host, self._port, secure = _address(info)
         self._secure, self._tls = secure, tls
         if not _TOKEN.fullmatch(info.token):
-            raise StoreError(f"{self._where}: its info has no token that can be sent")
+            raise StoreError(f"{self._where}: its info has no valid token")
         self._headers = {"Authorization": f"Bearer {info.token}"}
         self._connect_timeout = connect_timeout
         self._read_timeout = read_timeout
@@ -102,7 +102,7 @@ class AgentClient:
         return self._where
 
     def close(self) -> None:
-        """Hang up. Requests under way end as they would have."""
+        """Close idle connections. Requests in progress complete normally."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -110,21 +110,21 @@ class AgentClient:
             connection.close()
 
     def abort(self) -> None:
-        """Make requests under way, and all later ones, fail at once. Any thread may call this."""
+        """Make requests in progress and all later ones fail at once. Any thread may call this."""
         with self._lock:
             self._aborted = True
             for connection in self._busy:
-                with suppress(OSError, TypeError):  # it is closed by now
-                    # Not the method of an SSLSocket: that would have other threads read ciphertext.
+                with suppress(OSError, TypeError):  # closed meanwhile
+                    # SSLSocket.shutdown would make other threads read ciphertext.
                     socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
         self.close()
 
     def health(self) -> Health:
-        """Whether the agent lives."""
+        """Return the health of the agent."""
         return self._ask("GET", "/health", lambda response: self._decode(response, Health))
 
     def list(self, run: str) -> list[ListedStep]:
-        """What the node has of a run, steps ascending; empty where it has nothing."""
+        """Return the files of a run on the node, by ascending step; empty if there are none."""
         return self._ask(
             "GET",
             _path(run),
@@ -132,26 +132,26 @@ class AgentClient:
         )
 
     def read(self, run: str, step: int, name: str, *, limit: int, wait: float = 0.0) -> bytes:
-        """All of a small file.
+        """Return the contents of a small file.
 
         Args:
-            limit: the most bytes that it may have.
-            wait: seconds to wait for it to appear, 60 at most.
+            limit: the largest size to accept, in bytes.
+            wait: seconds to wait for the file to appear; at most 60.
 
         Raises:
-            FileNotFoundError: the node has none.
-            StoreError: it is larger than `limit`.
+            FileNotFoundError: the node does not have the file.
+            StoreError: the file is larger than `limit`.
         """
         wait = min(max(wait, 0.0), LONGEST_WAIT)
         path = _path(run, step, name) + (f"?wait={wait:.3f}" if wait else "")
         return self._ask("GET", path, lambda response: self._all(response, limit), wait=wait)
 
     def read_range_into(self, run: str, step: int, name: str, offset: int, out: Buffer) -> None:
-        """Fill `out` with the bytes of a file from `offset` on.
+        """Fill `out` with the bytes of a file from `offset`.
 
         Raises:
-            FileNotFoundError: the node has no such file.
-            StoreError: it ends before.
+            FileNotFoundError: the node does not have the file.
+            StoreError: the file ends earlier.
         """
         if len(out) == 0:
             return
@@ -161,46 +161,48 @@ class AgentClient:
             got = response.headers.get("Content-Range", "").removeprefix("bytes ").split("/")[0]
             if response.status != 206 or got != wanted or response.length != len(out):
                 raise StoreError(
-                    f"{self}: asked for bytes {wanted} of {name}, it has {got or 'no ranges'}"
+                    f"{self}: requested bytes {wanted} of {name}, received {got or 'no range'}"
                 )
             view = out.data
             while view:
                 count = response.readinto(view)
                 if count == 0:
                     done = len(out) - len(view)
-                    raise StoreError(f"{self}: hung up after {done} bytes of {wanted} of {name}")
+                    raise StoreError(
+                        f"{self}: connection closed after {done} bytes of {wanted} of {name}"
+                    )
                 view = view[count:]
 
         self._ask("GET", _path(run, step, name), take, headers={"Range": f"bytes={wanted}"})
 
     def size(self, run: str, step: int, name: str) -> int:
-        """The size of a file in bytes.
+        """Return the size of a file in bytes.
 
         Raises:
-            FileNotFoundError: the node has none.
+            FileNotFoundError: the node does not have the file.
         """
 
         def take(response: HTTPResponse) -> int:
             said = response.headers.get("Content-Length", "")
             response.read()
             if not (said.isascii() and said.isdigit() and len(said) < 20):
-                raise StoreError(f"{self}: says nothing of the size of {name}")
+                raise StoreError(f"{self}: the response does not give the size of {name}")
             return int(said)
 
         return self._ask("HEAD", _path(run, step, name), take)
 
     def put(self, run: str, step: int, name: str, data: bytes) -> None:
-        """Leave a record, which appears whole or not at all, and wake the agent.
+        """Write a record atomically on the node, and wake the agent.
 
         Raises:
-            StoreError: it is larger than 256 MiB, or the node has no room for it.
+            StoreError: the record is larger than 256 MiB, or the node has no space for it.
         """
         if len(data) > LARGEST_RECORD:
-            raise StoreError(f"{self}: {name} has {len(data)} bytes; a record has {LARGEST_RECORD}")
+            raise StoreError(f"{self}: {name} has {len(data):,} bytes; at most {LARGEST_RECORD:,}")
         self._ask("PUT", _path(run, step, name), HTTPResponse.read, body=data)
 
     def wake(self) -> None:
-        """Have the agent look around."""
+        """Make the agent look for work."""
         self._ask("POST", "/wake", HTTPResponse.read, body=b"")
 
     def _ask(
@@ -213,7 +215,7 @@ class AgentClient:
         body: bytes | None = None,
         wait: float = 0.0,
     ) -> T:
-        """Send a request, and hand the answer to `take`, which reads it to its end."""
+        """Send a request, and return the result of `take`, which reads the response to its end."""
         asked = f"{self}: {method} {path}"
         connection: HTTPConnection | None = None
         response: HTTPResponse | None = None
@@ -226,7 +228,7 @@ class AgentClient:
             except _HUNG_UP:
                 if is_new:
                     raise
-                self._give_back(connection, None)  # it was idle for too long
+                self._give_back(connection, None)  # the agent closed the idle connection
                 connection = self._connect()
                 response = _exchange(connection, method, path, everything, body, patience)
             if response.status not in (200, 204, 206):
@@ -235,9 +237,7 @@ class AgentClient:
         except (StoreError, FileNotFoundError):
             raise
         except TimeoutError as error:
-            raise StoreError(
-                f"{asked}: no answer in time; the node is lost or overloaded"
-            ) from error
+            raise StoreError(f"{asked}: timed out; the node is lost or overloaded") from error
         except (OSError, HTTPException) as error:
             raise StoreError(f"{asked}: {error or type(error).__name__}") from error
         finally:
@@ -245,7 +245,7 @@ class AgentClient:
                 self._give_back(connection, response)
 
     def _connected(self) -> tuple[HTTPConnection, bool]:
-        """An idle connection if there is one, else a new one; and whether it is new."""
+        """Return an idle or a new connection, and whether it is new."""
         with self._lock:
             if self._idle and not self._aborted:
                 connection = self._idle.pop()
@@ -255,10 +255,10 @@ class AgentClient:
 
     def _connect(self) -> HTTPConnection:
         if self._secure != (self._tls is not None):
-            speaks = "TLS, and no certificate is given (tls=)" if self._secure else "no TLS"
-            raise StoreError(f"{self}: it speaks {speaks}; nothing was sent to it")
+            uses = "requires TLS: pass certificates (tls=)" if self._secure else "does not use TLS"
+            raise StoreError(f"{self}: the agent {uses}; nothing was sent to it")
         connection = HTTPConnection(self._host, self._port)
-        connection.auto_open = 0  # it would send in clear
+        connection.auto_open = 0  # a reconnect by http.client would be unencrypted
         line = _reach(self._host, self._port, self._connect_timeout, lambda: self._aborted)
         try:
             line.settimeout(self._connect_timeout)
@@ -270,7 +270,7 @@ class AgentClient:
             connection.sock = line
             with self._lock:
                 if self._aborted:
-                    raise ConnectionAbortedError("the request was given up")
+                    raise ConnectionAbortedError("the request was aborted")
                 self._busy.add(connection)
             if isinstance(line, ssl.SSLSocket):
                 line.do_handshake()
@@ -295,27 +295,27 @@ class AgentClient:
 
     def _all(self, response: HTTPResponse, limit: int) -> bytes:
         if response.length is None:
-            raise StoreError(f"{self}: does not say how long its answer is")
+            raise StoreError(f"{self}: the response has no Content-Length")
         if response.length > limit:
-            raise StoreError(f"{self}: the answer has {response.length} bytes; at most {limit}")
+            raise StoreError(f"{self}: the response has {response.length} bytes; at most {limit}")
         return response.read()
 
     def _decode(self, response: HTTPResponse, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(self._all(response, LARGEST_ANSWER), type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise StoreError(f"{self}: this is no agent, or of another version: {error}") from error
+            raise StoreError(f"{self}: not an agent, or one of another version: {error}") from error
 
 
 def _reach(host: str, port: int, timeout: float, is_aborted: Callable[[], bool]) -> socket.socket:
-    """A TCP connection that does not block.
+    """Return a non-blocking TCP connection.
 
-    It tries again every fifth of a second while earlier attempts stay open: the system itself
-    repeats a lost packet only after a second.
+    It starts a new attempt every fifth of a second while earlier ones stay open, because the
+    system retransmits a lost SYN only after a second.
 
     Raises:
-        TimeoutError: nobody answered within `timeout` seconds.
-        OSError: every address refused, or the attempt was aborted.
+        TimeoutError: no connection was established within `timeout` seconds.
+        OSError: every address refused the connection, or the attempt was aborted.
     """
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     failure: OSError | None = None
@@ -344,7 +344,7 @@ def _reach(host: str, port: int, timeout: float, is_aborted: Callable[[], bool])
                 failure = OSError(code, os.strerror(code))
             now = time.monotonic()
     if is_aborted():
-        raise ConnectionAbortedError("the request was given up")
+        raise ConnectionAbortedError("the request was aborted")
     raise TimeoutError(f"no connection within {timeout:g} s")
 
 
@@ -369,11 +369,10 @@ def _refusal(asked: str, response: HTTPResponse) -> OSError:
     said = response.read(LONGEST_EXPLANATION).decode(errors="replace")
     text = "".join(char for char in said if char.isprintable()) or response.reason
     if response.status == 404:
-        return FileNotFoundError(f"{asked}: there is none")
+        return FileNotFoundError(f"{asked}: not found")
     if response.status == 401:
         return StoreError(
-            f"{asked}: it does not take this token: another agent lives there by now; "
-            "read its info again"
+            f"{asked}: the agent refused this token: another agent has replaced it; get its token"
         )
     return StoreError(f"{asked}: {response.status}: {text}")
 
@@ -385,15 +384,15 @@ def _address(info: AgentInfo) -> tuple[str, int, bool]:
     except ValueError:
         url, port = urlsplit(""), None
     if url.scheme not in ("http", "https") or not url.hostname or port is None:
-        raise StoreError(f"node {info.node}: {info.url!r} is no http(s) URL with host and port")
+        raise StoreError(f"node {info.node}: {info.url!r} is not an http(s) URL with host and port")
     return url.hostname, port, url.scheme == "https"
 
 
 def _path(run: str, step: int | None = None, name: str = "") -> str:
     if not _RUN.fullmatch(run):
-        raise StoreError(f"{run!r} is no id of a run: expected 16 hexadecimal digits")
+        raise StoreError(f"{run!r} is not a run id: expected 16 hexadecimal digits")
     if step is None:
         return f"/runs/{run}"
     if not _NAME.fullmatch(name) or step < 0:
-        raise StoreError(f"{name!r} is no plain file name (of step {step} of run {run})")
+        raise StoreError(f"{name!r} is not a plain file name (step {step} of run {run})")
     return f"/runs/{run}/{step_directory(step)}/{name}"

@@ -1,4 +1,4 @@
-"""The nodes of a run, as the agent that leads a snapshot talks to them: by records."""
+"""Exchanging records and bytes with the agents of the other nodes of a snapshot."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ T = TypeVar("T")
 
 
 def of_each(nodes: Iterable[str], work: Callable[[str], T]) -> dict[str, T]:
-    """What some work gives for each of these nodes; it talks to many of them at a time.
+    """Call `work` for many nodes at a time, and return the result for each.
 
     Raises:
-        StoreError: it has failed for one; what is under way for others is waited for.
+        StoreError: a call failed. This is raised after the calls in progress have ended.
     """
     named = list(nodes)
     if len(named) < 2:
@@ -46,18 +46,18 @@ def of_each(nodes: Iterable[str], work: Callable[[str], T]) -> dict[str, T]:
 
 
 class _GoneError(StoreError):
-    """Nothing comes of it: the run has gone on without a node, or that without the snapshot."""
+    """A retry is pointless: the run continued without a node, or a node without the snapshot."""
 
 
 class Nodes:
-    """The nodes that hold a snapshot, this one among them.
+    """The nodes that hold a snapshot, including this one.
 
     Args:
-        place: the snapshot, here.
-        infos: of all nodes.
-        here: which of them this is.
-        wait: seconds until one that does not answer counts as lost.
-        tls: by what they know each other; in clear if None.
+        place: the snapshot on this node.
+        infos: the agents of all nodes.
+        here: the name of this node.
+        wait: seconds until a node that does not answer counts as lost.
+        tls: certificates for the connections; None if they are unencrypted.
 
     Raises:
         StoreError: the files of `tls` cannot be read.
@@ -86,7 +86,7 @@ class Nodes:
             threading.Thread(target=self._watch, name="shardwise-abandoned", daemon=True).start()
 
     def _watch(self) -> None:
-        """Interrupt all requests once the snapshot is abandoned: a restore waits for their end."""
+        """Abort all requests once the snapshot is abandoned, as a restore waits for their end."""
         while not self._closed.wait(LOOK_ABANDONED):
             if self._place.has(ABANDONED):
                 self._abandoned.set()
@@ -95,40 +95,40 @@ class Nodes:
                 return
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self._closed.set()
         for client in self._clients.values():
             client.close()
 
     def read(self, node: str, name: str, *, limit: int) -> bytes:
-        """All of a small file of another node."""
+        """Return the contents of a small file of another node."""
         place = self._place
         return self._client(node).read(place.run.name, place.step, name, limit=limit)
 
     def expect(
         self, node: str, name: str, kind: type[T], *, asked: str = "", failed: str = ""
     ) -> T:
-        """A record of a node, once it is there.
+        """Wait for a record on a node, and return it.
 
         Args:
-            asked: the record by which it was asked for it; waits for as long as the node has that.
-            failed: the record, a `Done`, that says that it will never come, and why.
+            asked: the record that requested it. As long as the node has that, the wait continues.
+            failed: the record, a `Done`, that says that it will never appear, and why.
 
         Raises:
-            StoreError: the node does not answer, the record does not come, or the snapshot is
-                abandoned, or was discarded there.
+            StoreError: the node does not answer, the record does not appear, or the snapshot was
+                abandoned, or discarded on the node.
         """
-        last_sign = time.monotonic()
+        last_news = time.monotonic()
         while True:
             self._place.refuse_abandoned()
             try:
-                found = self._look(node, name, kind, last_sign + self._wait - time.monotonic())
+                found = self._look(node, name, kind, last_news + self._wait - time.monotonic())
                 if found is None and failed and (why := self._look(node, failed, Done, 0.0)):
                     raise _GoneError(f"node {node}: {why.failure}")
                 if found is None and asked:
                     if not self._has(node, asked):
                         raise _GoneError(f"node {node} has discarded the snapshot")
-                    last_sign = time.monotonic()
+                    last_news = time.monotonic()
             except _GoneError:
                 raise
             except StoreError:
@@ -137,28 +137,28 @@ class Nodes:
                 self._abandoned.wait(AGAIN)
             if found is not None:
                 return found
-            if time.monotonic() - last_sign > self._wait:
-                raise StoreError(f"node {node} gave no {name} within {self._wait:.0f} s")
+            if time.monotonic() - last_news > self._wait:
+                raise StoreError(f"node {node} did not provide {name} within {self._wait:.0f} s")
 
     def tell(self, node: str, name: str, record: object) -> None:
-        """Leave a record at a node.
+        """Write a record on a node.
 
         Raises:
-            StoreError: the node does not answer, or the snapshot is abandoned.
+            StoreError: the node does not answer, or the snapshot was abandoned.
         """
         self.insist(lambda: self._put(node, name, record))
 
-    def tell_others(self, *told: tuple[str, object]) -> None:
-        """Leave records, by their names, at all nodes but this one: at each in this order.
+    def tell_others(self, *named: tuple[str, object]) -> None:
+        """Write records, given with their names, on all other nodes, on each in this order.
 
         Raises:
-            StoreError: some nodes do not answer, and the others have it; or the snapshot is
+            StoreError: some nodes do not answer (the others have the records), or the snapshot was
                 abandoned.
         """
         left = list(self._clients)
 
         def tell() -> None:
-            said = of_each(left, lambda node: self._try_to_tell(node, told))
+            said = of_each(left, lambda node: self._try_to_tell(node, named))
             left[:] = [node for node in left if said[node]]
             self._refuse_gone(left)
             if left:
@@ -167,10 +167,10 @@ class Nodes:
         self.insist(tell)
 
     def tell_all(self, name: str, record: object) -> None:
-        """Leave a record at all nodes, at this one last: then all others have it, or are lost.
+        """Write a record on all nodes, on this one last: then the others have it, or are lost.
 
         Raises:
-            StoreError: some nodes do not answer, and the others have it; or the snapshot is
+            StoreError: some nodes do not answer (the others have the record), or the snapshot was
                 abandoned.
         """
         try:
@@ -179,12 +179,12 @@ class Nodes:
             self._put(self._here, name, record)
 
     def insist(self, work: Callable[[], T]) -> T:
-        """What some work with other nodes gives; again and again, where one does not answer.
+        """Return the result of `work`, and retry while other nodes do not answer.
 
-        An agent that has died is followed by another within seconds.
+        An agent that has died is replaced within seconds.
 
         Raises:
-            StoreError: one did not answer for too long, or the snapshot is abandoned.
+            StoreError: a node did not answer for too long, or the snapshot was abandoned.
         """
         deadline = time.monotonic() + self._wait
         while True:
@@ -199,11 +199,11 @@ class Nodes:
             self._abandoned.wait(AGAIN)
 
     def read_range(self, node: str, name: str, offset: int, out: Buffer) -> Buffer:
-        """Fill `out` from a file of a node, and give it.
+        """Fill `out` with the bytes of a file of a node from `offset`, and return it.
 
         Raises:
-            StoreError: the node does not answer, or the file ends before.
-            FileNotFoundError: it has no such file.
+            StoreError: the node does not answer, or the file ends earlier.
+            FileNotFoundError: the node does not have the file.
         """
         if node != self._here:
             self._client(node).read_range_into(
@@ -224,23 +224,23 @@ class Nodes:
         return out
 
     def _refuse_gone(self, nodes: Sequence[str]) -> None:
-        """Raise if one of these, which do not answer, is no longer needed for newer snapshots."""
+        """Raise if newer snapshots are made without one of these nodes, which do not answer."""
         run = self._place.run
         for step in reversed([step for step in run.steps() if step > self._place.step]):
             newer = Place(run, step)
-            drafts = newer.drafts() + newer.terms()
-            if drafts:
-                present = {info.node for draft in drafts for info in draft.nodes}
+            pending = newer.drafts() + newer.terms()
+            if pending:
+                present = {info.node for each in pending for info in each.nodes}
                 gone = sorted(set(nodes) - present)
                 if gone:
-                    raise _GoneError(f"the run has gone on without node {', '.join(gone)}")
+                    raise _GoneError(f"the run continued without node {', '.join(gone)}")
                 return
 
     def _client(self, node: str) -> AgentClient:
         try:
             return self._clients[node]
         except KeyError:
-            raise StoreError(f"nothing is known of node {node}") from None
+            raise StoreError(f"unknown node {node}") from None
 
     def _put(self, node: str, name: str, record: object) -> None:
         data = record if isinstance(record, bytes) else msgspec.json.encode(record)
@@ -249,9 +249,9 @@ class Nodes:
         else:
             self._client(node).put(self._place.run.name, self._place.step, name, data)
 
-    def _try_to_tell(self, node: str, told: Sequence[tuple[str, object]]) -> str:
+    def _try_to_tell(self, node: str, named: Sequence[tuple[str, object]]) -> str:
         try:
-            for name, record in told:
+            for name, record in named:
                 self._put(node, name, record)
         except StoreError as error:
             return f"node {node}: {error}"
@@ -268,7 +268,7 @@ class Nodes:
         return True
 
     def _look(self, node: str, name: str, kind: type[T], left: float) -> T | None:
-        """A record, once it is there; None if it is not within `left` seconds, or in due time."""
+        """Return a record; None if it does not appear within `left` seconds, or a few at most."""
         place = self._place
         if node == self._here:
             found = read_record(place.path / name, kind)

@@ -1,4 +1,4 @@
-"""Ends waits for agents that nothing will come of: an agent is gone or silent, or has no draft."""
+"""Watching agents while waiting for a save, so that the wait ends if they are gone."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from shardwise.memory.remote.client import AgentClient
 from shardwise.memory.spawn import running_agent
 from shardwise.memory.tls import Tls
 
-LOOK_AROUND = 0.5
-GONE = 10.0
+WATCH_PERIOD = 0.5
+AGENT_GONE = 10.0
 BETWEEN_QUESTIONS = 5.0
-NO_ANSWER = 5.0
+ANSWER_TIMEOUT = 5.0
 LONGEST_COPY = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Agents:
-    """Those without whom nothing comes of a save.
+    """The agents that complete a save.
 
     Attributes:
-        home: of this node; its agent may be followed by another.
-        leader: the agent of the node that leads the save, if that is another.
-        tls: by what nodes know each other.
-        patience: seconds until one that does not answer counts as lost.
+        home: the directories of this node. Its agent may be replaced by another.
+        leader: the agent of the node that leads the save, if that is another node.
+        tls: certificates for connections to other nodes.
+        patience: seconds until an agent that does not answer counts as lost.
     """
 
     home: Home
@@ -39,8 +39,8 @@ class Agents:
     patience: float
 
 
-class Vigil:
-    """One wait for agents, for what is to become of a save."""
+class AgentWatch:
+    """Watches the agents during one wait for a save, so that the wait ends if they are gone."""
 
     def __init__(self, agents: Agents, place: Place, save_id: str) -> None:
         self._agents = agents
@@ -52,34 +52,33 @@ class Vigil:
         self._pause = min(BETWEEN_QUESTIONS, agents.patience / 4)
 
     def look(self, left: float | None) -> None:
-        """See now and then whether there is anything to wait for; that takes `left` seconds at
-        most.
+        """Check the agents if the last check was long enough ago; takes at most `left` seconds.
 
         Raises:
-            StoreError: this node's agent is gone, and nobody has started another; an agent does
-                not answer; or the one that leads has no draft of the save.
+            StoreError: this node's agent is gone and no other was started; an agent does not
+                answer; or the leader's agent never received the save.
         """
         now = time.monotonic()
-        if now - self._looked < min(LOOK_AROUND, self._pause):
+        if now - self._looked < min(WATCH_PERIOD, self._pause):
             return
         self._looked = now
         home = self._agents.home
         if home.has_agent():
             self._seen = now
-        elif now - self._seen > GONE:
+        elif now - self._seen > AGENT_GONE:
             raise StoreError(
-                f"the agent of {home} is gone; the next save starts another, which goes on "
-                f"(its log: {home.log})"
+                f"the agent of {home} is gone; the next save starts another, which resumes its "
+                f"work (its log: {home.log})"
             )
         if now - self._asked > self._pause:
-            within = min(NO_ANSWER, self._agents.patience)
+            within = min(ANSWER_TIMEOUT, self._agents.patience)
             if left is not None:
                 within = max(0.1, min(within, left / 2))
-            self._ask_all(within)
-            self._look_for_draft(within)
+            self._check_agents(within)
+            self._check_leader(within)
             self._asked = time.monotonic()
 
-    def _ask_all(self, within: float) -> None:
+    def _check_agents(self, within: float) -> None:
         agents = self._agents
         for info in (running_agent(agents.home), agents.leader):
             if info is None:
@@ -92,13 +91,16 @@ class Vigil:
             elif now - since > agents.patience:
                 raise StoreError(
                     f"the agent of node {info.node} (process {info.process} of {info.host}) has "
-                    f"not answered for {now - since:.0f} s: {failure}. If it is stopped, have it "
-                    "go on, or end it: the next one does what is left"
+                    f"not answered for {now - since:.0f} s: {failure}. If it is stopped, resume "
+                    "or end it: the next agent completes its work"
                 )
 
-    def _look_for_draft(self, within: float) -> None:
-        """An agent that has the draft of a save ends it, well or not. Without one nobody does: rank
-        0 has failed, and could not even leave a record of that, or has ended."""
+    def _check_leader(self, within: float) -> None:
+        """Fail if the leader has no pending manifest of the save.
+
+        An agent that has it ends the save, successfully or not. Without it nobody does: rank 0 has
+        ended, or failed and could not even write a record of that.
+        """
         names = self._names_at_leader(within)
         if names is None:
             return
@@ -112,13 +114,13 @@ class Vigil:
             self._led = now
         elif now - self._led > 2 * self._agents.patience + 1:
             raise StoreError(
-                f"rank 0 has not handed this save to its agent for {now - self._led:.0f} s: "
-                "it could not copy its part, or has ended, or the snapshot was removed; look at "
-                "the log of rank 0, and save again"
+                f"rank 0 has not passed this save to its agent for {now - self._led:.0f} s: it "
+                "could not copy its data, or has ended, or the snapshot was removed; see the log "
+                "of rank 0, and save again"
             )
 
     def _names_at_leader(self, within: float) -> Collection[str] | None:
-        """The files of the snapshot on the node that leads; None if that does not answer."""
+        """Return the snapshot's files on the leader's node; None if its agent does not answer."""
         place, leader = self._place, self._agents.leader
         if leader is None:
             return place.named("")
@@ -131,7 +133,7 @@ class Vigil:
 
 
 def silence(info: AgentInfo, tls: Tls | None, within: float) -> str:
-    """Why an agent does not answer within so many seconds; "" if it does."""
+    """Return why an agent does not answer within this many seconds, or "" if it does."""
     try:
         with closing(_client(info, tls, within)) as client:
             client.health()

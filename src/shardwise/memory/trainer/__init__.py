@@ -1,1 +1,1 @@
-"""What a trainer does: stage its share, follow what becomes of it, find it again."""
+"""A rank's side of snapshots: staging its data, following saves, and recovering them."""

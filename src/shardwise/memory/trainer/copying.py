@@ -1,4 +1,4 @@
-"""A part of a snapshot on its way into memory, as the training that goes on meanwhile sees it."""
+"""Copying a rank's data into a slot, paced so that it does not slow down the training."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shardwise.store.store import Buffer
 
 BUCKET = 8 << 20
 Fill = Callable[[int, int, Buffer], None]
-"""`fill(low, high, out)` copies these bytes of a file to `out`."""
+"""`fill(low, high, out)` copies bytes `low:high` of a file to `out`."""
 
 
 def stage(fill: Fill, low: int, high: int, out: Buffer, pool: ThreadPoolExecutor) -> None:
-    """Copy bytes `low:high` of a file to where they belong in `out`, which has room for all."""
+    """Copy bytes `low:high` of a file to the same offsets of `out`, with the threads of `pool`."""
 
     def copy(at: int) -> None:
         stop = min(at + BUCKET, high)
@@ -28,14 +28,14 @@ def stage(fill: Fill, low: int, high: int, out: Buffer, pool: ThreadPoolExecutor
     starts = range(low, high, BUCKET)
     try:
         jobs = [pool.submit(copy, at) for at in starts]
-    except RuntimeError:  # the process is ending, and gives threads no more work
+    except RuntimeError:  # the interpreter is shutting down and starts no more threads
         for at in starts:
             copy(at)
         return
     try:
         for job in jobs:
             job.result()
-    finally:  # when this returns, nothing is copied to `out` any more
+    finally:  # nothing writes to `out` after this returns
         for job in jobs:
             job.cancel()
         wait(jobs)
@@ -46,34 +46,31 @@ SAVES = 5
 
 
 class Slack:
-    """The seconds that a training leaves for a copy, as measured at its last saves."""
+    """The time that the training leaves for a copy, as measured at its last saves."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=SAVES)
         self._waited = False
 
     def add(self, seconds: float, *, waited: bool) -> None:
-        """Note what the training left between a save and its fence, and whether it then waited."""
+        """Record the time between a save and its fence, and whether the training then waited."""
         self._seconds.append(seconds)
         self._waited = waited
 
     def target(self) -> float:
-        """The seconds within which to copy; 0: at full speed, as nothing is known, or it waited."""
+        """Return in how many seconds to copy. 0 means full speed: unknown, or it waited."""
         if self._waited or not self._seconds:
             return 0.0
         return OF_SLACK * median(self._seconds)
 
 
 class Pace:
-    """Spreads bytes evenly over time, from now on.
-
-    Each begins when it is due. What is late is not waited for, so that a copy that cannot keep up
-    goes at full speed.
+    """Spreads a copy evenly over time, starting now. A copy that is late runs at full speed.
 
     Args:
-        total: bytes that are to come, at most.
-        seconds: over which they are spread.
-        clock: seconds that pass.
+        total: the largest number of bytes to copy.
+        seconds: the time over which to spread them.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -85,23 +82,24 @@ class Pace:
         self._begun = 0
 
     def seconds_for(self, nbytes: int) -> float:
-        """Count them; how long to wait before they begin."""
+        """Count the next bytes, and return how long to wait before copying them."""
         due = self._start + self._begun * self._a_byte
         self._begun += nbytes
         return max(0.0, due - self._clock())
 
 
 class Copying:
-    """What a part has come to.
+    """The progress of copying a rank's part of a snapshot.
 
     Args:
-        total: bytes to copy, at most.
-        slack: what trainings left for earlier ones, by which it is paced; None: not at all.
+        total: the largest number of bytes to copy.
+        slack: the time that the training left for earlier copies, to pace this one. None: do not
+            pace it.
 
     Attributes:
-        issued: all has been read, or is put on the streams of devices.
-        done: nothing more comes of it.
-        failure: why this rank's file was not staged, once it is done; "" if it was.
+        issued: set once all data was read, or its copies were queued on streams of devices.
+        done: set once the copy has succeeded or failed.
+        failure: once done, why this rank's file was not staged, or "".
     """
 
     def __init__(self, total: int, slack: Slack | None) -> None:
@@ -115,11 +113,11 @@ class Copying:
         self.failure = ""
 
     def is_elsewhere(self) -> bool:
-        """Whether this process was forked since: it has a state of its own, that nobody copies."""
+        """Whether this process was forked from the one that makes the copy."""
         return os.getpid() != self._process
 
     def paced(self, fill: Fill) -> Fill:
-        """The same, where each call waits until it is due, or somebody waits for all."""
+        """Return `fill`, delayed by the pace until `hurry` is called."""
         pace = self._pace
         if pace is None:
             return fill
@@ -131,7 +129,7 @@ class Copying:
         return copy
 
     def hurry(self) -> None:
-        """Go at full speed from now on: somebody waits."""
+        """Continue at full speed, because somebody waits."""
         if self._hurried.is_set():
             return
         self._hurried.set()
@@ -140,16 +138,16 @@ class Copying:
             self._slack.add(time.monotonic() - self._begun, waited=waited)
 
     def end(self, failure: str) -> None:
-        """Nothing more comes of it."""
+        """Mark the copy as done."""
         self.failure = failure
         self.issued.set()
         self.done.set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing more comes of it, at full speed; whether that is so.
+        """Wait until the copy is done, at full speed, and return whether it is.
 
         Raises:
-            StoreError: this process was forked meanwhile: its parent copies, and cannot tell it.
+            StoreError: this process is a fork of the one that makes the copy, which cannot tell it.
         """
         self.hurry()
         if self.is_elsewhere() and not self.done.is_set():

@@ -1,4 +1,9 @@
-"""What staging asks of an accelerator: streams, events, and pages that it can copy to by itself."""
+"""Copying from accelerators: streams, events, and page-locked memory.
+
+A part of a snapshot is copied on streams of our own, while the training continues on others. Our
+streams wait for the current streams when the part is begun, and the current streams wait for ours
+before the state changes. So no thread of the training waits for a copy.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ import torch
 from shardwise.memory.trainer.copying import Fill
 from shardwise.store.store import Buffer
 
-_LOWEST = 0  # torch's numbers: negative ones come first
+_LOWEST = 0  # for torch, negative priorities are higher
 _POLL = 0.0005
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
 
@@ -23,72 +28,72 @@ class Accelerator(Protocol):
     """Streams, events and page-locked memory."""
 
     def new_stream(self, device: torch.device) -> torch.Stream:
-        """A stream of our own, of the lowest priority."""
+        """Create a stream with the lowest priority."""
         ...
 
     def current_stream(self, device: torch.device) -> torch.Stream:
-        """The one that this thread's work on a device goes to."""
+        """Return the current stream of this thread on a device."""
         ...
 
     def set_stream(self, stream: torch.Stream) -> None:
-        """Have this thread's work on the stream's device go to it."""
+        """Make a stream the current one of this thread on its device."""
         ...
 
     def mark(self, stream: torch.Stream) -> torch.Event:
-        """When all that was put on a stream until now is done."""
+        """Record an event that happens when all work queued on the stream so far is done."""
         ...
 
     def follow(self, stream: torch.Stream, event: torch.Event) -> None:
-        """Have all that is put on a stream from now on wait for an event; this thread does not."""
+        """Make later work on a stream wait for an event, without blocking this thread."""
         ...
 
     def wait(self, event: torch.Event) -> None:
-        """Have this thread wait for an event."""
+        """Block this thread until an event has happened."""
         ...
 
     def lock_pages(self, address: int, nbytes: int, device: torch.device) -> bool:
-        """Page-lock memory of this process; False, and a warning, where that cannot be."""
+        """Page-lock memory of this process. Warn and return False if that fails."""
         ...
 
     def unlock_pages(self, address: int, device: torch.device) -> None:
-        """Unlock what was page-locked from this address on."""
+        """Unlock the memory that was page-locked at this address."""
         ...
 
 
 class TorchAccelerator:
-    """The accelerator that torch has; not touched before a tensor on it is to be copied."""
+    """The accelerator of torch. Not initialized before a tensor on it is copied."""
 
     def new_stream(self, device: torch.device) -> torch.Stream:
-        """A stream of our own, of the lowest priority: that of the default stream, in CUDA.
+        """Create a stream with the lowest priority, which in CUDA is that of the default stream.
 
-        Priorities are of kernels (those that gather what is not contiguous), not of copies.
+        Priorities apply to kernels (which gather non-contiguous tensors), not to copies.
         """
         return torch.Stream(device, priority=_LOWEST)
 
     def current_stream(self, device: torch.device) -> torch.Stream:
-        """The one that this thread's work on a device goes to."""
+        """Return the current stream of this thread on a device."""
         return torch.accelerator.current_stream(device)
 
     def set_stream(self, stream: torch.Stream) -> None:
-        """Have this thread's work on the stream's device go to it."""
+        """Make a stream the current one of this thread on its device."""
         torch.accelerator.set_stream(stream)
 
     def mark(self, stream: torch.Stream) -> torch.Event:
-        """When all that was put on a stream until now is done."""
+        """Record an event that happens when all work queued on the stream so far is done."""
         return stream.record_event()
 
     def follow(self, stream: torch.Stream, event: torch.Event) -> None:
-        """Have all that is put on a stream from now on wait for an event; this thread does not."""
+        """Make later work on a stream wait for an event, without blocking this thread."""
         stream.wait_event(event)
 
     def wait(self, event: torch.Event) -> None:
-        """Have this thread wait for an event; by looking, as `synchronize` takes a whole core."""
+        """Block this thread until an event has happened. Polls: `synchronize` would use a core."""
         while not event.query():
             time.sleep(_POLL)
 
     def lock_pages(self, address: int, nbytes: int, device: torch.device) -> bool:
-        """Page-lock memory of this process; False, and a warning, where that cannot be."""
-        why = f"torch has no way to do it for {device.type}"
+        """Page-lock memory of this process. Warn and return False if that fails."""
+        why = f"torch does not support it for {device.type}"
         if device.type == "cuda":
             why = _cuda(device, "cudaHostRegister", address, nbytes, _PORTABLE)
         if why:
@@ -102,16 +107,16 @@ class TorchAccelerator:
         return not why
 
     def unlock_pages(self, address: int, device: torch.device) -> None:
-        """Unlock what was page-locked from this address on."""
+        """Unlock the memory that was page-locked at this address."""
         _cuda(device, "cudaHostUnregister", address)
 
 
 def _cuda(device: torch.device, name: str, *args: int) -> str:
-    """Call the CUDA runtime; what failed, or "".
+    """Call the CUDA runtime, and return the error, or "".
 
-    It remembers the last failure for each thread, and raises it at whatever is next launched
-    there. So the call has a thread of its own, which is first put on the device: another one would
-    be given a context.
+    The runtime remembers the last error of each thread, and raises it at the next launch. So the
+    call runs in a thread of its own. That thread selects the device first: otherwise it would
+    create a context on another one.
     """
 
     def call() -> str:
@@ -125,25 +130,25 @@ def _cuda(device: torch.device, name: str, *args: int) -> str:
 
 
 class Source(Protocol):
-    """Bytes, some of which lie on devices."""
+    """Bytes, some of which may be on devices."""
 
     @property
     def devices(self) -> frozenset[torch.device]:
-        """Those on which some lie."""
+        """The devices on which some of the bytes are."""
         ...
 
     def fill(self, low: int, high: int, out: Buffer, *, wait: bool = True) -> None:
-        """Copy bytes `low:high` to `out`; without `wait`, as soon as current streams get there."""
+        """Copy bytes `low:high` to `out`. Without `wait`, the copies are only queued on streams."""
         ...
 
 
 class Streams:
-    """One for each device that a part lies on; without any, there is nothing to it.
+    """Our streams: one for each device that holds data of a part. Without such devices, a no-op.
 
-    Only one part is under way at a time.
+    Only one part is copied at a time.
 
     Args:
-        accelerator: has the streams.
+        accelerator: provides the streams.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -153,7 +158,7 @@ class Streams:
         self._marks: dict[torch.device, torch.Event] = {}
 
     def begin(self, devices: Iterable[torch.device]) -> None:
-        """From now on copy what these devices hold when their current streams have come to here."""
+        """Begin a part: copy what the devices hold once their current streams reach this point."""
         self._marks = {}
         self._used = {}
         for device in devices:
@@ -164,15 +169,16 @@ class Streams:
             self._accelerator.follow(stream, now)
 
     def are_used(self) -> bool:
-        """Whether the part that is under way lies on any device."""
+        """Whether the current part has data on any device."""
         return bool(self._used)
 
     def fill(self, source: Source, *, wait: bool) -> Fill:
-        """The source's `fill` on these streams.
+        """Return the `fill` of a source, running on these streams.
 
         Args:
-            wait: until it is copied; otherwise it is when `wait` returns, and what is copied must
-                be kept until then.
+            source: the data to copy.
+            wait: block each call until its bytes are copied. Otherwise they are copied once
+                `Streams.wait` returns, and must not change until then.
         """
         if not source.devices:
             return source.fill
@@ -184,24 +190,24 @@ class Streams:
         return copy
 
     def mark(self) -> None:
-        """All that is to be waited for is on the streams."""
+        """Record that all copies of the part are queued."""
         with self._as_current():
             self._marks = {
                 device: self._accelerator.mark(stream) for device, stream in self._used.items()
             }
 
     def wait(self) -> None:
-        """Wait until all that was marked is copied."""
+        """Wait until the copies before the last `mark` are done."""
         for event in self._marks.values():
             self._accelerator.wait(event)
 
     def fence(self) -> None:
-        """Have what this thread puts on its current streams from now on wait for the same."""
+        """Make later work on this thread's current streams wait for these copies."""
         for device, event in self._marks.items():
             self._accelerator.follow(self._accelerator.current_stream(device), event)
 
     def lock(self, address: int, nbytes: int) -> bool:
-        """Page-lock memory that a part is copied to; whether that could be."""
+        """Page-lock memory that devices copy to, and return whether that succeeded."""
         return self._accelerator.lock_pages(address, nbytes, next(iter(self._all)))
 
     def unlock(self, address: int) -> None:
@@ -210,8 +216,11 @@ class Streams:
 
     @contextmanager
     def _as_current(self) -> Iterator[None]:
-        """Also puts this thread on a device of its own: on the first one, where it would start
-        otherwise, whatever it does would make a context."""
+        """Make our streams the current ones of this thread.
+
+        That also selects a device that is in use. Otherwise the thread would create a context on
+        the first device.
+        """
         accelerator = self._accelerator
         before = [accelerator.current_stream(device) for device in self._used]
         try:

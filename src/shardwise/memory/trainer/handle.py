@@ -1,4 +1,4 @@
-"""A save that was begun: how far it has come, as the records on this node say."""
+"""Handles of saves in progress: waiting for their stages, and reporting failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.memory import records
 from shardwise.memory.home import Place, read_record, write_record
 from shardwise.memory.node.retire import ENDED
 from shardwise.memory.records import Done
-from shardwise.memory.remote.watch import Agents, Vigil
+from shardwise.memory.remote.watch import Agents, AgentWatch
 from shardwise.memory.trainer.copying import Copying
 
 POLL = (0.001, 0.05)
@@ -22,30 +22,33 @@ log = logging.getLogger("shardwise")
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """What a save goes through, in the words of its records, and where those are looked for.
+    """The stages of a save, and where their outcomes are recorded.
 
-    What fails of one that is for memory only is no reason to end a training: the next takes its
-    place.
+    A failure of a snapshot that is for memory only does not end the training: the next snapshot
+    replaces it.
 
     Attributes:
-        told_here: it is this rank that logs such a failure.
-        retains: older checkpoints are to go from storage after the last stage; rank 0 waits for
-            that, on whose node they do.
-        copying: this rank's part on its way into memory.
+        agents: the agents that complete the save.
+        place: the snapshot on this node.
+        stages: the stages to wait for.
+        logs_failures: whether this rank logs such a failure.
+        retains: whether older checkpoints are deleted from storage after the last stage. Rank 0
+            waits for that.
+        copying: the copy of this rank's part.
     """
 
     agents: Agents
     place: Place
     save_id: str
     stages: tuple[str, ...]
-    told_here: bool
+    logs_failures: bool
     retains: bool = False
     copying: Copying | None = None
     _known: dict[str, Done] = field(default_factory=dict)
 
     @property
     def is_durable(self) -> bool:
-        """Whether it is to be persisted in any case."""
+        """Whether the save will be persisted."""
         return self.stages[-1] == "persist"
 
     @property
@@ -53,23 +56,23 @@ class Stages:
         return (*self.stages, records.RETAIN) if self.retains else self.stages
 
     def check(self) -> bool:
-        """Whether no stage has failed.
+        """Return whether no stage has failed so far.
 
         Raises:
-            StoreError: one has, of a save that is to be persisted; says which, and why.
+            StoreError: a stage of a durable save failed; says which, and why.
         """
-        return self._bear(lambda: [self.ended(stage) for stage in self._with_last])
+        return self._log_or_raise(lambda: [self.ended(stage) for stage in self._with_last])
 
-    def settle(self) -> bool:
-        """Wait until all stages have ended; whether none has failed.
+    def wait_until_ended(self) -> bool:
+        """Wait until all stages have ended, and return whether none failed.
 
         Raises:
             StoreError: as for `check`.
         """
-        return self._bear(lambda: self.wait_all(None))
+        return self._log_or_raise(lambda: self.wait_all(None))
 
     def await_removal(self) -> None:
-        """Wait until older checkpoints are gone from storage; `check` raises if they cannot go.
+        """Wait until older checkpoints are deleted from storage. If that fails, `check` raises.
 
         Raises:
             StoreError: the agent of this node is gone, or does not answer.
@@ -81,45 +84,45 @@ class Stages:
                 if records.RETAIN not in self._known:
                     raise
 
-    def _bear(self, look: Callable[[], object]) -> bool:
+    def _log_or_raise(self, look: Callable[[], object]) -> bool:
         try:
             look()
         except StoreError as error:
             if self.is_durable:
                 raise
-            if self.told_here:
-                log.warning("a snapshot in memory is lost, and the training goes on: %s", error)
+            if self.logs_failures:
+                log.warning("a snapshot in memory failed; the training continues: %s", error)
             return False
         return True
 
-    def is_over(self) -> bool:
-        """Whether all has ended well. What has failed is still to be raised."""
+    def has_succeeded(self) -> bool:
+        """Whether all stages have succeeded."""
         try:
             return all(self.ended(stage) is not None for stage in self._with_last)
         except StoreError:
             return False
 
     def wait_all(self, timeout: float | None) -> Done:
-        """Wait until all stages have ended; how the last one has.
+        """Wait until all stages have ended, and return the outcome of the last one.
 
         Raises:
-            StoreError: one has failed.
+            StoreError: a stage failed.
             TimeoutError: `timeout` seconds have passed.
         """
         return [self.wait(stage, timeout) for stage in self.stages][-1]
 
     def ended(self, stage: str) -> Done | None:
-        """How a stage has ended, if it has.
+        """Return the outcome of a stage, or None if it has not ended.
 
         Raises:
-            StoreError: it has failed; or nothing can come of it, as the agent is gone.
+            StoreError: the stage failed.
         """
         done = self._known.get(stage) or self._look_up(stage)
         if done is None and stage in ("protect", records.RETAIN) and self._is_replaced():
-            # Its memory has gone to newer ones meanwhile, which also do what was left of this.
+            # Newer snapshots have taken its memory, and protect and retain in its place.
             done = self._look_up(stage) or Done(save_id=self.save_id, stage=stage)
         if done is not None:
-            self._known[stage] = done  # its record goes with the memory of the run
+            self._known[stage] = done  # the record is deleted with the memory of the run
         failure = self.staging_failure if done is None else done.failure
         if failure:
             raise StoreError(f"step {self.place.step}: {stage}: {failure}")
@@ -127,7 +130,7 @@ class Stages:
 
     @property
     def staging_failure(self) -> str:
-        """Why this rank could not stage its part; "" if it could, or still may."""
+        """Why this rank could not stage its part; "" if it could, or is still copying."""
         return "" if self.copying is None else self.copying.failure
 
     def _look_up(self, stage: str) -> Done | None:
@@ -136,7 +139,7 @@ class Stages:
         return done or read_record(self.place.run.path / ENDED / name, Done)
 
     def _is_replaced(self) -> bool:
-        """Whether it was committed, and is not in memory any more."""
+        """Whether the snapshot was committed and is no longer in memory."""
         commit = self._known.get("commit") or self._look_up("commit")
         return commit is not None and not any(self.save_id in each for each in self.place.named(""))
 
@@ -144,27 +147,25 @@ class Stages:
         """Wait until a stage has ended.
 
         Raises:
-            StoreError: it has failed; newer ones have taken its place; the agent of this node is
-                gone, or that or the one that leads does not answer; or the one that leads was not
-                given the save.
+            StoreError: the stage failed; a newer snapshot superseded the save; the agent of this
+                node or of the leader is gone or does not answer; or the leader's agent never
+                received the save.
             TimeoutError: `timeout` seconds have passed.
         """
         start = time.monotonic()
-        vigil = Vigil(self.agents, self.place, self.save_id)
+        watch = AgentWatch(self.agents, self.place, self.save_id)
         pause = POLL[0]
         while (done := self.ended(stage)) is None:
             self.ended("commit")
             if self._is_replaced() and self.ended(stage) is None:
-                raise StoreError(
-                    f"step {self.place.step}: {stage}: newer snapshots have taken its place"
-                )
+                raise StoreError(f"step {self.place.step}: {stage}: superseded by a newer snapshot")
             now = time.monotonic()
             if timeout is not None and now - start > timeout:
                 raise TimeoutError(
                     f"step {self.place.step}: {stage} has not ended in {timeout:g} s"
                 )
             try:
-                vigil.look(None if timeout is None else start + timeout - now)
+                watch.look(None if timeout is None else start + timeout - now)
             except StoreError as error:
                 raise StoreError(f"step {self.place.step}: {stage}: {error}") from error
             time.sleep(pause)
@@ -259,55 +260,56 @@ class SaveHandle:
         )
 
     def _hurried(self) -> Stages | None:
-        """What is still to come, now that it is waited for."""
+        """Return the stages to come, after speeding up the copy because somebody waits."""
         if self._copying is not None:
             self._copying.hurry()
         return self._stages
 
 
-class Begun:
-    """Those that are not over, or of whose failure nobody was told, in their order."""
+class PendingSaves:
+    """The saves of a rank, in order, that have not ended or whose failure was not raised yet."""
 
     def __init__(self) -> None:
         self._stages: list[Stages] = []
 
     def add(self, stages: Stages) -> None:
-        """One more."""
-        self._stages = [*(each for each in self._stages if not each.is_over()), stages]
+        """Add a save, and forget those that have succeeded."""
+        self._stages = [*(each for each in self._stages if not each.has_succeeded()), stages]
 
     def raise_failure(self) -> None:
-        """Tell of one that has failed, once; the others stay. Of what could not be staged here,
-        `Staging.check` has told.
+        """Raise the first failure that was not raised before, once.
+
+        Failures to stage on this rank are left out: `Staging.check` raises them.
 
         Raises:
-            StoreError: one that is to be persisted has failed; says why.
+            StoreError: a durable save failed; says why.
         """
         self._stages = [each for each in self._stages if not each.staging_failure]
         for each in list(self._stages):
-            is_well = False
+            succeeds = False
             try:
-                is_well = each.check()
+                succeeds = each.check()
             finally:
-                if not is_well:
+                if not succeeds:
                     self._stages.remove(each)
 
-    def settle(self, *, step: int | None = None, durable: bool = False) -> None:
-        """Wait until they are over.
+    def wait_until_ended(self, *, step: int | None = None, durable: bool = False) -> None:
+        """Wait until the saves have ended.
 
         Args:
-            step: those of this step only.
-            durable: those that are to be persisted only.
+            step: only those of this step.
+            durable: only those that will be persisted.
 
         Raises:
             StoreError: as for `raise_failure`; or the agent is gone.
         """
         for each in self._stages:
-            is_meant = step in (None, each.place.step) and (each.is_durable or not durable)
-            if is_meant and not each.staging_failure:
-                each.settle()
+            matches = step in (None, each.place.step) and (each.is_durable or not durable)
+            if matches and not each.staging_failure:
+                each.wait_until_ended()
 
     def await_removal(self) -> None:
-        """Wait until the checkpoints that they replace are gone; `raise_failure` tells if not.
+        """Wait until the replaced checkpoints are deleted. `raise_failure` raises failures.
 
         Raises:
             StoreError: the agent is gone.
@@ -317,22 +319,22 @@ class Begun:
                 each.await_removal()
 
     def ends_durable(self) -> bool:
-        """Whether the last one is to be persisted."""
+        """Whether the last save will be persisted."""
         return bool(self._stages) and self._stages[-1].is_durable
 
     def has_last(self, step: int) -> bool:
-        """Whether the last one is of this step, and can still be persisted."""
+        """Whether the last save is of this step, and can still be persisted."""
         return bool(self._stages) and self._stages[-1].place.step == step
 
     def persist_last(self, *, retains: bool, leads: bool) -> None:
-        """Have the last one persisted, once it is committed.
+        """Wait until the last save is committed, and request that it be persisted.
 
         Args:
-            retains: older checkpoints are to be removed after it.
-            leads: this rank's node leads the save, and asks its agent.
+            retains: whether to delete older checkpoints afterwards.
+            leads: whether this rank's node leads the save, so that this rank asks its agent.
 
         Raises:
-            StoreError: it was not committed.
+            StoreError: the save was not committed.
         """
         last = self._stages[-1]
         last.wait("commit", None)

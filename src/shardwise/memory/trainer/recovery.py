@@ -1,4 +1,4 @@
-"""Which snapshot can be had again, out of what the nodes that are left hold."""
+"""Recovery: finding the newest snapshot that the remaining nodes can provide."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ from shardwise.memory.registry import Known
 from shardwise.memory.remote.assembled import AssembledStore, Assembly
 from shardwise.memory.remote.search import (
     Held,
+    Search,
     ask_around,
-    choose,
+    held_here,
     reader,
-    suffices,
-    what_is_held,
 )
 from shardwise.memory.seal import is_intact
 from shardwise.memory.trainer.snapshots import Snapshots
 
-SETTLE = 5.0
+COMMIT_TIMEOUT = 5.0
 POLL = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A snapshot that can be had, if there is one, and why no newer one can.
+    """The newest snapshot that can be restored, if any.
 
     Attributes:
-        nodes: those that hold some of it.
-        choosing: seconds that rank 0 took to choose it, once it had heard what nodes hold.
-        unasked: nodes of the run that could not be asked, and why, if they may hold something
-            newer.
+        step: its step; -1 if there is none.
+        store: its files.
+        newer: newer steps that cannot be restored, and why.
+        nodes: the nodes that hold some of its files.
+        choosing: seconds that rank 0 took to choose it, after it knew what nodes hold.
+        unasked: nodes of the run that could not be asked and may hold something newer, and why.
     """
 
     step: int
@@ -56,13 +57,15 @@ class Found:
 def find_snapshot(
     snapshots: Snapshots, group: Group, *, step: int | None, damaged: Found | None = None
 ) -> Found:
-    """The newest snapshot of which every file is held somewhere. All ranks together.
+    """Return the newest snapshot all of whose files can be read. All ranks call this together.
 
     Args:
-        step: that of this step only.
-        damaged: this one was found to be damaged: only older ones count. It counts again if its
-            damaged files were found and removed, or if nodes hold some of it that had not answered
-            when it was chosen.
+        snapshots: the snapshots of the run.
+        group: the ranks.
+        step: consider only this step.
+        damaged: a snapshot that was found to be damaged: consider only older ones. It is considered
+            again if its damaged files were removed, or if nodes hold some of its files that had not
+            answered when it was chosen.
     """
     assembly = find_assembly(snapshots, group, step=step, damaged=damaged)
     nodes = frozenset(assembly.nodes)
@@ -76,8 +79,8 @@ def find_snapshot(
 def find_assembly(
     snapshots: Snapshots, group: Group, *, step: int | None, damaged: Found | None = None
 ) -> Assembly:
-    """Agree on where the files of that snapshot lie."""
-    meeting, run, here = snapshots.meeting, snapshots.run, snapshots.node
+    """Agree on the snapshot, and return where its files are."""
+    membership, run, here = snapshots.membership, snapshots.run, snapshots.node
     tls = snapshots.tls
     below = None if damaged is None else damaged.step
     complete = _complete_saves(snapshots, group) if below is None else set()
@@ -87,31 +90,31 @@ def find_assembly(
             return b""
         removed = False
         if below is None:
-            _let_settle(run, complete)
+            _wait_for_commits(run, complete)
         else:
             removed = remove_damaged(Place(run, below))
-        held = what_is_held(run, here)
+        held = held_here(run, here)
         return msgspec.msgpack.encode(msgspec.structs.replace(held, removed=removed))
 
     def answer(said: list[bytes]) -> bytes:
         held = [msgspec.msgpack.decode(each, type=Held) for each in said if each]
-        known = snapshots.registry.read({info.node for info in meeting.nodes})
-        met = {info.node: info for info in (*known.infos, *meeting.nodes)}
-        lineage = meeting.lineage
+        known = snapshots.registry.read({info.node for info in membership.nodes})
+        met = {info.node: info for info in (*known.infos, *membership.nodes)}
+        lineage = membership.lineage
 
-        def is_enough(held: list[Held], infos: Mapping[str, AgentInfo]) -> bool:
-            read = reader(infos, run, here, tls)
-            return suffices(held, infos, read, step=step, lineage=lineage)
+        def search(held: list[Held], infos: Mapping[str, AgentInfo]) -> Search:
+            return Search(held, infos, reader(infos, run, here, tls), lineage)
 
-        first = () if damaged else (is_enough,)
-        held, infos = ask_around(held, met, run.name, tls, *first)
+        def suffices(held: list[Held], infos: Mapping[str, AgentInfo]) -> bool:
+            return not damaged and search(held, infos).is_complete(step)
+
+        heard = search(*ask_around(held, met, run.name, tls, suffices))
         start = time.perf_counter()
-        read = reader(infos, run, here, tls)
         tried = () if damaged is None else damaged.nodes
-        found = choose(held, infos, read, step=step, below=below, tried=tried, lineage=lineage)
+        found = heard.choose(step, below=below, tried=tried)
         seconds = time.perf_counter() - start
-        unasked = _unasked(known, {each.node for each in held})
-        if unasked and is_enough(held, infos):
+        unasked = _unasked(known, {each.node for each in heard.held})
+        if unasked and heard.is_complete(step):
             unasked = {}
         found = msgspec.structs.replace(found, choosing=seconds, unasked=unasked)
         return msgspec.msgpack.encode(found)
@@ -121,7 +124,7 @@ def find_assembly(
 
 
 def _unasked(known: Known, heard: set[str]) -> dict[str, str]:
-    """The nodes that the root knows and nobody heard, and why."""
+    """Return the nodes in the registry that were not asked, and why."""
     silent = {
         info.node: f"its agent at {info.url} did not answer, or another agent has replaced it"
         for info in known.infos
@@ -130,7 +133,7 @@ def _unasked(known: Known, heard: set[str]) -> dict[str, str]:
 
 
 def remove_damaged(place: Place) -> bool:
-    """Remove what is not what was committed, so that it is had from elsewhere; if there was any."""
+    """Delete damaged files, so that they are read from elsewhere, and return whether any were."""
     try:
         manifest = decode_manifest((place.path / MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -145,19 +148,19 @@ def remove_damaged(place: Place) -> bool:
         ]
     for name in damaged:
         (place.path / name).unlink(missing_ok=True)
-        (place.path / records.staged(name)).unlink(missing_ok=True)  # its slot is no more in use
+        (place.path / records.staged(name)).unlink(missing_ok=True)  # marks its slot as in use
     return bool(damaged)
 
 
 def _complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
-    """The saves that were staged on all nodes: what is still to be committed of them will be."""
+    """Return the saves that were staged on all nodes. Their agents will commit them."""
 
     def speak() -> bytes:
         staged: list[str] = []
         begun: list[tuple[str, list[str]]] = []
         for step in snapshots.run.steps() if snapshots.is_first_of_node else ():
             place = Place(snapshots.run, step)
-            with suppress(StoreError):  # a record is damaged: nothing comes of it
+            with suppress(StoreError):  # a record is damaged, so the save will not be committed
                 staged += [each.file.name for each in place.staged()]
                 begun += [
                     (each.save_id, [name for name, _ in each.files]) for each in place.drafts()
@@ -175,13 +178,13 @@ def _complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
     return msgspec.msgpack.decode(reply, type=set[str])
 
 
-def _let_settle(run: Run, complete: set[str]) -> None:
-    """Give the agents time to commit what was staged completely before the trainers ended.
+def _wait_for_commits(run: Run, complete: set[str]) -> None:
+    """Wait a limited time for agents to commit what was staged before the trainers ended.
 
-    A save counts as committed here once the manifest is there: that all other nodes have it too
-    may never be, as one may be lost.
+    A save counts as committed once its manifest is on this node. Waiting for all other nodes could
+    be in vain, as one may be lost.
     """
-    deadline = time.monotonic() + SETTLE
+    deadline = time.monotonic() + COMMIT_TIMEOUT
     while time.monotonic() < deadline and any(
         save in complete and place.ended("commit", save) is None and not _has_manifest(place, save)
         for place in (Place(run, step) for step in run.steps())

@@ -1,7 +1,9 @@
-"""Ranks on different nodes that hold the same, and so can protect each other without the network.
+"""Rings of ranks that hold the same data, and the copies or parity that they make of it.
 
-REFT's sharding groups (arXiv 2310.12670): under data parallelism, every node holds already what
-the others of its group are about to stage, and makes copies or parity of it from its own replica.
+Under data parallelism, each rank of a ring already holds what the others are about to stage, as in
+the sharding groups of REFT (arXiv 2310.12670). So it makes copies or parity for the others from its
+own replica, without the network. The headers, objects and checksums of the others' files cannot be
+read here. Their blocks are left to the agent, which also compares the checksums.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _ANY_SAVE = "0" * 16
 
 
 class Holder(msgspec.Struct, array_like=True, frozen=True):
-    """A rank of a ring: its node, what fails together with that, and its file."""
+    """A rank of a ring: its node, failure domain and file."""
 
     rank: int
     node: str
@@ -52,7 +54,7 @@ class Holder(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Ranks that hold the same, in the order in which they protect each other; `at` is this one."""
+    """Ranks that hold the same data, in ring order; `at` is the position of this rank."""
 
     holders: tuple[Holder, ...]
     at: int
@@ -61,18 +63,18 @@ class Ring:
 
     @property
     def group(self) -> Group:
-        """The same, as a group of nodes with one file each."""
+        """The ring as a group of nodes with one file each."""
         files = [(each.node, each.domain, each.file.name, each.file.size) for each in self.holders]
         return group_of_files(files, copies=self.copies, parity=self.parity)
 
     def copied(self) -> list[Holder]:
-        """Those whose files this rank copies, in the order in which its agent numbers them."""
+        """Return the ranks whose files this rank copies, in the order of the agent's numbers."""
         by_name = {each.file.name: each for each in self.holders}
         return [by_name[name] for _, name, _ in copied_files(self.group, self.at)]
 
 
 def rings_of(
-    alike: Sequence[bytes],
+    contents: Sequence[bytes],
     node_of: Sequence[str],
     domain_of: Mapping[str, str],
     *,
@@ -83,13 +85,13 @@ def rings_of(
     """Form rings of ranks.
 
     Args:
-        alike: for each rank, what is equal where ranks hold the same.
+        contents: for each rank, a fingerprint that is equal if ranks hold the same data.
         node_of: the node of each rank.
-        domain_of: what fails together with a node.
+        domain_of: the failure domain of each node.
         copies, parity, group_size: as for `placement.form_groups`.
     """
     classes: dict[bytes, dict[str, list[int]]] = {}
-    for rank, (key, node) in enumerate(zip(alike, node_of, strict=True)):
+    for rank, (key, node) in enumerate(zip(contents, node_of, strict=True)):
         classes.setdefault(key, {}).setdefault(node, []).append(rank)
     rings = []
     for by_node in classes.values():
@@ -105,7 +107,7 @@ def rings_of(
 
 
 def peers_of(rings: Sequence[Sequence[int]], world: int, *, copies: int) -> list[list[int]]:
-    """For each rank, those of its ring whose files it copies, or makes parity of."""
+    """Return for each rank the ranks of its ring whose files it copies or makes parity of."""
     peers: list[list[int]] = [[] for _ in range(world)]
     for ring in rings:
         n = len(ring)
@@ -116,35 +118,35 @@ def peers_of(rings: Sequence[Sequence[int]], world: int, *, copies: int) -> list
 
 
 def known_range(file: FileEntry) -> tuple[int, int]:
-    """The bytes of a file that are known from a replica: those of tensors, in whole blocks."""
+    """Return the range of a file that a replica provides: whole blocks of tensor data."""
     low = -(-file.data_at // BLOCK) * BLOCK
     high = file.objects_at // BLOCK * BLOCK
     return low, max(low, high)
 
 
 class Rings:
-    """The rings of a run, formed anew for each snapshot: what ranks hold may change.
+    """The rings of a run. They are formed for each snapshot, because what ranks hold may change.
 
     Attributes:
         files: on rank 0, the names of the files of each ring of the newest snapshot.
     """
 
-    def __init__(self, options: Memory, meeting: Membership, group: RankGroup) -> None:
+    def __init__(self, options: Memory, membership: Membership, group: RankGroup) -> None:
         self._options = options
-        self._meeting = meeting
+        self._membership = membership
         self._group = group
         self._formed: list[list[int]] = []
         self.files: list[list[str]] = []
 
-    def form(self, alike: Sequence[bytes]) -> list[list[int]]:
-        """On rank 0, form rings of ranks that hold the same; whose shares each rank needs."""
+    def form(self, contents: Sequence[bytes]) -> list[list[int]]:
+        """Form the rings on rank 0, and return for each rank the ranks whose shares it needs."""
         options = self._options
         if not self._are_wanted():
-            return [[] for _ in alike]
+            return [[] for _ in contents]
         self._formed = rings_of(
-            alike,
-            self._meeting.node_of,
-            {info.node: info.domain for info in self._meeting.nodes},
+            contents,
+            self._membership.node_of,
+            {info.node: info.domain for info in self._membership.nodes},
             copies=options.copies,
             parity=options.parity,
             group_size=options.group,
@@ -152,7 +154,7 @@ class Rings:
         return peers_of(self._formed, self._group.size, copies=options.copies)
 
     def join(self, planned: PlannedSave) -> tuple[FileSource | None, Ring | None]:
-        """What this rank stages of a plan, and its ring, if it is in one. All ranks together."""
+        """Return this rank's content and ring, if any. All ranks call this together."""
         if not self._are_wanted():
             return planned.source(), None
 
@@ -171,31 +173,31 @@ class Rings:
         return source, Ring(holders, at, self._options.copies, self._options.parity)
 
     def _introduce(self, said: list[bytes]) -> list[bytes]:
-        """Tell the ranks of each ring of each other's files; a ring needs a file of each."""
-        domain_of = {info.node: info.domain for info in self._meeting.nodes}
-        told = [b""] * len(said)
+        """Return each rank's ring, encoded. Rings in which a rank writes no file are left out."""
+        domain_of = {info.node: info.domain for info in self._membership.nodes}
+        replies = [b""] * len(said)
         self.files = []
         for ranks in self._formed:
             if not all(said[rank] for rank in ranks):
                 continue
             holders = []
             for rank in ranks:
-                node = self._meeting.node_of[rank]
+                node = self._membership.node_of[rank]
                 file = msgspec.msgpack.decode(said[rank], type=FileEntry)
                 holders.append(Holder(rank, node, domain_of[node], file))
             self.files.append([each.file.name for each in holders])
             encoded = msgspec.msgpack.encode(holders)
             for rank in ranks:
-                told[rank] = encoded
-        return told
+                replies[rank] = encoded
+        return replies
 
     def _are_wanted(self) -> bool:
-        asked = self._options.copies or self._options.parity
-        return bool(asked) and len(set(self._meeting.node_of)) > 1
+        wanted = self._options.copies or self._options.parity
+        return bool(wanted) and len(set(self._membership.node_of)) > 1
 
 
 def bytes_read(ring: Ring) -> int:
-    """How much is read from replicas to protect the others of a ring, at most."""
+    """Return the largest number of bytes read from replicas to protect the others of a ring."""
     group = ring.group
     ranges = [known_range(each.file) for each in ring.copied()]
     of_parity = group.parity * (len(group.members) - group.parity) * group.chunk
@@ -203,16 +205,16 @@ def bytes_read(ring: Ring) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
-    """How a rank makes what it keeps for others.
+class Protecting:
+    """Makes the copies or parity that a rank's node stores for the others of a ring.
 
     Attributes:
-        ring: those who protect each other.
-        data: copies from the data sections of the others' files, by rank, as they lie in this
-            rank's memory.
-        take: gives a free slot of so many bytes, beside those of these names.
-        place: the snapshot, on this node.
-        pool: does the copying, in so many `threads`.
+        ring: the ring.
+        data: for each other rank, copies from the data section of its file, which starts at 0.
+        take: returns a free slot of a size, other than those with these names.
+        place: the snapshot on this node.
+        pool: the thread pool that copies.
+        threads: the number of its threads.
     """
 
     ring: Ring
@@ -222,26 +224,26 @@ class Keeping:
     pool: ThreadPoolExecutor
     threads: int
 
-    def keep(self) -> None:
-        """Make it, and leave a record of each file.
+    def run(self) -> None:
+        """Make the files, and write a record of each.
 
         Raises:
-            StoreError: there is no memory for it.
+            StoreError: there is not enough memory.
         """
         group = self.ring.group
         if group.parity:
-            self._keep_parity(group)
+            self._make_parity(group)
         for number, owner in enumerate(self.ring.copied()):
             slot = self.take(owner.file.size, ())
             low, high = known_range(owner.file)
             stage(self._fill(owner), low, high, slot.buffer, self.pool)
-            self._leave(number, slot, None, {owner.file.name: (low, high)}, {})
+            self._finish(number, slot, None, {owner.file.name: (low, high)}, {})
 
     def _fill(self, owner: Holder) -> Fill:
         fill, base = self.data[owner.rank], owner.file.data_at
         return lambda low, high, out: fill(low - base, high - base, out)
 
-    def _keep_parity(self, group: Group) -> None:
+    def _make_parity(self, group: Group) -> None:
         slots: list[Slot] = []
         for _ in range(group.parity):
             taken = [slot.name for slot in slots]
@@ -265,13 +267,13 @@ class Keeping:
                 low, high = each.within(f * group.chunk, (f + 1) * group.chunk)
                 of[each.name] = low, high
                 sums[each.name] = each.sums[low // BLOCK : high // BLOCK].tobytes()
-            self._leave(q, slot, q, of, sums)
+            self._finish(q, slot, q, of, sums)
 
     def _others(self) -> list[Holder]:
         mine = self.ring.holders[self.ring.at]
         return [each for each in self.ring.holders if each != mine]
 
-    def _leave(
+    def _finish(
         self,
         number: int,
         slot: Slot,
@@ -282,12 +284,12 @@ class Keeping:
         record = records.kept(self.ring.holders[self.ring.at].file.name, number)
         file = records.kept_file(record)
         kept = Kept(self.ring.group, file, slot.name, block, of, sums)
-        write_record(self.place.path / record, kept)  # first, as for what is staged
+        write_record(self.place.path / record, kept)  # the record comes first, as in `Staging`
         slot.path.rename(self.place.path / file)
 
 
 class _Reading:
-    """A file of which only tensors are known; all else is read as zeros."""
+    """Reads a file of which only tensor data is available, and zeros elsewhere."""
 
     def __init__(self, holder: Holder, fill: Fill) -> None:
         self.name = holder.file.name
@@ -296,12 +298,12 @@ class _Reading:
         self.sums: npt.NDArray[np.uint32] = np.zeros(block_count(self._known[1]), "<u4")
 
     def within(self, low: int, high: int) -> tuple[int, int]:
-        """What is known of a range."""
+        """Return the part of a range that is available."""
         first = max(low, self._known[0])
         return first, max(first, min(high, self._known[1]))
 
     def read(self, offset: int, out: Buffer) -> None:
-        """Fill `out`, and take the checksums of what is known."""
+        """Fill `out`, and record the checksums of what is available."""
         low, high = self.within(offset, offset + len(out))
         out[: max(0, low - offset)] = 0
         out[max(0, high - offset) :] = 0

@@ -1,4 +1,4 @@
-"""Memory that a rank stages into: allocated, touched and mapped once, and used again and again."""
+"""Slots: files in a memory file system that are allocated and mapped once, and reused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.errors import StoreError
 from shardwise.memory.home import Run
 from shardwise.store.store import Buffer
 
-ROOM = 1 << 20  # headers and the values of a rank differ a little from save to save
+ROOM = 1 << 20  # headers and plain values vary a little from save to save
 PAGE = mmap.PAGESIZE
 BLOCK = 512  # of st_blocks
 SOON, POLL = 1.5, 0.02
@@ -26,7 +26,7 @@ SOON, POLL = 1.5, 0.02
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Memory of one snapshot's file: `buffer` is the file at `path`, called `name` when free."""
+    """The memory of one file: `buffer` maps `path`. The file is called `name` while it is free."""
 
     name: str
     path: Path
@@ -34,26 +34,27 @@ class Slot:
 
 
 class Locks(Protocol):
-    """Page-locks memory, so that a device copies to it by itself."""
+    """Page-locks memory, so that devices can copy to it directly."""
 
     def lock(self, address: int, nbytes: int) -> bool:
-        """Lock it; whether that could be."""
+        """Lock memory, and return whether that succeeded."""
         ...
 
     def unlock(self, address: int) -> None:
-        """Unlock what was locked from this address on."""
+        """Unlock the memory that was locked at this address."""
         ...
 
 
 @dataclass(slots=True)
 class _Mapping:
-    """A file as it is mapped.
+    """A mapped file.
 
     Attributes:
-        lasting: how many of its first bytes have had the same pages ever since. A device knows no
-            others: what it copied to pages that a file has lost would be lost too.
-        asked: whether it was to be page-locked.
-        locked: whether it is.
+        buffer: the mapping.
+        lasting: how many of the first bytes have had the same pages since they were mapped. A
+            device copies to these pages only: data copied to pages that the file has lost is lost.
+        asked: whether page-locking was tried.
+        locked: whether the memory is page-locked.
     """
 
     buffer: Buffer
@@ -63,22 +64,22 @@ class _Mapping:
 
     @property
     def address(self) -> int:
-        """Of its first byte, in this process."""
+        """The address of the mapping in this process."""
         return int(self.buffer.ctypes.data)
 
 
 class Slots:
     """The slots of one rank on one node.
 
-    A slot that is taken becomes the data file of a snapshot; whoever retires the snapshot moves it
-    back to where free ones wait.
+    A slot becomes the data file of a snapshot. When the snapshot is reclaimed, the file is moved
+    back to the directory of free slots.
 
     Args:
-        run: what the node keeps of the run.
-        prefix: what their names begin with: whose they are.
-        named_by: a word in the names of the records that say which of them are in use.
-        count: how many there should be, those in use included.
-        locks: page-locks those that a device copies to.
+        run: the directories of the run on this node.
+        prefix: the start of the slots' names, which identifies their owner.
+        named_by: a part of the names of the records that say which slots are in use.
+        count: the number of slots, including those in use.
+        locks: page-locks slots that devices copy to.
     """
 
     def __init__(
@@ -87,20 +88,18 @@ class Slots:
         self._run = run
         self._directory = run.free
         self._prefix = prefix
-        self._notes = f"r{prefix[1:]}*.{named_by}*.json"
+        self._records = f"r{prefix[1:]}*.{named_by}*.json"
         self._count = count
         self._locks = locks
         self._maps: dict[int, _Mapping] = {}
 
     def prepare(self, nbytes: int, *, locked: int = 0, for_others: int = 0) -> int:
-        """Have as many slots as there should be, each with room for so many bytes.
+        """Allocate missing slots, make each large enough, and return the bytes allocated.
 
         Args:
-            locked: how many of the first bytes of each a device copies to.
-            for_others: the bytes that have to be left beside them.
-
-        Returns:
-            The bytes that were allocated.
+            nbytes: the size of the files that the slots are for.
+            locked: how many of the first bytes of each slot a device copies to.
+            for_others: how many bytes must remain free for other purposes.
 
         Raises:
             StoreError: the memory file system is too small; says what is needed.
@@ -117,29 +116,30 @@ class Slots:
             if name in small:
                 self._allocate(self._directory / name, size)
             self._map(self._directory / name, locked)
-        if self._lacks(for_others):  # by now, other ranks have allocated theirs
+        if self._lacks(for_others):  # other ranks have allocated theirs meanwhile
             raise self._too_small(size, 0, for_others)
         return needed
 
     def has_free(self) -> bool:
-        """Whether one is free."""
+        """Whether a slot is free, or can be allocated."""
         return bool(self._free()) or self._lacking() > 0
 
-    def take(self, nbytes: int, *, besides: Collection[str] = (), locked: int = 0) -> Slot | None:
-        """A free slot, as a file of so many bytes; None if there is none.
+    def take(self, nbytes: int, *, excluding: Collection[str] = (), locked: int = 0) -> Slot | None:
+        """Return a free slot, resized to this many bytes; None if no slot is free.
+
+        The file stays in the directory of free slots until the caller has filled it and moves it to
+        its place. So a trainer that is killed leaves behind a free slot.
 
         Args:
-            besides: the names of others that are being filled.
-            locked: how many of its first bytes a device copies to.
-
-        It stays where free ones wait until the caller, who has filled it, moves it to where it
-        belongs: what a trainer that is killed leaves behind is a free slot.
+            nbytes: the size of the file.
+            excluding: the names of slots that are already being filled.
+            locked: how many of the first bytes a device copies to.
 
         Raises:
             StoreError: the memory file system is full.
         """
-        names = [name for name in self._free() if name not in besides]
-        if not names and self._lacking() > 0:  # the record was damaged that said what it is called
+        names = [name for name in self._free() if name not in excluding]
+        if not names and self._lacking() > 0:  # the record that names it is damaged
             names = [self._new_name()]
         if not names:
             return None
@@ -153,12 +153,12 @@ class Slots:
         return Slot(largest, path, mapping.buffer[:nbytes])
 
     def remove(self) -> None:
-        """Give the memory of free slots back."""
+        """Delete the free slots."""
         for name in self._free():
             (self._directory / name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Unmap all; the files stay."""
+        """Unmap all slots. The files stay."""
         for inode in list(self._maps):
             self._unmap(inode)
 
@@ -172,20 +172,20 @@ class Slots:
     def _in_use(self) -> int:
         used = 0
         for step in self._run.steps():
-            with suppress(FileNotFoundError):  # it was retired meanwhile
-                used += len(fnmatch.filter(os.listdir(self._run.step(step)), self._notes))
+            with suppress(FileNotFoundError):  # reclaimed meanwhile
+                used += len(fnmatch.filter(os.listdir(self._run.step(step)), self._records))
         return used
 
     def _lacking(self) -> int:
-        """How many there should be more; what is becoming free meanwhile is there already."""
-        in_use = self._in_use()
+        """Return how many slots are missing."""
+        in_use = self._in_use()  # before the free ones, so that none is missed
         return self._count - in_use - len(self._free())
 
     def _new_name(self) -> str:
         return f"{self._prefix}{secrets.token_hex(4)}.slot"
 
     def _size(self, name: str) -> int:
-        """The bytes that have pages; 0 if some lack theirs, as whoever gave them was killed."""
+        """Return the size of a slot; 0 if some of its pages were never allocated."""
         try:
             found = (self._directory / name).stat()
         except FileNotFoundError:
@@ -193,14 +193,14 @@ class Slots:
         return found.st_size if found.st_blocks * BLOCK >= found.st_size else 0
 
     def _allocated(self, name: str) -> int:
-        """The bytes of the pages that a slot has."""
+        """Return the bytes that are allocated to a slot."""
         try:
             return (self._directory / name).stat().st_blocks * BLOCK
         except FileNotFoundError:
             return 0
 
     def _lacks(self, nbytes: int) -> bool:
-        """Whether there are not so many bytes, nor soon: agents have removed files mapped still."""
+        """Whether there is too little space. Waits a moment for files that agents have deleted."""
         stat = os.statvfs(self._directory)
         soon = SOON if nbytes <= stat.f_blocks * stat.f_frsize else 0.0
         deadline = time.monotonic() + soon
@@ -215,9 +215,9 @@ class Slots:
         return stat.f_bavail * stat.f_frsize
 
     def _allocate(self, path: Path, size: int) -> None:
-        """Give a file pages, so that writing to it can neither fail nor wait for them.
+        """Allocate the pages of a file, so that later writes neither fail nor wait for them.
 
-        If there are not enough, it is as it was.
+        If there are too few, the file is unchanged.
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         before = os.fstat(fd).st_size
@@ -255,14 +255,14 @@ class Slots:
             self._locks.unlock(known.address)
 
     def _too_small(self, size: int, needed: int, for_others: int = 0) -> StoreError:
-        others = f"what its node is to keep for others needs {for_others:,} more, and "
+        others = f"the data that its node stores for others needs {for_others:,} more, and "
         return StoreError(
             f"{self._directory} has {self._available():,} bytes left; "
             f"{others if for_others else ''}"
             f"{self._count} slots of {size:,} bytes for this rank need {needed:,} more: make it "
-            "larger (containers: --shm-size; else: mount -o remount,size=…), keep fewer slots, or "
-            "name another directory with Memory(dir=…); or save while the training waits, with "
-            "memory=None"
+            "larger (in containers --shm-size, otherwise mount -o remount,size=…), use fewer slots "
+            "or another directory with Memory(slots=…, dir=…), or save without snapshots in memory "
+            "with memory=None"
         )
 
 

@@ -1,4 +1,4 @@
-"""The snapshots of a run, as its ranks make them: staged here, and left to the agent by records."""
+"""Snapshots of a run: its ranks stage them here and leave the rest to the agents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 import msgspec
 
 from shardwise.engine.compare import compare_ranks
-from shardwise.engine.exchange import exchange
+from shardwise.engine.exchange import exchange, run_on_all
 from shardwise.engine.group import Group
 from shardwise.engine.planning import PlannedSave, Save, plan_together
 from shardwise.engine.save import SaveReport, refuse_existing, refuse_if_full
@@ -32,98 +32,83 @@ from shardwise.memory.registry import Enrolment, Registry, remember_nodes
 from shardwise.memory.remote.watch import Agents
 from shardwise.memory.spawn import ensure_agent
 from shardwise.memory.tls import Tls
-from shardwise.memory.trainer.draft import Storing, draft_of
-from shardwise.memory.trainer.handle import Begun, SaveHandle, Stages
+from shardwise.memory.trainer.handle import PendingSaves, SaveHandle, Stages
 from shardwise.memory.trainer.rings import Rings
-from shardwise.memory.trainer.staging import Part, Staging
+from shardwise.memory.trainer.staging import Part, Staging, Storing, pending_manifest
 from shardwise.plan.cache import PlanCache
 from shardwise.store import Store
 
 
 class Snapshots:
-    """What the ranks of a run do with the memory of its nodes. Made by all ranks together.
+    """The snapshots of a run in the memory of its nodes. All ranks create it together.
 
     Args:
-        root: where the run persists its checkpoints; tells the run from others.
-        options: as the user gave them.
+        root: where the run persists its checkpoints, which identifies the run.
+        options: the user's options.
         group: the ranks.
 
     Attributes:
-        skipped: saves that were left out as no slot was free.
-        registry: the nodes of the run, as its root knows them.
+        skipped: the number of snapshots that were skipped because no slot was free.
+        registry: the nodes of the run, as recorded in its root.
     """
 
     def __init__(self, root: Store, options: Memory, group: Group) -> None:
         self._root = root
         self._options = options = reaching(options, group)
         self._group = group
-        self._begun = Begun()
+        self._pending = PendingSaves()
         self.skipped = 0
-        self.home, self.meeting = meet(root, options, group)
-        self.run: Run = self.home.run(self.meeting.lineage.run)
+        self.home, self.membership = meet(root, options, group)
+        self.run: Run = self.home.run(self.membership.lineage.run)
         self.registry = Registry(root, self.run.name)
         self._enrolment = Enrolment(self.registry)
-        self._presence = self._take_its_place()
-        self._evict_movers()
-        self._rings = Rings(options, self.meeting, group)
+        self._rank_lock = run_on_all(
+            group, "taking the locks of ranks", lambda: RankLock(self.run, group.rank)
+        )
+        run_on_all(group, "reclaiming memory", self._reclaim)
+        self._rings = Rings(options, self.membership, group)
         self._staging = Staging(
             self.home,
             self.run,
             group.rank,
             options,
             self.home.wake,
-            nodes=len(set(self.meeting.node_of)),
-            ranks_here=self.meeting.node_of.count(self.node),
+            nodes=len(set(self.membership.node_of)),
+            ranks_here=self.membership.node_of.count(self.node),
         )
         self._keeper = Keeper(self.home, options) if self.is_first_of_node else None
         if group.rank == 0:
             self._warn_of_gaps()
 
-    def _take_its_place(self) -> RankLock:
-        """On each node. All ranks together."""
-        taken: list[RankLock] = []
-
-        def speak() -> bytes:
-            taken.append(RankLock(self.run, self._group.rank))
-            return b""
-
-        exchange(self._group, "taking their places", speak, lambda _: b"")
-        return taken[0]
-
     def _warn_of_gaps(self) -> None:
         options = self._options
         kept = {"copies": options.copies, "parity": options.parity, "group": options.group}
-        for gap in gaps(self.meeting.nodes, **kept):
+        for gap in gaps(self.membership.nodes, **kept):
             warnings.warn(f"snapshots in memory: {gap}", RuntimeWarning, stacklevel=4)
 
-    def _evict_movers(self) -> None:
-        """Give memory back: of runs and ranks that were on this node before, and are no more."""
-
-        def speak() -> bytes:
-            if self.is_first_of_node:
-                forget_lost(self.run)
-                remove_predecessors(self.home, self.run, str(self._root))
-                remember_nodes(self.run, self.meeting.nodes)
-                node_of = self.meeting.node_of
-                evict(self.run, lambda rank: node_of[rank : rank + 1] == [self.node])
-            return b""
-
-        exchange(self._group, "giving memory back", speak, lambda _: b"")
+    def _reclaim(self) -> None:
+        """Delete from this node the data of runs and ranks that have moved elsewhere."""
+        if self.is_first_of_node:
+            forget_lost(self.run)
+            remove_predecessors(self.home, self.run, str(self._root))
+            remember_nodes(self.run, self.membership.nodes)
+            node_of = self.membership.node_of
+            evict(self.run, lambda rank: node_of[rank : rank + 1] == [self.node])
 
     @property
     def tls(self) -> Tls | None:
-        """By what the nodes of the run know each other."""
+        """Certificates for connections between the nodes of the run."""
         return self._options.tls
 
     @property
     def node(self) -> str:
         """The name of this rank's node."""
-        return self.meeting.node_of[self._group.rank]
+        return self.membership.node_of[self._group.rank]
 
     @property
     def is_first_of_node(self) -> bool:
         """Whether this rank is the first of its node."""
-        return self.meeting.node_of.index(self.node) == self._group.rank
+        return self.membership.node_of.index(self.node) == self._group.rank
 
     def save(
         self,
@@ -132,41 +117,36 @@ class Snapshots:
         plans: PlanCache,
         recorder: Recorder,
     ) -> SaveHandle | None:
-        """Stage a snapshot, and leave it to the agents; None if it was skipped.
+        """Stage a snapshot for the agents, and return its handle; None if it was skipped.
 
         Args:
-            prepare: says what this rank brings; its store is where the step belongs in storage.
-            storing: what is to become of it there.
+            prepare: returns this rank's save; its store is the place of the step in storage.
+            storing: what happens to the snapshot in storage.
+            plans: plans of earlier saves.
+            recorder: measures the stages.
 
         Raises:
-            ShardwiseError: on all ranks: this save cannot be, or an earlier one failed meanwhile.
+            ShardwiseError: on all ranks: the save is refused, or an earlier one has failed.
         """
         self.fence()
         sent = self._group.bytes_sent
 
         def request() -> Save:
-            self._presence.refuse_followed()
-            self._raise_failures()
-            if self._keeper is not None:
-                self._keeper.check()
-            info = ensure_agent(self.home, self._options)
-            if self.is_first_of_node:
-                epoch = self.meeting.lineage.epoch
-                self._enrolment.keep(info, epoch, prunes=self._group.rank == 0)
+            info = self._check_before_save()
             job = prepare()
-            refuse_to_go_back(self.run, job.options.step or 0, self.meeting.lineage)
-            self._begun.settle(step=job.options.step or 0)  # of several, the last one is to stay
+            step = job.options.step or 0
+            refuse_to_go_back(self.run, step, self.membership.lineage)
+            self._pending.wait_until_ended(step=step)  # this save replaces one of the same step
             staging = self._staging
             free = not staging.is_prepared or storing.durable or staging.has_free()
-            record = msgspec.msgpack.encode((free, info))
             place = str(job.store) if storing.durable else f"memory, for {job.store}"
-            return replace(job, place=place, message=record)
+            return replace(job, place=place, message=msgspec.msgpack.encode((free, info)))
 
         def admit(job: Save, said: list[bytes]) -> str:
             if storing.durable:
                 refuse_existing(job)
             heard = [msgspec.msgpack.decode(each, type=tuple[bool, AgentInfo]) for each in said]
-            self.meeting.nodes = list({info.node: info for _, info in heard}.values())
+            self.membership.nodes = list({info.node: info for _, info in heard}.values())
             if self._options.when_full == "skip" and not all(free for free, _ in heard):
                 return ""
             return new_save_id()
@@ -186,199 +166,195 @@ class Snapshots:
             compare_ranks(planned.description, planned.fragments, self._group)
         return self._begin(planned, storing, recorder, sent)
 
+    def _check_before_save(self) -> AgentInfo:
+        """Raise earlier failures, and return this node's agent, which is started if necessary."""
+        self._rank_lock.refuse_followed()
+        self._raise_failures()
+        if self._keeper is not None:
+            self._keeper.check()
+        info = ensure_agent(self.home, self._options)
+        if self.is_first_of_node:
+            self._enrolment.keep(info, self.membership.lineage.epoch, prunes=self._group.rank == 0)
+        return info
+
     def prepare(self, prepare: Callable[[], Save], plans: PlanCache, recorder: Recorder) -> int:
-        """Allocate and touch the slots of all ranks; the bytes that were allocated for this one.
+        """Allocate the slots of all ranks, and return the bytes allocated for this rank.
 
         Raises:
-            ShardwiseError: on all ranks: the memory of a node is too small; says what it needs.
+            ShardwiseError: on all ranks: the memory of a node is too small; says what is needed.
         """
-
-        form = self._rings.form
         planned = plan_together(
-            prepare, lambda *_: new_save_id(), self._group, plans, recorder, rings=form
+            prepare, lambda *_: new_save_id(), self._group, plans, recorder, rings=self._rings.form
         )
         if planned is None:
             raise RuntimeError("a plan was neither admitted nor refused")
         content, its_ring = self._rings.join(planned)
-        allocated: list[int] = []
-
-        def speak() -> bytes:
-            allocated.append(self._staging.prepare(content, its_ring))
-            return b""
-
         with recorder.stage("allocate"):
-            exchange(self._group, "allocating slots", speak, lambda _: b"")
-        return allocated[0]
+            return run_on_all(
+                self._group, "allocating slots", lambda: self._staging.prepare(content, its_ring)
+            )
 
     def fence(self) -> None:
-        """Wait until what is being copied is copied."""
+        """Wait for the copy in progress, so that the state may change."""
         self._staging.fence()
 
-    def go_on_from(self, step: int | None) -> None:
-        """Forget what is newer than what the run goes on from. All ranks together.
+    def resume_from(self, step: int | None) -> None:
+        """Discard the snapshots newer than the step that the run resumes from.
 
-        Nodes out of reach, or without trainers, may keep some: the root says what is abandoned.
+        All ranks call this together. Nodes that are unreachable or without trainers may keep some.
+        The root records which steps are abandoned.
         """
 
         def answer(_: list[bytes]) -> bytes:
-            lineage = go_on_from(self._root, self.meeting.lineage.run, step)
+            lineage = go_on_from(self._root, self.membership.lineage.run, step)
             return msgspec.msgpack.encode(lineage)
 
         reply = exchange(
             self._group, "discarding newer snapshots", lambda: self._discard(step), answer
         )
-        self.meeting.lineage = msgspec.msgpack.decode(reply, type=Lineage)
+        self.membership.lineage = msgspec.msgpack.decode(reply, type=Lineage)
 
     def _discard(self, step: int | None) -> bytes:
         if self.is_first_of_node:
-            meeting, slots = self.meeting, self._options.slots
-            leave_behind(self.run, step, meeting.lineage, meeting.node_of, slots)
+            membership, slots = self.membership, self._options.slots
+            leave_behind(self.run, step, membership.lineage, membership.node_of, slots)
         return b""
 
     def close(self, *, wait: bool, failed: bool) -> None:
-        """Let go of the slots.
+        """Release the slots.
 
         Args:
-            wait: until all that was begun is over. If the newest snapshot is in storage then, the
-                memory is given back. Otherwise the agents go on alone.
-            failed: this trainer counts as lost.
+            wait: wait until all saves have ended. If the newest snapshot is in storage then, the
+                memory of the run is deleted. Otherwise the agents continue alone.
+            failed: whether this trainer counts as lost.
 
         Raises:
-            StoreError: something failed.
+            StoreError: a save failed.
         """
         try:
             if wait:
                 self._finish()
             self.fence()
             if not failed:
-                self._presence.end()
+                self._rank_lock.end()
         finally:
-            self._presence.leave()
+            self._rank_lock.leave()
             self._staging.close()
             if self._keeper is not None:
                 self._keeper.stop()
 
     def _finish(self) -> None:
-        """Wait until all that was begun is over. All ranks together."""
+        """Wait until all saves have ended. All ranks call this together."""
 
         def speak() -> bytes:
             self.fence()
             self._raise_failures()
-            self._begun.settle()
-            self._begun.await_removal()
-            return msgspec.msgpack.encode(
-                (self._presence.is_followed(), bool(self.run.steps()), self._begun.ends_durable())
-            )
+            self._pending.wait_until_ended()
+            self._pending.await_removal()
+            followed, held = self._rank_lock.is_followed(), bool(self.run.steps())
+            return msgspec.msgpack.encode((followed, held, self._pending.ends_durable()))
 
         def answer(said: list[bytes]) -> bytes:
             heard = [msgspec.msgpack.decode(each, type=tuple[bool, bool, bool]) for each in said]
             followed, held, durable = zip(*heard, strict=True)
             return b"1" if not any(followed) and (all(durable) or not any(held)) else b""
 
-        if exchange(self._group, "finishing what was begun", speak, answer):
-            self._give_back()
-
-        def tell() -> bytes:
-            self._raise_failures()  # of what comes after the last stage
-            return b""
-
-        exchange(self._group, "removing old checkpoints", tell, lambda _: b"")
+        if exchange(self._group, "waiting for saves", speak, answer):
+            self._delete_all()
+        run_on_all(self._group, "deleting old checkpoints", self._raise_failures)
 
     @property
     def _agents(self) -> Agents:
-        first = self.meeting.node_of[0]
-        leader = next(each for each in self.meeting.nodes if each.node == first)
+        first = self.membership.node_of[0]
+        leader = next(each for each in self.membership.nodes if each.node == first)
         elsewhere = None if first == self.node else leader
         return Agents(self.home, elsewhere, self._options.tls, self._options.wait)
 
-    def settle(self) -> None:
-        """Wait until what is to be persisted is, or has failed. A rank may do so alone.
+    def wait_until_durable(self) -> None:
+        """Wait until durable saves have ended. A rank may call this alone.
 
         Raises:
-            StoreError: something failed, or the agent is gone.
+            StoreError: a save failed, or the agent is gone.
         """
         self._staging.check()
-        self._begun.settle(durable=True)
+        self._pending.wait_until_ended(durable=True)
 
     def persist(self, step: int, *, removes: bool) -> bool:
-        """Have the last snapshot persisted, if it is of this step, and say whether it is.
+        """Request that the last snapshot be persisted, and return whether it is of this step.
 
-        All ranks together. `close` waits for it. Then older checkpoints are removed, if `removes`.
+        All ranks call this together. `close` waits for it.
+
+        Args:
+            step: the step of the snapshot.
+            removes: whether older checkpoints are deleted afterwards.
         """
         leads = self._group.rank == 0
 
         def speak() -> bytes:
             self.fence()
-            return b"1" if self._begun.has_last(step) else b""
+            return b"1" if self._pending.has_last(step) else b""
 
-        def request() -> bytes:
-            self._begun.persist_last(retains=leads and removes, leads=leads)
+        def request() -> None:
+            self._pending.persist_last(retains=leads and removes, leads=leads)
             self.home.wake()
-            return b""
 
         if not exchange(self._group, "looking for the last snapshot", speak, min):
             return False
-        exchange(self._group, "persisting the last snapshot", request, lambda _: b"")
+        run_on_all(self._group, "persisting the last snapshot", request)
         return True
 
     def take_failure(self) -> StoreError | None:
-        """A failure in the background since the last save, which the caller reports instead."""
+        """Return the failure in the background since the last save, for the caller to report."""
         try:
             self._raise_failures()
         except StoreError as error:
             return error
         return None
 
-    def _give_back(self) -> None:
-        """Leave nothing of the run in memory. All ranks together."""
+    def _delete_all(self) -> None:
+        """Delete everything of the run from memory. All ranks call this together."""
 
-        def remove_free() -> bytes:
-            self._staging.remove()
-            return b""
-
-        def remove() -> bytes:
+        def delete() -> None:
             if self.is_first_of_node:
                 shutil.rmtree(self.run.path, ignore_errors=True)
                 self._enrolment.end(self.node)
-            return b""
 
-        exchange(self._group, "giving memory back", lambda: self._discard(None), lambda _: b"")
-        exchange(self._group, "giving memory back", remove_free, lambda _: b"")
-        exchange(self._group, "giving memory back", remove, lambda _: b"")
+        for work in (lambda: self._discard(None), self._staging.remove, delete):
+            run_on_all(self._group, "deleting snapshots", work)
 
     def _raise_failures(self) -> None:
         self._staging.check()
-        self._begun.raise_failure()
+        self._pending.raise_failure()
 
     def _begin(
         self, planned: PlannedSave, storing: Storing, recorder: Recorder, sent: int
     ) -> SaveHandle:
-        """Stage what was planned; what fails here the other ranks hear of when they next meet."""
+        """Stage a planned save. Failures here reach the other ranks at the next save."""
         options = planned.save.options
         place = Place(self.run, options.step or 0)
         wanted = ("commit", "protect", "persist") if storing.durable else ("commit", "protect")
         first = self._group.rank == 0
         retains = first and storing.durable and storing.keep.removes
         content, its_ring = self._rings.join(planned)
-        draft = None
+        pending = None
         if planned.rank == 0:
             rings = self._rings.files
-            draft = draft_of(
-                planned, options, storing, self._options, self.meeting, str(self._root), rings
+            pending = pending_manifest(
+                planned, options, storing, self._options, self.membership, str(self._root), rings
             )
         part = Part(
             place=place,
             planned=planned,
             content=content,
             ring=its_ring,
-            draft=draft,
+            pending=pending,
             stages=wanted,
-            epoch=self.meeting.lineage.epoch,
+            epoch=self.membership.lineage.epoch,
         )
         with recorder.stage("stage"):
             staging = self._staging.begin(part)
         stages = Stages(self._agents, place, planned.save_id, wanted, first, retains, staging)
-        self._begun.add(stages)
+        self._pending.add(stages)
         report = SaveReport(
             path=str(planned.save.store if storing.durable else place.path),
             step=options.step,

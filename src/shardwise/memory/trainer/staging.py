@@ -1,4 +1,4 @@
-"""The memory of a rank on its node, and how its part of a snapshot gets there."""
+"""Staging: copying a rank's part of a snapshot into the memory of its node."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
 from shardwise.engine.files import FileSource
+from shardwise.engine.options import SaveOptions
 from shardwise.engine.planning import PlannedSave
 from shardwise.errors import ShardwiseError, StoreError
+from shardwise.manifest.names import data_file
 from shardwise.memory import records
 from shardwise.memory.home import Home, Place, Run, write_record
+from shardwise.memory.membership import Membership
 from shardwise.memory.node.retire import give_up_failed
 from shardwise.memory.node.room import needed_for_others, taken_for_others
 from shardwise.memory.options import Memory
@@ -22,8 +25,9 @@ from shardwise.memory.records import Done, PendingManifest, Staged
 from shardwise.memory.redundancy.placement import parity_file_size
 from shardwise.memory.trainer.copying import Copying, Fill, Slack, stage
 from shardwise.memory.trainer.device import Accelerator, Source, Streams, TorchAccelerator
-from shardwise.memory.trainer.rings import Keeping, Ring, bytes_read
+from shardwise.memory.trainer.rings import Protecting, Ring, bytes_read
 from shardwise.memory.trainer.slots import Slot, Slots
+from shardwise.retention import Keep
 
 THREADS = 4
 THREADS_BESIDE_TRAINING = 1
@@ -31,36 +35,52 @@ POLL = (0.002, 0.05)
 log = logging.getLogger("shardwise")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A rank's part of a snapshot that is to be staged.
+@dataclass(frozen=True, slots=True)
+class Storing:
+    """What happens to a snapshot in storage.
 
     Attributes:
-        place: the snapshot, on this node.
-        content: this rank's file, if it has one.
-        ring: those whose files it protects out of its own replicas, if there are any.
-        draft: on rank 0, for the agent that leads the snapshot.
-        stages: what is to become of it.
-        epoch: of the run.
+        durable: whether to persist it in any case. Otherwise it is persisted if a trainer is lost.
+        keep: which checkpoints to keep in storage then.
+        damaged: steps in storage that are known to be damaged, and do not count as kept.
+    """
+
+    durable: bool
+    keep: Keep
+    damaged: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A rank's part of a snapshot.
+
+    Attributes:
+        place: the snapshot on this node.
+        planned: the plan of the save.
+        content: this rank's file, if it writes one.
+        ring: the ring of ranks whose files this rank protects, if any.
+        pending: on rank 0, the pending manifest for the leader's agent.
+        stages: the stages that the snapshot will go through.
+        epoch: the epoch of the run.
     """
 
     place: Place
     planned: PlannedSave
     content: FileSource | None
     ring: Ring | None
-    draft: PendingManifest | None
+    pending: PendingManifest | None
     stages: tuple[str, ...]
     epoch: int
 
     @property
     def nbytes(self) -> int:
-        """How much is copied, at most."""
+        """The largest number of bytes to copy."""
         own = 0 if self.content is None else self.content.layout.checksums_at
         return own + (0 if self.ring is None else bytes_read(self.ring))
 
     @property
     def devices(self) -> frozenset[torch.device]:
-        """Those that are copied from."""
+        """The devices that hold data of the part."""
         found = frozenset() if self.content is None else self.content.devices
         if self.ring is None:
             return found
@@ -69,19 +89,20 @@ class Part:
 
 
 class _NoSlotError(StoreError):
-    """The agent has freed none in time."""
+    """No slot became free in time."""
 
 
 class Staging:
-    """Copies a rank's parts of snapshots into memory that is kept for them, one after the other.
+    """Copies a rank's parts of snapshots into its slots, one at a time.
 
     Args:
-        home, run: of this node.
-        rank: this one.
-        options: as the user gave them.
-        wake: has the node's agent look at the records.
-        accelerator: what tensors may lie on; if None, that of torch.
-        nodes, ranks_here: how many the run has, and of its ranks, this node.
+        home, run: the directories of this node and of the run on it.
+        rank: this rank.
+        options: the user's options.
+        wake: makes the node's agent look for work.
+        accelerator: provides streams of devices; None: that of torch.
+        nodes: the number of nodes of the run.
+        ranks_here: the number of its ranks on this node.
     """
 
     def __init__(
@@ -107,7 +128,7 @@ class Staging:
         self._background = ThreadPoolExecutor(1, "shardwise-background")
         self._streams = Streams(accelerator or TorchAccelerator())
         self._slack = Slack() if options.overlap else None
-        self._under_way: Copying | None = None
+        self._copying: Copying | None = None
         self._failure = ""
         count = options.slots + 1
         self._own = Slots(run, f"r{rank:05d}-", "staged", count, self._streams)
@@ -116,12 +137,12 @@ class Staging:
         self.is_prepared = False
 
     def prepare(self, content: FileSource | None, ring: Ring | None) -> int:
-        """Allocate memory for parts like this one; the bytes that were allocated.
+        """Allocate slots for parts like this one, and return the bytes allocated.
 
         Raises:
-            StoreError: there is not enough; says what is needed.
+            StoreError: there is not enough memory; says what is needed.
         """
-        self._settle()
+        self._wait()
         self._streams.begin(frozenset() if content is None else content.devices)
         return self._prepare(content, ring)
 
@@ -131,7 +152,7 @@ class Staging:
         if content is not None:
             size = content.layout.size
             for_others = 0 if ring is not None else self._to_leave(size)
-            allocated += self._own.prepare(size, locked=_by_device(content), for_others=for_others)
+            allocated += self._own.prepare(size, locked=_to_lock_of(content), for_others=for_others)
         if ring is not None:
             sizes = [each.file.size for each in ring.copied()]
             sizes += [parity_file_size(ring.group.chunk)] if ring.parity else []
@@ -140,43 +161,44 @@ class Staging:
         return allocated
 
     def _to_leave(self, share: int) -> int:
-        """The memory that this node's agent will need to protect others over the network."""
+        """Return the memory that the agent still needs to protect other nodes over the network."""
         needed = needed_for_others(share, self._options, nodes=self._nodes) * self._ranks_here
         return max(0, needed - taken_for_others(self._run)) if needed else 0
 
     def has_free(self) -> bool:
-        """Whether there is memory for another part."""
+        """Whether a slot is free for another part."""
         if not self._own.has_free():
             give_up_failed(self._run, self._patience)
         return self._own.has_free()
 
     @property
     def _patience(self) -> float:
-        """After how many seconds a commit has failed, though this node was not told."""
+        """Seconds after which a commit counts as failed even without a record of that."""
         return 2 * self._options.wait + 1
 
     def begin(self, part: Part) -> Copying:
-        """Copy a part, as it is when the current streams of devices come to here.
+        """Begin to copy a part, with the values it has once the current streams reach this point.
 
-        What fails is raised by `check`.
+        Failures are raised by `check`.
         """
-        self._settle()
+        self._wait()
         self._streams.begin(part.devices)
-        copying = self._under_way = Copying(part.nbytes, self._slack)
+        copying = self._copying = Copying(part.nbytes, self._slack)
         try:
             self._background.submit(self._stage, part, copying)
-        except RuntimeError:  # the process is ending, and gives threads no more work
+        except RuntimeError:  # the interpreter is shutting down and starts no more threads
             self._stage(part, copying)
         if not self._options.overlap:
             copying.wait()
         return copying
 
     def fence(self) -> None:
-        """What this thread does from now on may change what is being copied.
+        """Let this thread change the state from now on.
 
-        On the host, it waits until it is copied; on devices, their current streams do.
+        If all data is on the host, wait until it is copied. Otherwise the devices' current streams
+        wait.
         """
-        copying = self._under_way
+        copying = self._copying
         if copying is None or copying.is_elsewhere():
             return
         copying.hurry()
@@ -187,38 +209,41 @@ class Staging:
             copying.wait()
 
     def check(self) -> None:
-        """Raise what has failed since it was asked the last time.
+        """Wait for the current part, and raise the failure since the last call, if any.
 
         Raises:
-            StoreError: says what.
+            StoreError: staging failed; says why.
         """
-        self._settle()
+        self._wait()
         failure, self._failure = self._failure, ""
         if failure:
             raise StoreError(failure)
 
-    def _settle(self) -> None:
-        """Wait until nothing is under way."""
-        if self._under_way is not None:
-            self._under_way.wait()
+    def _wait(self) -> None:
+        """Wait until nothing is being copied."""
+        if self._copying is not None:
+            self._copying.wait()
 
     def remove(self) -> None:
-        """Give free memory back."""
+        """Delete the free slots."""
         self._own.remove()
         self._others.remove()
 
     def close(self) -> None:
-        """Let go of the memory; what lies in it stays."""
-        if self._under_way is not None:
-            self._under_way.hurry()
+        """Stop copying and unmap the slots. The files stay."""
+        if self._copying is not None:
+            self._copying.hurry()
         self._background.shutdown()
         self._pool.shutdown()
         self._own.close()
         self._others.close()
 
     def _stage(self, part: Part, copying: Copying) -> None:
-        """If it fails, this rank raises that at its next save, and the agents fail the commit, so
-        that whoever waits for the save on any rank hears of it."""
+        """Stage a part in the background.
+
+        If that fails, this rank raises the error at its next save, and the agents fail the commit,
+        so that every rank that waits for the save gets the error.
+        """
         failure = ""
         try:
             failure = self._attempt(part, lambda: self._stage_own(part, copying))
@@ -226,10 +251,10 @@ class Staging:
                 self._leave_failure(part, failure)
             elif part.ring is not None:
                 ring = part.ring
-                self._attempt(part, lambda: self._keep(part, ring, copying))
+                self._attempt(part, lambda: self._protect(part, ring, copying))
             self._wake()
         finally:
-            self._attempt(part, self._streams.wait)  # until no device copies from it any more
+            self._attempt(part, self._streams.wait)  # until no device reads the state any more
             copying.end(failure)
 
     def _stage_own(self, part: Part, copying: Copying) -> None:
@@ -238,42 +263,42 @@ class Staging:
             self._prepare(part.content, part.ring)
         if part.content is not None:
             self._fill(part, part.content, copying)
-        if part.draft is not None:
-            write_record(part.place.path / records.draft(part.planned.save_id), part.draft)
+        if part.pending is not None:
+            write_record(part.place.path / records.draft(part.planned.save_id), part.pending)
         self._wake()
 
     def _attempt(self, part: Part, work: Callable[[], object]) -> str:
-        """Do a part of the work; why it failed, or ""."""
+        """Run a step of the work, and return why it failed, or ""."""
         step = part.place.step
         try:
             work()
         except Exception as error:
-            is_usual = isinstance(error, (ShardwiseError, OSError))
-            failure = f"staging step {step}: {error if is_usual else repr(error)}"
+            is_expected = isinstance(error, (ShardwiseError, OSError))
+            failure = f"staging step {step}: {error if is_expected else repr(error)}"
             if isinstance(error, _NoSlotError) and "persist" not in part.stages:
-                # no reason to end a training: the next takes its place
-                log.warning("the snapshot of step %d is left out: %s", step, error)
+                # does not end the training: the next snapshot replaces it
+                log.warning("the snapshot of step %d is skipped: %s", step, error)
             else:
                 self._failure = self._failure or failure
             return failure
         return ""
 
     def _leave_failure(self, part: Part, failure: str) -> None:
-        """Have the agent that leads fail the commit now; it would wait for this rank's file."""
+        """Make the leader's agent fail the commit now, instead of waiting for this rank's file."""
         place, planned = part.place, part.planned
         if part.content is None:
             return
         done = Done(save_id=planned.save_id, stage="stage", failure=failure)
         try:
             write_record(place.path / records.failed(planned.key), done)
-            if part.draft is not None:
-                write_record(place.path / records.draft(planned.save_id), part.draft)
-        except OSError as error:  # then the commit fails when its time is up
-            log.warning("the agents cannot be told that %s: %s", failure, error)
+            if part.pending is not None:
+                write_record(place.path / records.draft(planned.save_id), part.pending)
+        except OSError as error:  # then the commit times out
+            log.warning("cannot record for the agents that %s: %s", failure, error)
 
     def _fill(self, part: Part, content: FileSource, copying: Copying) -> None:
         planned, place = part.planned, part.place
-        slot = self._slot(self._own, content.layout.size, locked=_by_device(content))
+        slot = self._slot(self._own, content.layout.size, locked=_to_lock_of(content))
         fill = copying.paced(self._streams.fill(content, wait=False))
         mark = place.path / records.copying(planned.key)
         mark.touch()
@@ -286,7 +311,7 @@ class Staging:
                 copying.issued.set()
             self._streams.wait()
         finally:
-            mark.unlink(missing_ok=True)  # before it is staged: whoever is killed then leaves none
+            mark.unlink(missing_ok=True)  # before the file is staged, so that no mark outlives it
         entry = planned.entry(content)
         staged = Staged(entry, slot.name, self._options.slots, part.stages, part.epoch)
         # The record comes first. If this process is killed in between, or the record cannot be
@@ -294,28 +319,28 @@ class Staging:
         write_record(place.path / records.staged(planned.key), staged)
         slot.path.rename(place.path / planned.key)
 
-    def _keep(self, part: Part, ring: Ring, copying: Copying) -> None:
-        """Make what this rank keeps for those of its ring."""
+    def _protect(self, part: Part, ring: Ring, copying: Copying) -> None:
+        """Make the copies or parity that this node stores for the others of the ring."""
 
         def reading(source: Source) -> Fill:
             return copying.paced(self._streams.fill(source, wait=True))
 
-        def take(nbytes: int, besides: Collection[str]) -> Slot:
-            return self._slot(self._others, nbytes, besides, self._to_lock(nbytes, ring))
+        def take(nbytes: int, excluding: Collection[str]) -> Slot:
+            return self._slot(self._others, nbytes, excluding, self._to_lock(nbytes, ring))
 
         sources = part.planned.peer_sources()
         data = {rank: reading(source) for rank, source in sources.items()}
-        Keeping(ring, data, take, part.place, self._pool, self._threads).keep()
+        Protecting(ring, data, take, part.place, self._pool, self._threads).run()
 
     def _slot(
-        self, slots: Slots, nbytes: int, besides: Collection[str] = (), locked: int = 0
+        self, slots: Slots, nbytes: int, excluding: Collection[str] = (), locked: int = 0
     ) -> Slot:
         deadline, pause = time.monotonic() + self._options.wait, POLL[0]
-        while (slot := slots.take(nbytes, besides=besides, locked=locked)) is None:
+        while (slot := slots.take(nbytes, excluding=excluding, locked=locked)) is None:
             if time.monotonic() > deadline:
                 raise _NoSlotError(
-                    f"no slot was free for {self._options.wait:.0f} s: the agent of {self._home} "
-                    f"is behind, or stuck (its log: {self._home.log})"
+                    f"no slot became free within {self._options.wait:.0f} s: the agent of "
+                    f"{self._home} is behind or stuck (its log: {self._home.log})"
                 )
             give_up_failed(self._run, self._patience)
             self._wake()
@@ -324,10 +349,50 @@ class Staging:
         return slot
 
     def _to_lock(self, nbytes: int, ring: Ring) -> int:
-        """How much of what is kept for others devices copy to: copies; parity is made here."""
+        """Return how many bytes of a file for others devices copy to: copies, but not parity."""
         return nbytes if ring.copies and self._streams.are_used() else 0
 
 
-def _by_device(content: FileSource) -> int:
-    """How many of the first bytes of a file devices copy to."""
+def _to_lock_of(content: FileSource) -> int:
+    """Return how many of the first bytes of a file devices copy to."""
     return content.layout.objects_at if content.devices else 0
+
+
+def pending_manifest(
+    planned: PlannedSave,
+    options: SaveOptions,
+    storing: Storing,
+    memory: Memory,
+    membership: Membership,
+    root: str,
+    rings: list[list[str]],
+) -> PendingManifest:
+    """Return the pending manifest, which rank 0 leaves for the leader's agent.
+
+    `rings` are the names of the files of each ring of ranks.
+    """
+    manifest = planned.manifest_plan
+    node_of = membership.node_of
+    return PendingManifest(
+        save_id=planned.save_id,
+        step=options.step or 0,
+        manifest=planned.manifest(()).decode(),
+        files=[(data_file(r, planned.save_id), node_of[r]) for r in manifest.writers],
+        nodes=membership.nodes,
+        leader=node_of[0],
+        epoch=membership.lineage.epoch,
+        rings=rings,
+        root=root,
+        durable=storing.durable,
+        rescue=memory.rescue,
+        overwrite=options.overwrite,
+        keep=asdict(storing.keep),
+        damaged=list(storing.damaged),
+        copies=memory.copies,
+        parity=memory.parity,
+        group=memory.group,
+        wait=memory.wait,
+        budget=memory.budget,
+        bytes_held=manifest.bytes_held,
+        bytes_total=manifest.bytes_stored,
+    )

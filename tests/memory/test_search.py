@@ -16,14 +16,14 @@ from shardwise.memory.home import Home, Place, write_record
 from shardwise.memory.lineage import Branch, Lineage
 from shardwise.memory.records import AgentInfo, PendingManifest
 from shardwise.memory.remote.search import (
-    ABSENT,
+    CONNECT_TIMEOUT,
     Held,
+    Search,
     ask_around,
+    held_here,
     reader,
-    suffices,
-    what_is_held,
 )
-from tests.memory.test_nodes import unreachable
+from tests.memory.test_peers import unreachable
 from tests.memory.test_server import RUN, TOKEN, serve
 
 SAVE = "0" * 16
@@ -60,7 +60,9 @@ def test_a_node_that_is_off_is_waited_for_only_while_its_answer_is_needed() -> N
         assert ask_around(held, infos, RUN, None, lambda held, infos: True) == (held, infos)
         at_once = time.monotonic() - start
         assert ask_around(held, infos, RUN, None) == (held, infos)
-    assert at_once < ABSENT / 2 < ABSENT <= time.monotonic() - start - at_once < 2.0
+    assert (
+        at_once < CONNECT_TIMEOUT / 2 < CONNECT_TIMEOUT <= time.monotonic() - start - at_once < 2.0
+    )
 
 
 def committed(home: Home, step: int, epoch: int) -> Held:
@@ -69,7 +71,7 @@ def committed(home: Home, step: int, epoch: int) -> Held:
     place.path.mkdir(parents=True, exist_ok=True)
     (place.path / MANIFEST).write_bytes(encode_manifest(EMPTY))
     write_record(place.path / records.draft(SAVE), replace(draft([]), epoch=epoch))
-    return what_is_held(home.run(RUN), "a")
+    return held_here(home.run(RUN), "a")
 
 
 @pytest.mark.parametrize("branches", [(), (Branch(1, 3),)])
@@ -82,8 +84,8 @@ def test_who_was_there_last_knows_of_all_that_is_newer(
     read = reader({}, home.run(RUN), "a", None)
 
     def is_enough(held: Held, **wanted: int | None) -> bool:
-        given: dict[str, int | None] = {"step": None, **wanted}
-        return suffices([held], {"a": AgentInfo("a", "", "")}, read, lineage=lineage, **given)
+        infos = {"a": AgentInfo("a", "", "")}
+        return Search([held], infos, read, lineage).is_complete(wanted.get("step"))
 
     assert not is_enough(Held("a", {}, []))
     old = committed(home, 3, epoch=0)
@@ -93,7 +95,7 @@ def test_who_was_there_last_knows_of_all_that_is_newer(
     assert is_enough(new, step=3)
     assert not is_enough(new, step=4)
     home.run(RUN).step(4).mkdir()  # another node may have what this one lacks of it
-    assert not is_enough(what_is_held(home.run(RUN), "a"))
+    assert not is_enough(held_here(home.run(RUN), "a"))
 
 
 def draft(nodes: list[AgentInfo]) -> PendingManifest:

@@ -182,7 +182,7 @@ def test_costs_that_make_no_sense_are_refused(changed: dict[str, float], said: s
         ({"lost": 0.0}, r"0.0 of the failures"),
         ({"lost": 1.1}, r"1.1 of the failures"),
         ({"correlated": -1.0}, "correlated failures is -1"),
-        ({"group": 4096}, "from 1 to 2048 nodes"),
+        ({"group": 4096}, "from 1 to 2048"),
         ({"survives": 8}, "cannot survive the loss of 8"),
         ({"survives": -1}, "cannot survive the loss of -1"),
         ({"rebuild": 0.0}, "time to rebuild is 0"),

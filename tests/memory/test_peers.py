@@ -48,7 +48,7 @@ def test_who_was_asked_is_waited_for_as_long_as_it_may_take(served: Served, tmp_
     timer = threading.Timer(4 * WAIT, served.fill, (DONE, done))
     timer.start()
     assert expecting(served, tmp_path, asked=REQUEST).bytes == 7
-    with pytest.raises(sw.StoreError, match="gave no entry"):
+    with pytest.raises(sw.StoreError, match="did not provide entry"):
         Nodes(Place(Run(tmp_path), 10), [AgentInfo("here", "", "")], "here", WAIT).expect(
             "here", "entry", Done
         )
