@@ -1,1 +1,1 @@
-"""Foreign checkpoints: read where they lie, as manifests laid over their files; and written."""
+"""Checkpoints of other frameworks, read in place."""

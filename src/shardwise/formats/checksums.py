@@ -1,4 +1,4 @@
-"""Checksums that files of other frameworks have: those of the entries of zip archives."""
+"""Checksums in foreign files: the CRC-32 of entries of zip archives."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from shardwise.formats.tree import Tree
 from shardwise.manifest.checksums import Summed
 
 OF_ITEMS = ".distcp"
-"""How files end that have an archive for each item, of which the metadata beside them knows."""
+"""The suffix of DCP's files, which contain an archive for each item listed in the metadata."""
 
 _Ranges = dict[str, list[tuple[int, int]]]
 
 
 def sums_of(tree: Tree, names: Iterable[str]) -> Iterator[Summed]:
-    """The checksums in each of some files; a file that has none has no ranges.
+    """Yield the checksums of ranges of each file. A file without checksums has no ranges.
 
     Raises:
-        FormatError: an archive is malformed, or cut off.
+        FormatError: an archive is malformed or cut off.
     """
     folders: dict[str, _Ranges] = {}
     for name in names:
@@ -40,7 +40,7 @@ def sums_of(tree: Tree, names: Iterable[str]) -> Iterator[Summed]:
 
 
 def _rows(part: FileRange) -> Iterator[tuple[int, int, int]]:
-    """Ranges of the file, and their checksums; none of what is no archive."""
+    """Yield ranges of the file and their checksums, if it is a zip archive."""
     if part.read(0, min(len(START), part.size)) != START:
         return
     for entry, crc32 in read_sums(part):
@@ -49,7 +49,7 @@ def _rows(part: FileRange) -> Iterator[tuple[int, int, int]]:
 
 
 def _items(tree: Tree, folder: str) -> _Ranges:
-    """Where the items of each file lie, each once."""
+    """Return the ranges of the items in each file."""
     found: dict[str, dict[tuple[int, int], None]] = {}
     metadata = read_metadata(tree, f"{folder}/{METADATA}" if folder else METADATA)
     for item in metadata.items.values():

@@ -1,4 +1,4 @@
-"""Which format a place is of: all readers are asked."""
+"""Detect the format of a foreign checkpoint: ask each reader in turn."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ MOST_HINTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A format: what it is called, whether a place looks like it, and how it is read.
+    """A foreign format.
 
     Attributes:
-        key: its name as an option, as in `format="dcp"`.
-        name: in words.
-        covers: keys of formats whose files it has too, which do not count beside it.
+        key: its name as an option: `format="dcp"`.
+        name: its name in messages.
+        recognise: whether a tree looks like this format.
+        read: reads a tree.
+        covers: keys of formats that its files look like too, and that it takes precedence over.
     """
 
     key: str
@@ -60,7 +62,7 @@ READERS: tuple[Reader, ...] = (
         deepspeed.FORMAT,
         deepspeed.recognise,
         deepspeed.read,
-        # Its own converter writes beside it; trainers, the weights of lower precision once more.
+        # Its converter and trainers write further files into the same directory.
         ("deepspeed-universal", "torch", "torch-ranks", "accelerate", "hf"),
     ),
     Reader(
@@ -93,10 +95,10 @@ READERS: tuple[Reader, ...] = (
 
 
 def recognised(tree: Tree) -> list[Reader]:
-    """The formats that a place is of: one, unless the checkpoints of several lie there.
+    """Return the formats that a tree looks like: more than one if it holds several checkpoints.
 
     Raises:
-        CheckpointNotFoundError: nothing is there.
+        CheckpointNotFoundError: the place does not exist.
     """
     found = [reader for reader in READERS if reader.recognise(tree)]
     covered = {key for reader in found for key in reader.covers}
@@ -104,19 +106,20 @@ def recognised(tree: Tree) -> list[Reader]:
 
 
 def read_foreign(tree: Tree, format: str | None = None) -> Foreign:  # noqa: A002 - as in `open`
-    """Read what is at a place. No tensor is read.
+    """Read the description of a foreign checkpoint. No tensor is read.
 
     Args:
-        format: the key of a reader; None for the one that recognises the place.
+        tree: the files.
+        format: the key of a reader; None to detect the format.
 
     Raises:
-        CheckpointNotFoundError: no format does, or not this one.
-        FormatError: the one that does finds it malformed.
-        StateError: there are several, or `format` is not one that is read.
+        CheckpointNotFoundError: no reader recognises the files, or not the one of `format`.
+        FormatError: the checkpoint is malformed.
+        StateError: several readers recognise the files, or `format` is unknown.
     """
     if format is not None and format not in {reader.key for reader in READERS}:
         known = ", ".join(reader.key for reader in READERS)
-        raise StateError(f"format={format!r}: formats that are read are {known}")
+        raise StateError(f"format={format!r} is unknown; known formats are {known}")
     found = recognised(tree)
     wanted = [
         reader
@@ -129,7 +132,7 @@ def read_foreign(tree: Tree, format: str | None = None) -> Foreign:  # noqa: A00
         names = " and ".join(reader.name for reader in wanted)
         keys = " or ".join(reader.key for reader in wanted)
         raise StateError(
-            f"{tree} has checkpoints of several formats, {names}: choose one by "
+            f"{tree} contains checkpoints of several formats, {names}: choose one by "
             f"format={wanted[0].key!r} (on the command line --format {wanted[0].key}); keys: {keys}"
         )
     return wanted[0].read(tree)
@@ -142,13 +145,13 @@ def _unknown(tree: Tree, found: list[Reader]) -> str:
     known = ", ".join(reader.name for reader in READERS)
     files = ", ".join(list(tree.sizes)[:5]) or "no file"
     return (
-        f"{tree} is of no format that is known here ({known}): it has {files}"
+        f"{tree} is not a checkpoint of a known format ({known}): it has {files}"
         f"{', …' if len(tree.sizes) > 5 else ''}{_below(tree)}"
     )
 
 
 def _below(tree: Tree) -> str:
-    """What may have been meant: what is of a known format one step below."""
+    """Suggest checkpoints one level below."""
     names = [] if tree.only is not None else sorted({name.partition("/")[0] for name in tree.sizes})
     trees = [Tree(tree.path / name) for name in names[-MOST_HINTS:]]
     meant = [each for each in trees if recognised(each)]
@@ -158,6 +161,6 @@ def _below(tree: Tree) -> str:
     if sum(each.only is not None for each in meant) > 1:
         return (
             f". Open one of {', '.join(names)}; or, if they are parts of one checkpoint, read all "
-            "with a specification (spec=)"
+            "of them with a specification (spec=)"
         )
     return f". Open what is below: {', '.join(names)}"

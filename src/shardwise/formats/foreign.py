@@ -1,4 +1,4 @@
-"""What every reader of a foreign format returns: a manifest laid over existing files."""
+"""A foreign checkpoint: the result of every reader, and catalogues of arrays in files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from shardwise.manifest.table import Int, Pieces, check_width, padded_rows
 
 @dataclass(frozen=True, slots=True)
 class ForeignFile:
-    """A file of a foreign checkpoint: a path below its directory, by `/`, and its size in bytes.
+    """A file of a foreign checkpoint.
 
-    `content` is given for bytes that lie in no file (a step that is a number in a pickle, which a
-    target wants as a tensor): they are read from here.
+    Attributes:
+        name: the path below the checkpoint's directory, with `/`.
+        size: the size in bytes.
+        content: the bytes, if there is no file: for example a step count in a pickle that is loaded
+            as a tensor.
     """
 
     name: str
@@ -28,11 +31,12 @@ class ForeignFile:
 
 @dataclass(frozen=True, slots=True)
 class PieceTable:
-    """Boxes of global tensors over bytes of files.
+    """Boxes of global tensors, and where their bytes are in files.
 
-    `pieces.start` is the byte of a piece's first element, from the start of its file; `stride`
-    (`(n, D)`, in elements, 0 where a dimension is padding) says where the others are. A row-major
-    piece has its shape's own strides; a transposed one, or a part of a larger array, has others.
+    Attributes:
+        pieces: the boxes; `pieces.start` is the offset of the first element in its file, in bytes.
+        stride: `(n, D)`, strides in elements; 0 in padded dimensions. Pieces that are not row-major
+            are transposed, or parts of larger arrays.
     """
 
     pieces: Pieces
@@ -43,32 +47,35 @@ class PieceTable:
 
     @classmethod
     def nothing(cls) -> PieceTable:
-        """No piece."""
+        """Return an empty table."""
         none, flat = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
         return cls(Pieces(none, none, none, flat, flat), flat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
-    """A foreign checkpoint: global tensors and plain values, and where their bytes lie.
+    """A foreign checkpoint: global tensors, plain values, and where their bytes are.
 
-    Names are those under which `shardwise.save` would have written a state with the keys `model`
-    and `optimizer`: `model.<parameter or buffer>`, `optimizer.<parameter>.<key>`, and
-    `optimizer.param_groups`; formats that nest names of their own keep these.
+    Names are those that `shardwise.save` gives a state with the keys `model` and `optimizer`:
+    `model.<parameter or buffer>`, `optimizer.<parameter>.<key>` and `optimizer.param_groups`.
+    Other nested names are kept.
 
     Attributes:
-        format: what it is, in words.
-        files: what `table` counts.
-        tensors: without pieces; those tied to others have `same_as`.
-        table: covers each element of each stored tensor exactly once.
-        replicas: further places that must hold the same bytes as `table` has.
-        replica_names: for each row of `replicas` the name of the stored array that it is part of;
-            or empty, if all have the names of their tensors.
-        averages: by name, the tensors whose mean it is; these are in `tensors`, hidden from users.
+        format: the name of the format, for people.
+        files: the files; `table.pieces.file` is an index into them.
+        tensors: the tensors without pieces; tied ones have `same_as`.
+        table: the pieces of all stored tensors; they cover each element exactly once.
+        replicas: further pieces, which must have the same bytes as those in `table`.
+        replica_names: the name of the stored array of each replica; empty if all have the names of
+            their tensors.
+        averages: for each tensor that is a mean, the names of its terms. These are in `tensors`,
+            hidden from users.
         objects: plain values, encoded by `shardwise.state.objects`.
-        left_out: what there is beside, and why it was not taken; one line each.
-        absent: files that such a checkpoint usually has, and this one lacks: by the name that what
-            is in them would have, as `{"optimizer": "optimizer.pt"}`.
+        step: the training step, if known.
+        world_size: the number of ranks that wrote the checkpoint, as far as known.
+        left_out: a line for each thing that was not read, with the reason.
+        absent: files that such a checkpoint usually has but this one lacks, by the name of their
+            content in the state: `{"optimizer": "optimizer.pt"}`.
     """
 
     format: str
@@ -87,10 +94,14 @@ class Foreign:
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """An array in a file, as a reader of the file finds it; no byte of it was read.
+    """An array in a file, whose bytes were not read.
 
-    `start` is the byte of its first element from the start of the file, `stride` in elements, as
-    torch counts; `dtype` is torch's name.
+    Attributes:
+        file: the number of the file.
+        start: the offset of the first element in the file, in bytes.
+        dtype: torch's name.
+        shape: the shape.
+        stride: the strides in elements.
     """
 
     file: int
@@ -107,16 +118,16 @@ class StoredArray:
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """All arrays of all rank files, in columns of n rows.
+    """The n arrays in the files of all ranks, in columns.
 
     Attributes:
-        files: what `file` counts.
-        axes: the axes of the ranks that wrote them, and their sizes: `{"tp": 2, "pp": 4}`.
-        names: distinct names; `name` counts them.
-        dtypes: distinct dtypes, by torch's names; `dtype` counts them.
+        files: the files; `file` is an index into them.
+        axes: the axes of the ranks and their sizes: `{"tp": 2, "pp": 4}`.
+        names: distinct names of arrays; `name` is an index into them.
+        dtypes: distinct dtypes, by torch's names; `dtype` is an index into them.
         name, dtype, file, start, ndim: `(n,)`; `start` in bytes.
         shape, stride: `(n, D)`, padded on the right with 1 and 0; strides in elements.
-        coordinate: `(n, len(axes))`: which rank an array is of.
+        coordinate: `(n, len(axes))`, the coordinate of the rank.
     """
 
     files: tuple[ForeignFile, ...]
@@ -137,16 +148,16 @@ class Catalogue:
 
 
 Row: TypeAlias = tuple[str, StoredArray, tuple[int, ...]]
-"""The name of an array, the array, and the coordinate of the rank that has it."""
+"""The name of an array, the array, and the coordinate of its rank."""
 
 
 def catalogued(
     files: Sequence[ForeignFile], axes: Mapping[str, int], rows: Iterable[Row]
 ) -> Catalogue:
-    """Arrays that were found one by one, in columns.
+    """Return a catalogue of arrays.
 
     Raises:
-        FormatError: they have too many dimensions for so many arrays.
+        FormatError: the table of so many arrays and dimensions would be too large.
     """
     rows = list(rows)
     arrays = [array for _, array, _ in rows]

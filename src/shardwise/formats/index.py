@@ -1,4 +1,4 @@
-"""The index of a foreign checkpoint: all that was found of it, as bytes, without its tensors."""
+"""The index of a foreign checkpoint: its description as bytes, and the file that caches it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _File(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Table(msgspec.Struct, frozen=True, array_like=True):
-    """Columns of pieces, one after another, each as differences of its rows."""
+    """Columns of pieces, each stored as compressed differences between its rows."""
 
     rows: Annotated[int, msgspec.Meta(ge=0, le=MOST_PIECES)]
     dims: Annotated[int, msgspec.Meta(ge=0, le=MOST_DIMS)]
@@ -60,7 +60,7 @@ class _Index(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_index(foreign: Foreign) -> bytes:
-    """A foreign checkpoint's description, as bytes."""
+    """Return the description of a foreign checkpoint as bytes."""
     index = _Index(
         foreign.format,
         tuple(_File(file.name, file.size, file.content) for file in foreign.files),
@@ -80,21 +80,23 @@ def encode_index(foreign: Foreign) -> bytes:
 
 
 def is_index(data: bytes) -> bool:
-    """Whether these bytes are what `encode_index` gave."""
+    """Whether `encode_index` made these bytes, and they are intact."""
     sum_ = crc32(memoryview(data)[_START:])
     return data.startswith(MAGIC) and data[len(MAGIC) : _START] == sum_.to_bytes(4, "little")
 
 
 def decode_index(data: bytes) -> Foreign:
-    """The inverse of `encode_index`. What it claims of files and tensors is not checked here.
+    """Decode the result of `encode_index`. `validate.checked` checks what it says.
 
     Raises:
-        FormatError: these bytes are not an index, or were altered.
+        FormatError: the data is not an index, or is damaged.
     """
     if not data.startswith(MAGIC):
-        raise FormatError("this is no index of a foreign checkpoint")
+        raise FormatError("not an index of a foreign checkpoint")
     if not is_index(data):
-        raise FormatError("the index was altered, or cut off: remove it, and open again")
+        raise FormatError(
+            "the index is damaged or cut off: delete the file and open the checkpoint again"
+        )
     try:
         index = msgspec.msgpack.decode(memoryview(data)[_START:], type=_Index)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -127,7 +129,9 @@ def _pack(table: PieceTable) -> _Table:
 def _unpack(table: _Table) -> PieceTable:
     dims = table.dims
     if len(table.columns) != 3 + 3 * dims:
-        raise FormatError(f"the index has {len(table.columns)} columns for {dims} dimensions")
+        raise FormatError(
+            f"the index is malformed: {len(table.columns)} columns for {dims} dimensions"
+        )
     check_width(table.rows, dims)
     rows = np.empty((3 + 3 * dims, table.rows), np.int64)
     for row, column in zip(rows, table.columns, strict=True):
@@ -138,7 +142,7 @@ def _unpack(table: _Table) -> PieceTable:
 
 
 def _pack_names(names: tuple[str, ...]) -> tuple[tuple[str, ...], bytes]:
-    """Names, each once, and which of them each row has."""
+    """Return the distinct names, and for each row the index of its name."""
     number = {name: i for i, name in enumerate(dict.fromkeys(names))}
     column = np.array([number[name] for name in names], "<i8")
     return tuple(number), zlib.compress(column.tobytes(), 1) if names else b""
@@ -149,7 +153,7 @@ def _unpack_names(names: tuple[str, ...], column: bytes, rows: int) -> tuple[str
         return ()
     found = _inflated(column, 8 * rows)
     if rows and not 0 <= int(found.min()) <= int(found.max()) < len(names):
-        raise FormatError("the index is malformed: a replica has a name that is not there")
+        raise FormatError("the index is malformed: the name of a replica is missing")
     return tuple(names[i] for i in found.tolist())
 
 
@@ -160,54 +164,57 @@ def _inflated(data: bytes, size: int) -> Int:
     except zlib.error as error:
         raise FormatError(f"the index is malformed: {error}") from error
     if len(found) != size:
-        raise FormatError("the index is malformed: a column has another length than it says")
+        raise FormatError("the index is malformed: a column has the wrong length")
     return np.frombuffer(found, "<i8").astype(np.int64)
 
 
 _STAMP = 32
-"""Letters of what stands at the beginning."""
+"""The number of characters of the stamp at the start of an index file."""
 
 
 def read_indexed(
-    tree: Tree, index: str | os.PathLike[str], read: Callable[[Tree], Foreign], terms: str = ""
+    tree: Tree, index: str | os.PathLike[str], read: Callable[[Tree], Foreign], options: str = ""
 ) -> bytes:
-    """The index of a place, encoded; if it is missing, damaged or out of date, it is made anew.
+    """Return the index of a foreign checkpoint from a file; write the file if needed.
 
     Args:
-        index: a file; of a checkpoint whose files have other sizes or times, it is out of date.
-        terms: what else the reading depends on.
+        tree: the checkpoint.
+        index: the index file. It is rewritten if it is damaged, or if the size or modification time
+            of a file of the checkpoint changed.
+        read: reads the checkpoint.
+        options: anything else that the result of `read` depends on.
 
     Raises:
-        StateError: the file is something else, which is left alone.
-        StoreError: it cannot be written.
+        StateError: the file exists and is not an index.
+        StoreError: the file cannot be written.
     """
     path = Path(index)
-    stamp = _stamp(tree, path, terms)
+    stamp = _stamp(tree, path, options)
     if _is_index(path):
         head, _, body = path.read_bytes().partition(b"\n")
         if head == stamp and is_index(body):
             return body
     body = encode_index(read(tree))
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        beside.write_bytes(stamp + b"\n" + body)
-        os.replace(beside, path)
+        temporary.write_bytes(stamp + b"\n" + body)
+        os.replace(temporary, path)
     except OSError as error:
         raise StoreError(
             f"index={str(path)!r}: it cannot be written: {error.strerror}; name a file in a "
-            "directory that can be, or open the checkpoint without"
+            "writable directory, or open the checkpoint without index="
         ) from error
     finally:
         with suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
     return body
 
 
 def _is_index(path: Path) -> bool:
-    """Whether a file is there, of those that are made anew as need be.
+    """Whether an index file exists at a path.
 
     Raises:
-        StateError: something else is there.
+        StateError: the path exists and is not an index file.
     """
     if not path.exists():
         return False
@@ -216,13 +223,15 @@ def _is_index(path: Path) -> bool:
             head = file.read(_STAMP + 1)
         if not head or re.fullmatch(rb"[0-9a-f]{%d}\n" % _STAMP, head):
             return bool(head)
-    raise StateError(f"index={str(path)!r}: this is no index, and is left alone: name a new file")
+    raise StateError(
+        f"index={str(path)!r}: not an index file; refusing to overwrite it: name a new file"
+    )
 
 
-def _stamp(tree: Tree, index: Path, terms: str) -> bytes:
-    """What changes when a file does; the index itself, which may lie beside, does not count."""
+def _stamp(tree: Tree, index: Path, options: str) -> bytes:
+    """Return a digest of the names, sizes and times of all files except the index itself."""
     own = index.resolve()
-    lines = [terms]
+    lines = [options]
     for name, size in tree.sizes.items():
         path = tree.path if tree.only is not None else tree.path / name
         if path.resolve() != own:

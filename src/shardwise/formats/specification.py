@@ -1,4 +1,4 @@
-"""A specification as users give it: a text of the language, with numbers, and names of files."""
+"""`sw.spec`: a specification with values for its numbers, and the pattern of file names."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shardwise.formats.tree import Tree
 
 @dataclass(frozen=True, slots=True)
 class Specification:
-    """What stored arrays mean.
+    """A specification of how stored arrays make up global tensors.
 
     Attributes:
-        rules: what the text says.
-        sizes: numbers that the rules declare with `let`.
-        files: how the files of the ranks are named, `{axis}` where they are numbered; None if the
-            rules are about the global tensors of a checkpoint that is read without them.
+        rules: the parsed text.
+        sizes: values of numbers that the text declares with `let`.
+        files: the pattern of the ranks' file names, with `{axis}` for the number along an axis;
+            None to apply the rules to the global tensors of a checkpoint of any format.
     """
 
     rules: Spec
@@ -36,16 +36,16 @@ class Specification:
         return f"{self.rules.text.text!r} ({sizes}; {self.files})"
 
     def read(self, tree: Tree) -> Foreign:
-        """What the files of the ranks hold, by the rules.
+        """Read the files of the ranks.
 
         Raises:
-            CheckpointNotFoundError: there are none.
-            FormatError: one is missing, or malformed.
-            MismatchError: the rules do not fit; `problems` lists everything.
+            CheckpointNotFoundError: no file matches the pattern.
+            FormatError: a file is missing or malformed.
+            MismatchError: the rules do not fit; `problems` lists everything that is wrong.
         """
         found = read_rank_files(tree, self.files or "")
         laid = apply_spec(self.rules, found.catalogue, sizes=self.sizes)
-        # Plain values of the first rank come along under their own names.
+        # Plain values are those of the first rank.
         builder = Builder.of(laid)
         builder.left_out += found.left_out
         for name, value in found.values.items():
@@ -73,7 +73,7 @@ def spec(
     """
     wrong = [name for name, size in sizes.items() if type(size) is not int]
     if wrong:
-        raise StateError(f"{wrong[0]}={sizes[wrong[0]]!r}: a whole number is needed")
+        raise StateError(f"{wrong[0]}={sizes[wrong[0]]!r}: expected a whole number")
     if isinstance(source, str) and ("->" in source or "\n" in source):
         return Specification(parse(source), sizes, files)
     if source in names():
@@ -82,7 +82,7 @@ def spec(
     if not path.is_file():
         ships = ", ".join(names())
         raise StateError(
-            f"{str(source)!r} is no file, no specification that ships ({ships}), and no text of "
-            "one, which has a `->` on each line"
+            f"{str(source)!r} is neither a file, nor a built-in specification ({ships}), nor the "
+            "text of one, which has a `->` on each line"
         )
     return Specification(parse(path.read_text(), str(path)), sizes, files)

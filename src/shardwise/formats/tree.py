@@ -1,4 +1,4 @@
-"""The files of a foreign checkpoint: a directory and what is below it, or one file."""
+"""The files of a foreign checkpoint: a directory tree, or a single file."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ MOST_NAMED = 4
 
 
 class Tree:
-    """Files by their paths below a directory, by `/`. A place that is a file has only itself.
+    """The files below a directory, by relative path with `/`; or a single file.
 
-    Links are followed, as caches of published models are made of them; a name never leads out of
-    the directory by itself. Nothing is looked at before something is asked for: a rank that does
-    not see the place fails where it reads, and where the others hear of it.
+    Links are followed, because caches of published models consist of links. The file system is
+    first accessed when a method or property is used, so that an error occurs where other ranks
+    learn of it.
 
     Args:
-        opaque: leave out what is not read from pickles in them, instead of refusing.
+        place: the directory or file.
+        opaque: leave out objects that are not read from pickles, instead of refusing the file.
     """
 
     def __init__(self, place: str | os.PathLike[str], *, opaque: bool = False) -> None:
@@ -39,24 +40,24 @@ class Tree:
 
     @cached_property
     def only(self) -> str | None:
-        """The name of the file that the place is; None of a directory.
+        """The name of the single file; None for a directory.
 
         Raises:
-            CheckpointNotFoundError: nothing is there.
+            CheckpointNotFoundError: the place does not exist.
         """
         if self.path.is_file():
             return self.path.name
         if not self.path.is_dir():
-            raise CheckpointNotFoundError(f"{self.path}: there is no such file or directory")
+            raise CheckpointNotFoundError(f"{self.path}: no such file or directory")
         return None
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Sizes in bytes of all files, by name, sorted.
+        """The sizes of all files in bytes, sorted by name.
 
         Raises:
-            CheckpointNotFoundError: nothing is there.
-            FormatError: there are absurdly many.
+            CheckpointNotFoundError: the place does not exist.
+            FormatError: there are too many files.
             OSError: a directory cannot be listed.
         """
         if self.only is not None:
@@ -68,27 +69,29 @@ class Tree:
                 if path.is_file():
                     found[path.relative_to(self.path).as_posix()] = path.stat().st_size
             if len(found) > MOST_FILES:
-                raise FormatError(f"{self.path} has over {MOST_FILES} files below it")
+                raise FormatError(f"{self.path} contains more than {MOST_FILES} files")
         return dict(sorted(found.items()))
 
     def file(self, name: str) -> ForeignFile:
-        """What a manifest laid over this file says of it.
+        """Return a file with its size.
 
         Raises:
-            FormatError: there is none; something else names it.
+            FormatError: the file does not exist.
         """
         if name not in self.sizes:
-            raise FormatError(f"{self.path} has no file {name[:200]!r}, which it should have")
+            raise FormatError(
+                f"{self.path} has no file {name[:200]!r}, to which the checkpoint refers"
+            )
         return ForeignFile(name, self.sizes[name])
 
     def require(self, names: Iterable[str], needed: str) -> None:
-        """Refuse a place that lacks files.
+        """Check that files exist.
 
         Args:
-            needed: what says that they should be there, as in "the index names".
+            needed: what refers to them, for the message: "the index names".
 
         Raises:
-            FormatError: some are not there.
+            FormatError: some files do not exist.
         """
         missing = [name[:200] for name in names if name not in self.sizes]
         if missing:
@@ -96,14 +99,14 @@ class Tree:
             raise FormatError(
                 f"{self}: of the files that {needed}, {len(missing)} "
                 f"{'is' if len(missing) == 1 else 'are'} missing: {', '.join(missing[:MOST_NAMED])}"
-                f"{more}. Copy what is missing from where the checkpoint is whole, or open another"
+                f"{more}. Copy them from a complete copy of the checkpoint, or open another"
             )
 
     def open(self, name: str) -> ReadableFile:
-        """Open a file for reading ranges of it.
+        """Open a file for reading ranges.
 
         Raises:
-            FormatError: there is none.
+            FormatError: the file does not exist.
         """
         self.file(name)
         path = self.path if self.only is not None else self.path / name
@@ -111,24 +114,26 @@ class Tree:
         return LocalStore(real.parent).open(real.name)
 
     def read(self, name: str, *, limit: int = LARGEST_PICKLE) -> bytes:
-        """All of a small file.
+        """Return the content of a small file.
 
         Raises:
-            FormatError: there is none, or it is larger than `limit` bytes.
+            FormatError: the file does not exist, or has more than `limit` bytes.
         """
         if self.file(name).size > limit:
-            raise FormatError(f"{self.path}/{name} has {self.sizes[name]} bytes; at most {limit}")
+            raise FormatError(
+                f"{self.path}/{name} has {self.sizes[name]} bytes; at most {limit} are read"
+            )
         path = self.path if self.only is not None else self.path / name
         return path.read_bytes()
 
 
 def _raise(error: OSError) -> None:
-    """A directory that cannot be listed is not an empty one."""
+    """Raise the error of a directory that cannot be listed, which `os.walk` would ignore."""
     raise error
 
 
 class ForeignFiles:
-    """Files below a place, by the names that a manifest laid over them has."""
+    """The files of a foreign checkpoint, including those that exist only in memory."""
 
     def __init__(self, tree: Tree, files: Sequence[ForeignFile]) -> None:
         self._tree = tree
@@ -138,26 +143,29 @@ class ForeignFiles:
         return str(self._tree)
 
     def open(self, key: str) -> ReadableFile:
-        """Open a file.
+        """Open a file for reading ranges.
 
         Raises:
-            FormatError: there is none.
+            FormatError: the file does not exist.
         """
         content = self._contents.get(key)
-        return self._tree.open(key) if content is None else _Content(content)
+        return self._tree.open(key) if content is None else BytesFile(content)
 
 
-class _Content:
-    """Bytes, as a file."""
+class BytesFile:
+    """Bytes in memory as a file, of which they are the part from `offset`."""
 
-    def __init__(self, content: bytes) -> None:
-        self._content = np.frombuffer(content, np.uint8)
-        self.size = len(content)
+    def __init__(self, data: bytes, offset: int = 0) -> None:
+        self._data = np.frombuffer(data, np.uint8)
+        self._offset = offset
+        self.size = offset + len(data)
 
     def read_at(self, offset: int, out: Buffer) -> int:
-        part = self._content[offset : offset + len(out)]
+        """Copy bytes from `offset` into `out`; return their number."""
+        at = offset - self._offset
+        part = self._data[at : at + len(out)]
         out[: len(part)] = part
         return len(part)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""

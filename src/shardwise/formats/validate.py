@@ -1,4 +1,4 @@
-"""What makes a manifest laid over foreign files trustworthy: checked before a byte is read."""
+"""Checks of a foreign checkpoint's description before any tensor is read."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from shardwise.manifest.validate import MOST_PIECES, uncovered
 
 
 def checked(foreign: Foreign) -> Foreign:
-    """The same, if all that it claims holds together, its columns as wide as its widest tensor.
+    """Check a foreign checkpoint; return it with columns padded to its widest tensor.
 
     Raises:
-        FormatError: a name is there twice, an array lies outside its file or tensor or is no
-            nested array, or pieces overlap or leave holes. Names the tensors.
+        FormatError: a name occurs twice, a piece is outside of its file or tensor, elements of a
+            piece share bytes, or pieces overlap or leave holes. The message names the tensors.
     """
     _check_names(foreign)
     _check_tensors(foreign.tensors)
@@ -35,7 +35,7 @@ def checked(foreign: Foreign) -> Foreign:
     foreign = replace(foreign, table=table, replicas=replicas)
     for each in (table, replicas):
         if len(each) > MOST_PIECES:
-            raise FormatError(f"{len(each)} pieces are more than the {MOST_PIECES} that are read")
+            raise FormatError(f"{len(each)} pieces are more than the supported {MOST_PIECES}")
         _check_pieces(foreign, each)
     if foreign.replica_names and len(foreign.replica_names) != len(replicas):
         raise FormatError(f"{len(foreign.replica_names)} names for {len(replicas)} replicas")
@@ -60,21 +60,21 @@ def _check_names(foreign: Foreign) -> None:
     for name in [*(t.name for t in foreign.tensors), *(o.name for o in foreign.objects)]:
         if name in seen:
             raise FormatError(
-                f"the name {name[:200]!r} is there twice, keys joined by dots: save one of the two "
-                "under another"
+                f"the name {name[:200]!r} is there twice, keys joined by dots: save one of "
+                "the two under another name"
             )
         if not name or len(name) > LONGEST_NAME or name.startswith(RESERVED):
-            raise FormatError(f"{name[:60]!r} is no name that a tensor or value may have")
+            raise FormatError(f"{name[:60]!r} is not a valid name of a tensor or value")
         seen.add(name)
     files = [file.name for file in foreign.files]
     if len(set(files)) != len(files):
-        raise FormatError("a file is there twice")
+        raise FormatError("a file occurs twice")
     for file in foreign.files:
         parts = file.name.split("/")
         if file.content is None and (not all(parts) or {".", ".."} & set(parts)):
-            raise FormatError(f"{file.name[:200]!r} is no path below the checkpoint")
+            raise FormatError(f"{file.name[:200]!r} is not a path below the checkpoint")
         if file.content is not None and len(file.content) != file.size:
-            raise FormatError(f"{file.name[:200]!r} has not the size that it says")
+            raise FormatError(f"{file.name[:200]!r} has content of another size than it says")
 
 
 def _check_tensors(tensors: Sequence[TensorEntry]) -> None:
@@ -84,9 +84,9 @@ def _check_tensors(tensors: Sequence[TensorEntry]) -> None:
         if kind is None:
             raise FormatError(f"{tensor.name}: unknown dtype {tensor.dtype[:40]!r}")
         if math.prod(n for n in tensor.shape if n) * kind.itemsize > LARGEST:
-            raise FormatError(f"{tensor.name}: absurd shape {tensor.shape}")
+            raise FormatError(f"{tensor.name}: invalid shape {tensor.shape}")
         if tensor.pieces:
-            raise FormatError(f"{tensor.name}: its pieces are no rows of the table")
+            raise FormatError(f"{tensor.name}: its entry must not contain pieces")
         other = by_name.get(tensor.same_as) if tensor.same_as is not None else tensor
         if other is None or (other is not tensor and other.same_as is not None):
             raise FormatError(f"{tensor.name}: is tied to {tensor.same_as!r}, which is not stored")
@@ -103,24 +103,26 @@ def _check_pieces(foreign: Foreign, table: PieceTable) -> None:
         (pieces.file, len(foreign.files), "file"),
     ):
         if (index < 0).any() or (index >= count).any():
-            raise FormatError(f"a piece is of a {what} that is not one of {count}")
+            raise FormatError(f"a piece refers to a {what} that does not exist; there are {count}")
     shapes = _shapes(foreign, pieces.offset.shape[1])[pieces.tensor]
     inside = (pieces.shape > 0) & (pieces.offset >= 0) & (pieces.shape <= shapes)
     inside &= pieces.offset <= shapes - pieces.shape
-    _refuse(foreign, table, ~inside.all(axis=1), "is empty or lies outside of it")
+    _refuse(foreign, table, ~inside.all(axis=1), "is empty or outside of the tensor")
     itemsize = np.array([DTYPES[t.dtype].itemsize for t in foreign.tensors], np.int64)
     sizes = np.array([file.size for file in foreign.files], np.int64)[pieces.file]
-    # Floats are wide enough to tell what would overflow.
+    # In floating point, because integers could overflow.
     reach = ((pieces.shape - 1.0) * stride).sum(axis=1) * itemsize[pieces.tensor]
     room = sizes - pieces.start - itemsize[pieces.tensor]
-    _refuse(foreign, table, (stride < 0).any(axis=1), "runs backwards")
-    _refuse(foreign, table, (pieces.start < 0) | (reach > room), "lies outside of its file")
+    _refuse(foreign, table, (stride < 0).any(axis=1), "has negative strides")
+    _refuse(
+        foreign, table, (pieces.start < 0) | (reach > room), "reaches beyond the end of its file"
+    )
     _refuse(foreign, table, ~_nested(pieces.shape, stride), "has elements that share bytes")
 
 
 def _nested(shape: Int, stride: Int) -> npt.NDArray[np.bool_]:
-    """Whether, of each array, a step along a dimension leads past all that smaller steps reach."""
-    nested = _nested_in_order(shape[:, ::-1], stride[:, ::-1])  # as nearly all are
+    """Whether the elements of each array are apart: strides exceed the reach of smaller ones."""
+    nested = _nested_in_order(shape[:, ::-1], stride[:, ::-1])  # true for nearly all
     rest = np.flatnonzero(~nested)
     shape, stride = shape[rest], stride[rest]
     order = np.argsort(np.where(shape > 1, stride, 0), axis=1)
@@ -130,7 +132,7 @@ def _nested(shape: Int, stride: Int) -> npt.NDArray[np.bool_]:
 
 
 def _nested_in_order(shape: Int, stride: Int) -> npt.NDArray[np.bool_]:
-    """The same of arrays whose steps grow with each dimension."""
+    """Whether the elements are apart, if strides grow with each dimension."""
     nested, before = np.ones(len(shape), bool), np.zeros(len(shape), np.int64)
     for counts, steps in zip(shape.T, stride.T, strict=True):
         nested &= (counts == 1) | (steps > before)

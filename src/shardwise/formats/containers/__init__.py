@@ -1,1 +1,1 @@
-"""What lies in files of other programs: values, and where arrays are; nothing is executed."""
+"""The containers of foreign checkpoints: pickles, torch.save files, zip archives, safetensors."""

@@ -1,4 +1,4 @@
-"""What each opcode of a pickle does to the stack of a machine that can do nothing else."""
+"""The opcodes of pickles, as operations on the stack of a restricted machine."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ SENSELESS = (
     ValueError,
     struct.error,
 )
-"""What values that make no sense raise."""
+"""The exceptions that malformed values raise."""
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 Persistent: TypeAlias = Callable[[Any], object]
-"""Gives a value by its persistent id, or raises one of `SENSELESS`."""
+"""Returns the value of a persistent id, or raises one of `SENSELESS`."""
 Operation: TypeAlias = Callable[["Machine", int], int]
-"""Is given where its argument begins, and gives where the next opcode is."""
+"""Takes the position of the opcode's argument; returns the position of the next opcode."""
 
 
 class CutOffError(FormatError):
-    """The pickle goes on past the bytes that there are."""
+    """The pickle is longer than the data."""
 
 
 class Machine:
-    """The stack, marks and memo of a pickle that is being read."""
+    """The stack, marks and memo of a pickle."""
 
     def __init__(self, data: bytes, stubs: Stubs, persistent: Persistent | None) -> None:
         self.data = data
@@ -49,27 +49,27 @@ class Machine:
         self._keys: dict[int, tuple[object, Keys]] = {}
 
     def take(self, at: int, count: int) -> bytes:
-        """So many of the bytes."""
+        """Return `count` bytes."""
         if count > len(self.data) - at:
-            raise CutOffError("it is cut off, or a length in it lies")
+            raise CutOffError("it is cut off, or contains a wrong length")
         return self.data[at : at + count]
 
     def line(self, at: int) -> tuple[str, int]:
-        """Text up to the end of a line, and where the next begins."""
+        """Return the text up to the end of the line, and the start of the next line."""
         end = self.data.find(b"\n", at)
         if end < 0:
             raise CutOffError("it is cut off")
         return self.data[at:end].decode(), end + 1
 
     def count_keys(self, target: object, keys: Sequence[object]) -> None:
-        """Count keys before a dict or set has them; see `Keys.add`.
+        """Count keys before they are added to a dict or set; see `Keys.add`.
 
         Raises:
-            FormatError: too many have the same hash.
+            FormatError: too many keys have the same hash.
         """
         if SAFE_KEYS.issuperset(map(type, keys)):
             return
-        # It is kept with its counts, so that no other object has its id.
+        # The target is kept alive, so that its id stays unique.
         _, counted = self._keys.setdefault(id(target), (target, Keys()))
         try:
             counted.add(keys)
@@ -77,14 +77,14 @@ class Machine:
             raise FormatError(str(error)) from error
 
     def since_mark(self) -> list[Any]:
-        """What lies on the stack above the last mark, taken off."""
+        """Remove and return the values above the last mark."""
         mark = self.marks.pop()
         items = self.stack[mark:]
         del self.stack[mark:]
         return items
 
     def find(self, module: str, name: str) -> object:
-        """What a name stands for."""
+        """Return the value of a global name."""
         found = self.names.get((module, name))
         if found is None:
             full = f"{_RENAMED.get(module, module)}.{name}"
@@ -98,28 +98,30 @@ class Machine:
         return found
 
     def make(self, kind: object, args: object) -> object:
-        """What a class or function of the list makes of arguments."""
+        """Call the builder of a class or function on the list."""
         if isinstance(kind, Opaque):
             return kind
         if not isinstance(kind, Name) or not isinstance(args, tuple):
-            raise FormatError("it calls what is no class or function")
+            raise FormatError("it calls something that is not a class or function")
         try:
             return kind.build(*args)
         except SENSELESS as error:
             if isinstance(error, FormatError):
                 raise
-            raise FormatError(f"{kind.name} of senseless arguments: {error}") from error
+            raise FormatError(f"invalid arguments of {kind.name}: {error}") from error
 
 
 def _refused(machine: Machine, at: int) -> int:
     op = machine.data[at - 1 : at]
-    raise FormatError(f"this is no pickle, or has an opcode that is not read: {op!r}")
+    raise FormatError(f"not a pickle, or one with an unsupported opcode: {op!r}")
 
 
 def _proto(machine: Machine, at: int) -> int:
     version = machine.data[at]
     if version > NEWEST:
-        raise FormatError(f"a pickle of protocol {version}: newer than {NEWEST}")
+        raise FormatError(
+            f"pickle protocol {version} is newer than {NEWEST}, the newest that is supported"
+        )
     return at + 1
 
 
@@ -197,7 +199,7 @@ def _text(data: bytes) -> str:
 
 
 def _old_text(data: bytes) -> str | bytes:
-    # Python 2 did not tell text from bytes.
+    # Python 2 stored text and bytes alike.
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -287,7 +289,7 @@ def _global(machine: Machine, at: int) -> int:
 def _stack_global(machine: Machine, at: int) -> int:
     name, module = machine.stack.pop(), machine.stack.pop()
     if type(name) is not str or type(module) is not str:
-        raise FormatError("it names a class by something that is no text")
+        raise FormatError("it names a class by something that is not text")
     machine.stack.append(machine.find(module, name))
     return at
 
@@ -303,7 +305,7 @@ def _new_with_keywords(machine: Machine, at: int) -> int:
     args = machine.stack.pop()
     kind = machine.stack[-1]
     if keywords and not isinstance(kind, Opaque):
-        raise FormatError("it makes a value with arguments by name")
+        raise FormatError("it creates a value with keyword arguments")
     machine.stack[-1] = machine.make(kind, args)
     return at
 
@@ -316,7 +318,7 @@ def _build(machine: Machine, at: int) -> int:
 
 def _persistent(machine: Machine, at: int) -> int:
     if machine.persistent is None:
-        raise FormatError("it refers to storage outside of it, where there is none")
+        raise FormatError("it refers to external storage, which does not exist here")
     machine.stack[-1] = machine.persistent(machine.stack[-1])
     return at
 
@@ -363,7 +365,7 @@ def _operations() -> list[Operation]:
         pickle.GLOBAL: _global,
         pickle.STACK_GLOBAL: _stack_global,
         pickle.REDUCE: _reduce,
-        pickle.NEWOBJ: _reduce,  # there is no difference here: neither calls a class
+        pickle.NEWOBJ: _reduce,  # the same here, because neither calls a class
         pickle.NEWOBJ_EX: _new_with_keywords,
         pickle.BUILD: _build,
         pickle.BINPERSID: _persistent,
@@ -373,5 +375,5 @@ def _operations() -> list[Operation]:
 
 
 OPERATIONS = _operations()
-"""By opcode, but those that `pickles` spells out; refused are those of protocol 0, of registered
-extensions, and of buffers outside."""
+"""Operations by opcode, except those that `pickles` inlines. Opcodes of protocol 0, registered
+extensions and out-of-band buffers are refused."""

@@ -1,4 +1,4 @@
-"""What a pickle's classes and functions become when it is read: names and inert values."""
+"""The values that pickles may contain: a closed list of Python's and numpy's, and inert records."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from shardwise.errors import FormatError
 from shardwise.state.keys import check_keys
 
 Builder: TypeAlias = Callable[..., object]
-"""Makes a value of the arguments in a pickle. They are not trusted: TypeError, ValueError,
-LookupError, ArithmeticError or RuntimeError say that they make no sense. What is made must have no
-method that a pickle could turn to harm, for it may be given items; and be flat, if it is hashed."""
+"""Builds a value from the arguments in a pickle, which are not trusted. It raises TypeError,
+ValueError, LookupError, ArithmeticError or RuntimeError for bad arguments. The value must not have
+methods that a pickle could abuse, since items may be added to it. If hashable, it must be flat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A name that stands for this value itself, as `torch.float32` does."""
+    """A name that stands for a value, such as `torch.float32`."""
 
     value: object
 
 
 Stubs: TypeAlias = Mapping[str, Builder | Constant]
-"""A closed list: dotted names, as pickles have them, and what becomes of each."""
+"""A closed list of dotted names in pickles, and the builder or constant for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A class or function that is on the list, where a pickle has it as a value."""
+    """A class or function on the list, as a value in a pickle."""
 
     name: str
     build: Builder
@@ -41,16 +41,16 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """In place of a class or function that is not on the list, and of all that it would make."""
+    """A placeholder for a class or function that is not on the list, and for its results."""
 
     name: str
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """In place of an instance of a class: its arguments and attributes, and none of its methods.
+    """An instance of a class: its arguments and attributes, without its methods.
 
-    A member of an enum has its value as the only argument, or its name if that is what was stored.
+    A member of an enum has its stored value or name as the only argument.
     """
 
     name: str
@@ -58,22 +58,22 @@ class Record:
     fields: dict[str, object] = field(default_factory=dict)
 
     def set_state(self, state: object) -> None:
-        """Take attributes as pickles have them: a dict, or a pair of that and those of slots.
+        """Set attributes from a state: a dict, or a pair of a dict and the attributes in slots.
 
         Raises:
-            TypeError: they are no such thing.
+            TypeError: the state has another form.
         """
         parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
         for part in parts:
             if part is None:
                 continue
             if not isinstance(part, dict) or not all(type(key) is str for key in part):
-                raise TypeError(f"the attributes of a {self.name} are no names and values")
+                raise TypeError(f"the attributes of a {self.name} are not a dict of names")
             self.fields.update(part)
 
 
 def records(*names: str) -> Stubs:
-    """Classes whose instances, or members, become records."""
+    """Return stubs for classes whose instances or members become records."""
     return {name: _record_of(name) for name in names}
 
 
@@ -87,10 +87,10 @@ _NUMBERS = re.compile(r"[|<=]?[biufc]\d{1,2}")
 
 
 def set_state(made: object, state: object) -> None:
-    """Give a value that was made the rest of it.
+    """Set the state of a value.
 
     Raises:
-        TypeError, ValueError: it takes none, or not this.
+        TypeError, ValueError: the value has no state, or the state is malformed.
     """
     if isinstance(made, Record):
         made.set_state(state)
@@ -100,13 +100,13 @@ def set_state(made: object, state: object) -> None:
         if not isinstance(state, tuple) or state[1] not in ("<", "|", "="):
             raise ValueError("a numpy dtype is not little-endian")
     elif not isinstance(made, (Opaque, OrderedDict)):
-        # An OrderedDict's attributes are the version numbers of modules, and no part of a state.
-        raise TypeError(f"a {type(made).__name__} has no attributes to be set")
+        # The attributes of an OrderedDict are version numbers of modules, not part of a state.
+        raise TypeError(f"a {type(made).__name__} has no attributes to set")
 
 
 def _fill(array: Array, state: object) -> None:
     if not isinstance(state, tuple) or len(state) != 5:
-        raise TypeError("the content of a numpy array is not five things")
+        raise TypeError("the state of a numpy array is not a tuple of five")
     _, shape, dtype, fortran, data = state
     _check_numbers(dtype, shape, data)
     array.__setstate__((1, shape, dtype, bool(fortran), bytes(data)))  # type: ignore[arg-type]
@@ -114,19 +114,19 @@ def _fill(array: Array, state: object) -> None:
 
 def _check_numbers(dtype: object, shape: object, data: object) -> None:
     if not isinstance(dtype, np.dtype) or not _NUMBERS.fullmatch(dtype.str):
-        raise TypeError("a numpy array of anything but numbers")
+        raise TypeError("a numpy array of objects, where only numbers are read")
     if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 2**62 for n in shape):
-        raise TypeError("the shape of a numpy array is none")
+        raise TypeError("a numpy array has an invalid shape")
     if len(shape) > 32 or not isinstance(data, (bytes, bytearray)):
-        raise TypeError("the content of a numpy array is no bytes")
+        raise TypeError("the content of a numpy array is not bytes")
     if math.prod(shape) * dtype.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes are not a numpy array of shape {list(shape)}")
 
 
 def _dtype(code: object, *_: object) -> np.dtype[Any]:
-    # Not all that numpy parses, which is far more.
+    # Numpy itself would parse much more.
     if not isinstance(code, str) or not _NUMBERS.fullmatch(code):
-        raise ValueError(f"numpy dtype {str(code)[:40]!r} is none of numbers")
+        raise ValueError(f"numpy dtype {str(code)[:40]!r} is not a dtype of numbers")
     return np.dtype(code)
 
 
@@ -147,22 +147,22 @@ def _scalar(dtype: object, data: object) -> object:
 
 def _text_to_bytes(text: object, codec: object = "utf-8") -> bytes:
     if not isinstance(text, str) or codec not in ("latin1", "latin-1", "utf-8", "ascii"):
-        raise ValueError("bytes are spelled in no codec that pickles use")
+        raise ValueError("bytes are encoded with a codec that pickles do not use")
     return text.encode(codec)
 
 
 def _bytes(data: object = b"", codec: object = None) -> bytes:
     if isinstance(data, str):
         return _text_to_bytes(data, codec)
-    # A number would allocate as many zeros.
+    # bytes(n) would allocate n zeros.
     if not isinstance(data, (bytes, bytearray, list)):
-        raise TypeError("bytes of something else")
+        raise TypeError("bytes() of something that is not bytes or a list")
     return bytes(data)
 
 
 def _ordered(pairs: object = ()) -> OrderedDict[Any, Any]:
     if pairs == ():
-        return OrderedDict()  # as every tensor has one
+        return OrderedDict()  # every tensor has an empty one: its hooks
     listed = list(_items(pairs))
     check_keys(key for key, _ in listed)
     return OrderedDict(listed)
@@ -184,7 +184,7 @@ def _items(pairs: object) -> Iterable[tuple[Any, Any]]:
 
 def _listed(items: object) -> list[Any]:
     if not isinstance(items, (list, tuple, set, frozenset)):
-        raise TypeError("items of something that is no list")
+        raise TypeError("items of something that is not a list, tuple or set")
     return list(items)
 
 
@@ -204,7 +204,7 @@ def _frozenset(items: object = ()) -> frozenset[Any]:
 
 def _complex(real: object = 0.0, imaginary: object = 0.0) -> complex:
     if not isinstance(real, (int, float)) or not isinstance(imaginary, (int, float)):
-        raise TypeError("a complex number of something else")
+        raise TypeError("complex() of something that is not a number")
     return complex(real, imaginary)
 
 
@@ -220,18 +220,18 @@ def _range(*bounds: Any) -> range:
 
 def _check_bounds(bounds: tuple[object, ...]) -> None:
     if not 1 <= len(bounds) <= 3 or not all(n is None or type(n) is int for n in bounds):
-        raise TypeError("bounds are no numbers")
+        raise TypeError("slice or range with bounds that are not integers")
 
 
 def _member(kind: object, member: object) -> object:
-    # How some versions of Python store members of enums; of nothing else is an attribute looked up.
+    # Some versions of Python store members of enums this way. No attribute is looked up.
     if isinstance(kind, Opaque):
         return kind
     if not isinstance(kind, Name) or not isinstance(member, str):
-        raise TypeError("an attribute of something that is no enum")
+        raise TypeError("getattr() of something that is not an enum")
     made = kind.build(member)
     if not isinstance(made, Record):
-        raise TypeError(f"{kind.name} is no enum")
+        raise TypeError(f"{kind.name} is not an enum")
     return made
 
 
@@ -239,7 +239,7 @@ def _instance(kind: object, *args: object) -> object:
     if isinstance(kind, Opaque):
         return kind
     if not isinstance(kind, Name):
-        raise TypeError("an instance of something that is no class")
+        raise TypeError("an instance of something that is not a class")
     return kind.build(*args)
 
 
@@ -249,7 +249,7 @@ def _old_instance(kind: object, base: object, state: object) -> object:
 
 def _path(*parts: object) -> str:
     if not all(isinstance(part, str) for part in parts):
-        raise TypeError("a path of something that is no text")
+        raise TypeError("a path with a part that is not text")
     return "/".join(map(str, parts)).replace("//", "/")
 
 
@@ -271,13 +271,13 @@ def _date(data: object) -> str:
 def _seconds(days: object = 0, seconds: object = 0, microseconds: object = 0) -> float:
     counts = [days, seconds, microseconds]
     if not all(type(n) is int and abs(n) < 2**40 for n in counts):
-        raise TypeError("a timedelta of something that is no number")
+        raise TypeError("timedelta() of something that is not an integer")
     return sum(n * unit for n, unit in zip(counts, (86400, 1, 1e-6), strict=True))  # type: ignore[operator, misc]
 
 
 def _text(text: object = "") -> str:
     if not isinstance(text, str):
-        raise TypeError("a text of something else")
+        raise TypeError("str() of something that is not text")
     return text
 
 
@@ -325,7 +325,7 @@ ALLOWED: Stubs = {
     **{f"{module}.{name}": _path for module in ("pathlib", "pathlib._local") for name in _PATHS},
     **records("types.SimpleNamespace"),
 }
-"""Times and paths become text, deques lists, defaultdicts dicts, and a timedelta its seconds."""
+"""Dates and paths become text, deques lists, defaultdicts dicts, and timedeltas seconds."""
 
 
 DEEPEST = 100
@@ -333,12 +333,16 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, Record, slice)
 
 
 def check_unfolded(value: object, most: int) -> None:
-    """Refuse what would have more than `most` values if all references were copies.
+    """Refuse values that are small in the file but huge or endless to walk through.
+
+    Args:
+        most: the largest number of values, where each reference counts as a copy.
 
     Raises:
-        FormatError: it would; or it is nested more than `DEEPEST` deep, or within itself.
+        FormatError: there are more values, nesting is deeper than `DEEPEST`, or a value contains
+            itself.
     """
-    done: dict[int, tuple[int, int]] = {}  # how many values are in a container, and how deep
+    done: dict[int, tuple[int, int]] = {}  # by id: the number of values and the depth
     entered: set[int] = set()
     stack = [(value, False)]
     while stack:
@@ -353,10 +357,10 @@ def check_unfolded(value: object, most: int) -> None:
             size = 1 + len(parts) + sum(n for n, _ in below)
             depth = 1 + max((n for _, n in below), default=0)
             if size > most or depth > DEEPEST:
-                raise FormatError("values are nested too deep, or repeated too often, to be meant")
+                raise FormatError("values are nested too deeply or repeated too often")
             done[id(here)] = size, depth
         elif id(here) in entered:
-            raise FormatError("a value holds itself")
+            raise FormatError("a value contains itself")
         elif len(entered) > DEEPEST:
             raise FormatError(f"values are nested more than {DEEPEST} deep")
         else:

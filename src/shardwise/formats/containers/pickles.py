@@ -1,8 +1,8 @@
-"""Reads pickles, and runs nothing: an interpreter that knows values, and names of a closed list.
+"""A safe reader of pickles: an interpreter that creates values and names from a closed list.
 
-Python's own unpickler trusts whatever its list lets through: with attributes set on classes, calls
-of what was made, and tables allocated by a number in the file. Here a class or function is a name
-and nothing else, so that there is nothing to call, and no object whose attributes do anything.
+Python's `Unpickler` trusts everything that `find_class` returns: pickles set attributes of classes,
+call values, and choose the size of allocations. In this interpreter a class or function is only a
+name, so a pickle cannot call anything, and no object has attributes with an effect.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAMES_SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Pickled:
-    """What a pickle holds; `opaque` are the names that were not on the list; `end` is in bytes."""
+    """The value of a pickle, the names that are not on the list, and the offset of its end."""
 
     value: Any
     opaque: tuple[str, ...]
@@ -42,19 +42,20 @@ def unpickle(
     start: int = 0,
     unfolded: bool = True,
 ) -> Pickled:
-    """The value of a pickle, which is not trusted.
+    """Read an untrusted pickle.
 
     Args:
-        where: what the bytes are, for messages.
-        stubs: what is on the list beside `ALLOWED`.
-        persistent: gives values by persistent ids, as torch stores storages.
-        opaque: let `Opaque` stand for what is not on the list, instead of refusing.
-        unfolded: refuse what is huge, or endless, to whoever walks through all of it; without it,
-            that is for the caller to see to, who looks only for what it knows.
+        where: a description of the data, for messages.
+        stubs: names that are allowed in addition to `ALLOWED`.
+        persistent: returns the value of a persistent id, which torch uses for storages.
+        opaque: replace values of names that are not on the list by `Opaque`, instead of refusing.
+        start: the offset of the pickle.
+        unfolded: refuse values that are huge or endless to walk through; callers that look only
+            for what they know can do without.
 
     Raises:
-        FormatError: it is malformed, nested without end or within itself, or names what is not on
-            the list (the message has all names).
+        FormatError: the pickle is malformed, nested too deeply, or uses names that are not on the
+            list; the message has the names.
     """
     machine = Machine(data, {**ALLOWED, **(stubs or {})}, persistent)
     try:
@@ -67,14 +68,15 @@ def unpickle(
     if names and not opaque:
         more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
         raise FormatError(
-            f"{where}: it names what is not read from pickles: {', '.join(names[:_NAMES_SHOWN])}"
-            f"{more}; nothing of it was run. Save without it, or leave it out by skip_unknown=True"
+            f"{where}: it contains objects that are not read from pickles: "
+            f"{', '.join(names[:_NAMES_SHOWN])}{more}; nothing of it was run. Save without "
+            "them, or leave them out with skip_unknown=True"
         )
     return Pickled(value, names, end)
 
 
 def _run(machine: Machine, at: int) -> tuple[object, int]:
-    """The value, and where the pickle ends. The commonest opcodes are spelled out here."""
+    """Run a pickle; return its value and its end. The most frequent opcodes are inlined."""
     data, stack, memo, size = machine.data, machine.stack, machine.memo, len(machine.data)
     try:
         while at < size:
@@ -115,7 +117,7 @@ def _run(machine: Machine, at: int) -> tuple[object, int]:
     except FormatError:
         raise
     except SENSELESS as error:
-        if at + 8 > size:  # no argument of fixed length is longer
+        if at + 8 > size:  # no fixed-length argument is longer than 8 bytes
             raise CutOffError("it is cut off") from error
-        raise FormatError(f"this is no pickle that makes sense (byte {at}): {error}") from error
+        raise FormatError(f"malformed pickle (byte {at}): {error}") from error
     raise CutOffError("it is cut off")

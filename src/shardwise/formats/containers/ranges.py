@@ -1,4 +1,4 @@
-"""Bytes of a part of a file, which may be all of it."""
+"""A range of bytes of a file."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from shardwise.store import ReadableFile
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """`size` bytes of a file from `offset` on, which is known to `Foreign` by `number`.
+    """`size` bytes of a file from `offset`.
 
-    `where` says what it is, in messages.
+    Attributes:
+        number: the index of the file in `Foreign.files`.
+        where: a description of the range, for messages.
     """
 
     file: ReadableFile
@@ -25,33 +27,33 @@ class FileRange:
 
     @classmethod
     def whole(cls, file: ReadableFile, number: int, where: str) -> FileRange:
-        """All of a file."""
+        """Return the range of a whole file."""
         return cls(file, number, 0, file.size, where)
 
     def within(self, offset: int, size: int, where: str) -> FileRange:
-        """A part of this part.
+        """Return a range within this range.
 
         Raises:
-            FormatError: it is not within.
+            FormatError: it reaches outside of this range.
         """
         if offset < 0 or size < 0 or size > self.size or offset > self.size - size:
             raise FormatError(
-                f"{self.where}: {where} lies at [{offset}, {offset + size}), and there are only "
-                f"{self.size} bytes"
+                f"{self.where}: {where} should be at bytes [{offset}, {offset + size}), but there "
+                f"are only {self.size} bytes"
             )
         return FileRange(
             self.file, self.number, self.offset + offset, size, f"{self.where}: {where}"
         )
 
     def read(self, offset: int, size: int) -> bytes:
-        """So many bytes.
+        """Return `size` bytes from `offset`.
 
         Raises:
-            FormatError: there are not as many.
+            FormatError: the range is shorter.
         """
         if offset < 0 or size < 0 or size > self.size or offset > self.size - size:
-            raise FormatError(f"{self.where}: it is cut off, or a length in it lies")
+            raise FormatError(f"{self.where}: it is cut off, or contains a wrong length")
         data = np.empty(size, np.uint8)
         if self.file.read_at(self.offset + offset, data) != size:
-            raise FormatError(f"{self.where}: it has become shorter while it was read")
+            raise FormatError(f"{self.where}: it became shorter while it was read")
         return data.tobytes()

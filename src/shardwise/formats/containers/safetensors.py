@@ -1,4 +1,4 @@
-"""Files of safetensors: which arrays they have, and where each lies."""
+"""Headers of safetensors files: the arrays in a file, and where each one is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Dims
 
 LARGEST_HEADER = 100_000_000
-"""What safetensors itself reads."""
+"""The limit of safetensors itself."""
 METADATA = "__metadata__"
 _DTYPES = {kind.code: name for name, kind in DTYPES.items() if kind.code is not None}
 _DTYPES |= {"F8_E8M0": "float8_e8m0fnu"}
@@ -25,7 +25,7 @@ _Offset = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The arrays of a file by name, its metadata, and why other arrays in it were left out."""
+    """The arrays of a file by name, its metadata, and the reasons why arrays were left out."""
 
     arrays: Mapping[str, StoredArray]
     metadata: Mapping[str, str]
@@ -39,20 +39,20 @@ class _Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def is_safetensors(head: bytes) -> bool:
-    """Whether a file that begins like this may be one."""
+    """Whether a file with these first bytes may be a safetensors file."""
     return len(head) > 8 and int.from_bytes(head[:8], "little") <= LARGEST_HEADER and head[8] == 123
 
 
 def read_header(part: FileRange) -> Header:
-    """Read which arrays a file has; none of them is read.
+    """Read the header of a file. No array is read.
 
     Raises:
-        FormatError: it is malformed or cut off, arrays overlap or leave holes, or one has not the
-            bytes that its shape needs.
+        FormatError: the file is malformed or cut off, arrays overlap or leave holes, or the size
+            of an array does not match its shape.
     """
     size = int.from_bytes(part.read(0, 8), "little")
     if size > LARGEST_HEADER:
-        raise FormatError(f"{part.where}: a header of {size} bytes is none of safetensors")
+        raise FormatError(f"{part.where}: a header of {size} bytes; not a safetensors file")
     entries, metadata = _decoded(part, part.read(8, size))
     data = part.within(8 + size, part.size - 8 - size, "its arrays")
     arrays: dict[str, StoredArray] = {}
@@ -61,21 +61,23 @@ def read_header(part: FileRange) -> Header:
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         start, stop = entry.data_offsets
         if start != at or stop < start or stop > data.size:
-            raise FormatError(f"{part.where}: {name[:200]!r} overlaps, leaves a hole or is cut off")
+            raise FormatError(
+                f"{part.where}: {name[:200]!r} overlaps another array, leaves a hole or is cut off"
+            )
         at = stop
         dtype = _DTYPES.get(entry.dtype)
         if dtype is None:
-            left_out[name] = f"{entry.dtype[:40]!r} is no type that is known here"
+            left_out[name] = f"{entry.dtype[:40]!r} is an unknown dtype"
             continue
         if math.prod(entry.shape) * DTYPES[dtype].itemsize != stop - start:
             raise FormatError(
-                f"{part.where}: {name[:200]!r} has not the bytes that its shape needs"
+                f"{part.where}: {name[:200]!r} has {stop - start} bytes, wrong for its shape"
             )
         stride = tuple(math.prod(entry.shape[i + 1 :]) for i in range(len(entry.shape)))
         where = data.offset + start
         arrays[name] = StoredArray(part.number, where, dtype, entry.shape, stride)
     if at != data.size:
-        raise FormatError(f"{part.where}: it has bytes behind its last array")
+        raise FormatError(f"{part.where}: it has bytes after its last array")
     in_order = {name: arrays[name] for name in entries if name in arrays}
     return Header(in_order, metadata, left_out)
 
@@ -86,4 +88,4 @@ def _decoded(part: FileRange, text: bytes) -> tuple[dict[str, _Array], dict[str,
         metadata = msgspec.convert(header.pop(METADATA, {}), dict[str, str])
         return msgspec.convert(header, dict[str, _Array]), metadata
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"{part.where}: its header is none of safetensors: {error}") from error
+        raise FormatError(f"{part.where}: its header is malformed: {error}") from error

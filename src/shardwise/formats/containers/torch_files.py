@@ -1,4 +1,4 @@
-"""Files of torch.save: their values, with places in the file where tensors are."""
+"""Files of torch.save: zip archives, and the format before torch 1.6. No tensor is read."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ _PICKLE = "/data.pkl"
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What torch.save was given: tensors and parameters are `StoredArray`s, storages `Storage`s.
+    """The value passed to torch.save, with `StoredArray` for tensors and `Storage` for storages.
 
-    Tensors that are one have equal `StoredArray`s. `opaque` are names of what was left out. `file`
-    is the number that arrays have for their file: of another one, if that was found to be cache.
+    Attributes:
+        value: the value. Tensors that share memory have equal `StoredArray`s.
+        opaque: names of the classes that were left out.
+        file: the file number in the arrays; another file's if the value is from a `ParseCache`.
     """
 
     value: Any
@@ -44,9 +46,9 @@ class Contents:
 
 
 class ParseCache:
-    """Files that were parsed, so that one of the same pickle and places is not parsed again.
+    """A cache of parsed files. Ranks write many files with the same pickle and the same places.
 
-    Ranks write many such. All must be read with the same stubs.
+    All files must be read with the same stubs.
     """
 
     def __init__(self) -> None:
@@ -56,8 +58,8 @@ class ParseCache:
     def find(
         self, text: bytes, places: Mapping[str, Entry], parse: Callable[[], Contents]
     ) -> Contents:
-        """The contents of a pickle whose storages are at these places."""
-        with self._lock:  # of two threads that have the same, one parses it
+        """Return the contents of a pickle with storages at these places; parse it if needed."""
+        with self._lock:  # only one of several threads parses the same pickle
             known = self._parsed.setdefault(text, [])
             for others, contents in known:
                 if others == places:
@@ -67,7 +69,7 @@ class ParseCache:
 
 
 def is_torch_file(head: bytes) -> bool:
-    """Whether a file that begins like this may be one of torch.save."""
+    """Whether a file with these first bytes may be a file of torch.save."""
     return head.startswith(START) or is_legacy(head)
 
 
@@ -78,14 +80,16 @@ def read_torch_file(
     opaque: bool = False,
     cache: ParseCache | None = None,
 ) -> Contents:
-    """Read the values of a file of torch.save, or of a part of a file that is like one.
+    """Read the value in a file of torch.save, or in a range of a file. No tensor is read.
 
-    No byte of a tensor is read. See `unpickle` for the arguments. With `cache`, the value may be
-    that of another file, which says so.
+    Args:
+        part: the file or range.
+        stubs, opaque: see `unpickle`.
+        cache: files that were parsed before.
 
     Raises:
-        FormatError: it is none, is malformed or cut off, was written by a big-endian machine, or
-            holds what is not read from pickles.
+        FormatError: the file is not of torch.save, is malformed or cut off, was written on a
+            big-endian machine, or contains objects that are not read from pickles.
     """
     table = {**TORCH, **(stubs or {})}
     try:
@@ -106,11 +110,11 @@ def _read(part: FileRange, table: Stubs, opaque: bool, cache: ParseCache | None)
         return _read_zip(part, table, opaque, cache)
     if is_legacy(head):
         return Contents(*read_legacy(part, table, opaque), part.number)
-    raise FormatError(f"{part.where}: this is no file of torch.save")
+    raise FormatError(f"{part.where}: not a file of torch.save")
 
 
 def _unresolved(value: object, name: str) -> Iterator[str]:
-    """The names of tensors that could not be read for what they are."""
+    """Yield the names of tensors that cannot be read."""
     if isinstance(value, Unresolved):
         yield name
     items: Mapping[Any, object] = {}
@@ -125,22 +129,24 @@ def _unresolved(value: object, name: str) -> Iterator[str]:
 
 
 def pickle_text(part: FileRange) -> bytes:
-    """The pickle of a file of torch.save that is a zip archive, as it lies there.
+    """Return the pickle in a zip archive of torch.save.
 
     Raises:
-        FormatError: it is none, or malformed.
+        FormatError: the file is not such an archive, or is malformed.
     """
     return _pickle_of(part, read_directory(part))[1]
 
 
 def _pickle_of(part: FileRange, entries: Mapping[str, Entry]) -> tuple[str, bytes]:
-    """The folder of all entries, and the pickle."""
+    """Return the folder of all entries, and the pickle."""
     names = [name for name in entries if name.endswith(_PICKLE) and name.count("/") == 1]
     if len(names) != 1:
-        raise FormatError(f"{part.where}: a zip archive, and not of torch.save: it has no data.pkl")
+        raise FormatError(f"{part.where}: a zip archive without data.pkl, so not of torch.save")
     data = entries[names[0]]
     if data.size > LARGEST_PICKLE:
-        raise FormatError(f"{part.where}: its pickle has {data.size} bytes; at most 2^31 are read")
+        raise FormatError(
+            f"{part.where}: its pickle has {data.size} bytes; at most 2^31 are supported"
+        )
     return names[0].removesuffix(_PICKLE), part.read(data.start, data.size)
 
 
@@ -149,7 +155,9 @@ def _read_zip(part: FileRange, stubs: Stubs, opaque: bool, cache: ParseCache | N
     folder, text = _pickle_of(part, entries)
     order = entries.get(f"{folder}/byteorder")
     if order is not None and part.read(order.start, min(order.size, 16)) != b"little":
-        raise FormatError(f"{part.where}: it was written by a big-endian machine: not read here")
+        raise FormatError(
+            f"{part.where}: it was written on a big-endian machine, which is not supported"
+        )
     prefix = f"{folder}/data/"
     places = {n.removeprefix(prefix): e for n, e in entries.items() if n.startswith(prefix)}
     parse = partial(_parse, part, text, places, stubs, opaque)
@@ -165,9 +173,9 @@ def _parse(
             return kind
         entry = places.get(key)
         if entry is None:
-            raise ValueError(f"there is no storage {key[:40]!r}")
+            raise ValueError(f"storage {key[:40]!r} is missing")
         if numel * kind.itemsize > entry.size:
-            raise ValueError(f"storage {key[:40]!r} is shorter than it should be")
+            raise ValueError(f"storage {key[:40]!r} is shorter than the pickle says")
         return Storage(part.number, part.offset + entry.start, numel * kind.itemsize, kind.dtype)
 
     read = unpickle(text, part.where, stubs=stubs, persistent=storage, opaque=opaque)
@@ -175,18 +183,18 @@ def _parse(
 
 
 def storage_fields(found: object) -> tuple[Any, str, int]:
-    """What the persistent id of a storage says: its type, its name, its number of elements.
+    """Return the type, the key and the number of elements in the persistent id of a storage.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not such an id.
     """
     if not isinstance(found, tuple) or len(found) != 5 or found[0] != "storage":
-        raise ValueError("it refers to something that is no storage")
+        raise ValueError("it refers to something that is not a storage")
     _, kind, key, _, numel = found
     if not isinstance(kind, (StorageType, Opaque)) or type(key) is not str:
-        raise ValueError("it refers to a storage of no type, or no name")
+        raise ValueError("it refers to a storage without a type or key")
     if type(numel) is not int or not 0 <= numel < 2**62:
-        raise ValueError("it refers to a storage of no size")
+        raise ValueError("it refers to a storage without a size")
     return kind, key, numel
 
 
@@ -197,19 +205,19 @@ _FIRST_READ = 2**20
 
 
 def is_legacy(head: bytes) -> bool:
-    """Whether a file that begins like this is one."""
+    """Whether a file with these first bytes was written before torch 1.6."""
     return any(head.startswith(each.rstrip(b".")) for each in _HEADS)
 
 
 def read_legacy(part: FileRange, stubs: Stubs, opaque: bool) -> tuple[Any, tuple[str, ...]]:
-    """The value of such a file, and the names that were not on the list.
+    """Read a file from before torch 1.6; return its value and the names not on the list.
 
     Raises:
-        FormatError: it is malformed.
+        FormatError: the file is malformed.
     """
     most = min(part.size, LARGEST_PICKLE)
     size = min(_FIRST_READ, most)
-    while size < most:  # the pickles are a small part of it, of unknown size
+    while size < most:  # the pickles are at the start; their size is unknown
         with suppress(CutOffError):
             return _read_pickles(part, part.read(0, size), stubs, opaque)
         size = min(8 * size, most)
@@ -218,7 +226,7 @@ def read_legacy(part: FileRange, stubs: Stubs, opaque: bool) -> tuple[Any, tuple
 
 @dataclass(slots=True)
 class _Storages:
-    """Storages by key, in file number `file`; all begin at 0 until it is known where they are."""
+    """Storages by key. Their starts are 0 until they are known, which is after the pickles."""
 
     file: int
     types: dict[str, StorageType] = field(default_factory=dict)
@@ -226,23 +234,23 @@ class _Storages:
     starts: dict[str, int] = field(default_factory=dict)
 
     def __call__(self, found: object) -> object:
-        """The storage that a pickle refers to, or a part of one."""
+        """Return the storage, or the part of one, with this persistent id."""
         if not isinstance(found, tuple) or len(found) != 6 or found[0] != "storage":
-            raise ValueError("it refers to something that is no storage")
+            raise ValueError("it refers to something that is not a storage")
         _, kind, key, _, count, view = found
         if isinstance(kind, Opaque):
             return kind
         if not isinstance(kind, StorageType) or type(key) is not str:
-            raise ValueError("it refers to a storage of no type, or no name")
+            raise ValueError("it refers to a storage without a type or key")
         self.types.setdefault(key, kind)
         self.counts.setdefault(key, count)
         if (self.types[key], self.counts[key]) != (kind, count):
-            raise ValueError(f"it has two storages {key[:40]!r}")
+            raise ValueError(f"it has two different storages {key[:40]!r}")
         first, numel = (0, count) if view is None else view[1:]
         if not all(type(n) is int and 0 <= n < 2**62 for n in (count, first, numel)):
-            raise ValueError("it refers to a storage of no size")
+            raise ValueError("it refers to a storage without a size")
         if first + numel > count:
-            raise ValueError("it refers to a part outside of a storage")
+            raise ValueError("it refers to a range outside of a storage")
         start = self.starts.get(key, 0) + first * kind.itemsize
         return Storage(self.file, start, numel * kind.itemsize, kind.dtype)
 
@@ -252,10 +260,12 @@ def _read_pickles(
 ) -> tuple[Any, tuple[str, ...]]:
     pickles = _in_turn(data, part.where)
     if next(pickles).value != MAGIC or next(pickles).value != PROTOCOL:
-        raise FormatError(f"{part.where}: a file of torch.save of an unknown version")
+        raise FormatError(f"{part.where}: a file of an unknown version of torch.save")
     system = next(pickles)
     if not isinstance(system.value, dict) or system.value.get("little_endian") is not True:
-        raise FormatError(f"{part.where}: it was written by a big-endian machine: not read here")
+        raise FormatError(
+            f"{part.where}: it was written on a big-endian machine, which is not supported"
+        )
     storages = _Storages(part.number)
 
     def read_values() -> Pickled:
@@ -265,7 +275,7 @@ def _read_pickles(
 
     keys = unpickle(data, part.where, start=read_values().end)
     _locate(part, storages, keys.value, keys.end)
-    read = read_values()  # again, for now it is known where storages are
+    read = read_values()  # once more, now that the starts of storages are known
     return read.value, read.opaque
 
 
@@ -279,11 +289,13 @@ def _in_turn(data: bytes, where: str) -> Iterator[Pickled]:
 
 def _locate(part: FileRange, storages: _Storages, keys: object, at: int) -> None:
     if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(storages.types):
-        raise FormatError(f"{part.where}: the storages in it are not those it refers to")
+        raise FormatError(f"{part.where}: its list of storages does not match its tensors")
     for key in keys:
         count = int.from_bytes(part.read(at, 8), "little")
         if count != storages.counts[key]:
-            raise FormatError(f"{part.where}: storage {key[:40]!r} has another size than it should")
+            raise FormatError(
+                f"{part.where}: storage {key[:40]!r} has not the size that the pickle says"
+            )
         size = count * storages.types[key].itemsize
         part.within(at + 8, size, f"storage {key[:40]!r}")
         storages.starts[key] = part.offset + at + 8

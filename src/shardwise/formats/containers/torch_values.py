@@ -1,4 +1,4 @@
-"""The closed list of torch's values that a pickle may hold: tensors as places in files."""
+"""Values of torch in pickles: tensors, DTensors and storages as places in files."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from shardwise.layout import Box, MeshShard, fragments_of_shard, splits_of
 from shardwise.manifest.dtypes import DTYPES
 
 RESOLVE = (
-    "a conjugated or negated view, whose values are not the bytes that are stored: save "
+    "a conjugated or negated view: its values differ from the stored bytes; save "
     "tensor.resolve_conj().resolve_neg() instead"
 )
 MOST_DIMS = 64
 EXPANDED = 2**26
-"""Bytes that a tensor may claim to have beyond those of its storage, by strides of 0."""
+"""The largest size in bytes of a tensor that is larger than its storage (strides of 0)."""
 
 
 class UnresolvedError(FormatError):
-    """A tensor is a view whose values are not those that its storage has."""
+    """A tensor is a view whose values differ from the bytes of its storage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unresolved:
-    """In place of such a tensor."""
+    """A placeholder for a tensor that raised `UnresolvedError`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The memory of tensors, as it lies in a file: bytes `[start, start + size)`.
+    """A storage: bytes `[start, start + size)` of a file.
 
-    `dtype` is torch's name; None of one that is only bytes.
+    `dtype` is torch's name, or None for an untyped storage.
     """
 
     file: int
@@ -54,7 +54,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class StorageType:
-    """A class of storages, by the dtype of their elements."""
+    """A class of storages; `dtype` is None for untyped ones."""
 
     dtype: str | None
 
@@ -101,20 +101,22 @@ def _stored(
     if metadata:
         raise UnresolvedError(RESOLVE)
     if not (isinstance(shape, tuple) and isinstance(stride, tuple) and isinstance(offset, int)):
-        raise TypeError("a tensor's geometry is no numbers")
+        raise TypeError("the shape, strides or offset of a tensor are not numbers")
     if len(shape) != len(stride) or len(shape) > MOST_DIMS:
         raise ValueError(f"a tensor with {len(shape)} sizes and {len(stride)} strides")
     itemsize = DTYPES[dtype].itemsize
     reach, size = 1, itemsize
     for n, step in zip(shape, stride, strict=True):
         if type(n) is not int or type(step) is not int or n < 0 or step < 0:
-            raise ValueError("sizes and strides of a tensor are no numbers, or below 0")
+            raise ValueError("a tensor has sizes or strides that are not integers, or are negative")
         reach += (n - 1) * step
         size *= n
     if offset < 0 or (size and (offset + reach) * itemsize > storage.size):
-        raise ValueError(f"a tensor of shape {list(shape)[:8]} leads out of its storage")
+        raise ValueError(f"a tensor of shape {list(shape)[:8]} reaches beyond its storage")
     if size > max(storage.size, EXPANDED) or max(shape, default=0) > 2**62:
-        raise ValueError(f"a tensor of shape {list(shape)[:8]} has few bytes, and repeats them")
+        raise ValueError(
+            f"a tensor of shape {list(shape)[:8]} repeats the few bytes of its storage too often"
+        )
     start = storage.start + offset * itemsize if size else storage.start
     return StoredArray(storage.file, start, dtype, tuple(shape), stride)
 
@@ -137,7 +139,7 @@ def _of_type(rebuild: object, kind: object, args: object, state: object = None) 
     if isinstance(kind, Opaque) or isinstance(rebuild, Opaque):
         return kind if isinstance(kind, Opaque) else rebuild
     if not isinstance(rebuild, Name) or not isinstance(args, tuple):
-        raise TypeError("a tensor that is made by no function")
+        raise TypeError("a tensor is rebuilt by something that is not a function")
     return rebuild.build(*args)
 
 
@@ -145,19 +147,19 @@ def _size(numbers: object = ()) -> torch.Size:
     if not isinstance(numbers, tuple) or not all(
         type(n) is int and -(2**63) <= n < 2**63 for n in numbers
     ):
-        raise TypeError("a torch.Size of something that is no numbers")
+        raise TypeError("torch.Size() of something that is not integers")
     return torch.Size(numbers)
 
 
 def _device(kind: object, index: object = None) -> torch.device:
     if not isinstance(kind, str) or not (index is None or type(index) is int):
-        raise TypeError("a device of something that is no name and number")
+        raise TypeError("torch.device() of something that is not a name and an index")
     return torch.device(kind) if index is None else torch.device(kind, index)
 
 
 def _layout(text: object) -> object:
     if not isinstance(text, str):
-        raise TypeError("a layout of something that is no text")
+        raise TypeError("a torch.layout or version that is not text")
     return text
 
 
@@ -183,7 +185,7 @@ STORAGES = {
     "ComplexDouble": "complex128",
     "ComplexFloat": "complex64",
 }
-"""Classes of storages that torch pickles: the first part of their names, and their dtypes."""
+"""Dtypes by the first part of the name of torch's storage classes."""
 
 _TENSORS: dict[str, Builder] = {
     "torch._utils._rebuild_tensor": _tensor,
@@ -191,7 +193,7 @@ _TENSORS: dict[str, Builder] = {
     "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
 }
 UNRESOLVED: Stubs = {name: _or_unresolved(build) for name, build in _TENSORS.items()}
-"""In place of the same of `TORCH`, to see which tensors it was that could not be read."""
+"""Replacements for functions in `TORCH`, to find the names of tensors that cannot be read."""
 
 TORCH: Stubs = {
     **_TENSORS,
@@ -213,25 +215,27 @@ TORCH: Stubs = {
         if isinstance(dtype, torch.dtype) and _name(dtype) in DTYPES
     },
 }
-"""Sparse, quantized and other tensors that are no array in a storage are not on it, nor are
-classes derived from tensors: they are told by these functions' and classes' names."""
+"""Stubs for torch. Sparse, quantized and other tensors that are not an array in a storage are not
+on the list, nor are subclasses of tensors; errors give the names of their functions and classes."""
 
 
 MOST_RANKS = 2**24
 MOST_RUNS = 64
-"""Boxes of one shard, as strided placements have several."""
+"""The largest number of boxes in a shard. Strided placements have several."""
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 _OF_TYPE = "torch._tensor._rebuild_from_type_v2"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredShard:
-    """The local tensor of a DTensor, as it lies in a file, and what it is a part of.
+    """The local tensor of a DTensor in a file, and its place in the global tensor.
 
     Attributes:
-        shape: of the global tensor.
-        mesh: sizes of the dimensions of the device mesh; `coordinate` is this rank's place in it.
-        shards: how the mesh splits the tensor; it is replicated over dimensions without one.
+        local: the local tensor.
+        shape: the shape of the global tensor.
+        mesh: the shape of the device mesh.
+        coordinate: the coordinate of the rank in the mesh.
+        shards: the mesh dimensions that shard the tensor; it is replicated over the others.
     """
 
     local: StoredArray
@@ -241,7 +245,7 @@ class StoredShard:
     shards: tuple[MeshShard, ...]
 
     def boxes(self) -> list[tuple[Box, Box]]:
-        """The boxes of the global tensor that it holds, each with its box of the local one."""
+        """Return the boxes of the global tensor in this shard, with their local boxes."""
         return fragments_of_shard(self.shape, splits_of(self.mesh, self.coordinate, self.shards))
 
 
@@ -261,9 +265,9 @@ def _dtensor_or_tensor(rebuild: object, kind: object, args: object, state: objec
     sizes = _mesh_shape(mesh)
     coordinate = _counts(mesh.fields.get("_coordinate_on_dim"), "a coordinate in the mesh")
     if not len(placements) == len(sizes) == len(coordinate):
-        raise ValueError("a DTensor with other placements than its mesh has dimensions")
+        raise ValueError("a DTensor has not one placement for each dimension of its mesh")
     if any(at >= size for at, size in zip(coordinate, sizes, strict=True)):
-        raise ValueError("a coordinate lies outside of the mesh")
+        raise ValueError("a DTensor has a coordinate outside of its mesh")
     shape = _counts(args[2], "the shape of a DTensor")
     shards = tuple(
         shard
@@ -277,8 +281,8 @@ def _dtensor_or_tensor(rebuild: object, kind: object, args: object, state: objec
     made = StoredShard(local, shape, sizes, coordinate, shards)
     if sum(box.size for box, _ in made.boxes()) != prod(local.shape):
         raise ValueError(
-            f"a local tensor of shape {list(local.shape)} is not what its placements give this rank"
-            f" of {list(shape)}"
+            f"the local tensor of a DTensor has shape {list(local.shape)}, which disagrees with "
+            f"its placements and the global shape {list(shape)}"
         )
     return made
 
@@ -295,12 +299,12 @@ def _shard(mesh_dim: int, placement: object, dims: int) -> MeshShard | None:
     if type(dim) is not int or type(factor) is not int or not -dims <= dim < dims:
         raise ValueError("a DTensor is sharded along a dimension that it does not have")
     if factor < 1:
-        raise ValueError("a DTensor is sharded by an absurd factor")
+        raise ValueError("a DTensor has a split_factor below 1")
     return MeshShard(mesh_dim, dim % dims, factor)
 
 
 def _mesh_shape(mesh: Record) -> tuple[int, ...]:
-    """The sizes of a mesh, as versions of torch from 2.4 to 2.13 have them."""
+    """Return the shape of a mesh, as pickled by torch 2.4 to 2.13."""
     layout = mesh.fields.get("_layout")
     if isinstance(layout, Record) and isinstance(layout.fields.get("axes"), tuple):
         axes = [each.fields.get("shape") for each in layout.fields["axes"] if _is_record(each)]  # type: ignore[attr-defined]
@@ -322,7 +326,7 @@ def _counts(values: object, what: str) -> tuple[int, ...]:
     if not isinstance(values, (tuple, list)) or len(values) > MOST_DIMS:
         raise TypeError(f"{what} is not a list of numbers")
     if not all(type(n) is int and 0 <= n < 2**62 for n in values):
-        raise ValueError(f"{what} has numbers that make no sense")
+        raise ValueError(f"{what} has negative or too large numbers")
     return tuple(values)
 
 
@@ -339,7 +343,7 @@ _PARTS = (
 
 
 def _unused(*_: object) -> object:
-    raise TypeError("a DTensor that is made in a way that is not known")
+    raise TypeError("a DTensor is rebuilt in an unknown way")
 
 
 DTENSORS: Stubs = {
@@ -353,4 +357,4 @@ DTENSORS: Stubs = {
         "torch.distributed._mesh_layout._FlatLayout",
     ),
 }
-"""Beside `TORCH`, for readers that know what to do with a `StoredShard`."""
+"""Stubs for readers that handle `StoredShard`, in addition to `TORCH`."""

@@ -1,4 +1,4 @@
-"""Zip archives whose entries are stored as they are: where each entry's bytes lie."""
+"""Zip archives with uncompressed entries: where the bytes of each entry are."""
 
 from __future__ import annotations
 
@@ -21,48 +21,49 @@ ENCRYPTED = 1
 FULL16, FULL32 = 0xFFFF, 0xFFFFFFFF
 _WINDOW = 2**20
 _GAP = 2**14
-"""Headers nearer to each other than this are read at once, with what lies between."""
+"""Headers that are closer to each other than this are read in one request."""
 
 
 class Entry(NamedTuple):
-    """An entry's bytes: where they begin in the archive, and how many they are."""
+    """The bytes of an entry: their start in the archive, and their number."""
 
     start: int
     size: int
 
 
 def read_directory(archive: FileRange) -> dict[str, Entry]:
-    """Entries by name, each header of its own compared with the directory.
+    """Return the entries by name. Each entry's own header is compared with the directory.
 
     Raises:
-        FormatError: it is no zip archive or one that is cut off, has compressed, encrypted or
-            overlapping entries or one name twice, or its headers contradict each other.
+        FormatError: it is not a zip archive or is cut off, has compressed, encrypted, overlapping
+            or duplicate entries, or its headers contradict each other.
     """
-    try:
-        directory, count = _directory(archive)
-        listed = sorted(_listed(archive, directory, count))
-        return dict(_located(archive, listed))
-    except struct.error as error:
-        raise FormatError(f"{archive.where}: this zip archive is cut off") from error
+    return {name: entry for name, entry, _ in _read(archive)}
 
 
 def read_sums(archive: FileRange) -> list[tuple[Entry, int]]:
-    """Entries, and the CRC-32 that the directory has of each; 0 is what some writers put there.
+    """Return the entries with their CRC-32 in the directory, which is 0 for some writers.
 
     Raises:
-        FormatError: as `read_directory` says.
+        FormatError: see `read_directory`.
     """
+    return [(entry, crc32) for _, entry, crc32 in _read(archive)]
+
+
+def _read(archive: FileRange) -> list[tuple[str, Entry, int]]:
     try:
         directory, count = _directory(archive)
         listed = sorted(_listed(archive, directory, count))
         located = _located(archive, listed)
-        return [(entry, each.crc32) for each, (_, entry) in zip(listed, located, strict=True)]
+        return [
+            (name, entry, each.crc32) for each, (name, entry) in zip(listed, located, strict=True)
+        ]
     except struct.error as error:
         raise FormatError(f"{archive.where}: this zip archive is cut off") from error
 
 
 class _Listed(NamedTuple):
-    """What the directory says of an entry; in the order in which they lie, if sorted."""
+    """An entry in the directory. Sorting puts entries in the order of their headers."""
 
     header: int
     name: bytes
@@ -71,12 +72,12 @@ class _Listed(NamedTuple):
 
 
 def _directory(archive: FileRange) -> tuple[bytes, int]:
-    """The directory's bytes, and how many entries it has."""
+    """Return the bytes of the directory, and its number of entries."""
     tail_at = max(0, archive.size - END.size - LOCATOR.size - _MOST_COMMENT)
     tail = archive.read(tail_at, archive.size - tail_at)
     at = tail.rfind(END_MARK)
     if at < 0:
-        raise FormatError(f"{archive.where}: this is no zip archive, or one that is cut off")
+        raise FormatError(f"{archive.where}: not a zip archive, or one that is cut off")
     _, disk, first_disk, _, count, size, start, _ = END.unpack_from(tail, at)
     end = tail_at + at
     locator = tail[max(0, at - LOCATOR.size) : at]
@@ -92,7 +93,9 @@ def _directory(archive: FileRange) -> tuple[bytes, int]:
         if signature != END64_MARK or not agree:
             raise FormatError(f"{archive.where}: this zip archive's two ends contradict each other")
     if disk or first_disk or start + size != end or count * ENTRY.size > size:
-        raise FormatError(f"{archive.where}: the directory of this zip archive lies elsewhere")
+        raise FormatError(
+            f"{archive.where}: the directory of this zip archive is not where it should be"
+        )
     return archive.read(start, size), count
 
 
@@ -114,15 +117,15 @@ def _listed(archive: FileRange, directory: bytes, count: int) -> Iterator[_Liste
         at += extra_size + comment_size
         if method or flags & ENCRYPTED or packed != size:
             raise FormatError(
-                f"{archive.where}: entry {name[:80]!r} is compressed or encrypted, and nothing is "
-                "unpacked here: of a TorchScript program, save the state_dict of its module; any "
-                "other archive, unpack and pack again with `zip -0`"
+                f"{archive.where}: entry {name[:80]!r} is compressed or encrypted, so it "
+                "cannot be read in place. For a TorchScript program, save the state_dict of its "
+                "module; unpack any other archive and pack it again with `zip -0`"
             )
         yield _Listed(header, name, size, crc32)
 
 
 def _wide(archive: FileRange, extra: bytes, *narrow: int) -> Iterator[int]:
-    """Numbers of an entry, those that are too large for its fields out of the extra field."""
+    """Yield numbers of an entry; those too large for their fields are in the extra field."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
@@ -140,7 +143,7 @@ def _wide(archive: FileRange, extra: bytes, *narrow: int) -> Iterator[int]:
 
 
 def _located(archive: FileRange, listed: Sequence[_Listed]) -> Iterator[tuple[str, Entry]]:
-    """Where the bytes of entries lie, by the headers before them."""
+    """Find the bytes of entries from the headers before them."""
     seen: set[bytes] = set()
     before = 0
     for entry, header in zip(listed, _headers(archive, listed), strict=True):
@@ -150,19 +153,25 @@ def _located(archive: FileRange, listed: Sequence[_Listed]) -> Iterator[tuple[st
         name = header[LOCAL.size :]
         known = packed == size and (size in (entry.size, FULL32) or (flags & 8 and not size))
         if signature != START or method or name != entry.name or name_size != len(name):
-            raise FormatError(f"{archive.where}: {entry.name[:80]!r} has another's header")
+            raise FormatError(
+                f"{archive.where}: {entry.name[:80]!r} has a header unlike its directory entry"
+            )
         start = entry.header + LOCAL.size + name_size + extra
         if not known or flags & ENCRYPTED:
-            raise FormatError(f"{archive.where}: {entry.name[:80]!r} has a header that lies")
+            raise FormatError(
+                f"{archive.where}: {entry.name[:80]!r} has a size that its header contradicts"
+            )
         if entry.name in seen or entry.header < before or start + entry.size > archive.size:
-            raise FormatError(f"{archive.where}: {entry.name[:80]!r} is twice there, or overlaps")
+            raise FormatError(
+                f"{archive.where}: {entry.name[:80]!r} occurs twice, or overlaps another entry"
+            )
         seen.add(entry.name)
         before = start + entry.size
         yield entry.name.decode("utf-8", "replace"), Entry(start, entry.size)
 
 
 def _headers(archive: FileRange, listed: Sequence[_Listed]) -> Iterator[bytes]:
-    """The headers before entries with their names, those near to each other read at once."""
+    """Yield the headers before entries, including names; read nearby ones in one request."""
     window, at = b"", 0
     for index, entry in enumerate(listed):
         end = entry.header + LOCAL.size + len(entry.name)

@@ -1,1 +1,1 @@
-"""Formats: each recognises a place, and reads it as a `Foreign`."""
+"""Readers of foreign formats. Each has `recognise` and `read`."""

@@ -1,7 +1,7 @@
-"""Directories that accelerate's `save_state` and the Trainer of transformers write.
+"""Directories written by accelerate's `save_state` and the Trainer of transformers.
 
-The weights are those of a published model, or of FSDP: whole in a file, or in a folder of DCP. So
-is the optimizer; each scheduler, and what else was registered, has a file of torch.save.
+Weights are those of a published model, or of FSDP: a whole file or a DCP folder. The optimizer is a
+file or folder too. Schedulers and registered objects are files of torch.save.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _LARGEST_STATE = 2**28
 
 
 def recognise(tree: Tree) -> bool:
-    """Whether a place has an optimizer, or weights of FSDP, as accelerate names them.
+    """Whether a tree has accelerate's files of an optimizer or of FSDP weights.
 
-    Or published weights, and beside them what is of a run: its optimizer was not copied, or not
-    saved.
+    Published weights with other files of a training run count too: the optimizer may not have been
+    saved or copied.
     """
     if tree.only is not None:
         return False
@@ -59,17 +59,17 @@ def recognise(tree: Tree) -> bool:
 def read(tree: Tree) -> Foreign:
     """Read a directory of `Accelerator.save_state`, or a `checkpoint-…` of the Trainer.
 
-    They are `model`, `optimizer`, `scheduler` and `scaler`, further ones `optimizer_1` and so on;
-    what was registered is `custom_checkpoint_0` and so on.
+    Keys are `model`, `optimizer`, `scheduler`, `scaler`, then `optimizer_1` and so on. Registered
+    objects are `custom_checkpoint_0` and so on.
 
     Raises:
-        FormatError: a file is malformed, or holds what is not read from pickles; or ranks wrote
-            flattened weights of their own.
+        FormatError: a file is malformed, contains objects that are not read from pickles, or has
+            FSDP weights of a single rank.
     """
     if any(map(_OF_RANK.fullmatch, tree.sizes)):
         raise FormatError(
-            f"{tree}: ranks wrote their own weights of FSDP (LOCAL_STATE_DICT), which nothing says "
-            "how to put together: save as SHARDED_STATE_DICT"
+            f"{tree}: each rank wrote its own FSDP weights (LOCAL_STATE_DICT), and no file "
+            "says how they fit together: save with SHARDED_STATE_DICT"
         )
     parts: list[Leaves] = []
     for part in _parts(tree):
@@ -94,7 +94,7 @@ def read(tree: Tree) -> Foreign:
 
 
 def _absent(tree: Tree) -> dict[str, str]:
-    """Files that are not there, though others show that they were written."""
+    """Return missing files that were probably written, judging by the others."""
     kinds = {match[1] for name in tree.sizes for match in _matches(name)}
     trainer = TRAINER in tree.sizes or "scheduler.pt" in tree.sizes
     absent = {}
@@ -112,12 +112,12 @@ def _absent(tree: Tree) -> dict[str, str]:
 
 
 def _matches(name: str) -> Iterator[re.Match[str]]:
-    """What a name of a part has matched."""
+    """Yield the match of a file name with the pattern of folders or files."""
     yield from filter(None, (_FOLDER.fullmatch(name), _FILE.fullmatch(name)))
 
 
 def _parts(tree: Tree) -> Iterator[partial[Leaves]]:
-    """What reads each folder and file, given the number of its first file."""
+    """Yield a function that reads each folder or file, given the number of its first file."""
     for name in tree.sizes:
         if found := _FOLDER.fullmatch(name):
             yield partial(_folder, tree, name.removesuffix(METADATA), _name(found[1], found[2]))
@@ -126,7 +126,7 @@ def _parts(tree: Tree) -> Iterator[partial[Leaves]]:
 
 
 def _name(kind: str, number: str | None) -> str:
-    """What a part is called in a state: the first of its kind has no number, unless all have."""
+    """Return the key in the state. The first of its kind has no number, unless all have one."""
     if kind == "custom_checkpoint":
         return f"{kind}_{number or 0}"
     plain = "model" if kind == FSDP_MODEL else kind
@@ -151,7 +151,7 @@ def _file(tree: Tree, name: str, key: str, first: int) -> Leaves:
 
 
 def _trainer(tree: Tree) -> Mapping[str, Any]:
-    """What the Trainer notes of a run: its step, what it has logged."""
+    """Read the Trainer's state: its step and log."""
     if TRAINER not in tree.sizes:
         return {}
     try:
@@ -163,8 +163,8 @@ def _trainer(tree: Tree) -> Mapping[str, Any]:
 def _left_out(tree: Tree) -> Iterator[str]:
     for name in tree.sizes:
         if _RANDOM.fullmatch(name):
-            yield f"{name}: random states of a rank, which are its program's own"
+            yield f"{name}: random states of a rank; they belong to the program"
         elif name in ("sampler.bin", "dl_state_dict.bin", "training_args.bin"):
-            yield f"{name}: of a data loader, or arguments: open the file itself"
+            yield f"{name}: data loader state or arguments; open the file itself"
         elif _FURTHER.fullmatch(name):
-            yield f"{name}: the weights of a further model: open the file itself"
+            yield f"{name}: weights of a further model; open the file itself"

@@ -1,4 +1,4 @@
-"""ByteCheckpoint 0.0.x: a module's and an optimizer's metadata as DCP has it, over raw bytes."""
+"""ByteCheckpoint 0.0.x: DCP metadata of the module and of the optimizer, over raw bytes."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _STEP = re.compile(r"global_step_(\d{1,15})")
 
 
 def recognise(tree: Tree) -> bool:
-    """Whether a place has the folder of a module, with the metadata of DCP in it."""
+    """Whether a tree has a folder `model` with DCP metadata."""
     return f"model/{METADATA}" in tree.sizes and METADATA not in tree.sizes
 
 
 def read(tree: Tree) -> Foreign:
-    """Read a step that ByteCheckpoint saved: `model`, `optimizer` and `extra_state`.
+    """Read a step saved by ByteCheckpoint: `model`, `optimizer` and `extra_state`.
 
     Raises:
         FormatError: it is malformed.
@@ -67,7 +67,9 @@ def read(tree: Tree) -> Foreign:
             values["extra_state",] = read_torch_file(part_of, opaque=tree.opaque).value
         files += (tree.file(name),)
     if len(ranks) > 1:
-        left_out.append(f"extra_state of {len(ranks) - 1} ranks: that of rank {ranks[0]} is taken")
+        left_out.append(
+            f"extra_state of {len(ranks) - 1} ranks: only that of rank {ranks[0]} is read"
+        )
     lacking = [part for part in PARTS if f"{part}/{METADATA}" not in tree.sizes]
     folded = fold(values, [path for path, _, _ in tensors])
     foreign = foreign_of(Leaves(files, tensors, table, folded, left_out), FORMAT)
@@ -82,7 +84,7 @@ def read(tree: Tree) -> Foreign:
 
 
 def _geometries(metadata: Metadata) -> dict[tuple[str, tuple[int, ...] | None], StoredArray]:
-    """The array of each chunk, counted from where its storage begins: a pickle in a pickle."""
+    """Return the array of each chunk, with its start in the storage: a pickle within the pickle."""
     known: dict[bytes, StoredArray] = {}
     found: dict[tuple[str, tuple[int, ...] | None], StoredArray] = {}
     pickles = metadata.more.get("all_tensor_metadata")
@@ -93,7 +95,9 @@ def _geometries(metadata: Metadata) -> dict[tuple[str, tuple[int, ...] | None], 
         if data not in known:
             array = unpickle(data, key[0], stubs=TORCH, persistent=first_storage).value
             if not isinstance(array, StoredArray):
-                raise FormatError(f"{key[0]}: it is no plain tensor, but {type(array).__name__}")
+                raise FormatError(
+                    f"{key[0]}: expected a plain tensor, found {type(array).__name__}"
+                )
             known[data] = array
         found[key] = known[data]
     return found
@@ -114,5 +118,5 @@ def _find(
 
 
 def _behind(table: PieceTable, tensors: int) -> PieceTable:
-    """The same, counted behind so many tensors."""
+    """Return the pieces, with tensor numbers increased by `tensors`."""
     return replace(table, pieces=replace(table.pieces, tensor=table.pieces.tensor + tensors))

@@ -1,6 +1,7 @@
-"""Published models as Hugging Face stores them: safetensors or pytorch_model*.bin, with an index.
+"""Hugging Face: published models, and the shards that DCP's `HuggingFaceStorageWriter` leaves.
 
-Names are those of the published model, below `model.`.
+Models are safetensors or pytorch_model*.bin files, possibly with an index. Names are those of the
+published model, below `model.`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _THREADS = 8
 
 
 def recognise(tree: Tree) -> bool:
-    """Whether a place is a file of safetensors or an index, or has the weights of a model."""
+    """Whether a tree is a safetensors file or an index, or has the weights of a model."""
     if tree.only is None:
         return _weights(tree) is not None or bool(_without_index(tree))
     if tree.only.endswith(INDEX):
@@ -48,11 +49,11 @@ def read(tree: Tree) -> Foreign:
     """Read a published model.
 
     Raises:
-        CheckpointNotFoundError: the place is an index.
-        FormatError: a file is malformed, or missing; files and index contradict each other.
+        CheckpointNotFoundError: the tree is only an index.
+        FormatError: a file is malformed or missing, or contradicts the index.
     """
     if tree.only is not None and tree.only.endswith(INDEX):
-        raise CheckpointNotFoundError(f"{tree} is an index alone: open {tree.path.parent}")
+        raise CheckpointNotFoundError(f"{tree} is only an index: open {tree.path.parent}")
     main = tree.only or _weights(tree)
     if main is None:
         tree.require(_without_index(tree), "make up the model")
@@ -67,7 +68,9 @@ def read(tree: Tree) -> Foreign:
     for name, shard in zip(names, shards, strict=True):
         _add(builder, name, shard, index)
     if tree.only is not None and (found := _SHARD.fullmatch(tree.only)) is not None:
-        builder.left_out.append(f"{tree.only} is one of {int(found[3])}: open {tree.path.parent}")
+        builder.left_out.append(
+            f"{tree.only} is one of {int(found[3])} files: open {tree.path.parent}"
+        )
     if index is not None:
         _check_all_there(index, dict(zip(names, shards, strict=True)))
     foreign = with_ties(builder.build(FORMAT))
@@ -76,10 +79,13 @@ def read(tree: Tree) -> Foreign:
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """What a file has.
+    """The content of a file.
 
-    `left_out` has reasons by names; `same` are names that were removed when it was written, and
-    those that they were tied to.
+    Attributes:
+        arrays: arrays by name.
+        left_out: the reason why a name was left out, by name.
+        same: names of tied tensors that were removed when the file was written, with the name of
+            the tensor they were tied to.
     """
 
     arrays: Mapping[str, StoredArray]
@@ -88,7 +94,7 @@ class _Shard:
 
 
 def _weights(tree: Tree) -> str | None:
-    """The file that has all weights, or says where they are: the one that transformers takes."""
+    """Return the file or index with the weights, in the order in which transformers looks."""
     for suffix in (SAFETENSORS, PICKLED):
         for name in _WEIGHTS:
             for file in (f"{name}{suffix}", f"{name}{suffix}{INDEX}"):
@@ -98,7 +104,7 @@ def _weights(tree: Tree) -> str | None:
 
 
 def _without_index(tree: Tree) -> list[str]:
-    """The index and all shards that there should be, where there are shards and no index."""
+    """If there are shards of a model, return the names that its index and shards should have."""
     found = [shard for name in tree.sizes if (shard := _SHARD.fullmatch(name)) is not None]
     known = [shard for shard in found if shard[1] in _WEIGHTS]
     if not known:
@@ -112,12 +118,10 @@ def _read_index(tree: Tree, name: str) -> dict[str, str]:
     try:
         found = msgspec.json.decode(tree.read(name, limit=_LARGEST_INDEX), type=_Index)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(
-            f"{tree}/{name}: it says nothing of where weights are: {error}"
-        ) from error
+        raise FormatError(f"{tree}/{name}: not an index of weights: {error}") from error
     for file in set(found.weight_map.values()):
         if not file.endswith((SAFETENSORS, PICKLED)):
-            raise FormatError(f"{tree}/{name}: {file[:200]!r} is no file of weights")
+            raise FormatError(f"{tree}/{name}: {file[:200]!r} is not a file of weights")
     return found.weight_map
 
 
@@ -132,9 +136,9 @@ def _read_shard(tree: Tree, name: str, number: int) -> _Shard:
             return _shard_of(read_header(part))
         value: Any = read_torch_file(part, opaque=tree.opaque).value
     if not isinstance(value, dict) or not all(type(key) is str for key in value):
-        raise FormatError(f"{part.where}: it is no state_dict of a module")
+        raise FormatError(f"{part.where}: not a state_dict of a module")
     arrays = {key: each for key, each in value.items() if isinstance(each, StoredArray)}
-    return _Shard(arrays, {key: "it is no tensor" for key in value if key not in arrays})
+    return _Shard(arrays, {key: "not a tensor" for key in value if key not in arrays})
 
 
 def _shard_of(header: Header) -> _Shard:
@@ -144,7 +148,7 @@ def _shard_of(header: Header) -> _Shard:
         if kept in header.arrays and name not in header.arrays
     }
     notes = {
-        f"{METADATA}.{key}": "it is a note of whoever wrote the file"
+        f"{METADATA}.{key}": "metadata of the program that wrote the file"
         for key in header.metadata
         if key not in removed and key != "format"
     }
@@ -156,7 +160,7 @@ def _add(builder: Builder, file: str, shard: _Shard, index: Mapping[str, str] | 
         if index is None or index.get(name) == file:
             builder.add_array(f"model.{name}", array)
         else:
-            builder.left_out.append(f"{name} in {file}: the index does not look for it there")
+            builder.left_out.append(f"{name} in {file}: the index says that it is in another file")
     builder.left_out.extend(f"{name} in {file}: {why}" for name, why in shard.left_out.items())
 
 
@@ -168,13 +172,13 @@ def _check_all_there(index: Mapping[str, str], shards: Mapping[str, _Shard]) -> 
     ]
     if missing:
         raise FormatError(
-            f"the index names {len(missing)} tensor(s) that are not in their files, such as "
+            f"the index names {len(missing)} tensor(s) that are not in their files, for example "
             f"{missing[0][:200]!r} in {index[missing[0]]}"
         )
 
 
 def _with_removed(foreign: Foreign, shards: Sequence[_Shard]) -> Foreign:
-    """With the names that safetensors left out because they were tied to others."""
+    """Add the names that were removed because safetensors does not store tied tensors twice."""
     known = {entry.name: entry for entry in foreign.tensors}
     added = []
     for name, same in (
@@ -194,18 +198,18 @@ _Box = tuple[Dims, StoredArray]
 
 
 def recognise_sharded(tree: Tree) -> bool:
-    """Whether a place has such files, or is one."""
+    """Whether a tree has shards of `HuggingFaceStorageWriter`, or is one."""
     return any(map(_SHARDED_FILE.fullmatch, tree.sizes))
 
 
 def read_sharded(tree: Tree) -> Foreign:
-    """Read what all ranks wrote; names are below `model`, as those of a published model.
+    """Read the shards that ranks left before consolidation. Names are below `model`.
 
-    How large a tensor is stands nowhere: it ends where its last shard does.
+    The files do not contain shapes of tensors. A tensor ends where its last shard ends.
 
     Raises:
-        CheckpointNotFoundError: this is one of the files.
-        FormatError: a file is missing or malformed, or says nothing of where its arrays belong.
+        CheckpointNotFoundError: the tree is one of the files.
+        FormatError: a file is missing or malformed, or lacks the offsets of its arrays.
     """
     if tree.only is not None:
         raise CheckpointNotFoundError(f"{tree} is one of several shards: open {tree.path.parent}")
@@ -234,7 +238,7 @@ def read_sharded(tree: Tree) -> Foreign:
 
 
 def _check_all_files(tree: Tree, names: list[str]) -> None:
-    """Whether all ranks up to the last are there, and all files of the model."""
+    """Check that the files of all ranks are there."""
     found = [match for name in names if (match := _SHARDED_FILE.fullmatch(name)) is not None]
     largest = max(int(match[3]) for match in found)
     for what, numbers, count in (
@@ -243,11 +247,11 @@ def _check_all_files(tree: Tree, names: list[str]) -> None:
     ):
         missing = next((number for number in range(1, count + 1) if number not in numbers), None)
         if missing is not None:
-            raise FormatError(f"{tree}: there is no file of {what}-{missing:05}, of {count}")
+            raise FormatError(f"{tree}: the file of {what}-{missing:05} is missing, of {count}")
 
 
 def _boxes(header: Header, where: str) -> Iterator[tuple[str, _Box]]:
-    """The arrays of a file, and where each begins in its tensor."""
+    """Yield the arrays of a file, and the offset of each in its tensor."""
     try:
         places = msgspec.json.decode(header.metadata.get(_PLACES, "{}"), type=dict[str, _Place])
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -255,7 +259,7 @@ def _boxes(header: Header, where: str) -> Iterator[tuple[str, _Box]]:
     for name, array in header.arrays.items():
         place = places.get(name)
         if place is None or len(place.saved_offsets) != len(array.shape):
-            raise FormatError(f"{where}: it does not say where in {name[:200]!r} its array belongs")
+            raise FormatError(f"{where}: it lacks the offset of its array in {name[:200]!r}")
         yield name, (place.saved_offsets, array)
 
 
@@ -264,9 +268,9 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 def _tensor_of(name: str, boxes: list[_Box]) -> tuple[str, tuple[int, ...]]:
-    """The dtype and shape of the tensor that shards make up."""
+    """Return the dtype and shape of the tensor that shards make up."""
     kinds = {(array.dtype, len(array.shape)) for _, array in boxes}
     if len(kinds) > 1:
-        raise FormatError(f"{name}: its shards have different dtypes, or dimensions")
+        raise FormatError(f"{name}: its shards have different dtypes or numbers of dimensions")
     ends = [[a + n for a, n in zip(at, array.shape, strict=True)] for at, array in boxes]
     return boxes[0][1].dtype, tuple(map(max, zip(*ends, strict=True)))

@@ -1,4 +1,4 @@
-"""Lightning's checkpoints: one file, or a directory of DCP with what is not sharded beside it."""
+"""Lightning: a file, or a DCP directory with the state that is not sharded in `meta.pt`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ BESIDE = "meta.pt"
 _VERSION = "pytorch-lightning_version"
 _LISTED = {"optimizer_states": "optimizer", "lr_schedulers": "scheduler"}
 _WHOLE = ("callbacks", "loops")
-"""Of the trainer, and taken on as they are."""
+"""Keys of the trainer, which are read as one value each."""
 _NUMBERED = re.compile(r"optimizer_(\d{1,4})")
 
 
 def recognise(tree: Tree) -> bool:
-    """Whether a place is a file that says of which version it is, or a directory with both."""
+    """Whether a tree is a file with Lightning's version, or a directory with both parts."""
     if tree.only is None:
         return METADATA in tree.sizes and BESIDE in tree.sizes
     with closing(tree.open(tree.only)) as file:
@@ -42,13 +42,13 @@ def recognise(tree: Tree) -> bool:
 
 
 def read(tree: Tree) -> Foreign:
-    """Read a checkpoint of a Trainer, or a directory that Fabric wrote.
+    """Read a checkpoint of a Trainer, or a directory of Fabric.
 
-    The module is `model`; optimizers and schedulers are `optimizer` and `scheduler`, further ones
-    `optimizer_1` and so on. All else has the name that it has there.
+    The module is `model`; optimizers and schedulers are `optimizer` and `scheduler`, then
+    `optimizer_1` and so on. Everything else keeps its name.
 
     Raises:
-        FormatError: it is malformed, or holds what is not read from pickles.
+        FormatError: it is malformed, or contains objects that are not read from pickles.
     """
     if tree.only is not None:
         value = _value(tree, tree.only, 0)
@@ -68,12 +68,12 @@ def _value(tree: Tree, name: str, number: int) -> dict[Any, Any]:
         part = FileRange.whole(file, number, f"{tree}/{name}" if tree.only is None else str(tree))
         value = read_torch_file(part, opaque=tree.opaque).value
     if not isinstance(value, dict):
-        raise FormatError(f"{part.where}: it holds no dict")
+        raise FormatError(f"{part.where}: expected a dict")
     return value
 
 
 def _leaves(tree: Tree, name: str, value: Mapping[Any, Any]) -> Leaves:
-    """What a file has, taken apart where a module or an optimizer would be."""
+    """Return the tensors and values of a file."""
     whole: dict[Path, Any] = {(key,): value[key] for key in _WHOLE if key in value}
     state: dict[Any, Any] = {}
     for key, each in value.items():

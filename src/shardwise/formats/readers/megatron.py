@@ -1,4 +1,8 @@
-"""How Megatron-Core lays tensors: layers stacked into one, shards flattened, and both undone."""
+"""Megatron-Core's `torch_dist`: DCP, and a file or item with the state that all ranks share.
+
+Layers are stacked in one tensor there; the reader gives each layer its own name again. The
+optimizer's state is named after the parameter. Older versions flattened it; the reader undoes that.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.table import Int, Pieces, padded_rows
 
 STACKED = re.compile(r"((?:.*\.)?layers)\.(?!\d+(?:\.|$))(.+)")
-"""Names of what is one tensor for all layers."""
+"""Names of tensors that stack all layers."""
 _FLATTENED = "nd_reformulated_orig_global_shape"
 
 
@@ -41,10 +45,10 @@ class _Row:
 
 
 def unflattened(stored: Stored, metadata: Metadata) -> Stored:
-    """Undo the flattening of shards: pieces of ranges become boxes.
+    """Undo the flattening of shards: ranges of flat shards become boxes.
 
     Raises:
-        FormatError: they do not make up the tensor that was flattened.
+        FormatError: the ranges do not make up the tensor that was flattened.
     """
     known = metadata.more.get("mcore_data") or {}
     original = {
@@ -83,16 +87,16 @@ def unflattened(stored: Stored, metadata: Metadata) -> Stored:
 
 
 def _boxes(stored: Stored, row: int, tensor: int, shape: tuple[int, ...]) -> Iterator[_Row]:
-    """The boxes of a piece of a tensor `[X/x, Y/y, x*y]`, which was `[X, Y]` of shards `[x, y]`."""
+    """Yield the boxes of a piece of `[X/x, Y/y, x*y]`, a tensor `[X, Y]` with shards `[x, y]`."""
     pieces = stored.table.pieces
     counts = stored.shapes[tensor][:-1]
     if len(counts) != len(shape) or any(n % count for n, count in zip(shape, counts, strict=True)):
-        raise ValueError(f"shards {list(counts)} do not divide {list(shape)}")
+        raise ValueError(f"{list(counts)} shards do not divide the shape {list(shape)}")
     local = tuple(n // count for n, count in zip(shape, counts, strict=True))
     at = pieces.offset[row][: len(shape) + 1].tolist()
     size = int(pieces.shape[row][len(shape)])
     if pieces.shape[row][: len(shape)].tolist() != [1] * len(shape):
-        raise ValueError("a piece is of several shards")
+        raise ValueError("a piece spans several shards")
     start = int(pieces.start[row])
     itemsize = DTYPES[stored.dtypes[tensor]].itemsize
     for box in boxes_of_range(local, at[-1], at[-1] + size):
@@ -102,10 +106,10 @@ def _boxes(stored: Stored, row: int, tensor: int, shape: tuple[int, ...]) -> Ite
 
 
 def unstacked(stored: Stored) -> Stored:
-    """Give each layer of tensors that stack them a name of its own.
+    """Split tensors that stack layers into one tensor for each layer.
 
     Raises:
-        FormatError: a tensor claims more layers than there are pieces.
+        FormatError: a tensor has more layers than pieces.
     """
     pieces = stored.table.pieces
     single = np.ones(len(stored.names), bool)
@@ -123,7 +127,7 @@ def unstacked(stored: Stored) -> Stored:
         first[i], stacked[i] = len(names), match is not None and len(shape) > 0 and single[i]
         count = shape[0] if stacked[i] else 1
         if count > max(1, len(pieces)):
-            raise FormatError(f"{name}: it has {count} layers, and pieces of fewer")
+            raise FormatError(f"{name}: it has {count} layers, but fewer pieces")
         names += [
             f"{match[1]}.{layer}.{match[2]}" if match and stacked[i] else name
             for layer in range(count)
@@ -155,7 +159,7 @@ def unstacked(stored: Stored) -> Stored:
 
 
 def _rows(table: PieceTable, chosen: Any, dims: int) -> PieceTable:
-    """Some of the pieces, in columns of so many dimensions."""
+    """Select pieces, padded to `dims` dimensions."""
     pieces = table.pieces
     by = ((0, 0), (0, dims - pieces.offset.shape[1]))
     return PieceTable(
@@ -178,16 +182,16 @@ def _concatenated(first: Pieces, second: Pieces) -> Pieces:
 FORMAT = "Megatron-Core torch_dist"
 CONFIG, COMMON = "metadata.json", "common.pt"
 SHARED = "common_state/shard_0_1"
-"""The item that Megatron-Core 0.19 and later have in place of `common.pt`."""
+"""The item that replaces `common.pt` since Megatron-Core 0.19."""
 _LARGEST_CONFIG = 2**20
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
-_MASTERS = ("fp32_param", "param")  # of the optimizer for half precision, and the distributed one
+_MASTERS = ("fp32_param", "param")  # of the mixed-precision optimizer, and the distributed one
 _DISTRIBUTED = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 
 
 def recognise(tree: Tree) -> bool:
-    """Whether a place has a file or an item that Megatron-Core adds to those of DCP."""
+    """Whether a tree is a DCP checkpoint with Megatron-Core's additional file or item."""
     if METADATA not in tree.sizes:
         return False
     if COMMON in tree.sizes or _says_backend(tree):
@@ -202,15 +206,15 @@ def _says_backend(tree: Tree) -> bool:
 
 
 def read(tree: Tree) -> Foreign:
-    """Read a checkpoint of `megatron.core.dist_checkpointing`, of the backend `torch_dist`.
+    """Read a checkpoint of `megatron.core.dist_checkpointing` with the backend `torch_dist`.
 
-    `model.<name>` are the tensors of the model, masters where there are any, beside which are
-    `module.<name>`; `optimizer.<name>.<key>` are the optimizer's, found by these names. One that
-    was saved as `dp_reshardable` has buckets, of which the files do not tell the parameters: they
-    keep the names that they have.
+    Tensors of the model are `model.<name>`. If the optimizer has master weights, these are
+    `model.<name>`, and the model's own are `module.<name>`. States of the optimizer are
+    `optimizer.<name>.<key>`. Buckets of `dp_reshardable` optimizers keep their names, because the
+    files do not say which parameters they contain.
 
     Raises:
-        FormatError: it is malformed, lacks a file, or is of another backend.
+        FormatError: it is malformed, lacks a file, or has another backend.
     """
     tree.require([CONFIG], "Megatron-Core wrote")
     _check_backend(tree)
@@ -243,15 +247,15 @@ def _check_backend(tree: Tree) -> None:
     backend = config.get("sharded_backend")
     if backend != "torch_dist":
         raise FormatError(
-            f"{tree}: its backend is {str(backend)[:40]!r}, and only 'torch_dist' is read: load it "
-            "with Megatron-Core, and save it as torch_dist"
+            f"{tree}: its backend is {str(backend)[:40]!r}, but only 'torch_dist' is supported: "
+            "load it with Megatron-Core and save it as torch_dist"
         )
 
 
 def _common(tree: Tree, stored: Stored) -> tuple[tuple[ForeignFile, ...], dict[Any, Any]]:
-    """What is common to all ranks, and the file that has it, unless it is an item.
+    """Return the state that all ranks share, and the file with it if it is not an item.
 
-    Where there are both, Megatron-Core reads the file.
+    If both exist, the file is read, as Megatron-Core does.
     """
     if COMMON in tree.sizes:
         files: tuple[ForeignFile, ...] = (tree.file(COMMON),)
@@ -264,12 +268,12 @@ def _common(tree: Tree, stored: Stored) -> tuple[tuple[ForeignFile, ...], dict[A
         listed = stored.values[SHARED]
         common = listed[0] if isinstance(listed, list) and len(listed) == 1 else None
     if not isinstance(common, dict):
-        raise FormatError(f"{where}: a dict of what all ranks have in common is needed there")
+        raise FormatError(f"{where}: expected a dict of the state that all ranks share")
     return files, common
 
 
 def _add_tensors(builder: Builder, stored: Stored) -> dict[str, tuple[int, ...]]:
-    """Add all tensors; returns the shapes of the parameters of which there is optimizer state."""
+    """Add all tensors; return the shapes of the parameters that have optimizer state."""
     parameters: dict[str, tuple[int, ...]] = {}
     states = [_OPTIMIZER.fullmatch(name) for name in stored.names]
     mastered = {state[2] for state in states if state is not None and state[1] in _MASTERS}
@@ -289,7 +293,7 @@ def _add_tensors(builder: Builder, stored: Stored) -> dict[str, tuple[int, ...]]
 
 
 def _add_objects(builder: Builder, values: Mapping[str, Any]) -> None:
-    """Add sharded objects, each of which Megatron saves as a list of one."""
+    """Add sharded objects, which Megatron saves as lists with one element."""
     empty = []
     for key, value in values.items():
         match = _OBJECT.fullmatch(key)
@@ -298,7 +302,7 @@ def _add_objects(builder: Builder, values: Mapping[str, Any]) -> None:
         layers = STACKED.fullmatch(name)
         if layers is not None and shard:
             name = f"{layers[1]}.{shard.pop(0)}.{layers[2]}"
-        # What is one of one has no number.
+        # An object with a single shard has no number in its name.
         several = match is not None and {*match[3].split(".")[-len(shard) :]} != {"1"} and shard
         name = ".".join([name, *shard]) if several else name
         if value is None:
@@ -307,13 +311,13 @@ def _add_objects(builder: Builder, values: Mapping[str, Any]) -> None:
             extra = name.endswith("_extra_state")
             builder.add_value(f"model.{name}" if extra else name, value)
     if empty:
-        builder.left_out.append(f"{empty[0]}, and {len(empty) - 1} more such: they are None")
+        builder.left_out.append(f"{empty[0]} and {len(empty) - 1} more: they are None")
 
 
 def _add_groups(
     builder: Builder, common: Mapping[Any, Any], parameters: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Add param groups and step counts, which are common to all ranks."""
+    """Add param groups and step counts, which all ranks share."""
     if not parameters:
         return
     optimizer = next((common[key] for key in ("optimizer", "optim") if key in common), None)
@@ -322,9 +326,8 @@ def _add_groups(
     groups = _members(listed, parameters) if isinstance(listed, list) else None
     if groups is None:
         builder.left_out.append(
-            f"optimizer.{GROUPS}: the files do not tell which parameters are in which of the groups"
-            f" that are below common; give hyperparameters to the optimizer yourself, and load with"
-            f" skip=['optimizer.{GROUPS}']"
+            f"optimizer.{GROUPS}: the files do not say which parameters are in which group; set "
+            f"its hyperparameters yourself, and load with skip=['optimizer.{GROUPS}']"
         )
         return
     state = inner.get("state") if isinstance(inner, dict) else None
@@ -342,9 +345,9 @@ def _add_groups(
 def _members(
     listed: Sequence[Any], parameters: Mapping[str, tuple[int, ...]]
 ) -> list[Group] | None:
-    """Which parameter is in which group: by Megatron-Core's own rule, if that says it all.
+    """Assign parameters to groups by Megatron-Core's default rule; None if it is not sufficient.
 
-    Biases and what has one dimension have no weight decay; experts have groups of their own.
+    Biases and one-dimensional parameters have no weight decay; experts have separate groups.
     """
     by_kind: dict[tuple[bool, bool], dict[str, Any]] = {}
     for settings in listed:

@@ -1,4 +1,4 @@
-"""One file of torch.save: a nested state, or the state_dict of one module."""
+"""A file of torch.save: a nested state, or the state_dict of a module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMAT = "a file of torch.save"
 
 
 def recognise(tree: Tree) -> bool:
-    """Whether a place is one file, which begins as those of torch.save do."""
+    """Whether a tree is a file that starts like one of torch.save."""
     if tree.only is None:
         return False
     with open(tree.path, "rb") as file:
@@ -23,13 +23,11 @@ def recognise(tree: Tree) -> bool:
 
 
 def read(tree: Tree) -> Foreign:
-    """Read a file of torch.save; optimizers are named as `nested_leaves` says.
-
-    What is no dict is called `value`.
+    """Read a file of torch.save. A value that is not a dict is named `value`.
 
     Raises:
-        FormatError: it is malformed, holds what is not read from pickles, or has a DTensor of which
-            other ranks have the rest.
+        FormatError: it is malformed, contains objects that are not read from pickles, or has a
+            DTensor with parts on other ranks.
     """
     name = tree.only or ""
     with closing(tree.open(name)) as file:

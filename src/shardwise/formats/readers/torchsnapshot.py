@@ -1,4 +1,4 @@
-"""torchsnapshot 0.1: a manifest in JSON over raw bytes, and files of torch.save."""
+"""torchsnapshot 0.1: a JSON manifest over raw bytes and files of torch.save."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Shard(msgspec.Struct, frozen=True):
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """Any entry of the manifest: which fields it has depends on its type."""
+    """An entry of the manifest. Its type determines which fields it has."""
 
     type: str
     location: str | None = None
@@ -66,36 +66,36 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 
 def recognise(tree: Tree) -> bool:
-    """Whether a place has the file that torchsnapshot writes last."""
+    """Whether a tree has the file that torchsnapshot writes last."""
     return MANIFEST in tree.sizes
 
 
 def read(tree: Tree) -> Foreign:
-    """Read a snapshot. What each rank has of its own is taken of the first rank that has it.
+    """Read a snapshot. Values that differ between ranks are those of the first rank.
 
     Raises:
-        FormatError: it is malformed, or was made by a version that wrote YAML.
+        FormatError: it is malformed, or from a version that wrote YAML.
     """
     where = f"{tree}/{MANIFEST}"
     try:
         manifest = msgspec.json.decode(tree.read(MANIFEST), type=_Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(
-            f"{where} is not what torchsnapshot 0.1 writes (older versions wrote YAML, which is "
-            f"not read): {error}"
+            f"{where} is not a manifest of torchsnapshot 0.1 (older versions wrote YAML, which is "
+            f"not supported): {error}"
         ) from error
     snapshot = _Snapshot(tree, where)
     for key, entry in manifest.manifest.items():
         rank, _, rest = key.partition("/")
         parts = rest.split("/")
         if not rank.isdigit() or not rest or len(parts) > MOST_PARTS:
-            raise FormatError(f"{where}: {key[:200]!r} is no path of a rank")
+            raise FormatError(f"{where}: {key[:200]!r} is not a path below a rank")
         snapshot.add(int(rank), tuple(map(unquote, parts)), entry)
     return replace(snapshot.foreign(), world_size=max(1, manifest.world_size))
 
 
 class _Snapshot:
-    """What the entries of a manifest come to."""
+    """The tensors and values of a snapshot, collected from the entries of its manifest."""
 
     def __init__(self, tree: Tree, where: str) -> None:
         self._tree = tree
@@ -110,7 +110,7 @@ class _Snapshot:
         self._left_out: list[str] = []
 
     def add(self, rank: int, path: tuple[str, ...], entry: _Entry) -> None:
-        """Take in an entry of a rank."""
+        """Add an entry of a rank."""
         name = ".".join(path)
         if entry.type in _CONTAINERS:
             self._kinds[path] = _CONTAINERS[entry.type]
@@ -126,7 +126,7 @@ class _Snapshot:
             self._values[path] = self._value(entry, name)
 
     def foreign(self) -> Foreign:
-        """All of it, in shardwise's names."""
+        """Return the checkpoint."""
         number = {path: i for i, path in enumerate(self._tensors)}
         boxes = [(number[path], offset, array) for (path, offset), array in self._boxes.items()]
         again = [(number[path], offset, array) for path, offset, array in self._again]
@@ -140,16 +140,18 @@ class _Snapshot:
         shards = (*entry.shards, *entry.chunks)
         ends = [tuple(map(sum, zip(s.offsets, s.sizes, strict=False))) for s in shards]
         if not shards or any(len(s.offsets) != len(s.sizes) for s in shards):
-            raise FormatError(f"{self._where}: {name} has no shards, or shards of no shape")
+            raise FormatError(f"{self._where}: {name} has no shards, or malformed ones")
         known = self._tensors.get(path, (_dtype(shards[0].tensor, name), ends[0]))
         if any(len(end) != len(known[1]) for end in ends):
-            raise FormatError(f"{self._where}: {name} has shards of several dimensions")
+            raise FormatError(
+                f"{self._where}: {name} has shards with different numbers of dimensions"
+            )
         shape = entry.shape or tuple(map(max, zip(known[1], *ends, strict=True)))
         self._tensors[path] = known[0], shape
         for shard in shards:
             array = self._array(shard.tensor, name)
             if array.shape != shard.sizes or array.dtype != known[0]:
-                raise FormatError(f"{self._where}: a shard of {name} is not what it says")
+                raise FormatError(f"{self._where}: a shard of {name} contradicts the manifest")
             first = self._boxes.setdefault((path, shard.offsets), array)
             if first.shape != array.shape:
                 raise FormatError(f"{self._where}: shards of {name} overlap")
@@ -157,33 +159,35 @@ class _Snapshot:
                 self._again.append((path, shard.offsets, array))
 
     def _add_again(self, rank: int, name: str, path: Path, entry: _Entry) -> None:
-        """What another rank has under the same name: a replica, the same value, or left out."""
+        """Add the entry of a further rank: a replica, an equal value, or left out."""
         if entry.type != "Tensor":
             if path in self._tensors or self._value(entry, name) != self._values[path]:
-                self._left_out.append(f"{name}: rank {rank} has another value, which is not taken")
+                self._left_out.append(f"{name}: the value of rank {rank} differs and is left out")
             return
         tensor = _whole(entry, name)
         if self._tensors.get(path) == (_dtype(tensor, name), tensor.shape):
             self._again.append((path, (0,) * len(tensor.shape), self._array(tensor, name)))
         else:
-            self._left_out.append(f"{name}: rank {rank} has another tensor, which is not taken")
+            self._left_out.append(f"{name}: the tensor of rank {rank} differs and is left out")
 
     def _array(self, tensor: _Tensor, name: str) -> StoredArray:
         dtype = _dtype(tensor, name)
         if tensor.serializer == "torch_save":
             found = self._saved(tensor.location, tensor.byte_range, name)
             if not isinstance(found, StoredArray) or found.shape != tensor.shape:
-                raise FormatError(f"{self._where}: {name} is no tensor of the shape that it says")
+                raise FormatError(
+                    f"{self._where}: {name} is not a tensor of the shape in the manifest"
+                )
             return found
         if tensor.serializer != "buffer_protocol":
             raise FormatError(
-                f"{self._where}: {name} was written by {tensor.serializer[:40]!r}, which is not "
-                "read: restore it with torchsnapshot"
+                f"{self._where}: {name} was written with {tensor.serializer[:40]!r}, which is not "
+                "supported: restore it with torchsnapshot"
             )
         start = tensor.byte_range[0] if tensor.byte_range else 0
         size = math.prod(tensor.shape) * DTYPES[dtype].itemsize
         if tensor.byte_range and tensor.byte_range[1] - start != size:
-            raise FormatError(f"{self._where}: {name} has not as many bytes as its shape")
+            raise FormatError(f"{self._where}: {name} has the wrong number of bytes for its shape")
         stride = tuple(math.prod(tensor.shape[i + 1 :]) for i in range(len(tensor.shape)))
         return StoredArray(self._file(tensor.location), start, dtype, tensor.shape, stride)
 
@@ -191,11 +195,15 @@ class _Snapshot:
         if entry.type == "object" and entry.location and entry.serializer == "torch_save":
             return self._saved(entry.location, None, name)
         if entry.type not in _PRIMITIVES or entry.serialized_value is None:
-            raise FormatError(f"{self._where}: {name} is a {entry.type[:40]!r}, which is not read")
+            raise FormatError(
+                f"{self._where}: {name} is a {entry.type[:40]!r}, which is not supported"
+            )
         try:
             return _PRIMITIVES[entry.type](entry.serialized_value)
         except (KeyError, ValueError, struct.error) as error:
-            raise FormatError(f"{self._where}: {name} is no {entry.type}: {error!r}") from error
+            raise FormatError(
+                f"{self._where}: {name} is not a valid {entry.type}: {error!r}"
+            ) from error
 
     def _saved(self, location: str, within: tuple[int, int] | None, name: str) -> Any:
         number = self._file(location)
@@ -210,7 +218,7 @@ class _Snapshot:
         return self._files.setdefault(location, len(self._files))
 
     def _assembled(self) -> dict[Path, Any]:
-        """The values, lists without tensors put together again, and what is empty."""
+        """Return the values, with lists without tensors joined again, and empty containers."""
         above = {path[:n] for path in self._tensors for n in range(1, len(path))}
         made: dict[Path, Any] = {}
         for path, value in self._values.items():
@@ -232,14 +240,14 @@ class _Snapshot:
 
 def _whole(entry: _Entry, name: str) -> _Tensor:
     if entry.location is None or not entry.serializer or not entry.dtype or entry.shape is None:
-        raise FormatError(f"{name} is a tensor without a place, dtype or shape")
+        raise FormatError(f"{name} is a tensor without a location, dtype or shape")
     return _Tensor(entry.location, entry.serializer, entry.dtype, entry.shape, entry.byte_range)
 
 
 def _dtype(tensor: _Tensor, name: str) -> str:
     dtype = tensor.dtype.removeprefix("torch.")
     if dtype not in DTYPES:
-        raise FormatError(f"{name}: dtype {tensor.dtype[:40]!r} is not read")
+        raise FormatError(f"{name}: dtype {tensor.dtype[:40]!r} is not supported")
     return dtype
 
 

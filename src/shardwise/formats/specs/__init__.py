@@ -1,4 +1,4 @@
-"""Specifications that ship with the library, one file each, in the language of docs/language.md."""
+"""The built-in specifications, a file each; docs/language.md describes the language."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ SUFFIX = ".spec"
 
 
 def names() -> list[str]:
-    """What there is."""
+    """Return the names of the built-in specifications."""
     found = (file.name for file in files(__name__).iterdir())
     return sorted(name.removesuffix(SUFFIX) for name in found if name.endswith(SUFFIX))
 
 
 def shipped(name: str) -> Spec:
-    """A specification by its name.
+    """Return a built-in specification.
 
     Raises:
-        SpecError: there is none of this name.
+        SpecError: no specification has this name.
     """
     if name not in names():
-        what = f"no specification of this name ships; there are {', '.join(names())}"
+        what = f"no built-in specification has this name; there are {', '.join(names())}"
         raise SpecError(what, source=name[:200], line=1, column=1, text="")
     return parse(files(__name__).joinpath(name + SUFFIX).read_text(), name + SUFFIX)

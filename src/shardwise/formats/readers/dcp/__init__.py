@@ -1,1 +1,1 @@
-"""PyTorch's distributed checkpoints, and what all formats built on them share."""
+"""PyTorch Distributed Checkpoint (DCP), and code shared by formats that are built on it."""

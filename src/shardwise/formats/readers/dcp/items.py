@@ -1,8 +1,8 @@
-"""Where the arrays of items lie, and what the values are, by the first bytes of each.
+"""Items of DCP: where the array of each is, and the values of pickled ones.
 
-An item is a file of torch.save, one of many in a file: a zip archive that begins with the pickle,
-and goes on with the array. It is not parsed as an archive: its head says all, and the heads of
-tensors of one shape are alike, to the byte.
+An item is a small file of torch.save within a larger file: a zip archive with the pickle first and
+the array after it. Only its head is parsed, not its zip directory. The heads of tensors of the same
+shape are identical, so each kind of head is parsed once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from shardwise.formats.containers.torch_files import read_torch_file, storage_fi
 from shardwise.formats.containers.torch_values import TORCH, Storage
 from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.dcp.metadata import Item
-from shardwise.formats.tree import Tree
+from shardwise.formats.tree import BytesFile, Tree
 from shardwise.manifest.table import Int
 from shardwise.store import ReadableFile
-from shardwise.store.store import Buffer
 
 T = TypeVar("T")
 
@@ -36,14 +35,14 @@ _DESCRIPTOR = b"PK\x07\x08"
 _HEAD = 1024
 _LARGEST_HEAD = 2**20
 _GAP = 2**15
-"""Items nearer to each other than this are read at once, with what lies between."""
+"""Items that are closer to each other than this are read in one request."""
 _WINDOW = 2**22
 _THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """Where arrays lie: each is one of `kinds`, but for its file and `start`."""
+    """Where arrays are: each is one of `kinds`, with its own file and `start`."""
 
     kinds: Sequence[StoredArray]
     kind: Int
@@ -51,13 +50,13 @@ class Arrays:
 
 
 def find_arrays(tree: Tree, names: Sequence[str], items: Sequence[Item]) -> Arrays:
-    """Where the arrays of items begin. No byte of them is read, beyond what lies beside heads.
+    """Find where the arrays of items begin, from the heads of the items.
 
     Args:
-        names: of the items, for messages.
+        names: names of the items, for messages.
 
     Raises:
-        FormatError: an item lies outside of its file, or is no tensor as torch.save writes it.
+        FormatError: an item is outside of its file, or is not a tensor saved by torch.save.
     """
     heads = _Heads()
     kind, start = np.zeros(len(items), np.int64), np.zeros(len(items), np.int64)
@@ -70,7 +69,7 @@ def find_arrays(tree: Tree, names: Sequence[str], items: Sequence[Item]) -> Arra
             whole = FileRange(file, 0, item.offset, item.length, names[index])
             found = heads.find(whole.read(0, wanted), names[index])
         if found is None:
-            raise FormatError(f"{names[index]}: what lies at its place is no tensor of torch.save")
+            raise FormatError(f"{names[index]}: its item is not a tensor saved by torch.save")
         kind[index], at = found
         start[index] = item.offset + at
 
@@ -85,14 +84,15 @@ def read_values(
     numbers: Sequence[int],
     stubs: Stubs | None = None,
 ) -> list[Any]:
-    """What items hold that were pickled; tensors in them are `StoredArray`s.
+    """Read the values of pickled items, with `StoredArray` for tensors in them.
 
     Args:
-        numbers: of the items' files.
-        stubs: what may be in pickles beside what torch has.
+        names: names of the items, for messages.
+        numbers: the number of each item's file.
+        stubs: names that are allowed in pickles, in addition to torch's.
 
     Raises:
-        FormatError: an item is malformed, or holds what is not read from pickles.
+        FormatError: an item is malformed, or contains objects that are not read from pickles.
     """
     values: list[Any] = [None] * len(items)
     seen: dict[bytes, Any] = {}
@@ -102,7 +102,7 @@ def read_values(
         if data in seen:
             values[index] = seen[data]
             return
-        window: ReadableFile = _Window(data, item.offset) if len(data) == item.length else file
+        window: ReadableFile = BytesFile(data, item.offset) if len(data) == item.length else file
         part = FileRange(window, numbers[index], item.offset, item.length, names[index])
         values[index] = read_torch_file(part, stubs=stubs, opaque=tree.opaque).value
         if b"/data/" not in data and len(data) == item.length:
@@ -113,7 +113,7 @@ def read_values(
 
 
 class _Heads:
-    """Heads that were parsed, and what is in them: few, as many tensors are of one shape."""
+    """The heads that were parsed so far. Many items share a head."""
 
     def __init__(self) -> None:
         self.kinds: list[StoredArray] = []
@@ -121,7 +121,7 @@ class _Heads:
         self._lengths: tuple[int, ...] = ()
 
     def find(self, head: bytes, name: str) -> tuple[int, int] | None:
-        """Number of the array's kind, and where it begins; None if the head is cut off."""
+        """Return the array's kind and start; None if the head is incomplete."""
         for length in self._lengths:
             found = self._known.get(head[:length])
             if found is not None:
@@ -138,26 +138,28 @@ class _Heads:
 
 
 def _parse(head: bytes, name: str) -> tuple[StoredArray, int] | None:
-    """The array of a head, counted from the storage, and where that begins."""
+    """Return the array, with its start in the storage, and the start of the storage."""
     pickle = None
     for record, start, data in _records(head, name):
         if record.endswith("/data.pkl"):
             pickle = data
         elif record.endswith("/byteorder") and data not in (b"little", None):
-            raise FormatError(f"{name}: it was written by a big-endian machine: not read here")
+            raise FormatError(
+                f"{name}: it was written on a big-endian machine, which is not supported"
+            )
         elif record.endswith("/data/0") and pickle is not None:
             stored = unpickle(pickle, name, stubs=TORCH, persistent=first_storage).value
             if not isinstance(stored, StoredArray):
-                raise FormatError(f"{name}: it is no plain tensor, but a {type(stored).__name__}")
+                raise FormatError(f"{name}: expected a plain tensor, found {type(stored).__name__}")
             return stored, start
     return None
 
 
 def first_storage(found: object) -> object:
-    """The only storage of a pickle, as if it were at the start of a file.
+    """Return the only storage of a pickle, as if it began at offset 0.
 
     Raises:
-        ValueError: it is another, or none.
+        ValueError: it is not the id of a storage, or not of the first one.
     """
     kind, key, numel = storage_fields(found)
     if key != "0":
@@ -166,13 +168,13 @@ def first_storage(found: object) -> object:
 
 
 def _records(head: bytes, name: str) -> Iterator[tuple[str, int, bytes | None]]:
-    """Records of an archive from its start: name, where the bytes begin, the bytes if all there."""
+    """Yield records of an archive: name, start of the bytes, and the bytes if they are complete."""
     at = 0
     while at + _LOCAL.size <= len(head):
         fields = _LOCAL.unpack_from(head, at)
         signature, flags, method, size, name_size, extra = (fields[i] for i in (0, 2, 3, 8, 9, 10))
         if signature != b"PK\x03\x04" or method or flags & 1:
-            raise FormatError(f"{name}: what lies at its place is no item of torch.save")
+            raise FormatError(f"{name}: its item is not a file of torch.save")
         record = head[at + _LOCAL.size : at + _LOCAL.size + name_size].decode("utf-8", "replace")
         start = at + _LOCAL.size + name_size + extra
         stop = _described_end(head, start) if flags & 8 else start + size
@@ -184,7 +186,7 @@ def _records(head: bytes, name: str) -> Iterator[tuple[str, int, bytes | None]]:
 
 
 def _described_end(head: bytes, start: int) -> int | None:
-    """Where a record ends whose size is told after it."""
+    """Return the end of a record whose size is in the data descriptor after it."""
     at = head.find(_DESCRIPTOR, start)
     while at >= 0 and at + 16 <= len(head):
         if int.from_bytes(head[at + 8 : at + 12], "little") == at - start:
@@ -200,7 +202,7 @@ def _for_each(
     most: int,
     take: Callable[[int, bytes, ReadableFile], None],
 ) -> None:
-    """Read up to `most` bytes from the start of each item, files in parallel, and hand them on."""
+    """Read up to `most` bytes of each item and pass them to `take`; files are read in parallel."""
     order = sorted(range(len(items)), key=lambda i: (items[i].file, items[i].offset))
 
     def in_file(group: tuple[str, list[int]]) -> None:
@@ -213,7 +215,9 @@ def _for_each(
                 for index in indices:
                     item, at = items[index], items[index].offset - first
                     if item.length > file.size - item.offset:
-                        raise FormatError(f"{names[index]} leads out of {tree}/{item.file}")
+                        raise FormatError(
+                            f"{names[index]} reaches beyond the end of {tree}/{item.file}"
+                        )
                     take(index, data[at : at + min(item.length, most)], file)
         finally:
             file.close()
@@ -225,7 +229,7 @@ def _for_each(
 
 
 def _windows(items: Sequence[Item], order: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Items in their order in a file, those together that are read at once."""
+    """Group items of a file, in order, that are read in one request."""
     window: list[int] = []
     first = end = 0
     for index in order:
@@ -239,21 +243,3 @@ def _windows(items: Sequence[Item], order: Sequence[int], most: int) -> Iterator
         end = max(end, stop)
     if window:
         yield window
-
-
-class _Window:
-    """A part of a file that was read already, by the file's own offsets."""
-
-    def __init__(self, data: bytes, offset: int) -> None:
-        self._data = np.frombuffer(data, np.uint8)
-        self._offset = offset
-        self.size = offset + len(data)
-
-    def read_at(self, offset: int, out: Buffer) -> int:
-        at = offset - self._offset
-        part = self._data[at : at + len(out)]
-        out[: len(part)] = part
-        return len(part)
-
-    def close(self) -> None:
-        """Nothing is held."""

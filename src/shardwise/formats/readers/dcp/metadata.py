@@ -1,4 +1,4 @@
-"""The file `.metadata`: which tensors and values there are, and in which bytes of which files."""
+"""DCP's `.metadata` file: the tensors and values of a checkpoint, and where they are."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedTensor:
-    """A global tensor, and the boxes in which it was saved; `dtype` is torch's name."""
+    """A global tensor and the boxes in which it was saved; `dtype` is torch's name."""
 
     dtype: str
     shape: Ints
@@ -41,7 +41,7 @@ class ChunkedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Where a chunk, or a pickled value, lies."""
+    """Where the file of torch.save is that has a chunk or a value."""
 
     file: str
     offset: int
@@ -50,14 +50,14 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What `.metadata` says, in terms of plain values.
+    """The content of `.metadata`.
 
     Attributes:
-        tensors: by name.
-        values: names of those that are no tensors.
-        items: by name and, for a chunk of a tensor, its offset.
-        paths: where a name lies in the state that was saved, if that is known.
-        more: what else there is; writers that build on the format add to it.
+        tensors: tensors by name.
+        values: names of the values that are not tensors.
+        items: items by name and, for chunks of tensors, offset.
+        paths: the path of a name in the saved state, if known.
+        more: further fields, which formats built on DCP add.
     """
 
     tensors: Mapping[str, ChunkedTensor]
@@ -71,8 +71,8 @@ def read_metadata(tree: Tree, name: str = METADATA) -> Metadata:
     """Read `.metadata`, which is not trusted.
 
     Raises:
-        FormatError: it is malformed, names classes that are not on the list, or items are stored
-            in a way that is not read here.
+        FormatError: it is malformed, contains objects that are not read from pickles, or items are
+            compressed.
     """
     where = f"{tree}/{name}"
     root = unpickle(tree.read(name), where, stubs=_STUBS, unfolded=False).value
@@ -81,17 +81,17 @@ def read_metadata(tree: Tree, name: str = METADATA) -> Metadata:
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from error
     except (AttributeError, KeyError, LookupError, TypeError, ValueError) as error:
-        raise FormatError(f"{where}: this is no metadata of a DCP checkpoint: {error!r}") from error
+        raise FormatError(f"{where}: not the metadata of a DCP checkpoint: {error!r}") from error
 
 
 class _Properties(Record):
-    """Properties of tensors are pickled as a tuple, of which the dtype is the first."""
+    """Properties of a tensor, which are pickled as a tuple that starts with the dtype."""
 
     __slots__ = ()
 
     def set_state(self, state: object) -> None:
         if not isinstance(state, tuple) or not state:
-            raise TypeError("the properties of a tensor are no tuple")
+            raise TypeError("the properties of a tensor are not a tuple")
         self.fields["dtype"] = state[0]
 
 
@@ -143,22 +143,20 @@ def _metadata(root: Mapping[str, Any]) -> Metadata:
     values: list[str] = []
     chunks = 0
     for name, entry in root["state_dict_metadata"].items():
-        _check(isinstance(name, str) and name != "", "a name is no text")
+        _check(isinstance(name, str) and name != "", "a name is not text")
         if _is(entry, "BytesStorageMetadata"):
             values.append(name)
         else:
             fields = _fields(entry, "TensorStorageMetadata")
-            # One list may be there many times.
+            # Many tensors may refer to one list.
             chunks += len(fields["chunks"])
-            _check(
-                chunks <= MOST_PIECES, f"it has more than the {MOST_PIECES} chunks that are read"
-            )
+            _check(chunks <= MOST_PIECES, f"it has more than the supported {MOST_PIECES} chunks")
             tensors[name] = _tensor(name, fields)
     listed = list(_items(root["storage_data"] or {}))
     check_keys(key for key, _ in listed)
     items = dict(listed)
     known = root.get("planner_data") or {}
-    _check(isinstance(known, dict), "paths of names are no dict")
+    _check(isinstance(known, dict), "planner_data is not a dict")
     paths = {name: _path(name, known[name]) for name in (*tensors, *values) if name in known}
     more = {key: value for key, value in root.items() if key not in _READ}
     return Metadata(tensors, tuple(values), items, paths, more)
@@ -171,7 +169,10 @@ def _tensor(name: str, fields: Mapping[str, Any]) -> ChunkedTensor:
     for record in fields["chunks"]:
         chunk = _fields(record, "ChunkStorageMetadata")
         offset, sizes = _ints(chunk["offsets"], name), _ints(chunk["sizes"], name)
-        _check(len(offset) == len(sizes) == len(shape), f"{name}: a chunk has not its dimensions")
+        _check(
+            len(offset) == len(sizes) == len(shape),
+            f"{name}: a chunk has another number of dimensions",
+        )
         chunks.append(Chunk(offset, sizes))
     if len(chunks) > 1:
         check_keys(chunks)
@@ -179,10 +180,10 @@ def _tensor(name: str, fields: Mapping[str, Any]) -> ChunkedTensor:
 
 
 def index_of(record: object) -> tuple[str, Ints | None]:
-    """The name and offset of a chunk, as items are found by.
+    """Return the name and offset in a `MetadataIndex`, the key of an item.
 
     Raises:
-        FormatError: it is none.
+        FormatError: it is malformed.
     """
     index = _fields(record, "MetadataIndex")
     name, offset = index.get("fqn"), index.get("offset")
@@ -197,12 +198,12 @@ def _items(storage: Any) -> Iterator[tuple[tuple[str, Ints | None], Item]]:
         transforms = place.get("transform_descriptors")
         _check(
             not transforms,
-            f"{name} was saved through {', '.join(map(str, transforms or ()))}: what is compressed "
-            "cannot be read in place; load it with torch and save it without",
+            f"{name} was saved with {', '.join(map(str, transforms or ()))}: compressed data "
+            "cannot be read in place; load it with torch and save it without compression",
         )
         file = place["relative_path"]
         start, length = _ints((place["offset"], place["length"]), f"the place of {name}")
-        _check(isinstance(file, str), f"{name} lies in no file")
+        _check(isinstance(file, str), f"{name} has no file")
         yield (name, offset), Item(file, start, length)
 
 
@@ -210,13 +211,13 @@ def _path(name: str, path: Any) -> Path:
     parts = path if isinstance(path, (tuple, list)) else ()
     _check(
         0 < len(parts) <= MOST_PARTS and all(isinstance(part, (str, int)) for part in parts),
-        f"the path of {name} is none",
+        f"the path of {name} is malformed",
     )
     return tuple(parts)
 
 
 def _fields(value: object, kind: str) -> Mapping[str, Any]:
-    _check(_is(value, kind) and isinstance(value, Record), f"there is no {kind} where one belongs")
+    _check(_is(value, kind) and isinstance(value, Record), f"a {kind} is missing")
     return value.fields if isinstance(value, Record) else {}
 
 
@@ -229,7 +230,7 @@ def _ints(values: Any, what: str) -> Ints:
         isinstance(values, (tuple, list))
         and len(values) <= MOST_DIMENSIONS
         and all(type(n) is int and 0 <= n <= LARGEST for n in values),
-        f"{what} is made of senseless numbers",
+        f"{what} has invalid numbers",
     )
     return tuple(values)
 

@@ -1,4 +1,4 @@
-"""Values that DCP took apart, put together again where nothing in them is sharded."""
+"""PyTorch Distributed Checkpoint, as written by FSDP, DTensor, torchtitan, Lightning and others."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from shardwise.manifest.table import Int, Pieces, check_width, padded_rows
 
 
 def fold(values: Mapping[Path, Any], tensors: Iterable[Path]) -> dict[Path, Any]:
-    """The same values; dicts and lists without tensors are one value each.
+    """Join values that DCP flattened: dicts and lists without tensors become one value each.
 
-    So is the state of a scheduler or a loader one value, which it takes on as a whole. What is
-    of an optimizer stays as it is.
+    The state of a scheduler or data loader is one value again, as its `load_state_dict` expects.
+    Values of optimizers stay flattened.
     """
     sharded = {path[:n] for path in tensors for n in range(1, len(path) + 1)}
     folded: dict[Path, Any] = {}
@@ -43,7 +43,7 @@ def fold(values: Mapping[Path, Any], tensors: Iterable[Path]) -> dict[Path, Any]
 
 
 def with_lists(value: Any) -> Any:
-    """Dicts with the keys 0, 1, … (as numbers) as the lists that they were."""
+    """Replace dicts with integer keys by the lists that were flattened to them."""
     if not isinstance(value, dict):
         return value
     made = {key: with_lists(each) for key, each in value.items()}
@@ -56,12 +56,14 @@ _RANK = re.compile(r"(?:.*/)?__(\d{1,7})_\d+\.distcp")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a checkpoint has, before anything is renamed.
+    """The content of a checkpoint under DCP's names.
 
     Attributes:
-        names, dtypes, shapes: of the tensors, which `table` counts.
-        values: by name; tensors in them are `StoredArray`s.
-        left_out: as in `Foreign`.
+        files: the files.
+        names, dtypes, shapes: columns of the tensors.
+        table: the pieces of the tensors.
+        values: values by name, with `StoredArray` for tensors in them.
+        left_out: see `Foreign`.
     """
 
     files: tuple[ForeignFile, ...]
@@ -85,13 +87,13 @@ def read_stored(
     """Find the bytes of all tensors, and read all values.
 
     Args:
-        folder: where below the tree the files are that the metadata names; empty, or ends in `/`.
-        first: the number that its first file has.
-        stubs: what may be in pickled values beside what torch has.
-        find: where the arrays of chunks begin, if they are no items of torch.save.
+        folder: the folder of the files below the tree; empty, or ends in `/`.
+        first: the number of the first file.
+        stubs: names that are allowed in pickles, in addition to torch's.
+        find: finds the arrays of chunks, for formats whose items are not files of torch.save.
 
     Raises:
-        FormatError: a file or an item is missing, or is not what the metadata says.
+        FormatError: a file or item is missing, or does not agree with the metadata.
     """
     chunks = Chunks(metadata, folder)
     values = {name: _item(metadata, folder, name, None) for name in metadata.values}
@@ -118,13 +120,13 @@ def read_stored(
 
 
 def world_size(files: Sequence[ForeignFile]) -> int:
-    """How many ranks wrote files of these names, as far as these tell."""
+    """Return the number of ranks that wrote the files, judging by their names."""
     ranks = [int(match[1]) for file in files if (match := _RANK.fullmatch(file.name))]
     return max(ranks, default=0) + 1
 
 
 class Chunks:
-    """The chunks of all tensors that are not empty, in columns, and their items."""
+    """The non-empty chunks of all tensors and their items, in columns."""
 
     def __init__(self, metadata: Metadata, folder: str) -> None:
         self.names: list[str] = []
@@ -148,10 +150,10 @@ class Chunks:
         self.shape = padded_rows(shape, dims, 1)
 
     def check(self, metadata: Metadata, kinds: Sequence[StoredArray], kind: Int) -> None:
-        """Refuse arrays that have not the dtype and shape of their chunks.
+        """Check that arrays have the dtype and shape of their chunks.
 
         Raises:
-            FormatError: one has not; says which.
+            FormatError: an array has others.
         """
         if not self.names:
             return
@@ -179,23 +181,23 @@ def _item(metadata: Metadata, folder: str, name: str, offset: tuple[int, ...] | 
     item = metadata.items.get((name, offset))
     if item is None:
         at = "" if offset is None else f" at {list(offset)}"
-        raise FormatError(f"{name}{at}: the metadata does not say where it lies")
+        raise FormatError(f"{name}{at}: the metadata does not say where it is")
     return Item(folder + item.file, item.offset, item.length) if folder else item
 
 
 def _unused(metadata: Metadata) -> list[str]:
     known = {*metadata.tensors, *metadata.values}
     names = dict.fromkeys(name for name, _ in metadata.items if name not in known)
-    return [f"{name}: it has bytes, and no shape" for name in names]
+    return [f"{name}: it has an item, but no shape" for name in names]
 
 
 FORMAT = "PyTorch DCP"
 _OF_LIGHTNING = re.compile(r"state_dict|optimizer_\d{1,4}")
-"""How Lightning names what it writes by DCP. Its other file says that, and has the rest."""
+"""Top-level names in Lightning's DCP files; the file `meta.pt` has the rest of the state."""
 
 
 def recognise(tree: Tree) -> bool:
-    """Whether a place has what `torch.distributed.checkpoint` writes, or is a file of it."""
+    """Whether a tree has the files of `torch.distributed.checkpoint`, or is one of them."""
     return any(name == METADATA or _is_data(name) for name in tree.sizes)
 
 
@@ -207,16 +209,18 @@ def read(tree: Tree) -> Foreign:
     """Read a checkpoint of `torch.distributed.checkpoint`.
 
     Raises:
-        CheckpointNotFoundError: it was never finished, or this is a file of it.
-        FormatError: it is malformed, or is stored in a way that cannot be read in place.
+        CheckpointNotFoundError: the save was never finished, or the tree is a single file of it.
+        FormatError: it is malformed, or compressed.
     """
     if tree.only is not None:
         parent = tree.path.parent
-        raise CheckpointNotFoundError(f"{tree} is a part of what {FORMAT} wrote: open {parent}")
+        raise CheckpointNotFoundError(
+            f"{tree} is a part of a checkpoint of {FORMAT}: open {parent}"
+        )
     if METADATA not in tree.sizes:
         raise CheckpointNotFoundError(
             f"{tree} has no {METADATA}, which {FORMAT} writes last: its save was never finished, "
-            "or it was copied without (as by `cp *`, which leaves out names with a dot in front)"
+            "or the file was not copied (`cp *` skips names that start with a dot)"
         )
     metadata = read_metadata(tree)
     stored = read_stored(tree, metadata)
@@ -234,10 +238,10 @@ def read(tree: Tree) -> Foreign:
 def leaves(
     stored: Stored, metadata: Metadata, moved: Callable[[Path], Path] = lambda path: path
 ) -> Leaves:
-    """What is stored, by its paths in the state; a name whose path is not known is one part.
+    """Return the content by its path in the state. A name without a known path is a path itself.
 
     Args:
-        moved: what a path is instead.
+        moved: maps each path to the one to use.
     """
     paths = [moved(metadata.paths.get(name, (name,))) for name in stored.names]
     values = {
