@@ -109,7 +109,7 @@ def test_what_was_compressed_is_refused(dcp_saved: Path, tmp_path: Path) -> None
 
     writer = dcp.FileSystemWriter(tmp_path, _extensions=[Plain()])
     dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
-    with pytest.raises(sw.FormatError, match=r"w was saved through stream.plain/1.*without"):
+    with pytest.raises(sw.FormatError, match=r"w was saved with stream.plain/1.*without"):
         opened(tmp_path)
 
 
@@ -120,11 +120,11 @@ def test_lies_of_the_metadata_are_refused(tmp_path: Path) -> None:
     ((index, place),) = metadata.storage_data.items()
     chunk = metadata.state_dict_metadata["weight"].chunks[0]
     lies = [
-        (replace(place, offset=2**40), chunk, "a length in it lies|leads out of"),
-        (replace(place, offset=8, length=900), chunk, "is no item of torch.save"),
+        (replace(place, offset=2**40), chunk, "contains a wrong length|reaches beyond"),
+        (replace(place, offset=8, length=900), chunk, "is not a file of torch.save"),
         (replace(place, relative_path="../../etc/passwd"), chunk, "1 is missing"),
         (place, replace(chunk, sizes=torch.Size([3, 5])), "the metadata says float32 of shape"),
-        (place, replace(chunk, offsets=torch.Size([1, 0])), "does not say where it lies"),
+        (place, replace(chunk, offsets=torch.Size([1, 0])), "does not say where it is"),
     ]
     for where, box, complaint in lies:
         metadata.storage_data = {index: where}
@@ -143,7 +143,7 @@ def test_metadata_runs_nothing(tmp_path: Path) -> None:
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     metadata.planner_data = {"weight": Attack()}
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(sw.FormatError, match="names what is not read from pickles"):
+    with pytest.raises(sw.FormatError, match="contains objects that are not read from pickles"):
         opened(tmp_path)
     assert not (tmp_path / "touched").exists()
 

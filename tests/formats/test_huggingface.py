@@ -133,7 +133,7 @@ def test_what_is_left_out_is_told(tmp_path: Path) -> None:
     torch.save({**weights, "step": 3}, tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors.index.json").unlink()
     foreign = read_foreign(Tree(tmp_path))
-    assert foreign.left_out == ("step in pytorch_model.bin: it is no tensor",)
+    assert foreign.left_out == ("step in pytorch_model.bin: not a tensor",)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +142,9 @@ def test_what_is_left_out_is_told(tmp_path: Path) -> None:
         ({"embed.weight": "model-00002-of-00003.safetensors"}, "not in their files"),
         ({"embed.weight": "missing.safetensors"}, "1 is missing: missing.safetensors"),
         ({"embed.weight": "../outside.safetensors"}, "1 is missing: ../outside.safetensors"),
-        ({"embed.weight": "/etc/passwd"}, "no file of weights"),
-        ({"embed.weight": 3}, "nothing of where weights are"),
-        ([], "nothing of where weights are"),
+        ({"embed.weight": "/etc/passwd"}, "not a file of weights"),
+        ({"embed.weight": 3}, "not an index of weights"),
+        ([], "not an index of weights"),
     ],
 )
 def test_an_index_that_lies_is_refused(weight_map: object, says: str, tmp_path: Path) -> None:
@@ -174,11 +174,11 @@ def test_a_directory_that_was_copied_in_part_says_what_is_missing(
     with pytest.raises(FormatError, match=rf"3 are missing: {main}, {', '.join(names[1:])}\. Copy"):
         sw.open(tmp_path)
     (tmp_path / "elsewhere").rename(tmp_path / main)
-    with pytest.raises(sw.CheckpointNotFoundError, match=f"an index alone: open {tmp_path}"):
+    with pytest.raises(sw.CheckpointNotFoundError, match=f"only an index: open {tmp_path}"):
         sw.open(tmp_path / main)
 
 
 def test_a_shard_that_is_opened_itself_says_that_it_is_one(tmp_path: Path) -> None:
     index = write_sharded(tmp_path, make_weights(), ".safetensors")
     found = sw.open(tmp_path / index["embed.weight"])
-    assert any(line.endswith(f"is one of 3: open {tmp_path}") for line in found.left_out)
+    assert any(line.endswith(f"is one of 3 files: open {tmp_path}") for line in found.left_out)

@@ -48,7 +48,8 @@ def test_one_of_several_is_not_taken_for_all(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "index", "says"), [(4, 1, "no file of shard-00003, of 4"), (1, 3, "model-00002")]
+    ("rank", "index", "says"),
+    [(4, 1, "the file of shard-00003 is missing, of 4"), (1, 3, "model-00002")],
 )
 def test_a_file_that_is_missing_is_told(place: Path, rank: int, index: int, says: str) -> None:
     write(place, rank, {"x": ((0,), torch.ones(2))}, index, 3 if index > 1 else 1)
@@ -62,7 +63,7 @@ def test_a_file_that_is_missing_is_told(place: Path, rank: int, index: int, says
         ({"w": ((9, 0), WHOLE[:4])}, r"leave holes in .*model\.w"),
         ({"w": ((3, 0), WHOLE[:4])}, r"overlap or .*model\.w"),
         ({"w": ((7, 0), WHOLE[:1].double())}, "different dtypes"),
-        ({"w": ((7,), WHOLE[:1])}, "does not say where"),
+        ({"w": ((7,), WHOLE[:1])}, "lacks the offset of its array"),
         ({"w": ((-1, 0), WHOLE[:1])}, "malformed"),
     ],
 )

@@ -62,7 +62,7 @@ def test_it_reads_what_megatron_restores(kind: str, tmp_path: Path) -> None:
         assert_same(read[name], value)
     assert (foreign.step, foreign.world_size) == (2, WORLDS[kind])
     assert len(foreign.left_out) == 1
-    assert "_extra_state, and 7 more such: they are None" in foreign.left_out[0]
+    assert "_extra_state and 7 more: they are None" in foreign.left_out[0]
 
 
 @pytest.mark.parametrize("kind", WORLDS)
@@ -98,7 +98,7 @@ def test_a_layer_is_read_by_name(tmp_path: Path) -> None:
 def test_another_backend_is_refused(tmp_path: Path) -> None:
     place = unpacked("megatron_plain", tmp_path)
     (place / "metadata.json").write_text('{"sharded_backend": "zarr"}')
-    with pytest.raises(sw.FormatError, match=r"its backend is .zarr., and only .torch_dist. is"):
+    with pytest.raises(sw.FormatError, match=r"its backend is .zarr., but only .torch_dist. is"):
         opened(place)
 
 

@@ -28,9 +28,9 @@ def test_an_index_is_written_over_nothing_else(foreign: Path, tmp_path: Path) ->
     other = tmp_path / "last.ckpt"
     torch.save({"w": torch.ones(2)}, other)
     content = other.read_bytes()
-    with pytest.raises(sw.StateError, match="is no index, and is left alone"):
+    with pytest.raises(sw.StateError, match="not an index file; refusing to overwrite"):
         sw.open(foreign, index=other)
-    with pytest.raises(sw.StateError, match="is no index, and is left alone"):
+    with pytest.raises(sw.StateError, match="not an index file; refusing to overwrite"):
         sw.open(foreign, index=tmp_path)
     assert other.read_bytes() == content
     (tmp_path / "empty").touch()

@@ -38,7 +38,7 @@ def test_bytecheckpoint_has_groups_step_and_extra_state(tmp_path: Path) -> None:
     assert group["value"]["lr"] == 0.01
     assert values["extra_state"] == {"epoch": 2}
     assert foreign.step == 3
-    assert foreign.left_out == ("extra_state of 1 ranks: that of rank 0 is taken",)
+    assert foreign.left_out == ("extra_state of 1 ranks: only that of rank 0 is read",)
 
 
 def test_torchsnapshot_has_values_and_replicas(tmp_path: Path) -> None:
@@ -57,11 +57,11 @@ def test_torchsnapshot_has_values_and_replicas(tmp_path: Path) -> None:
     ("change", "complaint"),
     [
         ({"location": "../../etc/passwd"}, "has no file"),
-        ({"byte_range": [0, 4]}, "has not as many bytes as its shape"),
-        ({"byte_range": [2**40, 2**40 + 160]}, "lies outside of its file"),
-        ({"dtype": "torch.qint8"}, "dtype .torch.qint8. is not read"),
+        ({"byte_range": [0, 4]}, "wrong number of bytes for its shape"),
+        ({"byte_range": [2**40, 2**40 + 160]}, "is outside of its file"),
+        ({"dtype": "torch.qint8"}, "dtype .torch.qint8. is not supported"),
         ({"serializer": "per_tensor_qtensor"}, "restore it with torchsnapshot"),
-        ({"shape": [-1]}, "is not what torchsnapshot 0.1 writes"),
+        ({"shape": [-1]}, "is not a manifest of torchsnapshot 0.1"),
     ],
 )
 def test_a_lying_snapshot_is_refused(

@@ -114,9 +114,7 @@ def _check_pieces(foreign: Foreign, table: PieceTable) -> None:
     reach = ((pieces.shape - 1.0) * stride).sum(axis=1) * itemsize[pieces.tensor]
     room = sizes - pieces.start - itemsize[pieces.tensor]
     _refuse(foreign, table, (stride < 0).any(axis=1), "has negative strides")
-    _refuse(
-        foreign, table, (pieces.start < 0) | (reach > room), "reaches beyond the end of its file"
-    )
+    _refuse(foreign, table, (pieces.start < 0) | (reach > room), "is outside of its file")
     _refuse(foreign, table, ~_nested(pieces.shape, stride), "has elements that share bytes")
 
 
