@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint import SavedTensor as SavedTensor
     from shardwise.checkpointer.checkpointer import Checkpointer as Checkpointer
     from shardwise.checkpointer.restoring import RestoreReport as RestoreReport
-    from shardwise.convert.conversion import ConversionReport as ConversionReport
+    from shardwise.convert.write import ConversionReport as ConversionReport
     from shardwise.engine.load import LoadReport as LoadReport
     from shardwise.engine.save import SaveReport as SaveReport
     from shardwise.engine.verify import VerifyReport as VerifyReport
@@ -53,7 +53,7 @@ _HOMES = {
     "CheckpointExistsError": "errors",
     "CheckpointNotFoundError": "errors",
     "Checkpointer": "checkpointer.checkpointer",
-    "ConversionReport": "convert.conversion",
+    "ConversionReport": "convert.write",
     "CorruptionError": "errors",
     "FormatError": "errors",
     "Keep": "retention",

@@ -1,4 +1,4 @@
-"""export: a checkpoint of any format, written anew in any other."""
+"""`export`: write a checkpoint of any format in another format."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from functools import partial
 import torch.distributed as dist
 
 from shardwise.api import Index, Place, entered, resolved_group
-from shardwise.convert.conversion import ConversionReport
-from shardwise.convert.request import MAX_FILE, MAX_MEMORY, Request, digest_of
+from shardwise.convert.export import (
+    MAX_FILE,
+    MAX_MEMORY,
+    ExportOptions,
+    digest_of,
+    write_export,
+)
 from shardwise.convert.stream import Source
+from shardwise.convert.write import ConversionReport
 from shardwise.engine.calls import without_collection
 from shardwise.engine.group import Group
 from shardwise.events import Recorder, Sink
@@ -65,21 +71,50 @@ def export(
         MismatchError: the source stores a tensor several times, and the copies differ.
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """
-    recorder = Recorder(on_event)
-    request = Request(target, to, only, skip, root, dtype, config, max_memory, max_file)
-    with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
-        choose = entered(place, step, ranks)
+    options = ExportOptions(
+        target=target,
+        to=to,
+        only=only,
+        skip=skip,
+        root=root,
+        dtype=dtype,
+        config=config,
+        verify=verify,
+        max_memory=max_memory,
+        max_file=max_file,
+    )
+    with without_collection(), resolved_group(group) as ranks:
+        reading = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index)
+        return _export(place, step, options, reading, ranks, Recorder(on_event))
+
+
+def _export(
+    place: Place,
+    step: Choice,
+    options: ExportOptions,
+    reading: OpenOptions,
+    group: Group,
+    recorder: Recorder,
+) -> ConversionReport:
+    with ExitStack() as cleanup:
+        choose = entered(place, step, group)
 
         def enter() -> Store:
-            request.check()
+            options.check()
             store = choose()
             cleanup.enter_context(store.hold(MANIFEST, shared=True))
             return store
 
         with recorder.stage("open"):
-            options = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index)
-            opened = open_any(enter, ranks, request.terms, options)
-        source = partial(Source, opened, verify=verify)
-        compared = [(opened, None)] if verify else []
-        what, left_out = digest_of(opened), opened.left_out
-        return request.run(opened.manifest, source, compared, what, left_out, ranks, recorder)
+            opened = open_any(enter, group, options.identity, reading)
+        source = partial(Source, opened, verify=options.verify)
+        return write_export(
+            options,
+            opened.manifest,
+            source,
+            [(opened, None)],
+            digest_of(opened),
+            opened.left_out,
+            group,
+            recorder,
+        )

@@ -1,4 +1,4 @@
-"""average, merge_lora: one checkpoint made of several, streamed in bounded memory."""
+"""`average` and `merge_lora`: write one checkpoint made from several, in bounded memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ import msgspec
 import torch.distributed as dist
 
 from shardwise.api import Place, resolved_group
-from shardwise.convert.averaging import Averaged, averaged, checked_weights
-from shardwise.convert.conversion import Compared, ConversionReport, largest_read
+from shardwise.convert.average import Averaged, averaged, checked_weights
+from shardwise.convert.export import (
+    MAX_FILE,
+    MAX_MEMORY,
+    ExportOptions,
+    digest_of,
+    write_export,
+)
 from shardwise.convert.lora import AdapterConfig, changes, decode_config
-from shardwise.convert.merging import Merged
-from shardwise.convert.output import Parts
-from shardwise.convert.request import MAX_FILE, MAX_MEMORY, Request, digest_of
+from shardwise.convert.merge import Merged
+from shardwise.convert.plan import Parts
 from shardwise.convert.stream import Source
+from shardwise.convert.write import Compared, ConversionReport, largest_read
 from shardwise.engine.buffers import Arena
 from shardwise.engine.calls import without_collection
 from shardwise.engine.exchange import exchange
@@ -77,9 +83,20 @@ def average(
         MismatchError: names or shapes differ, or tensors that cannot be averaged are not equal.
         CheckpointExistsError, StateError, CorruptionError: as for `export`.
     """
-    request = Request(target, to, only, skip, root, dtype, config, max_memory, max_file)
+    options = ExportOptions(
+        target=target,
+        to=to,
+        only=only,
+        skip=skip,
+        root=root,
+        dtype=dtype,
+        config=config,
+        verify=verify,
+        max_memory=max_memory,
+        max_file=max_file,
+    )
     with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
-        job = _Job(request, verify, ranks, Recorder(on_event), cleanup)
+        job = _Job(options, ranks, Recorder(on_event), cleanup)
         return job.average(places, weights, take_first, OpenOptions(spec=spec, format=format))
 
 
@@ -122,18 +139,28 @@ def merge_lora(
         MismatchError: the adapter does not fit the base; `.problems` lists all names.
         CheckpointExistsError, StateError, CorruptionError: as for `export`.
     """
-    request = Request(target, to, only, skip, root, dtype, config, max_memory, max_file)
+    options = ExportOptions(
+        target=target,
+        to=to,
+        only=only,
+        skip=skip,
+        root=root,
+        dtype=dtype,
+        config=config,
+        verify=verify,
+        max_memory=max_memory,
+        max_file=max_file,
+    )
     with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
-        job = _Job(request, verify, ranks, Recorder(on_event), cleanup)
+        job = _Job(options, ranks, Recorder(on_event), cleanup)
         return job.merge(base, adapter, alpha, OpenOptions(spec=spec, format=format))
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One call on one rank."""
+    """One call of `average` or `merge_lora` on one rank."""
 
-    request: Request
-    verify: bool
+    options: ExportOptions
     group: Group
     recorder: Recorder
     cleanup: ExitStack
@@ -145,34 +172,40 @@ class _Job:
         take_first: Sequence[str],
         reading: OpenOptions,
     ) -> ConversionReport:
-        """Write the mean of several checkpoints."""
+        """Write the weighted mean of several checkpoints."""
 
         def check() -> None:
             Selection.by(take_first, ())
             if isinstance(places, str) or len(places) < 2:
-                raise StateError(f"{places!r}: a list of two checkpoints or more is needed")
+                raise StateError(f"places={places!r}: expected a list of two or more checkpoints")
             checked_weights(weights, len(places))
 
-        terms = f"{weights}, {take_first}"
+        identity = f"{weights}, {take_first}"
         self._agree(check)
         with self.recorder.stage("open"):
-            opened = [self._open(place, f"{terms}, {i}", reading) for i, place in enumerate(places)]
+            opened = [
+                self._open(place, f"{identity}, {i}", reading) for i, place in enumerate(places)
+            ]
         found = {str(each.store): each for each in opened}
         if len({_real(each.store) for each in opened}) < len(opened):
-            raise StateError("the same checkpoint is given twice: give it a larger weight instead")
-        selection = Selection.by(self.request.only, self.request.skip)
+            raise StateError(
+                "places= has the same checkpoint twice: use weights= to give it a larger weight"
+            )
+        selection = Selection.by(self.options.only, self.options.skip)
         manifests = {name: each.manifest for name, each in found.items()}
         manifest, left_out = averaged(manifests, selection, take_first)
 
         def source(arena: Arena) -> Parts:
-            sources = {n: Source(each, arena, verify=self.verify) for n, each in found.items()}
+            sources = {
+                n: Source(each, arena, verify=self.options.verify) for n, each in found.items()
+            }
             shares = checked_weights(weights, len(sources))
-            return Averaged(sources, shares, take_first, largest_read(self.request.max_memory))
+            return Averaged(sources, shares, take_first, largest_read(self.options.max_memory))
 
-        what = f"average {[digest_of(each) for each in opened]}, {terms}"
+        source_id = f"average {[digest_of(each) for each in opened]}, {identity}"
         left = [*left_out, *(line for each in opened for line in each.left_out)]
         compared: Compared = [(each, None) for each in opened]
-        return self._write(manifest, source, compared, what, left)
+        return self._write(manifest, source, compared, source_id, left)
 
     def merge(
         self, base: Place, adapter: Place, alpha: float | None, reading: OpenOptions
@@ -183,20 +216,22 @@ class _Job:
             opened = self._open(base, f"{alpha}", reading)
             config = self._adapter_config(adapter)
             added = self._open(partial(_weights_at, adapter), f"{alpha}", PLAIN)
-        changed = changes(added.manifest, opened.manifest, self.request.root, config, alpha)
+        changed = changes(added.manifest, opened.manifest, self.options.root, config, alpha)
 
         def source(arena: Arena) -> Parts:
-            ours, theirs = (Source(each, arena, verify=self.verify) for each in (opened, added))
-            return Merged(ours, theirs, changed, largest_read(self.request.max_memory))
+            ours, theirs = (
+                Source(each, arena, verify=self.options.verify) for each in (opened, added)
+            )
+            return Merged(ours, theirs, changed, largest_read(self.options.max_memory))
 
-        what = f"merge {digest_of(opened)}, {digest_of(added)}, {config}, {alpha}"
+        source_id = f"merge {digest_of(opened)}, {digest_of(added)}, {config}, {alpha}"
         manifest = msgspec.structs.replace(opened.manifest, metrics={})
         compared: Compared = [(opened, None), (added, [e.name for e in added.manifest.tensors])]
         left = [*opened.left_out, *added.left_out]
-        return self._write(manifest, source, compared, what, left)
+        return self._write(manifest, source, compared, source_id, left)
 
     def _agree(self, check: Callable[[], None]) -> None:
-        """Check on all ranks; what is wrong on one is an error on all."""
+        """Run a check on all ranks. An error on one rank is raised on all."""
 
         def speak() -> bytes:
             check()
@@ -204,22 +239,24 @@ class _Job:
 
         exchange(self.group, "checking options", speak, lambda _: b"")
 
-    def _open(self, place: Place | Callable[[], Place], terms: str, reading: OpenOptions) -> Opened:
+    def _open(
+        self, place: Place | Callable[[], Place], identity: str, reading: OpenOptions
+    ) -> Opened:
         def find() -> Store:
             return open_store(place() if callable(place) else place)
 
         below = place_below(find, "newest", self.group)
 
         def enter() -> Store:
-            self.request.check()
+            self.options.check()
             store = find().at(below) if below else find()
             self.cleanup.enter_context(store.hold(MANIFEST, shared=True))
             return store
 
-        return open_any(enter, self.group, f"{self.request.terms}, {terms}", reading)
+        return open_any(enter, self.group, f"{self.options.identity}, {identity}", reading)
 
     def _adapter_config(self, adapter: Place) -> AdapterConfig | None:
-        """What PEFT says of an adapter, read by rank 0; None if PEFT did not save it."""
+        """Return the PEFT configuration of an adapter, read by rank 0; None if it has none."""
 
         def answer(_: list[bytes]) -> bytes:
             folder = _folder_of(adapter)
@@ -235,12 +272,13 @@ class _Job:
         manifest: Manifest,
         source: Callable[[Arena], Parts],
         compared: Compared,
-        what: str,
+        source_id: str,
         left_out: Sequence[str],
     ) -> ConversionReport:
         left = [*dict.fromkeys(left_out)]
-        compared = compared if self.verify else []
-        return self.request.run(manifest, source, compared, what, left, self.group, self.recorder)
+        return write_export(
+            self.options, manifest, source, compared, source_id, left, self.group, self.recorder
+        )
 
 
 def _check_alpha(alpha: float | None) -> None:
@@ -251,12 +289,12 @@ def _check_alpha(alpha: float | None) -> None:
 
 
 def _real(store: Files) -> str:
-    """Where a store is, whatever links lead there."""
+    """Return the path of a store with symbolic links resolved."""
     return str(store.path.resolve() if isinstance(store, LocalStore) else store)
 
 
 def _folder_of(adapter: Place) -> LocalStore | None:
-    """The directory that an adapter is in, if it is on this machine."""
+    """Return the directory of an adapter; None if it is not in a file system."""
     store = open_store(adapter)
     if not isinstance(store, LocalStore):
         return None
@@ -264,7 +302,7 @@ def _folder_of(adapter: Place) -> LocalStore | None:
 
 
 def _weights_at(adapter: Place) -> Place:
-    """The file of an adapter that PEFT saved, or the place itself."""
+    """Return the weights file of an adapter that PEFT saved, or else the place itself."""
     store = open_store(adapter)
     if isinstance(store, LocalStore) and store.path.is_dir():
         found = [name for name in ADAPTER_WEIGHTS if name in store.list()]

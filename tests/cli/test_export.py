@@ -13,9 +13,9 @@ import torch
 
 import shardwise as sw
 from shardwise.cli.export import FLOATS, FORMATS, LEAST_MEMORY
-from shardwise.convert import request
-from shardwise.convert.conversion import SMALLEST_MEMORY
+from shardwise.convert import export
 from shardwise.convert.targets import TARGETS
+from shardwise.convert.write import SMALLEST_MEMORY
 from tests.cli.conftest import Run
 
 
@@ -63,7 +63,7 @@ def test_a_checkpoint_is_converted_and_goes_on(run: Run, step: Path, tmp_path: P
         (("--dtype", "bf16"), "bfloat16"),
         (("--to", "gguf"), "hf, dcp"),
         (("--only", "x"), "no tensor"),
-        (("--config", "nowhere.json"), "a file is needed"),
+        (("--config", "nowhere.json"), "only used with to='hf'"),
     ],
 )
 def test_wrong_use_is_said(
@@ -75,7 +75,7 @@ def test_wrong_use_is_said(
 
 def test_it_offers_what_the_library_writes() -> None:
     assert set(FORMATS) == set(TARGETS)
-    assert set(FLOATS) == set(request.FLOATS)
+    assert set(FLOATS) == set(export.FLOATS)
     assert LEAST_MEMORY == SMALLEST_MEMORY
 
 

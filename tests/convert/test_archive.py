@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.convert.archive import Archive, Growing
-from shardwise.convert.output import Late, Output, Part, size_of
-from shardwise.convert.torchsave import add_torch_file
+from shardwise.convert.plan import Late, Output, Part, size_of
+from shardwise.convert.targets.archive import Archive, Growing
+from shardwise.convert.targets.torch_file import add_torch_file
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.zip_archive import read_directory
 from shardwise.layout import Box

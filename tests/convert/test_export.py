@@ -17,9 +17,9 @@ import safetensors.torch
 import torch
 
 import shardwise as sw
-from shardwise.convert import conversion
+from shardwise.convert import write
 from shardwise.convert.journal import FOLDER
-from shardwise.convert.output import Late, Output
+from shardwise.convert.plan import Late, Output
 from shardwise.convert.stream import MarkedSums, Source, write_output
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import SoloGroup
@@ -146,12 +146,12 @@ def test_it_goes_on_where_it_was_broken_off(
     def export() -> sw.ConversionReport:
         return sw.export(source, tmp_path / "new", to="native", max_file=100_000)
 
-    monkeypatch.setattr(conversion, "write_output", failing)
+    monkeypatch.setattr(write, "write_output", failing)
     with pytest.raises(OSError, match="full"):
         export()
     with pytest.raises(sw.CheckpointNotFoundError):
         sw.open(tmp_path / "new")
-    with pytest.raises(sw.CheckpointExistsError, match="another conversion"):
+    with pytest.raises(sw.CheckpointExistsError, match="another unfinished export"):
         sw.export(source, tmp_path / "new", to="native", max_file=200_000)
     (damaged,) = [tmp_path / "new" / calls[0]]
     damaged.write_bytes(damaged.read_bytes()[:-1])
@@ -168,8 +168,8 @@ def test_a_full_disk_is_told(source: Path, tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object) -> object:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(conversion, "write_output", full)
-    with pytest.raises(OSError, match=r"No space left.*: make room.*new/r00000") as caught:
+    monkeypatch.setattr(write, "write_output", full)
+    with pytest.raises(OSError, match=r"No space left.*: free some space.*new/r00000") as caught:
         sw.export(source, tmp_path / "new", to="native")
     assert caught.value.errno == errno.ENOSPC
     monkeypatch.undo()
@@ -188,8 +188,8 @@ def test_what_is_damaged_on_the_way_is_noticed(
         path.write_bytes(content)
         return sums
 
-    monkeypatch.setattr(conversion, "write_output", damaging)
-    with pytest.raises(sw.CorruptionError, match="not what was written"):
+    monkeypatch.setattr(write, "write_output", damaging)
+    with pytest.raises(sw.CorruptionError, match="does not read back as written"):
         sw.export(source, tmp_path / "hf")
 
 
@@ -231,7 +231,7 @@ def test_a_kill_leaves_nothing_that_looks_whole(source: Path, tmp_path: Path, wr
         ({"max_memory": 1}, "at least"),
         ({"max_memory": "1G"}, "a number of bytes"),
         ({"max_file": 0}, "at least 1"),
-        ({"config": "nowhere.json"}, "a file is needed"),
+        ({"config": "nowhere.json"}, "not a file"),
         ({"config": __file__, "to": "dcp"}, "to='hf'"),
         ({"to": "native", "dtype": "float16", "root": "net"}, "no tensor below 'net'"),
     ],
@@ -277,11 +277,11 @@ def test_of_two_at_once_one_is_refused(
         return sw.export(source, tmp_path / "new", to="native")
 
     def with_another(*args: object) -> object:
-        with pytest.raises(sw.CheckpointExistsError, match="another process is converting"):
+        with pytest.raises(sw.CheckpointExistsError, match="another process is writing"):
             export()
         return write_output(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(conversion, "write_output", with_another)
+    monkeypatch.setattr(write, "write_output", with_another)
     assert export().resumed == 0
     assert sw.open(tmp_path / "new").verify().bytes_checked > 0
     assert FOLDER not in os.listdir(tmp_path / "new")
@@ -298,7 +298,9 @@ def test_one_that_was_killed_before_it_said_what_it_is_goes_on(
 def test_what_safetensors_cannot_hold_is_told(tmp_path: Path) -> None:
     whole = {"w": torch.ones(2), "c": torch.ones(2, dtype=torch.complex128)}
     sw.save(tmp_path / "source", {"model": whole})
-    with pytest.raises(sw.StateError, match=r"c: safetensors knows no complex128: skip="):
+    with pytest.raises(
+        sw.StateError, match=r"c: safetensors does not support complex128: leave it out with skip="
+    ):
         sw.export(tmp_path / "source", tmp_path / "hf", dtype="float32")
     sw.export(tmp_path / "source", tmp_path / "hf", skip=["*.c"])
     assert list(stored(tmp_path / "hf")) == ["w"]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.convert.torchsave import FILE
+from shardwise.convert.targets.torch_file import FILE
 from shardwise.manifest.dtypes import DTYPES
 from tests.formats.comparing import assert_same
 
@@ -64,7 +64,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state = {**training(1), **rest, "kind": {"none": Kind.LARGE}}
     sw.save(root / "source", state, step=2)
     report = sw.export(root / "source", root / "new", to="torch", max_memory=16 << 20)
-    assert report.left_out == ("kind.none: torch does not load a Kind unless it is told to trust",)
+    assert report.left_out == ("kind.none: torch.load reads a Kind only with weights_only=False",)
     return root / "new" / FILE
 
 
@@ -137,7 +137,7 @@ def test_every_dtype(tmp_path: Path) -> None:
 def test_a_name_that_is_a_value_and_more_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "source"
     sw.save(source, {"a.b": torch.ones(2), "a": 3})
-    with pytest.raises(ValueError, match="a: a value, and the first of other names"):
+    with pytest.raises(ValueError, match="a: both a value and the beginning of other names"):
         sw.export(source, tmp_path / "new", to="torch")
     sw.export(source, tmp_path / "new", to="torch", skip=["a"])
     loaded = torch.load(tmp_path / "new" / FILE, weights_only=True)

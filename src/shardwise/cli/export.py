@@ -17,7 +17,7 @@ from shardwise.cli.terminal import Advance, AsJson, output, print_json, progress
 from shardwise.events import Event, Sink
 
 if TYPE_CHECKING:
-    from shardwise.convert.conversion import ConversionReport
+    from shardwise.convert.write import ConversionReport
     from shardwise.formats.specification import Specification
 
 FORMATS = ("hf", "dcp", "torch", "deepspeed-universal", "native")

@@ -1,4 +1,4 @@
-"""What of a conversion is done, so that one that was killed goes on where it was."""
+"""The record of completed files, from which an interrupted export resumes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from shardwise.convert.output import Late, Output, Part, Sums
+from shardwise.convert.plan import Late, Output, Part, Sums
 from shardwise.errors import CheckpointExistsError
 from shardwise.store import LocalStore
 
@@ -26,39 +26,36 @@ class _Done(msgspec.Struct, frozen=True):
 
 
 class Journal:
-    """Notes beside the files of a conversion, one for each that is complete.
+    """A directory of records in the target, one for each complete file.
 
     Args:
         folder: the target.
-        identity: what is converted and how; a conversion of something else does not go on.
-
-    Raises:
-        CheckpointExistsError: something else is at the target.
+        identity: the source and the options; an export with another identity is not resumed.
     """
 
     def __init__(self, folder: Path, identity: str) -> None:
         self._folder = folder
-        self._notes = folder / FOLDER
+        self._records = folder / FOLDER
         self._identity = identity
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """Make the target, and hold it; what is there must be begun by the same conversion.
+        """Create the target and lock it. Files in it must belong to the same export.
 
         Raises:
-            CheckpointExistsError: it holds something else, is a file or below one, or another
-                process is converting into it.
+            CheckpointExistsError: the target holds something else, is a file or below one, or
+                another process is writing to it.
         """
         self._check()
-        notes = LocalStore(self._notes)
-        with notes.hold(LOCK, shared=False) as held:
+        records = LocalStore(self._records)
+        with records.hold(LOCK, shared=False) as held:
             if not held:
                 raise CheckpointExistsError(
-                    f"another process is converting into {self._folder}: wait until it has ended, "
-                    "or convert into a new directory"
+                    f"another process is writing to {self._folder}: wait until it ends, or choose "
+                    "a new directory"
                 )
-            self._check()  # what was there before this was held, may be another's by now
-            notes.publish(IDENTITY, self._identity.encode(), replace=True)
+            self._check()  # again, now that no other process can change it
+            records.publish(IDENTITY, self._identity.encode(), replace=True)
             yield
 
     def _check(self) -> None:
@@ -66,24 +63,24 @@ class Journal:
             each for each in (self._folder, *self._folder.parents) if os.path.lexists(each)
         )
         if not above.is_dir():
-            what = "a file" if above.exists() else "a link that leads nowhere"
-            raise CheckpointExistsError(f"{above} is {what}: convert into a new directory")
-        kept = self._notes / IDENTITY
+            what = "a file" if above.exists() else "a dangling symbolic link"
+            raise CheckpointExistsError(f"{above} is {what}: choose a new directory")
+        kept = self._records / IDENTITY
         found = sorted({path.name for path in self._folder.glob("*")} - {FOLDER})
         if found and not kept.is_file():
             raise CheckpointExistsError(
-                f"{self._folder} is not empty (it has {found[0]}): convert into a new directory"
+                f"{self._folder} is not empty (it has {found[0]}): choose a new directory"
             )
         if kept.is_file() and kept.read_text() != self._identity:
             raise CheckpointExistsError(
-                f"{self._folder} holds the beginning of another conversion: remove it, "
-                "or convert into a new directory"
+                f"{self._folder} holds another unfinished export (of another source or with other "
+                "options): remove it, or choose a new directory"
             )
 
     def sums_of(self, output: Output) -> Sums | None:
-        """The checksums of an output that is complete; None if it is not."""
+        """Return the checksums of a complete output; None if it is not complete."""
         try:
-            done = msgspec.json.decode(self._note(output).read_bytes(), type=_Done)
+            done = msgspec.json.decode(self._record(output).read_bytes(), type=_Done)
         except (OSError, msgspec.DecodeError):
             return None
         path = self._folder / output.name
@@ -91,24 +88,26 @@ class Journal:
         return done.sums if whole and done.plan == _plan(output) else None
 
     def complete(self, output: Output, sums: Sums) -> None:
-        """Note that an output is durable."""
-        note = self._note(output)
-        beside = note.with_suffix(".part")
-        beside.write_bytes(msgspec.json.encode(_Done(output.name, _plan(output), list(sums))))
-        beside.replace(note)
+        """Record that an output is durable."""
+        record = self._record(output)
+        partial = record.with_suffix(".part")
+        partial.write_bytes(msgspec.json.encode(_Done(output.name, _plan(output), list(sums))))
+        partial.replace(record)
 
     def end(self) -> None:
-        """Remove the notes."""
-        for note in self._notes.glob("*"):
-            note.unlink()
-        self._notes.rmdir()
+        """Remove all records."""
+        for record in self._records.glob("*"):
+            record.unlink()
+        self._records.rmdir()
 
-    def _note(self, output: Output) -> Path:
-        return self._notes / f"{hashlib.blake2b(output.name.encode(), digest_size=16).hexdigest()}"
+    def _record(self, output: Output) -> Path:
+        return (
+            self._records / f"{hashlib.blake2b(output.name.encode(), digest_size=16).hexdigest()}"
+        )
 
 
 def _plan(output: Output) -> str:
-    """What an output consists of, in brief."""
+    """Return a digest of the contents of an output."""
     digest = hashlib.blake2b(digest_size=16)
     for segment in output.segments:
         if isinstance(segment, bytes):

@@ -1,4 +1,4 @@
-"""What a LoRA adapter changes of the model that it was trained on."""
+"""Match the tensors of a LoRA adapter with those of its base model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.manifest.manifest import Manifest, TensorEntry
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 HARMLESS_STARTS = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` that leave the base as it was."""
+"""Values of `init_lora_weights` that do not change the base."""
 VARIANTS = (
     "use_dora",
     "use_qalora",
@@ -29,7 +29,7 @@ VARIANTS = (
     "trainable_token_indices",
     "target_parameters",
 )
-"""Settings of PEFT with which an adapter is more, or other, than two factors for each weight."""
+"""Settings of PEFT whose adapters are not simply two factors for each weight."""
 _FACTOR = re.compile(
     r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[aAbB])"
     r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?:\.(?P<kind>weight|bias))?"
@@ -39,7 +39,7 @@ _PLAIN_PATTERN = re.compile(r"\^?[\w.]+")
 
 
 class AdapterConfig(msgspec.Struct, frozen=True):
-    """What PEFT's `adapter_config.json` says of how an adapter is applied."""
+    """The settings in PEFT's `adapter_config.json` that determine how an adapter is applied."""
 
     r: int
     lora_alpha: float
@@ -51,14 +51,17 @@ class AdapterConfig(msgspec.Struct, frozen=True):
     init_lora_weights: bool | str = True
 
     def alpha_of(self, module: str) -> float:
-        """The alpha of a module, by its name in the model.
+        """Return the alpha of a module, given its name in the model.
 
         Raises:
-            StateError: `alpha_pattern` has a pattern that is more than a name.
+            StateError: `alpha_pattern` has a regular expression that is not a plain name.
         """
         for pattern, alpha in self.alpha_pattern.items():
             if not _PLAIN_PATTERN.fullmatch(pattern):
-                raise StateError(f"alpha_pattern has {pattern!r}: only names are understood there")
+                raise StateError(
+                    f"adapter_config.json: alpha_pattern {pattern!r} is not a plain module name, "
+                    "which is all that can be merged"
+                )
             whole = pattern.removeprefix("^")
             if module == whole or (whole == pattern and module.endswith(f".{pattern}")):
                 return alpha
@@ -66,11 +69,11 @@ class AdapterConfig(msgspec.Struct, frozen=True):
 
 
 def decode_config(data: bytes, place: str) -> AdapterConfig:
-    """What `adapter_config.json` holds.
+    """Decode `adapter_config.json`.
 
     Raises:
         FormatError: it is malformed.
-        StateError: the adapter is of a kind that cannot be merged.
+        StateError: this kind of adapter cannot be merged.
     """
     try:
         raw = msgspec.json.decode(data, type=dict[str, Any])
@@ -86,15 +89,17 @@ def decode_config(data: bytes, place: str) -> AdapterConfig:
             "with path_initial_model_for_weight_conversion)"
         )
     if used:
-        raise StateError(f"{place}: only plain LoRA can be merged, and this uses {', '.join(used)}")
+        raise StateError(
+            f"{place}: only plain LoRA can be merged, but this adapter uses {', '.join(used)}"
+        )
     return config
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Added to a weight: `scaling` × (`b` @ `a`), transposed if the weight is (in, out).
+    """An addition to a weight: `scaling` × (`b` @ `a`), transposed if the weight is (in, out).
 
-    `base` is the adapter's own copy of the weight, if it has one, as of embeddings.
+    `base` is the adapter's own copy of the weight, which adapters of embeddings can have.
     """
 
     a: str
@@ -107,7 +112,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """Added to a bias: `scaling` × the adapter's tensor."""
+    """An addition to a bias: `scaling` × the adapter's tensor."""
 
     name: str
     scaling: float
@@ -115,7 +120,7 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Taken from the adapter in place of the base's tensor."""
+    """A tensor of the adapter that replaces the base's."""
 
     name: str
 
@@ -125,7 +130,7 @@ Change = LowRank | Bias | Whole
 
 @dataclass(slots=True)
 class _Factors:
-    """What an adapter has for a module, by the adapter's names."""
+    """The adapter's tensors for one module."""
 
     a: TensorEntry | None = None
     b: TensorEntry | None = None
@@ -136,13 +141,13 @@ class _Factors:
 
 @dataclass(slots=True)
 class _Found:
-    """What an adapter has, by the names of modules and of whole tensors."""
+    """The adapter's tensors: factors by module, and whole tensors by name."""
 
     factors: dict[str, _Factors] = field(default_factory=dict)
     whole: dict[str, TensorEntry] = field(default_factory=dict)
 
     def names(self) -> list[str]:
-        """The names of the weights that change."""
+        """Return the names of the weights that change."""
         return [*(f"{module}.weight" for module in self.factors), *self.whole]
 
 
@@ -153,18 +158,21 @@ def changes(
     config: AdapterConfig | None,
     alpha: float | None,
 ) -> dict[str, Change]:
-    """What an adapter changes, by the names of the base's tensors.
+    """Return the changes that an adapter makes, by the names of the base's tensors.
 
     Args:
-        root: the base's model is below this name; "" if names have no such beginning.
-        alpha: in place of what the configuration says.
+        root: the name below which the base's model is; "" for all names.
+        alpha: the LoRA alpha, in place of the configured one.
 
     Raises:
-        MismatchError: names or shapes do not fit; lists them all.
-        StateError: it is no adapter, or one that cannot be merged.
+        MismatchError: names or shapes do not fit; `problems` lists them all.
+        StateError: the tensors are not an adapter, or it cannot be merged.
     """
     if config is None and alpha is None:
-        raise StateError("alpha= is needed: there is no adapter_config.json that says it")
+        raise StateError(
+            "the adapter has no adapter_config.json: give its LoRA alpha with alpha= "
+            "(on the command line --alpha)"
+        )
     found = _parsed(adapter.tensors)
     start = f"{root}." if root else ""
     there = {e.name.removeprefix(start): e for e in base.tensors if e.name.startswith(start)}
@@ -196,10 +204,10 @@ def _of_module(
     config: AdapterConfig | None,
     alpha: float | None,
 ) -> dict[str, Change]:
-    """What an adapter changes of a module.
+    """Return the changes that an adapter makes to one module.
 
     Raises:
-        MismatchError: it does not fit.
+        MismatchError: the factors do not fit the module.
     """
     weight, bias = there[f"{module}.weight"], there.get(f"{module}.bias")
     transposed = factors.embedding or (config is not None and config.fan_in_fan_out)
@@ -208,7 +216,7 @@ def _of_module(
         raise MismatchError(problem, [])
     rank = factors.a.shape[0]
     if config is not None and not config.rank_pattern and rank != config.r:
-        raise MismatchError(f"its rank is {rank}, and r={config.r} in adapter_config.json", [])
+        raise MismatchError(f"the rank is {rank}, but adapter_config.json has r={config.r}", [])
     own = alpha if alpha is not None else config.alpha_of(module) if config is not None else 0.0
     scaling = own / (math.sqrt(rank) if config is not None and config.use_rslora else rank)
     base = None if factors.base is None else factors.base.name
@@ -216,7 +224,9 @@ def _of_module(
     made: dict[str, Change] = {weight.name: LowRank(a, b, rank, scaling, transposed, base)}
     if factors.bias is not None:
         if bias is None or bias.shape != factors.bias.shape:
-            raise MismatchError("the adapter adds to its bias, and the base has none like that", [])
+            raise MismatchError(
+                "the adapter changes its bias, but the base has no bias of that shape", []
+            )
         made[bias.name] = Bias(factors.bias.name, scaling)
     return made
 
@@ -229,8 +239,8 @@ def _parsed(tensors: Sequence[TensorEntry]) -> _Found:
         if factor is None:
             if "lora_" in entry.name:
                 raise StateError(
-                    f"{entry.name}: only lora_A and lora_B of linear layers and embeddings can be "
-                    "merged, and whole tensors (modules_to_save)"
+                    f"{entry.name}: cannot be merged; supported are lora_A and lora_B of linear "
+                    "layers and embeddings, and whole tensors (modules_to_save)"
                 )
             whole = _WHOLE.fullmatch(entry.name)
             name = f"{whole['module']}.{whole['rest']}" if whole else entry.name
@@ -248,19 +258,21 @@ def _parsed(tensors: Sequence[TensorEntry]) -> _Found:
     for module, factors in found.factors.items():
         factors.base = found.whole.pop(f"{module}.weight", None)
     if len(adapters) > 1:
-        raise StateError(f"there are several adapters: {', '.join(sorted(adapters))}")
+        raise StateError(
+            f"there are several adapters ({', '.join(sorted(adapters))}): save one of them alone"
+        )
     if not found.factors:
         raise StateError(
-            "there is no adapter here: no name ends in lora_A, lora_A.weight or lora_embedding_A"
+            "not an adapter: no name ends in lora_A, lora_A.weight or lora_embedding_A"
         )
     return found
 
 
 def _prefix(names: Sequence[str], there: Mapping[str, TensorEntry], root: str) -> int:
-    """How much at the beginning of all names the base's names lack.
+    """Return the length of the prefix that all names have, and the base's names do not.
 
     Raises:
-        MismatchError: there is no such beginning.
+        MismatchError: there is no such prefix.
     """
     at = 0
     while at < len(names[0]) and all(name[:at] == names[0][:at] for name in names):
@@ -273,25 +285,25 @@ def _prefix(names: Sequence[str], there: Mapping[str, TensorEntry], root: str) -
     ends = {name.rpartition("base_model.model.")[2]: name for name in names}
     lost = [end for end in ends if end not in there] or [*ends]
     raise MismatchError(
-        f"the base has nothing below {root!r} that the adapter could change (root= names the "
-        "model in the base):",
+        f"the base has no tensors of these names below {root!r}, which the adapter changes; set "
+        "root= to the key of the model in the base:",
         lost,
     )
 
 
 def _misfit(factors: _Factors, weight: TensorEntry, *, transposed: bool) -> str:
-    """Why factors cannot be added to a weight; nothing if they can."""
+    """Return why factors cannot be added to a weight; empty if they can."""
     a, b = ((each.shape if each is not None else ()) for each in (factors.a, factors.b))
     if not a or not b:
-        return "only one of its two factors is there"
+        return "one of the two factors is missing"
     if weight.dtype not in FLOATS:
-        return f"its weight is {weight.dtype}: only {', '.join(FLOATS)} can be added to"
+        return f"the weight is {weight.dtype}; supported are {', '.join(FLOATS)}"
     if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not a[0]:
-        return f"its factors have shapes {list(a)} and {list(b)}"
+        return f"factors of shapes {list(a)} and {list(b)} do not fit each other"
     product = (a[1], b[0]) if transposed else (b[0], a[1])
     own = weight.shape if factors.base is None else factors.base.shape
     if not product == weight.shape == own:
-        return f"its factors multiply to {list(product)}, but the weight is {list(weight.shape)}"
+        return f"the factors multiply to {list(product)}, but the weight is {list(weight.shape)}"
     return ""
 
 

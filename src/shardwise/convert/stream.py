@@ -1,4 +1,4 @@
-"""An output, written from front to back: read ahead, checksummed, in two buffers."""
+"""Write one output from front to back: read ahead, checksum and write through two buffers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from shardwise.convert.output import Late, Output, Part, Parts, Segment, size_of
+from shardwise.convert.plan import Late, Output, Part, Parts, Segment, size_of
 from shardwise.engine.buffers import Arena, aligned_buffer
 from shardwise.engine.load import fill, plan_filling
 from shardwise.engine.opened import Opened
@@ -26,7 +26,7 @@ ALIGNMENT = 4096
 
 @dataclass(slots=True)
 class _Job:
-    """Bytes `[low, high)` of an output: segments, or parts of them, by where they begin."""
+    """Bytes `[low, high)` of an output: segments or parts of them, with their offsets."""
 
     low: int
     high: int
@@ -38,9 +38,9 @@ class Source:
     """A checkpoint that parts of tensors are read from.
 
     Args:
-        opened: where from.
-        arena: what it is read through.
-        verify: whether checksums are checked.
+        opened: the checkpoint.
+        arena: the buffers that it is read through.
+        verify: whether to check checksums.
     """
 
     def __init__(self, opened: Opened, arena: Arena, *, verify: bool = True) -> None:
@@ -53,7 +53,7 @@ class Source:
         """Fill buffers with parts.
 
         Raises:
-            CorruptionError: bytes are not those that were saved.
+            CorruptionError: bytes differ from those that were saved.
         """
         leaves = []
         apart: list[tuple[torch.Tensor, Buffer]] = []
@@ -77,15 +77,15 @@ def write_output(output: Output, source: Parts, file: WritableFile, largest: int
     """Write an output, and make it durable.
 
     Args:
-        file: of the output's size.
-        largest: bytes that are read, or written, at a time; twice as many are held.
+        file: a file of the output's size.
+        largest: bytes that are read or written at a time; twice as many are held.
 
     Returns:
-        The checksums between its marks.
+        The checksums between the output's marks.
 
     Raises:
-        CorruptionError: bytes of the source are not those that were saved.
-        OSError: the storage refused.
+        CorruptionError: the source is damaged.
+        OSError: the storage failed.
     """
     jobs = list(_jobs(output, largest))
     buffers = [aligned_buffer(largest + 2 * ALIGNMENT) for _ in range(2)]
@@ -123,7 +123,7 @@ def write_output(output: Output, source: Parts, file: WritableFile, largest: int
 
 
 def _write(file: WritableFile, job: _Job, buffer: Buffer, carried: Buffer, *, last: bool) -> Buffer:
-    """Write whole pages, those of the job before that are left first; return what is left."""
+    """Write whole pages, beginning with the bytes carried over. Returns the bytes of the rest."""
     start = job.low // ALIGNMENT * ALIGNMENT
     buffer[: len(carried)] = carried
     held = job.high - start
@@ -137,7 +137,7 @@ def _write(file: WritableFile, job: _Job, buffer: Buffer, carried: Buffer, *, la
 
 
 class MarkedSums:
-    """Checksums of what goes by, cut at an output's marks."""
+    """Checksums of a stream of bytes, one for each range between an output's marks."""
 
     def __init__(self, output: Output) -> None:
         self._marks = [*output.marks, output.size]
@@ -146,7 +146,7 @@ class MarkedSums:
         self.done: list[int] = []
 
     def add(self, data: Buffer) -> None:
-        """Take in what comes next."""
+        """Add the next bytes."""
         while len(data):
             room = self._marks[len(self.done)] - self._at
             part, data = data[:room], data[room:]
@@ -157,7 +157,7 @@ class MarkedSums:
                 self._running = 0
 
     def all(self) -> list[int]:
-        """Those of all ranges; the last ones may be empty."""
+        """Return the checksums of all ranges, also of empty ones at the end."""
         return self.done + [0] * (len(self._marks) - len(self.done))
 
 
@@ -181,7 +181,7 @@ def _jobs(output: Output, largest: int) -> Iterator[_Job]:
 
 
 def _cut(segment: Segment, largest: int) -> Iterator[Segment]:
-    """A segment in pieces that fit into a buffer."""
+    """Cut a segment into pieces that fit into a buffer."""
     if isinstance(segment, bytes):
         for low in range(0, len(segment), largest):
             yield segment[low : low + largest]

@@ -1,7 +1,7 @@
-"""Zip archives as torch.save writes them, laid out before the bytes of tensors are known.
+"""Zip archives as torch.save writes them, planned before the bytes of tensors are known.
 
-Entries are stored as they are. The checksum of one that is a tensor follows its bytes, as torch
-has it too; the directory at the end has all of them.
+Entries are not compressed. The checksum of a tensor follows its bytes, as in archives of torch; the
+directory at the end has all checksums.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from shardwise.convert.output import Late, Output, Part, Segment, Sums, size_of
+from shardwise.convert.plan import Late, Output, Part, Segment, Sums, size_of
 from shardwise.formats.containers.zip_archive import (
     END,
     END64,
@@ -32,21 +32,21 @@ ALIGNMENT = 64
 _DESCRIPTOR_MARK = b"PK\x07\x08"
 _DESCRIPTOR, _DESCRIPTOR64 = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
 _WIDE = 1
-"""The kind of extra field that has numbers of 64 bits."""
+"""The id of the extra field with 64-bit numbers."""
 _PADDING = struct.Struct("<2sH")
 _PLAIN, _WITH_WIDE = 20, 45
-"""Versions of the format that a reader needs."""
+"""Versions of the zip format that readers must support."""
 _UTF8, _SUM_FOLLOWS = 0x800, 8
 _DATE = 0x21
-"""1980-01-01, the first that there is."""
+"""1980-01-01, the first date that zip can represent."""
 _ENTRIES_AT_ONCE = 4096
 
 
 class Growing:
-    """A file that is laid out from front to back.
+    """A file that is planned from front to back.
 
     Args:
-        name: its path below the target.
+        name: the path below the target.
     """
 
     def __init__(self, name: str) -> None:
@@ -56,12 +56,12 @@ class Growing:
         self._marks: list[int] = []
 
     def add(self, segment: Segment) -> None:
-        """Lay this out next."""
+        """Append a segment."""
         self._segments.append(segment)
         self.size += size_of(segment)
 
     def add_summed(self, part: Part) -> int:
-        """Lay out a part that is not empty; the number of its checksum among the file's."""
+        """Append a part that is not empty. Returns the number of its checksum in the file."""
         if self._marks[-1:] != [self.size] and self.size:
             self._marks.append(self.size)
         self.add(part)
@@ -69,18 +69,18 @@ class Growing:
         return len(self._marks) - 1
 
     def align(self) -> None:
-        """Go on at a multiple of `ALIGNMENT`."""
+        """Pad the file to a multiple of `ALIGNMENT`."""
         self.add(bytes(-self.size % ALIGNMENT))
 
     def output(self) -> Output:
-        """All of it."""
+        """Return the planned file."""
         return Output(self.name, tuple(self._segments), tuple(self._marks))
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An entry of an archive: where its header lies in it, and its checksum, or the number of it
-    among the sums of the file."""
+    """An entry of an archive: the offset of its header, and its checksum or the checksum's number
+    in the file."""
 
     name: bytes
     header: int
@@ -93,7 +93,7 @@ class _Entry:
 
 
 class Archive:
-    """An archive that is laid out at the end of a file; its offsets count from there."""
+    """An archive that is appended to a file. Its offsets count from its own beginning."""
 
     def __init__(self, file: Growing) -> None:
         self._file = file
@@ -101,7 +101,7 @@ class Archive:
         self._entries: list[_Entry] = []
 
     def add(self, name: str, content: bytes | Part) -> None:
-        """Add an entry, whose bytes are aligned if the file is aligned where the archive begins."""
+        """Add an entry. Its bytes are aligned if the beginning of the archive is."""
         file, encoded, size = self._file, name.encode(), size_of(content)
         header = file.size - self._start
         wide = struct.pack("<HHQQ", _WIDE, 16, size, size) if size >= FULL32 else b""
@@ -123,7 +123,7 @@ class Archive:
             self._entries.append(_Entry(encoded, header, size, known))
 
     def close(self) -> None:
-        """Lay out the directory."""
+        """Append the directory."""
         file, count = self._file, len(self._entries)
         start = file.size - self._start
         for low in range(0, count, _ENTRIES_AT_ONCE):
@@ -148,7 +148,7 @@ def _descriptor(number: int, size: int) -> Late:
 
 
 def _directory(entries: Sequence[_Entry], sums: Sums | None) -> bytes:
-    """Entries as the directory lists them; without sums, as many bytes."""
+    """Return the directory of entries; without sums, a placeholder of the same size."""
     listed = []
     for entry in entries:
         wide = [n for n in (entry.size, entry.size, entry.header) if n >= FULL32]

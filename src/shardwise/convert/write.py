@@ -1,4 +1,4 @@
-"""A conversion: laid out, divided among ranks, written, read again, and then made whole."""
+"""Write the files of a target: divided among ranks, resumable, read back and published."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from shardwise.convert.journal import Journal
-from shardwise.convert.output import Output, Part, Parts, Sums, Target
+from shardwise.convert.plan import Output, Part, Parts, Sums, Target
 from shardwise.convert.stream import MarkedSums, write_output
 from shardwise.engine.buffers import Arena, aligned_buffer
 from shardwise.engine.compare import check_all
@@ -55,7 +55,7 @@ class ConversionReport:
 
     def __str__(self) -> str:
         files = f"{self.files} file{'' if self.files == 1 else 's'}"
-        resumed = f"; {self.resumed} of them were there" if self.resumed else ""
+        resumed = f"; {self.resumed} written by an earlier run" if self.resumed else ""
         left = f"; left out: {len(self.left_out)}" if self.left_out else ""
         return (
             f"wrote {self.path}: {files}, of which this rank wrote {size(self.bytes_written)}, in "
@@ -63,18 +63,18 @@ class ConversionReport:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """A target that is written. All ranks of the group run it together, and share the files.
+    """One export. All ranks of the group run it together and share the files.
 
     Attributes:
-        folder: a directory that is new, empty, or holds the beginning of the same conversion.
-        identity: what is converted, and how.
-        max_memory: bound on the host memory that each rank holds, in bytes.
-        source: makes what parts of tensors are read from; they are read through the arena.
-        compared: checkpoints whose copies of tensors are compared first, and the names of these;
-            None for all that is written.
-        left_out: what of the source was left out before, and why.
+        source: makes the source of the parts, which reads through the given arena.
+        compared: checkpoints whose copies of tensors are compared first, with the names of the
+            tensors; None for all tensors that are written.
+        folder: a directory that is new, empty, or has files of the same export.
+        identity: the source and the options; another export is not resumed.
+        max_memory: the most host memory that each rank uses, in bytes.
+        left_out: what the source itself left out, and why.
     """
 
     source: Callable[[Arena], Parts]
@@ -88,14 +88,13 @@ class Conversion:
     recorder: Recorder
 
     def run(self) -> ConversionReport:
-        """Write all files, read them again, and publish what makes them a checkpoint.
+        """Write all files, read them back, and publish the files that make them a checkpoint.
 
         Raises:
-            CheckpointExistsError: something else is in the folder, or somebody else writes there.
-            CorruptionError: bytes of the source are not those that were saved, or what was
-                written is not read back as it was.
+            CheckpointExistsError: the folder holds something else, or another process writes there.
+            CorruptionError: the source is damaged, or a written file does not read back as written.
             MismatchError: the source stores a tensor several times, and the copies differ.
-            RankError: another rank failed. What is complete stays, and the next run goes on.
+            RankError: another rank failed. Complete files stay, and the next run resumes.
         """
         written = _names(self.target.outputs)
         for opened, names in self.compared:
@@ -121,8 +120,8 @@ class Conversion:
             return b""
 
         with ExitStack() as held:
-            exchange(self.group, "beginning a conversion", lambda: b"", begin)
-            exchange(self.group, "converting", lambda: self._write(mine, journal, resumed), publish)
+            exchange(self.group, "starting an export", lambda: b"", begin)
+            exchange(self.group, "exporting", lambda: self._write(mine, journal, resumed), publish)
         return ConversionReport(
             path=str(self.folder),
             files=len(self.target.outputs),
@@ -133,12 +132,12 @@ class Conversion:
         )
 
     def _write(self, outputs: list[Output], journal: Journal, resumed: list[str]) -> bytes:
-        """Write those that are not complete yet; the sums of all, encoded."""
+        """Write the files that are not complete yet. Returns the checksums of all, encoded."""
         largest = largest_read(self.max_memory)
         source = self.source(Arena(largest))
         done: dict[str, list[int]] = {}
         with self.recorder.stage("plan", 2 * sum(output.size for output in outputs)):
-            pass  # who shows how far it is wants to know how much there is to do
+            pass  # announces the total to progress bars
         with ThreadPoolExecutor(1, "shardwise-convert-verify") as behind:
             reading: tuple[Output, Future[None]] | None = None
             for output in outputs:
@@ -156,7 +155,7 @@ class Conversion:
         return msgspec.msgpack.encode(done)
 
     def _wait(self, reading: tuple[Output, Future[None]] | None) -> None:
-        """Wait until a file is read again, for what the next one's writing has left of that."""
+        """Wait until a file is read back, which began while the next one was written."""
         if reading is not None:
             output, job = reading
             with self.recorder.stage("verify", output.size):
@@ -164,17 +163,17 @@ class Conversion:
 
 
 def _names(outputs: tuple[Output, ...]) -> set[str]:
-    """The tensors that outputs are made of."""
+    """Return the names of the tensors in outputs."""
     return {part.name for each in outputs for part in each.segments if isinstance(part, Part)}
 
 
 def largest_read(max_memory: int) -> int:
-    """Bytes that are read or written at a time; about six times as many are held."""
+    """Return how many bytes are read or written at a time. About six times as many are held."""
     return min(LARGEST_READ, max_memory // 8) // ALIGNMENT * ALIGNMENT
 
 
 def _share(outputs: tuple[Output, ...], ranks: int) -> list[list[Output]]:
-    """Outputs for each rank, by bytes."""
+    """Divide outputs among ranks by size."""
     shares: list[list[Output]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for output in sorted(outputs, key=lambda each: -each.size):
@@ -185,29 +184,29 @@ def _share(outputs: tuple[Output, ...], ranks: int) -> list[list[Output]]:
 
 
 def _write(output: Output, source: Parts, folder: Path, largest: int) -> Sums:
-    """Write a file beside its place, and move it there once it is durable."""
+    """Write a file under a temporary name, and rename it when it is durable."""
     store = _below(LocalStore(folder), output.name)
     name = Path(output.name).name
-    beside = f"{name}.part"
-    store.delete(beside)
+    partial = f"{name}.part"
+    store.delete(partial)
     try:
-        with closing(store.create(beside, output.size)) as file:
+        with closing(store.create(partial, output.size)) as file:
             sums = write_output(output, source, file, largest)
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        said = f"{error.strerror}: make room, and convert again, which goes on from here"
-        raise OSError(error.errno, said, str(store.path / name)) from error
-    os.replace(store.path / beside, store.path / name)
+        message = f"{error.strerror}: free some space, and run the same export again to resume it"
+        raise OSError(error.errno, message, str(store.path / name)) from error
+    os.replace(store.path / partial, store.path / name)
     store.sync()
     return sums
 
 
 def _read_again(output: Output, sums: Sums, folder: Path, largest: int) -> None:
-    """Read a file in two buffers: one is summed while the other is read.
+    """Read a file back and compare its checksums; one buffer is summed while the other is read.
 
     Raises:
-        CorruptionError: it is not what was written.
+        CorruptionError: the file differs from what was written.
     """
     found = MarkedSums(output)
     buffers = [aligned_buffer(largest) for _ in range(2)]
@@ -228,12 +227,13 @@ def _read_again(output: Output, sums: Sums, folder: Path, largest: int) -> None:
             found.add(part)
     if found.all() != list(sums):
         raise CorruptionError(
-            f"{folder / output.name} is not what was written: remove it, and convert again"
+            f"{folder / output.name} does not read back as written: remove it, and run the same "
+            "export again"
         )
 
 
 def _below(store: LocalStore, name: str) -> LocalStore:
-    """The store that a path's last part is in."""
+    """Return the store of the directory that a path is in."""
     for part in Path(name).parts[:-1]:
         store = store.at(part)
     return store

@@ -1,4 +1,4 @@
-"""Our own format, written from another checkpoint: files of bounded size, and a manifest."""
+"""shardwise's own format: data files of bounded size, and a manifest."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from shardwise.convert.chosen import Chosen, Written
-from shardwise.convert.division import cut, split
-from shardwise.convert.output import Late, Output, Part, Sums, Target
+from shardwise.convert.plan import Chosen, Late, Output, Part, Sums, Target, Written, cut, split
 from shardwise.manifest.checksums import BLOCK, crc32
 from shardwise.manifest.datafile import DataFile, lay_out, list_pieces
 from shardwise.manifest.dtypes import DTYPES
@@ -25,11 +23,11 @@ from shardwise.manifest.names import MANIFEST, data_file
 
 
 def native_target(chosen: Chosen) -> Target:
-    """Lay out a checkpoint of ours, of all that was chosen. Larger tensors are cut."""
+    """Plan the files of a shardwise checkpoint. Tensors larger than `max_file` are cut."""
     source, save_id = chosen.source, chosen.save_id
     stored = [each for each in chosen.tensors if each.entry.same_as is None]
     parts = [part for each in stored if each.part.size for part in cut(each.part, chosen.max_file)]
-    # Wider types first, so that all of them are aligned.
+    # Wider types first, so that all tensors are aligned.
     order = sorted(parts, key=lambda part: -DTYPES[part.dtype].itemsize)
     files = split(order, lambda part: part.size, chosen.max_file)
     shapes = {each.entry.name: each.entry.shape for each in stored}
@@ -66,7 +64,7 @@ def native_target(chosen: Chosen) -> Target:
         )
         return {MANIFEST: encode_manifest(manifest)}
 
-    left = tuple(f"{name}: each rank has its own value of it" for name in source.per_rank)
+    left = tuple(f"{name}: its value differs between ranks" for name in source.per_rank)
     return Target(tuple(outputs), finals, left)
 
 
@@ -77,7 +75,7 @@ def _file(name: str, layout: DataFile, parts: Sequence[Part]) -> Output:
 
 
 def _table(sums: Sums) -> bytes:
-    """The checksums of all blocks: of all that lies before the table itself."""
+    """Return the checksums of all blocks before the table itself."""
     return np.array(sums[:-1], "<u4").tobytes()
 
 

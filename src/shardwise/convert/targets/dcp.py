@@ -1,4 +1,4 @@
-"""PyTorch DCP: files of items, each like a file of torch.save, and `.metadata`."""
+"""PyTorch DCP: data files whose items are files of torch.save, and `.metadata`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardwise.convert.archive import Growing
-from shardwise.convert.chosen import Chosen
-from shardwise.convert.division import cut, split
-from shardwise.convert.nested import Nested, nested
-from shardwise.convert.output import Part, Sums, Target
-from shardwise.convert.torchsave import add_torch_file
+from shardwise.convert.plan import Chosen, Part, Sums, Target, cut, split
+from shardwise.convert.targets.archive import Growing
+from shardwise.convert.targets.nested import Nested, nested
+from shardwise.convert.targets.torch_file import add_torch_file
 from shardwise.errors import StateError
 from shardwise.formats.readers.dcp.metadata import METADATA, Item
 
@@ -23,9 +21,9 @@ Path = tuple[str | int, ...]
 
 
 def dcp_target(chosen: Chosen) -> Target:
-    """Lay out what `torch.distributed.checkpoint.load` reads; tensors beyond `max_file` are cut.
+    """Plan the files of a DCP checkpoint. Tensors larger than `max_file` are cut.
 
-    Optimizers have the names that `get_optimizer_state_dict` gives, whether it flattens or not.
+    Optimizers have both the names of `get_optimizer_state_dict` with flattening and without.
     """
     state = nested(chosen)
     left_out = list(state.left_out)
@@ -55,22 +53,22 @@ def dcp_target(chosen: Chosen) -> Target:
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A tensor or a value, and its path in the state."""
+    """A tensor or value, and its path in the state."""
 
     path: Path
     value: Any
 
     @property
     def part(self) -> bool:
-        """Whether it is a tensor."""
+        """Whether the leaf is a tensor."""
         return isinstance(self.value, Part)
 
 
 def _by_name(state: Nested) -> dict[str, _Leaf]:
-    """The leaves of a state, by their paths with dots.
+    """Return the leaves of a state by their dotted paths.
 
     Raises:
-        StateError: two have one name.
+        StateError: two leaves have the same name.
     """
     held = dict(state.parts)
     for root, optimizer in state.optimizers.items():
@@ -80,13 +78,15 @@ def _by_name(state: Nested) -> dict[str, _Leaf]:
         for path, value in _leaves(above, whole):
             name = ".".join(map(str, path))
             if name in found:
-                raise StateError(f"{name}: two things have this name in DCP: skip= one of them")
+                raise StateError(
+                    f"{name}: two values get this name in DCP: leave one of them out with skip="
+                )
             found[name] = _Leaf(path, value)
     return found
 
 
 def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    """Leaves as DCP takes a state apart: dicts, and lists if there are tensors or dicts in them."""
+    """Yield leaves as DCP flattens a state: dicts, and lists that contain tensors or dicts."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from _leaves((*path, str(key)), each)
@@ -115,7 +115,7 @@ def _metadata(
     tensors: Mapping[str, Sequence[Part]],
     placed: Mapping[Part | str, Item],
 ) -> Metadata:
-    """What torch itself would pickle."""
+    """Return the metadata as torch builds it."""
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,

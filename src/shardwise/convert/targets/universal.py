@@ -1,7 +1,7 @@
-"""DeepSpeed's universal checkpoints: a file for each parameter and each key of its state.
+"""DeepSpeed universal checkpoints: a file for each parameter and each key of its state.
 
-ZeRO 1 and 2 look for model states under another name than ZeRO 3, and for hyperparameters in
-another place: both are written, so that one checkpoint is for all.
+ZeRO 1 and 2 read model states and hyperparameters from other places than ZeRO 3. Both are written,
+so that all stages can load the checkpoint.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from typing import Any
 
 import torch
 
-from shardwise.convert.archive import Growing
-from shardwise.convert.chosen import Chosen
-from shardwise.convert.nested import Nested, Optimizer, nested
-from shardwise.convert.output import Output, Part, Target
-from shardwise.convert.torchsave import add_torch_file, refusal
+from shardwise.convert.plan import Chosen, Output, Part, Target
+from shardwise.convert.targets.archive import Growing
+from shardwise.convert.targets.nested import Nested, Optimizer, nested
+from shardwise.convert.targets.torch_file import add_torch_file, refusal
 from shardwise.errors import StateError
 from shardwise.formats.optimizers import GROUPS, PARAM_NAMES, PARAMS
 from shardwise.formats.readers.deepspeed.files import LATEST_UNIVERSAL, WEIGHTS
 
 VERSION = "0.19.8"
-"""Of DeepSpeed, whose layout this is."""
+"""The version of DeepSpeed whose layout is written."""
 _COUNTERS = [("deepspeed", kind) for kind in ("global_steps", "global_samples", "skipped_steps")]
 MASTER = "float32"
 STEP = "step"
@@ -35,13 +34,13 @@ _MODEL_STATES, _MODEL_STATES_OF_ZERO_3 = (
 
 
 def universal_target(chosen: Chosen) -> Target:
-    """Lay out what DeepSpeed reads if it is configured with `load_universal`.
+    """Plan the files that DeepSpeed reads with `load_universal`.
 
-    Weights and the optimizer's state are in float32. What is not trained is with the model states,
-    from where DeepSpeed itself does not restore it.
+    Weights and the optimizer's state are float32. Tensors that are not trained are stored with the
+    model states, from which DeepSpeed itself does not restore them.
 
     Raises:
-        StateError: there is no model, or not one optimizer.
+        StateError: there is no model, or not exactly one optimizer.
     """
     state = nested(chosen)
     training = _training(chosen, state)
@@ -70,25 +69,25 @@ def _check(files: Iterable[str]) -> None:
         parts = name.split("/")
         if not all(map(_PLAIN.fullmatch, parts)) or {".", ".."} & set(parts):
             raise StateError(
-                f"{name[:200]!r}: DeepSpeed's universal format names files by parameters and their "
-                "states, and this is no path of letters, digits, dots, _ and -: a spec= renames it"
+                f"{name[:200]!r}: invalid file name; DeepSpeed's universal format names files "
+                "after parameters, of letters, digits, dots, _ and -: rename it with spec="
             )
 
 
 @dataclass(frozen=True, slots=True)
 class _Training:
-    """What is trained, and by what: the model by name, param groups with `PARAM_NAMES`."""
+    """The model by name, its optimizer, and the param groups with `PARAM_NAMES`."""
 
     model: Mapping[str, Any]
     optimizer: Optimizer
     groups: list[dict[str, Any]]
 
     def names(self) -> list[str]:
-        """Of all parameters, those that are tied once."""
+        """Return the names of all parameters; tied ones once."""
         return [name for group in self.groups for name in group[PARAM_NAMES]]
 
     def fits(self, name: str, key: str) -> bool:
-        """Whether state can be an atom: DeepSpeed cuts it as it cuts the weights."""
+        """Return whether state has the shape of its weight, by which DeepSpeed shards it."""
         value = self.optimizer.state[name][key]
         return key == STEP or (
             isinstance(value, Part) and value.box.shape == self.model[name].box.shape
@@ -101,15 +100,17 @@ def _training(chosen: Chosen, state: Nested) -> _Training:
     }
     if not model or len(state.optimizers) != 1:
         raise StateError(
-            "DeepSpeed's universal format holds a model and its optimizer: there are "
-            f"{len(model)} names below {chosen.root!r}, and {len(state.optimizers)} optimizers; "
-            "root= and skip= choose"
+            "DeepSpeed's universal format holds one model and its optimizer, but there are "
+            f"{len(model)} names below {chosen.root!r} and {len(state.optimizers)} optimizers: "
+            "select them with root= and skip="
         )
     (optimizer,) = state.optimizers.values()
     training = _Training(model, optimizer, optimizer.numbered()[GROUPS])
     for name in training.names():
         if not isinstance(model.get(name), Part):
-            raise StateError(f"{name}: the optimizer has it, and what is written of the model not")
+            raise StateError(
+                f"{name}: the optimizer has this parameter, but the model that is written does not"
+            )
     return training
 
 
@@ -120,7 +121,7 @@ def _file(name: str, value: Any) -> Output:
 
 
 def _atoms(training: _Training, name: str) -> Iterator[tuple[str, Any]]:
-    """What there is of a parameter, by key."""
+    """Yield the weight and the state of a parameter, by key."""
     yield WEIGHTS, {"param": _master(training.model[name])}
     for key, value in training.optimizer.state.get(name, {}).items():
         if key == STEP:
@@ -134,19 +135,19 @@ def _master(part: Part) -> Part:
 
 
 def _beyond(training: _Training) -> Iterator[str]:
-    """What state is in no atom, and why."""
+    """Yield the state that is not written, and why."""
     names = set(training.names())
     for name, values in training.optimizer.state.items():
         if name not in names and training.optimizer.ties.get(name) not in names:
-            yield f"{name}: its state is of no parameter in a group"
+            yield f"{name}: it has state, but is not in any param group"
         elif name in names:
             for key in values:
                 if not training.fits(name, key):
-                    yield f"{name}.{key}: state that has not the shape of its parameter"
+                    yield f"{name}.{key}: its shape differs from that of its parameter"
 
 
 def _hyperparameters(training: _Training) -> dict[str, Any]:
-    """Hyperparameters, for ZeRO 1 and 2 at the top; for ZeRO 3 below, with a step of each group."""
+    """Return hyperparameters: on top for ZeRO 1 and 2; nested, with group steps, for ZeRO 3."""
     settings = []
     states = {}
     for number, group in enumerate(training.groups):
@@ -162,7 +163,7 @@ def _hyperparameters(training: _Training) -> dict[str, Any]:
 
 
 def _model_states(training: _Training, step: int) -> dict[str, Any]:
-    """What lies beside the atoms; to say which of the rest are buffers, nothing is known."""
+    """Return the model states. Tensors that are not trained all count as buffers."""
     model = training.model
     shapes = [
         {name: torch.Size(model[name].box.shape) for name in group[PARAM_NAMES]}
@@ -190,9 +191,9 @@ def _model_states(training: _Training, step: int) -> dict[str, Any]:
 
 
 def _values(state: Nested, root: str) -> tuple[dict[str, Any], list[str]]:
-    """All but the model, by the keys that DeepSpeed has for it; and why some is left out.
+    """Return everything but the model, by DeepSpeed's keys; and what is left out, with reasons.
 
-    What users gave to DeepSpeed to be saved has keys beside DeepSpeed's own.
+    The client state of users has the same level as DeepSpeed's own keys.
     """
     values: dict[str, Any] = {}
     left_out = []
@@ -207,7 +208,7 @@ def _values(state: Nested, root: str) -> tuple[dict[str, Any], list[str]]:
         elif path[1:] and (path[0] == "client_state" or path in _COUNTERS):
             values[path[1]] = value
         elif path[0] == "deepspeed":
-            left_out.append(f"{'.'.join(path)}: it is of the engine that wrote it")
+            left_out.append(f"{'.'.join(path)}: internal state of the engine that wrote it")
         else:
             *above, key = path
             (values.setdefault(above[0], {}) if above else values)[key] = value

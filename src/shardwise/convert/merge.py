@@ -1,4 +1,4 @@
-"""A model with a LoRA adapter merged into it, computed part by part."""
+"""Merge a LoRA adapter into a model, part by part."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from shardwise.convert.lora import Bias, Change, LowRank, Whole
-from shardwise.convert.output import Part
+from shardwise.convert.plan import Part
 from shardwise.convert.stream import Source
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.layout import Box
@@ -15,12 +15,14 @@ from shardwise.store.store import Buffer
 
 
 class Merged:
-    """Reads a base with an adapter merged into it. Sums are made in single precision (in double,
-    where the base is), and rounded once.
+    """A source that reads a base model with an adapter merged into it.
+
+    Sums are computed in single precision, or in double precision if the base has it, and rounded
+    once.
 
     Args:
-        changed: by the base's names.
-        held: bytes of host memory to hold beside what the sources hold and what is filled.
+        changed: the changes by the base's names.
+        held: bytes of host memory to use, in addition to that of the sources and the target.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class Merged:
         """Fill each buffer with its part.
 
         Raises:
-            CorruptionError: bytes are not those that were saved.
+            CorruptionError: bytes differ from those that were saved.
         """
         plain = []
         for part, buffer in parts:
@@ -82,7 +84,7 @@ class Merged:
         return product.T if change.transposed else product
 
     def _factor(self, side: str, part: Part) -> torch.Tensor:
-        """A part of a factor; the last one of each side is kept, since tiles share them."""
+        """Return a part of a factor. The last one of each side is kept, as tiles share it."""
         kept = self._factors.pop(side, None)
         if kept is None or kept[0] != part:
             kept = None  # not two at a time
@@ -99,7 +101,7 @@ def _read(source: Source, name: str, box: Box, kind: str) -> torch.Tensor:
 
 
 def _tiles(shape: Sequence[int], rank: int, most: int) -> Iterator[Box]:
-    """A vector or a matrix in boxes; of each, with its factors, `most` elements are held."""
+    """Cut a vector or matrix into boxes that, with their factors, have at most `most` elements."""
     if len(shape) == 1:
         step = max(1, most // 4)
         for at in range(0, shape[0], step):

@@ -1,4 +1,4 @@
-"""Several checkpoints of one model as one: their weighted mean, computed part by part."""
+"""The weighted mean of several checkpoints of one model, computed part by part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import msgspec
 import torch
 
-from shardwise.convert.output import Part
+from shardwise.convert.plan import Part
 from shardwise.convert.stream import Source
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.errors import MismatchError, StateError
@@ -24,15 +24,15 @@ MIXED = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 def averaged(
     manifests: Mapping[str, Manifest], selection: Selection, take_first: Sequence[str]
 ) -> tuple[Manifest, tuple[str, ...]]:
-    """The manifest of the mean, by the names of the first; and what is left out, with reasons.
+    """Return the manifest of the mean, and what it leaves out, with reasons.
 
-    Plain values that differ have no mean, and are left out unless `take_first` matches them.
+    Plain values that differ have no mean. They are left out unless `take_first` matches them.
 
     Args:
-        manifests: by the places that they are of.
+        manifests: the manifests by the paths of the checkpoints.
 
     Raises:
-        MismatchError: names, shapes or kinds of numbers differ; lists them all.
+        MismatchError: names, shapes or kinds of numbers differ; `problems` lists them all.
     """
     (first, manifest), *others = manifests.items()
     chosen = [entry for entry in manifest.tensors if selection.chooses(entry.name)]
@@ -53,9 +53,11 @@ def averaged(
     names = [entry.name for entry in manifest.tensors] + [each.name for each in manifest.objects]
     idle = [each for each in take_first if not any(fnmatchcase(name, each) for name in names)]
     if idle:
-        raise MismatchError(f"take_first= matches nothing in {first}:", idle)
+        raise MismatchError(f"these patterns of take_first= match nothing in {first}:", idle)
     if problems:
-        raise MismatchError("checkpoints of different tensors have no average:", problems)
+        raise MismatchError(
+            "the checkpoints cannot be averaged, because their tensors differ:", problems
+        )
     values, left_out = _values(manifest.objects, dict(others), selection, take_first)
     steps = {each.step for each in manifests.values()}
     return (
@@ -74,16 +76,16 @@ def averaged(
 
 
 class Averaged:
-    """Reads the weighted mean of what several checkpoints have.
+    """A source that reads the weighted mean of several checkpoints.
 
-    Floating-point and complex tensors are summed in double precision, and rounded once. All others
-    must be the same in all checkpoints, or be taken from the first.
+    Floating-point and complex tensors are summed in double precision and rounded once. Other
+    tensors must be equal in all checkpoints, or be taken from the first.
 
     Args:
-        sources: by place.
-        weights: one for each; their sum is 1.
-        take_first: shell patterns of the names of tensors that are taken from the first.
-        held: bytes of host memory to hold beside what the sources hold and what is filled.
+        sources: the checkpoints by path.
+        weights: one for each checkpoint; their sum is 1.
+        take_first: shell patterns of tensors to take from the first checkpoint.
+        held: bytes of host memory to use, in addition to that of the sources and the target.
     """
 
     def __init__(
@@ -102,8 +104,8 @@ class Averaged:
         """Fill each buffer with its part of the mean.
 
         Raises:
-            CorruptionError: bytes are not those that were saved.
-            MismatchError: a tensor of integers differs.
+            CorruptionError: bytes differ from those that were saved.
+            MismatchError: a tensor that cannot be averaged differs.
         """
         first = next(iter(self._sources.values()))
         plain = []
@@ -134,7 +136,7 @@ class Averaged:
             at += len(out)
 
     def _compare(self, part: Part) -> None:
-        """Refuse a tensor of integers that is not the same everywhere."""
+        """Raise an error if a tensor that cannot be averaged differs between checkpoints."""
         first, *others = self._sources.items()
         own = first[1].saved.tensor(part.name)
         dtype = part.dtype if own is None else own.dtype
@@ -146,14 +148,14 @@ class Averaged:
                 source.read([(piece, found)])
                 if wanted.tobytes() != found.tobytes():
                     raise MismatchError(
-                        "tensors that are not floating-point have no average, and differ; "
+                        "tensors that are not floating-point must be equal in all checkpoints; "
                         "take_first= takes them from the first checkpoint, skip= leaves them out:",
-                        [f"{part.name}: in {first[0]} and {place}"],
+                        [f"{part.name}: differs between {first[0]} and {place}"],
                     )
 
 
 def _boxes(part: Part, most: int) -> list[Box]:
-    """A part in boxes of at most `most` elements that follow each other in memory."""
+    """Cut a part into boxes of at most `most` elements that are contiguous in memory."""
     return [
         Box(tuple(a + b for a, b in zip(part.box.offset, box.offset, strict=True)), box.shape)
         for box in boxes_of(part.box.shape, max(1, most))
@@ -175,29 +177,30 @@ def _values(
         if not unlike or _matches(entry.name, take_first):
             kept.append(entry)
         elif selection.chooses(entry.name):
-            why = f"it is not in {absent[0]}" if absent else f"it differs in {unlike[0]}"
-            left_out.append(f"{entry.name}: a plain value, and {why}; take_first= keeps it")
+            why = f"is not in {absent[0]}" if absent else f"differs in {unlike[0]}"
+            left_out.append(f"{entry.name}: plain value {why}; take_first= keeps the first one")
     return tuple(kept), tuple(left_out)
 
 
 def checked_weights(weights: Sequence[float] | None, count: int) -> list[float]:
-    """Weights whose sum is 1.
+    """Return the weights, scaled so that their sum is 1.
 
     Raises:
-        StateError: they are not `count` finite numbers of a positive sum.
+        StateError: they are not `count` finite numbers with a positive sum.
     """
     given = [1.0] * count if weights is None else [*weights]
     usable = all(isinstance(each, (int, float)) and math.isfinite(each) for each in given)
     if len(given) != count or not usable or not 0 < sum(given) < math.inf:
         raise StateError(
-            f"weights={weights!r}: {count} finite numbers of a positive sum are needed"
+            f"weights={weights!r}: expected {count} finite numbers with a positive sum, one for "
+            "each checkpoint"
         )
     total = math.fsum(given)
     return [each / total for each in given]
 
 
 def _mixes(entry: TensorEntry) -> bool:
-    """Whether these numbers have a mean. 8-bit floats do not: their scales are other tensors."""
+    """Whether a tensor is averaged. 8-bit floats are not: their scales are other tensors."""
     return entry.dtype in MIXED
 
 

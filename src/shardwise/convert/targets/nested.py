@@ -1,4 +1,4 @@
-"""What is written, as the nested state that programs of torch save and load."""
+"""The chosen tensors and values as nested state_dicts, which torch programs save and load."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 
 from shardwise.adapters.optimizer_state import rebuilt
 from shardwise.adapters.values import saved_tensors
-from shardwise.convert.chosen import Chosen
-from shardwise.convert.output import Part
+from shardwise.convert.plan import Chosen, Part
 from shardwise.errors import StateError
 from shardwise.formats.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, Group
 from shardwise.manifest.manifest import ObjectEntry
@@ -22,9 +21,12 @@ _END = f".{GROUPS}"
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """An optimizer: its param groups; by parameter, its state by key; names that are tied.
+    """An optimizer. Tensors are `Part`s, here and in `Nested`.
 
-    Tensors are `Part`s, here and in `Nested`.
+    Attributes:
+        groups: the param groups.
+        state: the state by parameter and key.
+        ties: the names of tied parameters, and those that they are tied to.
     """
 
     groups: tuple[Group, ...]
@@ -32,7 +34,7 @@ class Optimizer:
     ties: Mapping[str, str]
 
     def numbered(self) -> dict[str, Any]:
-        """As `torch.optim` has it: a parameter has a number, and one of several names has one."""
+        """Return the state_dict of `torch.optim`, with parameters by number; tied ones have one."""
         numbers: dict[str, int] = {}
         groups = []
         for group in self.groups:
@@ -50,9 +52,9 @@ class Optimizer:
         return {STATE: dict(sorted(state.items())), GROUPS: groups}
 
     def flattened(self) -> dict[str, Any]:
-        """As torch's `get_optimizer_state_dict` has it if it is told to flatten, and if not.
+        """Return the names of torch's `get_optimizer_state_dict`, with and without flattening.
 
-        Both name state alike; hyperparameters are there by parameter, and by number of the group.
+        State has the same names in both. Hyperparameters are by parameter, and by group number.
         """
         flat = {
             f"{STATE}.{name}.{key}": value
@@ -66,7 +68,7 @@ class Optimizer:
         return flat
 
     def ungrouped(self) -> list[str]:
-        """Parameters that have state, and are in no group."""
+        """Return the parameters with state that are not in any group."""
         known = {name for group in self.groups for name in group.members}
         return [name for name in self.state if name not in known]
 
@@ -76,13 +78,13 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class Nested:
-    """A state, without optimizers, and these.
+    """A state, divided into optimizers and everything else.
 
     Attributes:
-        parts: by the first of a name, and the rest, which is a key as state_dicts have them, with
-            dots; or by the name alone, if it is one.
-        optimizers: by name.
-        left_out: what has no place, and why.
+        parts: leaves by key of the state and key of the state_dict (which has dots), or by the key
+            of the state alone.
+        optimizers: by key of the state.
+        left_out: what cannot be represented, and why.
     """
 
     parts: Mapping[tuple[str, ...], Any]
@@ -91,12 +93,12 @@ class Nested:
 
 
 def nested(chosen: Chosen) -> Nested:
-    """The state that was chosen.
+    """Return the chosen tensors and values as a nested state.
 
     Raises:
-        StateError: a name is that of a value, and the first of others.
+        StateError: a name is both that of a value and the beginning of other names.
     """
-    left_out = [f"{name}: each rank has its own value of it" for name in chosen.source.per_rank]
+    left_out = [f"{name}: its value differs between ranks" for name in chosen.source.per_rank]
     tensors = {each.name: each.part for each in chosen.tensors}
     groups = {
         each.name.removesuffix(_END): _groups_of(each)
@@ -125,7 +127,9 @@ def nested(chosen: Chosen) -> Nested:
         path[0] for path in parts if path[1:] == ()
     }
     if both:
-        raise StateError(f"{min(both)}: a value, and the first of other names: skip= one of them")
+        raise StateError(
+            f"{min(both)}: both a value and the beginning of other names: leave one out with skip="
+        )
     ties = _ties(chosen)
     optimizers = {
         root: Optimizer(groups[root], _by_parameter(held[root], groups[root]), ties)
@@ -135,22 +139,22 @@ def nested(chosen: Chosen) -> Nested:
 
 
 def value_of(entry: ObjectEntry, tensors: Mapping[str, Part]) -> Any:
-    """A plain value, with parts where tensors are.
+    """Decode a plain value, with parts in place of tensors.
 
     Raises:
-        StateError: it holds a tensor that is not written, or what is not decoded without trust.
+        StateError: it contains a tensor that is not written, or a pickle.
     """
 
     def tensor(name: str) -> torch.Tensor:
         if name not in tensors:
-            raise StateError(f"{entry.name}: {name}, a part of it, was not chosen")
+            raise StateError(f"{entry.name}: it contains {name}, which only= or skip= leaves out")
         return cast(torch.Tensor, tensors[name])
 
     return decode(_with_tensors(entry.value), entry.name, tensor)
 
 
 def _with_tensors(encoded: JsonValue) -> JsonValue:
-    """An encoded value in which arrays that lie in files are tensors."""
+    """Return an encoded value in which arrays that are stored in files become tensors."""
     if isinstance(encoded, list):
         return [_with_tensors(each) for each in encoded]
     if isinstance(encoded, dict):
@@ -174,18 +178,18 @@ def _groups_of(entry: ObjectEntry) -> tuple[Group, ...]:
     for each in entry.value:
         settings = decode(each["value"], entry.name)
         if not isinstance(settings, dict):
-            raise StateError(f"{entry.name}: hyperparameters are not a dict")
+            raise StateError(f"{entry.name}: the hyperparameters of a group are not a dict")
         groups.append(Group(tuple(map(str, each["members"])), settings))
     return tuple(groups)
 
 
 def _above(name: str, roots: Iterable[str]) -> str | None:
-    """The optimizer that a name is below; the innermost, if one is below another."""
+    """Return the innermost optimizer that a name is below."""
     return max((root for root in roots if name.startswith(f"{root}.")), key=len, default=None)
 
 
 def _path(name: str, root: str) -> tuple[str, ...]:
-    """A name in two parts, of which the first is all of the root if it is below that."""
+    """Split a name after its first part, or after the root if it is below that."""
     if name.startswith(f"{root}."):
         return root, name.removeprefix(f"{root}.")
     first, dot, rest = name.partition(".")
@@ -193,7 +197,7 @@ def _path(name: str, root: str) -> tuple[str, ...]:
 
 
 def _ties(chosen: Chosen) -> dict[str, str]:
-    """By names of the model's parameters that are tied, those that they are tied to."""
+    """Return the names of tied parameters of the model, and those that they are tied to."""
     start = f"{chosen.root}."
     return {
         each.name.removeprefix(start): each.entry.same_as.removeprefix(start)

@@ -1,4 +1,4 @@
-"""Hugging Face's safetensors: files of bounded size, and an index if there are several."""
+"""Hugging Face safetensors: files of bounded size, and an index if there are several."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from shardwise.convert.chosen import Chosen, Written
-from shardwise.convert.division import split
-from shardwise.convert.output import Output, Part, Sums, Target
+from shardwise.convert.plan import Chosen, Output, Part, Sums, Target, Written, split
 from shardwise.errors import StateError
 from shardwise.manifest.dtypes import DTYPES
 
@@ -19,12 +17,12 @@ ALIGNMENT = 8
 
 
 def huggingface_target(chosen: Chosen) -> Target:
-    """Lay out a model's tensors as `transformers` does; a tied one is not stored again.
+    """Plan the files of a model as `transformers` does. Tied tensors are stored once.
 
-    A tensor that is larger than `max_file` has a file of its own.
+    A tensor larger than `max_file` gets a separate file.
 
     Raises:
-        StateError: safetensors has no code for a dtype.
+        StateError: safetensors does not support a dtype.
     """
     published = chosen.model()
     stored = {each.entry.name for each in published if each.entry.same_as is None}
@@ -43,19 +41,19 @@ def huggingface_target(chosen: Chosen) -> Target:
     outputs = tuple(_file(name, part) for name, part in zip(names, files, strict=True))
 
     def finals(_: Mapping[str, Sums]) -> Mapping[str, bytes]:
-        beside = {} if chosen.config is None else {CONFIG: chosen.config}
+        config = {} if chosen.config is None else {CONFIG: chosen.config}
         if len(files) == 1:
-            return beside
+            return config
         places = {each.name: name for name, part in zip(names, files, strict=True) for each in part}
         total = sum(each.part.size for each in kept)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-        return beside | {INDEX: msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n"}
+        return config | {INDEX: msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n"}
 
-    return Target(outputs, finals, (*left_out, *chosen.beside()))
+    return Target(outputs, finals, (*left_out, *chosen.beside_model()))
 
 
 def _file(name: str, tensors: Sequence[Written]) -> Output:
-    # Wider types first, so that all of them are aligned.
+    # Wider types first, so that all tensors are aligned.
     order = sorted(tensors, key=lambda each: -DTYPES[each.dtype].itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     parts: list[Part] = []
@@ -64,8 +62,8 @@ def _file(name: str, tensors: Sequence[Written]) -> Output:
         code = DTYPES[each.dtype].code
         if code is None:
             raise StateError(
-                f"{each.name}: safetensors knows no {each.dtype}: skip= leaves it out, and other "
-                "formats can hold it"
+                f"{each.name}: safetensors does not support {each.dtype}: leave it out with skip=, "
+                "or choose another format"
             )
         part = each.part
         offsets = [at, at + part.size]
