@@ -1,19 +1,19 @@
-"""Every error that shardwise raises.
+"""The errors that shardwise raises.
 
     ShardwiseError
-    ├── StateError            a value in the state cannot be saved or restored
+    ├── StateError            a value cannot be saved or restored, or an option is invalid
     ├── LayoutError           shards do not cover a tensor exactly once
     ├── SpecError             a layout specification has an error; the message shows where
-    ├── MismatchError         checkpoint and state do not fit, or replicas differ; lists all names
-    ├── StoreError            the storage, or an agent, failed an operation
-    ├── CheckpointNotFoundError   there is no committed checkpoint at this path
-    ├── CheckpointExistsError     there is one at this path, and `overwrite` was not given
+    ├── MismatchError         checkpoint and state do not match, or replicas differ; lists all names
+    ├── StoreError            an operation of the storage or of an agent failed
+    ├── CheckpointNotFoundError   there is no committed checkpoint at the path
+    ├── CheckpointExistsError     there is one at the path, and `overwrite` was not given
     ├── CorruptionError       bytes differ from those that were saved
     │   └── FormatError       a manifest or header is malformed, or of another version
     └── RankError             another rank failed, so all ranks stopped this operation
         └── LostRankError     another rank died, or did not answer in time
 
-Each error says what is wrong, where, and what to do about it.
+Each message says what failed, where, why, and what to do.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from contextlib import contextmanager
 
 
 class ShardwiseError(Exception):
-    """The base of all errors of this library."""
+    """The base class of all errors of this library."""
 
 
 class StateError(ShardwiseError, ValueError):
-    """A value in the state cannot be saved or restored."""
+    """A value in the state cannot be saved or restored, or an option is invalid."""
 
 
 class LayoutError(ShardwiseError, ValueError):
-    """The shards that the ranks hold do not make up the tensor."""
+    """The shards of the ranks do not cover a tensor exactly once."""
 
 
 class SpecError(ShardwiseError, ValueError):
-    """A specification of a foreign checkpoint's layout has an error.
+    """A layout specification has a syntax error.
 
     `line` and `column` count from 1; the message shows the line, and a caret below the column.
     """
@@ -56,7 +56,7 @@ def _spec_error(what: str, source: str, line: int, column: int, text: str) -> Sp
 
 
 class MismatchError(ShardwiseError, ValueError):
-    """Checkpoint and state do not fit, or replicas differ.
+    """Checkpoint and state do not match, or replicas differ.
 
     `problems` has one line for each affected name; the message shows the first 50.
     """
@@ -76,15 +76,15 @@ class MismatchError(ShardwiseError, ValueError):
 
 
 class StoreError(ShardwiseError, OSError):
-    """The storage, or an agent, failed an operation."""
+    """An operation of the storage or of an agent failed."""
 
 
 class CheckpointNotFoundError(ShardwiseError, FileNotFoundError):
-    """There is no committed checkpoint at this path."""
+    """There is no committed checkpoint at the path."""
 
 
 class CheckpointExistsError(ShardwiseError, FileExistsError):
-    """There is already a committed checkpoint at this path."""
+    """There is already a committed checkpoint at the path."""
 
 
 class CorruptionError(ShardwiseError):
@@ -96,7 +96,7 @@ class FormatError(CorruptionError, ValueError):
 
 
 class RankError(ShardwiseError):
-    """Another rank failed, so this rank stopped too.
+    """Another rank failed, so this rank stopped the operation too.
 
     `failures` maps each failed rank to its error message.
     """
@@ -112,16 +112,16 @@ class RankError(ShardwiseError):
 
 
 class LostRankError(RankError):
-    """Another rank died, or did not answer in time. How far it got is not known."""
+    """Another rank died, or did not answer in time. Its progress is unknown."""
 
 
 @contextmanager
 def user_code(name: str, call: str) -> Iterator[None]:
-    """Name the key of the state whose own code runs in the block, if it raises.
+    """Run code of the user in the block, and add the key of the state to its errors.
 
-    The caller's exceptions keep their type and get a note: `loader: raised by its state_dict()`.
-    A ShardwiseError becomes a StateError: if `load_state_dict` reads some other damaged file, this
-    checkpoint must not count as damaged.
+    Exceptions keep their type and get a note: `loader: raised by its state_dict()`. A
+    ShardwiseError becomes a StateError: if `load_state_dict` reads some other damaged file, this
+    checkpoint must not be reported as damaged.
 
     Raises:
         StateError: the code raised a ShardwiseError.
@@ -138,7 +138,7 @@ def user_code(name: str, call: str) -> Iterator[None]:
 
 
 def add_note(error: Exception, note: str) -> None:
-    """Have tracebacks show a line below the error; Python 3.10 cannot, so there it is logged."""
+    """Add a note that tracebacks show below the error. On Python 3.10, also log it."""
     if sys.version_info >= (3, 11):
         error.add_note(note)
     else:
@@ -147,6 +147,6 @@ def add_note(error: Exception, note: str) -> None:
 
 
 def described(error: BaseException) -> str:
-    """The type of an error, its message, and its notes: `KeyError: 'x' (loader: raised by …)`."""
+    """Return the type, message and notes of an error: `KeyError: 'x' (loader: raised by …)`."""
     notes = "; ".join(getattr(error, "__notes__", []))
     return f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")

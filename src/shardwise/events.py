@@ -1,4 +1,4 @@
-"""What happened, when, and how many bytes it moved."""
+"""Events: the stages of an operation, with their times and bytes; and sizes as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One finished stage: its name, its start (seconds, monotonic), its duration, its bytes."""
+    """A finished stage: its name, start (monotonic seconds), duration in seconds, and bytes."""
 
     stage: str
     start: float
@@ -23,8 +23,8 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 Sink = Callable[[Event], None]
 
 
-def _tell(sink: Sink, event: Event) -> None:
-    """A sink that fails is no failure of what it is told of: that may be committed already."""
+def _emit(sink: Sink, event: Event) -> None:
+    """Call a sink. If it raises, warn: the operation itself may already be committed."""
     try:
         sink(event)
     except Exception as error:
@@ -33,7 +33,7 @@ def _tell(sink: Sink, event: Event) -> None:
 
 @dataclass(slots=True)
 class Recorder:
-    """Collects the events of one operation, and passes each on to `sink`."""
+    """Collects the events of one operation, and passes each to `sink`."""
 
     sink: Sink | None = None
     events: list[Event] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Recorder:
 
     @contextmanager
     def stage(self, name: str, nbytes: int = 0) -> Iterator[None]:
-        """Record the block as a stage; it is recorded also if it raises."""
+        """Record the block as a stage, also if it raises."""
         start = time.perf_counter()
         try:
             yield
@@ -49,17 +49,17 @@ class Recorder:
             event = Event(name, start, time.perf_counter() - start, nbytes)
             self.events.append(event)
             if self.sink is not None:
-                _tell(self.sink, event)
+                _emit(self.sink, event)
 
     def add(self, name: str, seconds: float) -> None:
-        """Record a stage that ends now and took so long, measured elsewhere."""
+        """Record a stage that ends now, whose duration was measured elsewhere."""
         event = Event(name, time.perf_counter() - seconds, seconds)
         self.events.append(event)
         if self.sink is not None:
-            _tell(self.sink, event)
+            _emit(self.sink, event)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by stage, in the order in which they first ended, and their `total`."""
+        """Return the seconds of each stage, ordered by first end, and the `total`."""
         sums: dict[str, float] = {}
         for event in self.events:
             sums[event.stage] = sums.get(event.stage, 0.0) + event.seconds
@@ -68,7 +68,7 @@ class Recorder:
 
 
 def size(nbytes: int) -> str:
-    """Bytes in the largest fitting binary unit: `0 B`, `1.50 KiB`, `250 MiB`."""
+    """Return bytes in a fitting binary unit: `0 B`, `1.50 KiB`, `250 MiB`."""
     value = float(nbytes)
     for unit in UNITS:
         if value < 1000 or unit == UNITS[-1]:

@@ -119,7 +119,7 @@ def test_what_differs_has_no_average(tmp_path: Path) -> None:
     del d["w"]
     for place, state in zip("abcd", (a, b, c, d), strict=True):
         sw.save(tmp_path / place, {"model": state, "epoch": place})
-    with pytest.raises(sw.MismatchError, match=r"take_first=.*\n.*model.n: in .*a and .*b"):
+    with pytest.raises(sw.MismatchError, match=r"take_first=.*\n.*model.n: differs between"):
         sw.average([tmp_path / "a", tmp_path / "b"], tmp_path / "x")
     first = ["model.n", "epoch"]
     sw.average([tmp_path / "a", tmp_path / "b"], tmp_path / "y", take_first=first)
