@@ -293,7 +293,7 @@ class Checkpoint(Mapping[str, Any]):
         """
         entry = self._tensor(name)
         title = f"{name}: {entry.dtype} {list(entry.shape)}"
-        noun = "file" if self._opened.beyond else "rank"
+        noun = "file" if self._opened.foreign is not None else "rank"
         return draw_boxes(title, entry.shape, self.boxes(name), noun, axes)
 
     def read_into(self, name: str, box: Box, out: torch.Tensor) -> None:

@@ -96,7 +96,7 @@ def load_state(
             opened = _open(enter, options, open_options, group, cleanup)
         rename, selection = renaming(options.rename), Selection.by(options.only, options.skip)
         opened = _fit_to_target(opened, state, options, rename, selection, group)
-        saved = SavedState(opened.manifest, rename, opened.absent)
+        saved = SavedState(opened.manifest, rename, opened.missing_files)
         arena = Arena(options.staging_bytes)
         with recorder.stage("match"):
             look = partial(_match_state, state, saved, selection, options)

@@ -14,6 +14,7 @@ import numpy as np
 from shardwise.engine.exchange import exchange_keeping, require_equal
 from shardwise.engine.group import Group
 from shardwise.engine.opened import (
+    ForeignDetails,
     Opened,
     Replicas,
     opened_manifest,
@@ -101,7 +102,7 @@ def open_any(
         opened = opened_foreign(Tree(path), decode_index(description))
     else:
         opened = opened_manifest(store, description)
-    for name, file in opened.absent.items() if group.rank == 0 else ():
+    for name, file in opened.missing_files.items() if group.rank == 0 else ():
         log.warning("%s: the file %s is missing, so %s cannot be loaded", store, file, name)
     if options.spec is not None and options.spec.files is None:
         return remap(opened, options.spec.rules, options.spec.sizes)
@@ -266,10 +267,10 @@ def refuse_as_root(store: Store) -> None:
 
 
 def opened_foreign(tree: Tree, foreign: Foreign) -> Opened:
-    """A foreign checkpoint, once all is checked that can be without its bytes.
+    """Check the description of a foreign checkpoint, and return it in the form of ours.
 
     Raises:
-        FormatError: what is laid over its files does not hold together.
+        FormatError: the description is inconsistent.
     """
     try:
         foreign = checked(foreign)
@@ -278,10 +279,10 @@ def opened_foreign(tree: Tree, foreign: Foreign) -> Opened:
     hidden = {name for names in foreign.averages.values() for name in names}
     shown = [tensor for tensor in foreign.tensors if tensor.name not in hidden]
     number = {tensor.name: i for i, tensor in enumerate(shown)}
-    parts: dict[int, tuple[int, ...]] = {}
+    means: dict[int, tuple[int, ...]] = {}
     for name, versions in foreign.averages.items():
         number |= {each: len(number) + k for k, each in enumerate(versions)}
-        parts[number[name]] = tuple(number[each] for each in versions)
+        means[number[name]] = tuple(number[each] for each in versions)
     renumber = np.array([number[tensor.name] for tensor in foreign.tensors], np.int64)
     pieces = foreign.table.pieces
     copies = foreign.replicas.pieces
@@ -303,16 +304,14 @@ def opened_foreign(tree: Tree, foreign: Foreign) -> Opened:
         tensors=tuple(shown),
     )
     held, stride = ForeignFiles(tree, foreign.files), foreign.table.stride
-    sums = partial(sums_of, tree, [file.name for file in foreign.files if file.content is None])
-    lacking = (f"{name}: {said} is missing" for name, said in foreign.absent.items())
+    stored = [file.name for file in foreign.files if file.content is None]
+    missing = (f"{name}: {file} is missing" for name, file in foreign.absent.items())
     return Opened(
         held,
         manifest,
         moved,
         stride,
-        parts,
-        (*foreign.left_out, *lacking),
-        foreign.absent,
         replicas,
-        sums,
+        (*foreign.left_out, *missing),
+        ForeignDetails(means, foreign.absent, partial(sums_of, tree, stored)),
     )

@@ -127,7 +127,7 @@ class Resizing:
         if not shapes:
             return opened
         tensors = opened.manifest.tensors
-        means = [tensors[i].name for i in opened.parts if tensors[i].name in shapes]
+        means = [tensors[i].name for i in opened.means if tensors[i].name in shapes]
         if means:
             raise StateError(
                 f"{means[0]}: the load averages several versions of this tensor, so it "

@@ -196,7 +196,7 @@ class _Comparison:
         of = self.replicas.pieces.tensor
         if tensors is None:
             return list(range(len(of)))
-        parts = [part for number in tensors for part in self.opened.parts.get(number, ())]
+        parts = [part for number in tensors for part in self.opened.means.get(number, ())]
         wanted = np.array([*tensors, *parts], np.int64)
         return [int(row) for row in np.flatnonzero(np.isin(of, wanted))]
 
@@ -282,7 +282,7 @@ class _Comparison:
 
     def _names(self, part: _Part) -> tuple[str, str]:
         """Return the name of the tensor, and the name of the stored array if it is known."""
-        owners = {n: owner for owner, parts in self.opened.parts.items() for n in parts}
+        owners = {n: owner for owner, parts in self.opened.means.items() for n in parts}
         number = owners.get(part.number, part.number)
         copy = f"{self.replicas.names[part.row]} in " if self.replicas.names else ""
         return self.opened.manifest.tensors[number].name, copy
@@ -299,7 +299,7 @@ def _comparison(opened: Opened) -> _Comparison | None:
     if replicas is None or not len(replicas.pieces):
         return None
     listed = opened.manifest.tensors
-    owners = {part: number for number, parts in opened.parts.items() for part in parts}
+    owners = {part: number for number, parts in opened.means.items() for part in parts}
     entries = [*listed, *(listed[owners[part]] for part in sorted(owners))]
     of = replicas.pieces.tensor.tolist()
     copies = replace(replicas.pieces, tensor=np.arange(len(of)))
@@ -318,7 +318,10 @@ def _numbered(opened: Opened, entries: list[TensorEntry], pieces: Pieces, stride
         for number, entry in enumerate(entries)
     )
     manifest = msgspec.structs.replace(opened.manifest, tensors=tensors)
-    return replace(opened, manifest=manifest, pieces=pieces, stride=stride, parts={}, replicas=None)
+    foreign = opened.foreign and replace(opened.foreign, means={})
+    return replace(
+        opened, manifest=manifest, pieces=pieces, stride=stride, replicas=None, foreign=foreign
+    )
 
 
 def _batches(

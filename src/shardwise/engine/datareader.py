@@ -1,4 +1,4 @@
-"""Data files, verified block by block as they are read."""
+"""Read data files, and verify each block that is read."""
 
 from __future__ import annotations
 
@@ -19,50 +19,53 @@ BEYOND = 16  # the largest element
 log = logging.getLogger("shardwise")
 
 
-def is_foreign(entry: FileEntry) -> bool:
-    """Whether this is no file of ours, which has no checksums at its end."""
-    return entry.checksums_at == entry.size
-
-
 class DataReader:
     """An open data file whose blocks are verified as they are read.
 
-    A foreign file, which has no checksums, is read as it is, and `BEYOND` bytes further: an
-    element of it may begin in one read and end in the next.
+    Args:
+        store: the files of the checkpoint.
+        entry: the file's entry in the manifest.
+        verify: check the checksum of each block.
+        has_checksums: whether a table of checksums ends the file. Files of foreign checkpoints
+            have none; they are read `BEYOND` bytes further than asked, because an element may
+            begin in one read and end in the next.
 
     Raises:
-        CorruptionError: the file is missing, of another size, or its checksums were altered.
+        CorruptionError: the file is missing or has another size, or its checksums were altered.
     """
 
-    def __init__(self, store: Files, entry: FileEntry, *, verify: bool = True) -> None:
+    def __init__(
+        self, store: Files, entry: FileEntry, *, verify: bool = True, has_checksums: bool = True
+    ) -> None:
         self.entry = entry
         self._where = f"{entry.name} in {store}"
         try:
             self._file: ReadableFile = store.open(entry.name)
         except FileNotFoundError as error:
-            raise CorruptionError(f"{self._where} is missing; the manifest names it") from error
+            raise CorruptionError(f"{self._where} is missing, but the manifest lists it") from error
         except StoreError as error:
             raise CorruptionError(str(error)) from error
         self._mapped = self._file if isinstance(self._file, MappedFile) else None
         self._table: BlockTable | None = None
         self._verifies = verify
+        self._has_checksums = has_checksums
         try:
             if self._file.size != entry.size:
                 raise CorruptionError(
                     f"{self._where} has {self._file.size} bytes where {entry.size} were saved: "
-                    "it was cut off, or replaced"
+                    "it was truncated or replaced"
                 )
-            if verify and not is_foreign(entry):
+            if verify and has_checksums:
                 self._table = self._read_table()
         except BaseException:
             self._file.close()
             raise
 
     def read(self, low: int, high: int, buffer: Buffer) -> Buffer:
-        """Bytes `low:high`, which are whole blocks, in `buffer`; verified.
+        """Read bytes `low:high`, which are whole blocks, into `buffer`, and verify them.
 
         Raises:
-            CorruptionError: they are not the bytes that were saved.
+            CorruptionError: they differ from the bytes that were saved.
         """
         high = self._end(high)
         self._fill(low, high, buffer)
@@ -72,11 +75,11 @@ class DataReader:
             intact = self._other_copy(low, high, buffer)
             if intact is None:
                 raise
-            log.warning("%s; another copy of them is intact, and was read instead", error)
+            log.warning("%s; an intact copy was read instead", error)
             return intact
 
     def _other_copy(self, low: int, high: int, buffer: Buffer) -> Buffer | None:
-        """The same bytes from the first copy of the file in which they are intact, if any."""
+        """Return the bytes from the first copy of the file in which they are intact, if any."""
         file = self._file
         for number in range(file.copies if isinstance(file, ReplicatedFile) else 0):
             with suppress(CorruptionError, OSError):
@@ -85,18 +88,20 @@ class DataReader:
         return None
 
     def checksum(self, data: Buffer) -> int:
-        """What goes with bytes that were read from a foreign file when they are passed on; 0 for
-        files of ours, which have their checksums."""
-        return crc32(data) if self._verifies and is_foreign(self.entry) else 0
+        """Return the checksum that accompanies these bytes when they are passed to another rank.
+
+        0 if the file has checksums of its own, which the other rank checks.
+        """
+        return crc32(data) if self._verifies and not self._has_checksums else 0
 
     def passed_on(self, low: int, high: int, buffer: Buffer, checksum: int) -> Buffer:
-        """The bytes that `read` would put into `buffer`, where another rank has put them; verified.
+        """Verify bytes that another rank has read into `buffer`.
 
         Args:
-            checksum: what that rank's `checksum` has made of them.
+            checksum: the checksum that came with them.
 
         Raises:
-            CorruptionError: they are not the bytes that were saved, or read.
+            CorruptionError: they differ from the bytes that were saved, or that the rank has read.
         """
         data = buffer[: self._end(high) - low]
         if self.checksum(data) != checksum:
@@ -107,14 +112,14 @@ class DataReader:
         return self.verify(low, data)
 
     def _end(self, high: int) -> int:
-        """Where a read ends that is to cover everything up to a byte."""
-        return min(high + BEYOND, self.entry.size) if is_foreign(self.entry) else high
+        """Return where a read must end to cover all elements that begin before `high`."""
+        return high if self._has_checksums else min(high + BEYOND, self.entry.size)
 
     def view(self, low: int, high: int, buffer: Buffer) -> Buffer:
-        """The same bytes, where they lie if the file lies in memory; else in `buffer`.
+        """Like `read`, but return a view of the bytes if the file is mapped into memory.
 
         Raises:
-            CorruptionError: they are not the bytes that were saved.
+            CorruptionError: they differ from the bytes that were saved.
         """
         if self._mapped is not None:
             return self.verify(low, self._mapped.view(low, high - low))
@@ -124,13 +129,13 @@ class DataReader:
         room = min(-(-(high - low) // ALIGNMENT) * ALIGNMENT, len(buffer))
         count = self._read_at(low, buffer[:room], copy)
         if count < high - low:
-            raise CorruptionError(f"{self._where} ends at byte {low + count}, in mid-read")
+            raise CorruptionError(f"{self._where} ends early, at byte {low + count}")
 
     def verify(self, low: int, data: Buffer) -> Buffer:
-        """The same bytes, which are whole blocks from `low` on, if they are those that were saved.
+        """Return these bytes, whole blocks from `low` on, once their checksums were checked.
 
         Raises:
-            CorruptionError: they are not.
+            CorruptionError: they differ from the bytes that were saved.
         """
         high = low + len(data)
         if self._table is not None:
@@ -138,13 +143,13 @@ class DataReader:
             if bad:
                 first, last = low + bad[0] * BLOCK, min(low + (bad[-1] + 1) * BLOCK, high)
                 raise CorruptionError(
-                    f"{self._where}: bytes {first}:{last} are not those that were saved "
+                    f"{self._where}: bytes {first}:{last} differ from those that were saved "
                     f"({len(bad)} block(s) fail their checksum)"
                 )
         return data
 
     def read_objects(self) -> bytes:
-        """The encoded per-rank objects of the rank that wrote this file; verified."""
+        """Read and verify the encoded per-rank values of the rank that wrote this file."""
         low, high = self.entry.objects_at, self.entry.checksums_at
         first = low // BLOCK * BLOCK
         buffer = aligned_buffer(-(-(high - first) // ALIGNMENT) * ALIGNMENT)
@@ -155,7 +160,7 @@ class DataReader:
         self._file.close()
 
     def _read_at(self, offset: int, buffer: Buffer, copy: int | None = None) -> int:
-        """Read from one copy of the file; if None, from the first that answers."""
+        """Read from one copy of the file; if `copy` is None, from the first that answers."""
         try:
             if copy is not None and isinstance(self._file, ReplicatedFile):
                 return self._file.read_copy(copy, offset, buffer)
@@ -175,13 +180,13 @@ class DataReader:
                     table = self._table_in(low, buffer, number)
         if table is None:
             raise CorruptionError(
-                f"{self._where}: its checksums are not those that the manifest knows; "
-                "the file was altered, or is that of another save"
+                f"{self._where}: its checksums differ from those in the manifest; the file was "
+                "altered, or belongs to another save"
             )
         return table
 
     def _table_in(self, low: int, buffer: Buffer, copy: int | None = None) -> BlockTable | None:
-        """The checksums in one copy of the file, if they are those that the manifest knows."""
+        """Read the checksums from one copy of the file; None if they do not match the manifest."""
         count = self._read_at(low, buffer, copy)
         encoded = buffer[self.entry.checksums_at - low : count]
         if crc32(encoded) != self.entry.checksums_crc32:

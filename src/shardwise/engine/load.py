@@ -125,7 +125,7 @@ def _sources(
     version; finishing the last of them computes the mean.
     """
     dtype: torch.dtype = getattr(torch, opened.manifest.tensors[index].dtype)
-    parts = opened.parts.get(index)
+    parts = opened.means.get(index)
     if parts is None:
         return [(index, leaf, dtype)]
     versions = [
@@ -325,7 +325,7 @@ def _open_readers(
 ) -> dict[int, DataReader]:
     readers: dict[int, DataReader] = {}
     for number in np.unique(files).tolist():
-        readers[number] = DataReader(opened.store, opened.manifest.files[number], verify=verify)
+        readers[number] = opened.reader(number, verify=verify)
         cleanup.callback(readers[number].close)
     return readers
 

@@ -1,16 +1,16 @@
-"""A checkpoint, opened: its manifest read once, and checked."""
+"""A checkpoint that was opened: its manifest, read once and checked, and its pieces."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from shardwise.engine.buffers import Arena
-from shardwise.engine.datareader import BEYOND, DataReader, is_foreign
+from shardwise.engine.datareader import BEYOND, DataReader
 from shardwise.engine.group import Group
 from shardwise.errors import (
     CheckpointNotFoundError,
@@ -32,12 +32,11 @@ from shardwise.store import Files, MappedStore, Store
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Further places of a checkpoint that must hold the same bytes as its pieces.
+    """Further copies of tensors, which must equal the pieces.
 
     Attributes:
-        pieces, stride: as those of `Opened`.
-        names: for each row the name of the stored array that it is part of; or empty, if all have
-            the names of their tensors.
+        pieces, stride: as for `Opened`.
+        names: for each row, the name of the stored array; empty if all have their tensors' names.
     """
 
     pieces: Pieces
@@ -45,42 +44,72 @@ class Replicas:
     names: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ForeignDetails:
+    """What only foreign checkpoints have. Their files do not end in a table of checksums.
+
+    Attributes:
+        means: tensors that are the mean of several stored versions: by the tensor's number, the
+            numbers of the versions in `Opened.pieces`, which follow those of the manifest.
+        missing_files: files that the checkpoint lacks, by the name that their content would have.
+        checksums: returns the checksums that formats such as zip archives have, by file.
+    """
+
+    means: Mapping[int, tuple[int, ...]]
+    missing_files: Mapping[str, str]
+    checksums: Callable[[], Iterator[Summed]]
+
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A manifest, checked, with its pieces in columns.
+    """A checkpoint: its checked manifest, and its pieces in columns.
 
     Attributes:
-        stride: of the pieces, in elements, `(n, D)`.
-        replicas: further places that must hold the same as the pieces.
-        left_out: what a foreign checkpoint has that was not taken, and why; one line each.
-        absent: files that a foreign checkpoint lacks, by the name that what is in them would have.
-        sums: gives the checksums that the files of a foreign checkpoint have, by file.
-        parts: tensors of which several versions are stored, whose mean they are: by their number,
-            the numbers that the pieces of these have, which are beyond those of the manifest.
+        stride: strides of the pieces in elements, `(n, D)`.
+        replicas: further copies of tensors, in a foreign checkpoint or by a specification.
+        left_out: parts of the checkpoint that are not loaded, and why; one line each.
+        foreign: what only foreign checkpoints have; None for ours.
     """
 
     store: Files
     manifest: Manifest
     pieces: Pieces
     stride: Int
-    parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
-    absent: Mapping[str, str] = field(default_factory=dict)
     replicas: Replicas | None = None
-    sums: Callable[[], Iterator[Summed]] | None = None
+    left_out: tuple[str, ...] = ()
+    foreign: ForeignDetails | None = None
+
+    @property
+    def means(self) -> Mapping[int, tuple[int, ...]]:
+        """Tensors that are the mean of several stored versions; see `ForeignDetails`."""
+        return {} if self.foreign is None else self.foreign.means
+
+    @property
+    def missing_files(self) -> Mapping[str, str]:
+        """Files that a foreign checkpoint lacks; see `ForeignDetails`."""
+        return {} if self.foreign is None else self.foreign.missing_files
 
     @property
     def beyond(self) -> int:
-        """How many bytes are read beyond what is asked for."""
-        return BEYOND if any(map(is_foreign, self.manifest.files)) else 0
+        """How many bytes a read returns beyond those asked for; see `DataReader`."""
+        return 0 if self.foreign is None else BEYOND
+
+    def reader(self, number: int, *, verify: bool = True) -> DataReader:
+        """Open a data file by its number in the manifest.
+
+        Raises:
+            CorruptionError: as for `DataReader`.
+        """
+        entry, ours = self.manifest.files[number], self.foreign is None
+        return DataReader(self.store, entry, verify=verify, has_checksums=ours)
 
     def largest_reads(self, arena: Arena) -> Int:
-        """The longest read of each file that an arena has room for, in bytes.
+        """Return the longest read of each file that an arena has room for, in bytes.
 
-        Of files that come from afar they are as long as that allows, since each is a request.
+        Reads from other nodes are as long as the arena allows, because each is a request.
         """
         store = self.store if isinstance(self.store, MappedStore) else None
         sizes = [
@@ -90,22 +119,22 @@ class Opened:
         return np.array(sizes, np.int64) - (BLOCK if self.beyond else 0)
 
     def tensors_in(self, file: int, start: int, stop: int) -> list[str]:
-        """Names of the tensors that may have bytes in a range of a file, by its number."""
+        """Return the names of tensors with bytes in a range of the file of this number."""
         pieces = self.pieces
         source = self.source()
         extent = ((pieces.shape - 1) * self.stride).sum(axis=1) + 1
         low = pieces.start + source.data_at[pieces.file]
         high = low + extent * source.itemsize[pieces.tensor]
         hit = (pieces.file == file) & (low < stop) & (high > start)
-        owners = {part: number for number, parts in self.parts.items() for part in parts}
+        owners = {part: number for number, parts in self.means.items() for part in parts}
         tensors = self.manifest.tensors
         names = {tensors[owners.get(i, i)].name for i in set(pieces.tensor[hit].tolist())}
         return [t.name for t in tensors if t.name in names or t.same_as in names]
 
     def source(self) -> Source:
-        """What a plan needs to know of the pieces."""
+        """Return the pieces and what is needed to find their bytes, for planning."""
         files = self.manifest.files
-        owners = {part: number for number, parts in self.parts.items() for part in parts}
+        owners = {part: number for number, parts in self.means.items() for part in parts}
         tensors = self.manifest.tensors
         of = [*tensors, *(tensors[owners[part]] for part in sorted(owners))]
         return Source(
@@ -118,11 +147,11 @@ class Opened:
 
 
 def read_manifest(store: Store) -> bytes:
-    """The bytes of a manifest.
+    """Read the manifest of a checkpoint, as bytes.
 
     Raises:
         CheckpointNotFoundError: there is none.
-        FormatError: it is absurdly large.
+        FormatError: it is too large.
     """
     try:
         return store.read(MANIFEST, limit=LARGEST_MANIFEST)
@@ -135,10 +164,10 @@ def read_manifest(store: Store) -> bytes:
 
 
 def opened_manifest(store: Store, data: bytes) -> Opened:
-    """A checkpoint by the bytes of its manifest.
+    """Decode and check a manifest.
 
     Raises:
-        FormatError: it cannot be trusted.
+        FormatError: it is invalid.
     """
     try:
         manifest = decode_manifest(data)
@@ -157,20 +186,20 @@ def _not_found(store: Store) -> str:
                 "; if this is the id of a model on the Hugging Face Hub, download it and give the "
                 f"directory, such as huggingface_hub.snapshot_download({str(store)!r})"
             )
-        return f"{store} is empty, or is not there: there is no checkpoint{hint}"
-    return f"{store} has no {MANIFEST}: there is no checkpoint, or its save was never finished"
+        return f"{store} does not exist or is empty: there is no checkpoint{hint}"
+    return f"{store} has no {MANIFEST}: there is no checkpoint, or its save has not finished"
 
 
 def read_per_rank(
     opened: Opened, names: Sequence[str], group: Group, *, verify: bool
 ) -> dict[str, list[JsonValue]]:
-    """Per-rank values: those of all saved ranks, or only this rank's if there are as many ranks.
+    """Read values of each rank: those of all saved ranks, or this rank's if the count is equal.
 
     Returns:
-        By name of the checkpoint, a list indexed by saved rank (None where it was not read).
+        By name in the checkpoint, a list with an entry for each saved rank (None if not read).
 
     Raises:
-        CorruptionError: they are not what was saved, or a rank's are not there.
+        CorruptionError: bytes differ from those that were saved, or a rank's values are missing.
     """
     world = opened.manifest.world_size
     ranks = [group.rank] if world == group.size else range(world)
@@ -178,16 +207,16 @@ def read_per_rank(
     found: dict[str, list[JsonValue]] = {name: [None] * world for name in names}
     for rank in ranks if names else ():
         if rank not in files:
-            raise CorruptionError(f"{opened.store}: there is no file of rank {rank}")
+            raise CorruptionError(f"{opened.store}: the file of rank {rank} is missing")
         reader = DataReader(opened.store, files[rank], verify=verify)
         try:
             values = msgspec.json.decode(reader.read_objects() or b"{}")
         except msgspec.DecodeError as error:
-            raise FormatError(f"{opened.store}: objects of rank {rank}: {error}") from error
+            raise FormatError(f"{opened.store}: invalid values of rank {rank}: {error}") from error
         finally:
             reader.close()
         for name in names:
             if not isinstance(values, dict) or name not in values:
-                raise CorruptionError(f"{opened.store}: rank {rank} saved no {name}")
+                raise CorruptionError(f"{opened.store}: rank {rank} has not saved {name}")
             found[name][rank] = values[name]
     return found

@@ -86,7 +86,7 @@ def verify_all(opened: Opened, arena: Arena, recorder: Recorder) -> VerifyReport
         MismatchError: copies of a tensor differ.
     """
     total = unchecked = 0
-    if not opened.beyond:
+    if opened.foreign is None:
         total = verify_files(opened, arena, recorder)
     else:
         for checked in verify_sums(opened, arena, recorder):
@@ -140,7 +140,7 @@ def verify_sums(opened: Opened, arena: Arena, recorder: Recorder) -> Iterator[Ch
     """
     numbers = {entry.name: number for number, entry in enumerate(opened.manifest.files)}
     with ThreadPoolExecutor(arena.threads, "shardwise-verify") as pool:
-        for summed in opened.sums() if opened.sums is not None else ():
+        for summed in () if opened.foreign is None else opened.foreign.checksums():
             number = numbers[summed.file]
             start, size, _ = summed.ranges.T
             unchecked = _length_outside(
@@ -186,7 +186,7 @@ def _length(ranges: Int) -> int:
 def _altered(
     opened: Opened, number: int, summed: Summed, arena: Arena, pool: ThreadPoolExecutor
 ) -> Iterator[Altered]:
-    reader = DataReader(opened.store, opened.manifest.files[number])
+    reader = opened.reader(number)
 
     def sum_of(start: int, size: int) -> int:
         found = 0

@@ -28,7 +28,7 @@ def remap(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
         StateError: the checkpoint has means of several versions, or the specification reshapes a
             tensor in a way that its shards have not.
     """
-    if opened.parts:
+    if opened.means:
         raise StateError(f"{opened.store}: no specification fits tensors that are means of others")
     catalogue = catalogue_of(opened.manifest.tensors)
     held = _held(opened)
