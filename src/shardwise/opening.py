@@ -122,7 +122,7 @@ def _read_description(store: Store, options: OpenOptions) -> bytes:
         foreign = _foreign_path(store)
         if foreign is None:
             raise
-        return _describe_foreign(foreign, options)
+    return _describe_foreign(foreign, options)  # outside: its errors do not follow from that one
 
 
 def _describe_foreign(path: Path, options: OpenOptions) -> bytes:

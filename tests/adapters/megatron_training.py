@@ -180,7 +180,7 @@ def plain(case: dict[str, Any], place: str, again: str) -> dict[str, Any]:
     return {"after": losses}
 
 
-def remember_nodes(case: dict[str, Any], place: str, memory: str) -> None:
+def save_in_memory(case: dict[str, Any], place: str, memory: str) -> None:
     """Train, save into memory and beside it, and go on while the snapshot is copied."""
     with built(case) as parts:
         train(*parts, range(2))

@@ -299,7 +299,7 @@ def test_snapshots_in_memory_are_restored_by_other_ranks(
 ) -> None:
     place = str(tmp_path / "here")
     case = {"tp": 2, "distributed": True, "bf16": True, **LLAMA}
-    on_ranks(workers, 4, "remember", case, place, str(memory))
+    on_ranks(workers, 4, "save_in_memory", case, place, str(memory))
     case = {"pp": 2, "bf16": True, **LLAMA}
     assert on_ranks(workers, 2, "recall", case, place, str(memory)) == ["memory"] * 2
     assert contents(f"{place}-recalled") == contents(place)
