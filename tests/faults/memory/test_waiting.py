@@ -179,6 +179,6 @@ def test_closing_fails_on_all_ranks_if_it_does_on_one(gang: Gang, root: Path, sh
     cluster = Cluster(root=root, shm=shm, every=1)
     (first, said, _), (second, _, _), *_ = told = gang.run(close_though_one_fails, cluster, world=2)
     assert (first, second) == ("RankError", "StoreError")
-    assert "finishing what was begun" in said
+    assert "waiting for saves" in said
     assert "rank 1: StoreError: its disk is full" in said
     assert max(took for *_, took in told) < SECONDS
