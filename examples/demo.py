@@ -1,8 +1,8 @@
-"""Save under one parallelism, lose a process, go on under three others: `make demo`.
+"""Save under one parallelism, kill a process, resume under three others: `make demo`.
 
-A run of four FSDP processes is killed in the middle. It goes on with two tensor-parallel ones,
-then four with both, then a single one, each time from the newest checkpoint, and its losses are
-held against a run that was never interrupted.
+The demo trains with FSDP on four processes and kills one of them. It resumes from the newest
+checkpoint with tensor parallelism on two processes, then with both on four, then on one. It
+compares every loss with those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from rich.table import Table
 
 TRAIN = Path(__file__).parent / "train.py"
 BOUND = 1e-5
-"""How far the first loss after a resume may be off, and how much more with each further step.
+"""Largest allowed difference of the first loss after a resume; each further step adds as much.
 
-The weights are the same; sums are only taken in another order. Measured: below 1e-6 throughout.
+The weights are identical, but sums are computed in a different order. Measured differences stay
+below 1e-6.
 """
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One launch: `world` processes that train until step `stop`, or are killed at `killed`."""
+    """One launch: `world` processes that train to step `stop`, unless killed at step `killed`."""
 
     title: str
     parallel: str
@@ -44,18 +45,18 @@ class Phase:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a phase logged: a loss for each step, and the cost of each save and load."""
+    """The journal of a phase: the loss of each step and the cost of each save and load."""
 
     phase: Phase
     losses: dict[int, float]
     costs: list[dict[str, Any]]
 
     def gaps(self, reference: dict[int, float]) -> dict[int, float]:
-        """How far each loss is from the reference's at that step."""
+        """Return the difference of each loss from the reference, by step."""
         return {step: abs(loss - reference[step]) for step, loss in self.losses.items()}
 
     def bounds(self) -> dict[int, float]:
-        """How far it may be."""
+        """Return the largest allowed difference, by step."""
         return {step: BOUND * n for n, step in enumerate(self.losses, start=1)}
 
 
@@ -69,16 +70,16 @@ def main() -> int:
         Phase(f"FSDP on 4, killed at step {killed}", "fsdp", 4, options.steps, killed),
         Phase("tensor-parallel on 2", "tp", 2, 7 * every),
         Phase("FSDP × tensor-parallel on 4", "fsdp_tp", 4, 10 * every),
-        Phase("1 process, nothing parallel", "none", 1, options.steps),
+        Phase("1 process, no parallelism", "none", 1, options.steps),
     )
-    uninterrupted = Phase("FSDP on 4, never interrupted", "fsdp", 4, options.steps)
+    uninterrupted = Phase("FSDP on 4, uninterrupted", "fsdp", 4, options.steps)
 
     out = fresh_directory(options.out)
     reference = launch(console, uninterrupted, out, "reference", every=options.steps)
     story = [launch(console, phase, out, "story", every=every) for phase in phases]
     console.print(costs(story), comparison(story, reference.losses), sep="\n")
     draw(story, reference, out / "losses.png")
-    console.print(f"{out / 'losses.png'} shows it. {time.monotonic() - began:.0f} s in all.")
+    console.print(f"Plot: {out / 'losses.png'}. Total time: {time.monotonic() - began:.0f} s.")
 
     wrong = failures(story, reference.losses)
     for line in wrong:
@@ -87,7 +88,7 @@ def main() -> int:
 
 
 def launch(console: Console, phase: Phase, out: Path, run: str, *, every: int) -> Outcome:
-    """Train one phase of a run, telling how far it is."""
+    """Train one phase of a run and show its progress."""
     log = out / f"{run}-{phase.parallel}.jsonl"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(phase.world))
     command = [
@@ -108,9 +109,9 @@ def launch(console: Console, phase: Phase, out: Path, run: str, *, every: int) -
             time.sleep(0.3)
             losses = read(phase, log).losses
             status.update(f"{phase.title}: step {max(losses, default=0)} of {phase.stop}")
-    as_meant = "SIGKILL" in output.read_text() if phase.killed else process.returncode == 0
+    as_planned = "SIGKILL" in output.read_text() if phase.killed else process.returncode == 0
     outcome = read(phase, log)
-    if not as_meant or not outcome.losses:
+    if not as_planned or not outcome.losses:
         tail = output.read_text()[-3000:]
         sys.exit(f"{phase.title}: exit status {process.returncode}; {output} ends with\n{tail}")
     steps = f"steps {min(outcome.losses)} to {max(outcome.losses)}"
@@ -119,14 +120,14 @@ def launch(console: Console, phase: Phase, out: Path, run: str, *, every: int) -
 
 
 def read(phase: Phase, log: Path) -> Outcome:
-    """What a phase has logged so far."""
+    """Return what a phase has logged so far."""
     entries = journal.entries(log)
     losses = {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}
     return Outcome(phase, losses, [entry for entry in entries if "event" in entry])
 
 
 def costs(story: list[Outcome]) -> Table:
-    """What each save and load cost."""
+    """Return a table of the cost of each save and load."""
     table = Table(title="saves and loads", title_justify="left")
     table.add_column("")
     table.add_column("step", justify="right")
@@ -152,8 +153,8 @@ def costs(story: list[Outcome]) -> Table:
 
 
 def comparison(story: list[Outcome], reference: dict[int, float]) -> Table:
-    """Each phase's losses against the reference."""
-    table = Table(title="losses against the run that was never interrupted", title_justify="left")
+    """Return a table that compares the losses of each phase with the reference."""
+    table = Table(title="losses compared with the uninterrupted run", title_justify="left")
     table.add_column("phase")
     for column in ("first step", "its loss", "reference", "difference", "largest later"):
         table.add_column(column, justify="right")
@@ -172,26 +173,26 @@ def comparison(story: list[Outcome], reference: dict[int, float]) -> Table:
 
 
 def failures(story: list[Outcome], reference: dict[int, float]) -> list[str]:
-    """What did not go as it should have."""
+    """Return a line for each check that failed."""
     wrong = []
     for before, after in pairwise(story):
         newest, first = before.costs[-1]["at"], min(after.losses)
         if first != newest:
             wrong.append(
-                f"{after.phase.title}: began at step {first}; the newest save was {newest}"
+                f"{after.phase.title}: resumed at step {first}, but the newest save is {newest}"
             )
     for outcome in story:
         bounds = outcome.bounds()
         for step, gap in outcome.gaps(reference).items():
             if not gap <= bounds[step]:
-                off = f"the loss of step {step} is {gap:.1e} off, and {bounds[step]:.0e} is allowed"
+                off = f"the loss of step {step} differs by {gap:.1e} (limit: {bounds[step]:.0e})"
                 wrong.append(f"{outcome.phase.title}: {off}")
                 break
     return wrong
 
 
 def fresh_directory(path: Path) -> Path:
-    """A directory without what an earlier demo left there."""
+    """Create the directory, or delete the output of an earlier demo from it."""
     for name in ("reference", "story"):
         shutil.rmtree(path / name, ignore_errors=True)
         for old in path.glob(f"{name}-*"):
@@ -202,11 +203,11 @@ def fresh_directory(path: Path) -> Path:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="where everything goes")
-    parser.add_argument("--steps", type=int, default=60, help="how long to train, at least 24")
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="output directory")
+    parser.add_argument("--steps", type=int, default=60, help="training steps, at least 24")
     options = parser.parse_args()
     if options.steps < 24:
-        parser.error(f"--steps {options.steps}: at least 24 are needed for all four phases")
+        parser.error(f"--steps {options.steps}: the four phases need at least 24")
     return options
 
 

@@ -1,4 +1,4 @@
-"""The picture of the demo: losses of all phases over the reference, and how far they are off."""
+"""Plot the demo: the losses of all phases over the reference, and their differences from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc3366")
 
 
 def draw(story: list[Outcome], reference: Outcome, path: Path) -> None:
-    """Write the picture, as PNG."""
+    """Write the plot as a PNG file."""
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(10, 6.4), sharex=True, height_ratios=(5, 2), layout="constrained"
     )
@@ -38,9 +38,9 @@ def draw(story: list[Outcome], reference: Outcome, path: Path) -> None:
     below.set_yscale("symlog", linthresh=1e-7)
     below.set_ylim(-2e-8, 1e-3)
     below.set_yticks([0, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3])
-    below.text(0.995, 0.9, "too far off", transform=below.transAxes, ha="right", va="center",
+    below.text(0.995, 0.9, "above the limit", transform=below.transAxes, ha="right", va="center",
                color="0.4", fontsize=9)  # fmt: skip
-    figure.suptitle("One run, four parallelisms: the loss goes on as if nothing had happened")
+    figure.suptitle("One run, four parallelisms: the loss continues as if uninterrupted")
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)

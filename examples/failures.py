@@ -1,8 +1,8 @@
-"""Lose a process, a host, then two hosts at once, and go on each time: `make demo-failures`.
+"""Lose a process, a host, then two hosts at once, and resume each time: `make demo-failures`.
 
-Four hosts are made of network namespaces, each with its own memory and its own agent. A small GPT
-trains on all four, with a snapshot in memory at every step, and is broken three times. Its losses
-are held against a run that was never interrupted.
+Network namespaces simulate four hosts, each with its own memory and agent. A small GPT trains on
+all four and takes a snapshot in memory at every step. The demo makes it fail three times and
+compares every loss with those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from rich.console import Console
 from shardwise.testing.hosts import Host, Hosts, HostsUnavailable
 
 COUNT = 4
-SLOTS = 2  # committed snapshots that are kept in memory: what sw.Memory takes for granted
+SLOTS = 2  # committed snapshots kept in memory: the default of sw.Memory
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What fails, and how the run goes on.
+    """A failure and how the run resumes after it.
 
     Attributes:
-        title: what fails, in a few words.
-        step: it does so once this step is saved.
-        strike: makes it.
-        parallel: the sharding that the run goes on with.
-        repair: returns the hosts that it goes on with.
-        source: where it is to find its state.
-        cost: the most steps it may lose.
+        title: short description of the failure.
+        step: the failure happens once this step is saved.
+        strike: causes the failure.
+        parallel: sharding with which the run resumes.
+        repair: returns the hosts on which the run resumes.
+        source: where the run should find its state, "memory" or "storage".
+        cost: largest number of steps that the run may lose.
     """
 
     title: str
@@ -52,20 +52,20 @@ class Failure:
 
 @dataclass(frozen=True)
 class Recovery:
-    """How a run went on.
+    """How a run recovered from a failure.
 
     Attributes:
-        step: that of the snapshot or checkpoint it went on from.
+        step: step of the snapshot or checkpoint that was restored.
         source: "memory" or "storage".
-        reached: the last step that had been saved.
-        skipped: newer steps, and why they were not taken.
-        noticed: seconds until a launcher that was left saw its trainer end.
-        seconds: from then on: until trainers were there, had restored, and had made a step.
+        reached: last step that had been saved before the failure.
+        skipped: newer steps, and why each was not restored.
+        noticed: seconds until a launcher on a remaining host saw its trainer exit.
+        seconds: time after that, split into starting the trainers, restoring, and the first step.
         restore: seconds of the restore alone.
-        phases: seconds of each phase of it.
-        origin: bytes that ranks read, by where they came from.
-        read: all of these that hold the state, as the load reports say.
-        received: bytes that came over the cables of the hosts during the restore.
+        phases: seconds of each phase of the restore.
+        origin: bytes read by all ranks, by where they came from.
+        read: bytes of the state among them, according to the load reports.
+        received: bytes that the hosts received over the network during the restore.
     """
 
     failure: Failure
@@ -83,7 +83,7 @@ class Recovery:
 
 
 def failures_after(every: int) -> list[Failure]:
-    """What is to fail: all between the first save to storage and the second."""
+    """Return the failures; all happen between the first and the second save to storage."""
     return [
         Failure(
             title="trainer on host-1 killed",
@@ -92,7 +92,7 @@ def failures_after(every: int) -> list[Failure]:
             parallel="fsdp",
             repair=list,
             source="memory",
-            cost=1,  # if a trainer had not copied its share yet
+            cost=1,  # a trainer may not have copied its part of the newest step yet
         ),
         Failure(
             title="host-2 destroyed",
@@ -101,7 +101,7 @@ def failures_after(every: int) -> list[Failure]:
             parallel="tp",
             repair=lambda hosts: [host for host in hosts if host.running],
             source="memory",
-            cost=SLOTS + 1,  # the newest whose parity was complete
+            cost=SLOTS + 1,  # the parity of the newest steps may be incomplete
         ),
         Failure(
             title="host-0 and host-1 destroyed",
@@ -126,7 +126,7 @@ def destroy(launch: Launch, victims: list[Host]) -> None:
 
 
 def replace_lost(hosts: Hosts) -> list[Host]:
-    """New machines take the places of those that were lost; their memory is empty."""
+    """Replace the lost hosts by new ones, whose memory is empty."""
     for host in hosts:
         if not host.running:
             host.start()
@@ -134,11 +134,11 @@ def replace_lost(hosts: Hosts) -> list[Host]:
 
 
 class Story:
-    """A run that is broken again and again, and told as it goes on.
+    """A run that fails several times, reported as it proceeds.
 
     Attributes:
-        launches: each time that its trainers were started.
-        recoveries: how it went on, from the second launch on.
+        launches: one for each start of the trainers.
+        recoveries: one for each launch but the first.
     """
 
     def __init__(self, console: Console, hosts: Hosts, run: Run) -> None:
@@ -149,7 +149,7 @@ class Story:
         self._run = run
 
     def play(self, failures: Sequence[Failure]) -> None:
-        """Train to the end, in spite of them."""
+        """Train to the end, despite the failures."""
         present: Sequence[Host] = list(self._hosts)
         struck = noticed = 0.0
         parallel = "fsdp"
@@ -159,7 +159,7 @@ class Story:
                 self.launches.append(launch)
                 if number:
                     launch.wait_for_a_step()
-                    self._note(failures[number - 1], struck, noticed)
+                    self._record(failures[number - 1], struck, noticed)
                 if number == len(failures):
                     launch.wait_until_done()
                     self._say(f"[green]✓[/] trained to step {launch.saved}")
@@ -172,7 +172,7 @@ class Story:
             self._say(f"[red]✗[/] after step {launch.saved}: {failure.title}")
             present, parallel = failure.repair(self._hosts), failure.parallel
 
-    def _note(self, failure: Failure, struck: float, noticed: float) -> None:
+    def _record(self, failure: Failure, struck: float, noticed: float) -> None:
         *earlier, launch = self.launches
         restored = launch.event("restored")
         there, first = launch.event("ready")["time"], launch.first_step()
@@ -200,20 +200,20 @@ class Story:
             received=sum(each["received"] for each in ranks),
         )
         self.recoveries.append(recovery)
-        self._tell(recovery, launch)
+        self._print(recovery, launch)
 
-    def _tell(self, recovery: Recovery, launch: Launch) -> None:
+    def _print(self, recovery: Recovery, launch: Launch) -> None:
         lost = recovery.reached - recovery.step
         self._say(
-            f"[green]✓[/] goes on as {launch.title} from [bold]{recovery.source}[/], step "
-            f"{recovery.step}: {lost or 'no'} step{'' if lost == 1 else 's'} lost; trains again "
-            f"after {sum(recovery.seconds.values()):.1f} s, of which restoring took "
-            f"{recovery.restore:.2f}"
+            f"[green]✓[/] resumed as {launch.title} from [bold]{recovery.source}[/] at step "
+            f"{recovery.step}: {lost or 'no'} step{'' if lost == 1 else 's'} lost; training again "
+            f"after {sum(recovery.seconds.values()):.1f} s, of which the restore took "
+            f"{recovery.restore:.2f} s"
         )
         phases = {name: each for name, each in recovery.phases.items() if name != "total"}
         self._say("  [dim]" + ", ".join(f"{n} {each:.2f} s" for n, each in phases.items()) + "[/]")
         for step, why in recovery.skipped:
-            self._say(f"  [dim]not step {step}: {why}[/]")
+            self._say(f"  [dim]skipped step {step}: {why}[/]")
 
     def _say(self, line: str) -> None:
         self._console.print(line, soft_wrap=True)
@@ -238,7 +238,7 @@ def main() -> int:
     console.print("", *tables, sep="\n")
     picture = out / "failures.png"
     draw(story, reference, picture)
-    console.print(f"{picture} shows it. {time.monotonic() - began:.0f} s in all.")
+    console.print(f"Plot: {picture}. Total time: {time.monotonic() - began:.0f} s.")
     wrong = faults(story, reference)
     for line in wrong:
         console.print(f"[red]✗[/] {line}", soft_wrap=True)
@@ -246,10 +246,10 @@ def main() -> int:
 
 
 def uninterrupted(console: Console, hosts: Hosts, story: Run) -> Launch:
-    """The same training without any failure, and without shardwise keeping anything of it."""
+    """Run the same training without failures and without saving anything."""
     run = Run(story.out, "reference", story.blocks, story.steps, story.steps + 1, in_memory=False)
     began = time.monotonic()
-    with launched(run, "FSDP on 4, never interrupted", "fsdp", list(hosts)) as launch:
+    with launched(run, "FSDP on 4, uninterrupted", "fsdp", list(hosts)) as launch:
         launch.wait_until_done()
     steps, took = len(launch.losses), time.monotonic() - began
     console.print(f"[green]✓[/] {launch.title}: {steps} steps, {took:.0f} s")
@@ -259,13 +259,13 @@ def uninterrupted(console: Console, hosts: Hosts, story: Run) -> Launch:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     out = Path("demo-out") / "failures"
-    parser.add_argument("--out", type=Path, default=out, help="where everything goes")
-    parser.add_argument("--steps", type=int, default=36, help="how long to train, at least 15")
-    parser.add_argument("--blocks", type=int, default=3, help="how deep the model is")
-    parser.add_argument("--failures", type=int, default=3, help="only so many of the three")
+    parser.add_argument("--out", type=Path, default=out, help="output directory")
+    parser.add_argument("--steps", type=int, default=36, help="training steps, at least 15")
+    parser.add_argument("--blocks", type=int, default=3, help="number of transformer blocks")
+    parser.add_argument("--failures", type=int, default=3, help="number of failures, up to 3")
     options = parser.parse_args()
     if options.steps < 15:
-        parser.error(f"--steps {options.steps}: at least 15 are needed for all that is to fail")
+        parser.error(f"--steps {options.steps}: the failures need at least 15")
     return options
 
 

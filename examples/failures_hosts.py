@@ -1,4 +1,4 @@
-"""Trainers on several hosts: started as torchrun would, watched, and ended when one of them is."""
+"""Start, watch and stop the trainers on several hosts, as torchrun would."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shardwise.testing.hosts import Host
 TRAIN = Path(__file__).parent / "failures_train.py"
 PATIENCE = 90.0
 POLL = 0.01
-FIRST_PORT = 29500  # each launch of a run has the next: the last one's may still be held
+FIRST_PORT = 29500  # each launch takes the next port, as the last one may still be in use
 
 
 @dataclass(frozen=True)
 class Run:
-    """What all launches of a run share."""
+    """The settings that all launches of a run share."""
 
     out: Path
     name: str
@@ -32,7 +32,7 @@ class Run:
     in_memory: bool
 
     def command(self, parallel: str, journal: Path, host: Host) -> list[str]:
-        """What a host runs."""
+        """Return the command that a host runs."""
         return [
             *(sys.executable, str(TRAIN), "--parallel", parallel, "--steps", str(self.steps)),
             *("--blocks", str(self.blocks), "--every", str(self.every)),
@@ -43,14 +43,14 @@ class Run:
 
 @dataclass
 class Launch:
-    """One trainer on each of some hosts.
+    """A set of trainers, one on each host.
 
     Attributes:
-        title: what this is, in a few words.
-        hosts: the names of the hosts, by rank.
-        journals: what each rank tells.
-        processes: by the name of the host.
-        lost: the hosts that were destroyed since.
+        title: short description.
+        hosts: names of the hosts, by rank.
+        journals: paths of the ranks' journals.
+        processes: trainers by host name.
+        lost: names of the hosts that were destroyed.
     """
 
     title: str
@@ -61,25 +61,25 @@ class Launch:
     lost: set[str] = field(default_factory=set)
 
     def entries(self, rank: int = 0) -> list[dict[str, Any]]:
-        """The whole lines of a rank's journal; the last may be in the making."""
+        """Return the complete lines of a rank's journal; the last one may still be written."""
         path = self.journals[rank]
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def event(self, name: str, rank: int = 0) -> dict[str, Any]:
-        """An event that a rank tells of."""
+        """Return an event from a rank's journal."""
         found = [each for each in self.entries(rank) if each.get("event") == name]
         if not found:
-            self._give_up(f"the event {name!r} of rank {rank}")
+            self._fail(f"the event {name!r} of rank {rank}")
         return found[0]
 
     def steps_saved(self) -> list[int]:
-        """The steps that were saved."""
+        """Return the steps that were saved."""
         return [each["at"] for each in self.entries() if each.get("event") == "saved"]
 
     @property
     def saved(self) -> int:
-        """The last of them."""
+        """The last step that was saved, or 0."""
         return max(self.steps_saved(), default=0)
 
     @property
@@ -88,7 +88,7 @@ class Launch:
         return {each["step"]: each["loss"] for each in self.entries() if "loss" in each}
 
     def first_step(self) -> float:
-        """When the first step was made."""
+        """Return the time of the first step."""
         return float(next(each["time"] for each in self.entries() if "loss" in each))
 
     def wait_for(self, step: int) -> None:
@@ -96,26 +96,26 @@ class Launch:
         self._wait(lambda: self.saved >= step, f"step {step}")
 
     def wait_for_a_step(self) -> None:
-        """Wait until all have restored, and made a step."""
+        """Wait until the trainers have restored and completed a step."""
         self._wait(lambda: bool(self.losses), "a step")
 
     def wait_until_broken(self) -> float:
-        """Wait until a host that is left sees its trainer end; when it did."""
+        """Wait until the trainer on a remaining host exits, and return the time."""
         watched = [each for host, each in self.processes.items() if host not in self.lost]
         deadline = time.monotonic() + PATIENCE
         while all(each.poll() is None for each in watched):
             if time.monotonic() > deadline:
-                self._give_up("the end of a trainer that lost another")
+                self._fail("the exit of a trainer that lost a peer")
             time.sleep(POLL)
         return time.monotonic()
 
     def wait_until_done(self) -> None:
-        """Wait until all have trained to the end."""
+        """Wait until all trainers have finished."""
         started = self.processes.values()
         self._wait(lambda: all(each.poll() is not None for each in started), "the end")
 
     def end(self) -> None:
-        """Kill all that are left, as torchrun does before it starts them again."""
+        """Kill the remaining trainers, as torchrun does before a restart."""
         for process in self.processes.values():
             process.kill()
         for process in self.processes.values():
@@ -126,17 +126,17 @@ class Launch:
         while not true():
             failed = any(each.poll() for each in self.processes.values())
             if failed or time.monotonic() > deadline:
-                self._give_up(what)
+                self._fail(what)
             time.sleep(POLL)
 
-    def _give_up(self, what: str) -> NoReturn:
+    def _fail(self, what: str) -> NoReturn:
         said = [path.with_suffix(".txt").read_text()[-1500:] for path in self.journals]
-        sys.exit(f"{self.title}: {what} was not reached; the trainers said\n" + "\n".join(said))
+        sys.exit(f"{self.title}: {what} did not happen; trainer output:\n" + "\n".join(said))
 
 
 @contextmanager
 def launched(run: Run, title: str, parallel: str, hosts: Sequence[Host]) -> Iterator[Launch]:
-    """A trainer on each host, until the block ends."""
+    """Run a trainer on each host until the block ends."""
     number = len(list(run.out.glob(f"{run.name}-*-0.jsonl")))
     journals = [run.out / f"{run.name}-{number}-{rank}.jsonl" for rank in range(len(hosts))]
     launch = Launch(title, parallel, [host.name for host in hosts], journals)

@@ -1,4 +1,4 @@
-"""The picture of the demo of failures: losses, seconds of each recovery, where its bytes lay."""
+"""Plot the demo of failures: losses, and the time and data sources of each recovery."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ ORIGINS = dict(zip(PLACES, ("#009e73", "#56b4e9", "#e69f00", "#7f8b97"), strict=
 
 
 def draw(story: Story, reference: Launch, path: Path) -> None:
-    """Write the picture, as PNG."""
+    """Write the plot as a PNG file."""
     figure = plt.figure(figsize=(11, 8.4), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=(5, 3))
     _losses(*above.subplots(2, 1, sharex=True, height_ratios=(5, 2)), story, reference)
     left, right = below.subplots(1, 2, sharey=True)
     names = [recovery.failure.title.replace(" and ", " and\n") for recovery in story.recoveries]
     _bars(left, names, [each.seconds for each in story.recoveries], SECONDS)
-    left.set_title("seconds until training again, since the failure was noticed", fontsize=10)
+    left.set_title("seconds from noticing the failure to training again", fontsize=10)
     millions = [
         {kind: nbytes / 1e6 for kind, nbytes in each.origin.items()} for each in story.recoveries
     ]
     _bars(right, names, millions, ORIGINS)
-    right.set_title("MB of the state, by where they lay", fontsize=10)
+    right.set_title("MB of state restored, by source", fontsize=10)
     left.invert_yaxis()
     figure.suptitle("One run that loses a process, a host, and two hosts at once")
     figure.savefig(path, dpi=130)
@@ -43,7 +43,7 @@ def draw(story: Story, reference: Launch, path: Path) -> None:
 
 
 def _losses(above: Axes, below: Axes, story: Story, reference: Launch) -> None:
-    """Each launch over the reference; and which steps it made, some of them again."""
+    """Plot the losses of each launch over the reference, and the steps that each trained."""
     steps, losses = zip(*reference.losses.items(), strict=True)
     thick = {"color": "0.84", "linewidth": 9, "solid_capstyle": "round"}
     above.plot(steps, losses, label=reference.title, **thick)
@@ -74,7 +74,7 @@ def _losses(above: Axes, below: Axes, story: Story, reference: Launch) -> None:
 def _bars(
     axes: Axes, names: Sequence[str], amounts: Sequence[dict[str, float]], colors: dict[str, str]
 ) -> None:
-    """A bar for each recovery, in parts."""
+    """Plot a stacked bar for each recovery."""
     ends = [0.0] * len(names)
     for kind, color in colors.items():
         widths = [each.get(kind, 0.0) for each in amounts]

@@ -1,4 +1,4 @@
-"""What the demo of failures found: tables, and what did not go as it should have."""
+"""Report the demo of failures: tables, and the checks that failed."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ if TYPE_CHECKING:
     from failures_hosts import Launch
 
 BOUND = 1e-5
-"""How far the first loss in another sharding may be off, relative to it, and how much more with
-each further step: sums are taken in another order there. In the same sharding, losses are the same.
+"""Largest allowed relative difference of the first loss under another sharding, where sums are
+computed in a different order; each further step adds as much. Under the same sharding the losses
+must be identical.
 """
 CHECKSUMS = 2 << 20
-"""Bytes of checksums, and of values of ranks, which are read besides the state, at the most."""
+"""Most bytes that are read in addition to the state: checksums and per-rank values."""
 PLACES = ("local memory", "other nodes", "decoded", "storage")
 
 
 def times(story: Story) -> Table:
-    """How long each recovery took, and what it cost."""
+    """Return a table of the duration and the cost of each recovery."""
     table = Table(
-        title="recoveries: seconds, the step it went on from, steps lost", title_justify="left"
+        title="recoveries: seconds, the restored step, and steps lost", title_justify="left"
     )
-    table.add_column("what failed")
-    table.add_column("goes on as")
+    table.add_column("failure")
+    table.add_column("resumed as")
     for column in ("noticed", "start", "restore", "first step", "from", "lost"):
         table.add_column(column, justify="right")
     for recovery, launch in zip(story.recoveries, story.launches[1:], strict=True):
@@ -41,11 +42,11 @@ def times(story: Story) -> Table:
 
 
 def origins(story: Story) -> Table:
-    """Where the bytes came from that all ranks read; and what the cables have counted."""
-    title = "where what all ranks read came from, in MB; and what came over cables meanwhile"
+    """Return a table of the bytes that all ranks read by source, and of the network traffic."""
+    title = "MB read by all ranks, by source, and MB received over the network meanwhile"
     table = Table(title=title, title_justify="left")
-    table.add_column("what failed")
-    for column in (*PLACES, "over cables"):
+    table.add_column("failure")
+    for column in (*PLACES, "network"):
         table.add_column(column, justify="right")
     for recovery in story.recoveries:
         found = [recovery.origin.get(each, 0) for each in PLACES]
@@ -57,8 +58,8 @@ def origins(story: Story) -> Table:
 
 
 def comparison(story: Story, reference: Launch) -> Table:
-    """The losses of each launch against those of the reference."""
-    table = Table(title="losses against the run that was never interrupted", title_justify="left")
+    """Return a table that compares the losses of each launch with the reference."""
+    table = Table(title="losses compared with the uninterrupted run", title_justify="left")
     table.add_column("launch")
     for column in ("steps", "first loss", "reference", "difference", "largest later"):
         table.add_column(column, justify="right")
@@ -78,30 +79,30 @@ def comparison(story: Story, reference: Launch) -> Table:
 
 
 def gaps(launch: Launch, reference: Launch) -> dict[int, float]:
-    """How far each loss is from the reference's at that step, relative to that."""
+    """Return the relative difference of each loss from the reference, by step."""
     expected = reference.losses
     return {step: abs(loss / expected[step] - 1) for step, loss in launch.losses.items()}
 
 
 def faults(story: Story, reference: Launch) -> list[str]:
-    """What did not go as it should have."""
+    """Return a line for each check that failed."""
     wrong = []
     for recovery, launch in zip(story.recoveries, story.launches[1:], strict=True):
         failure, first = recovery.failure, min(launch.losses)
         if recovery.source != failure.source:
-            wrong.append(f"{failure.title}: went on from {recovery.source}, not {failure.source}")
+            wrong.append(f"{failure.title}: resumed from {recovery.source}, not {failure.source}")
         if not 0 <= recovery.reached - recovery.step <= failure.cost:
             wrong.append(
-                f"{failure.title}: went on from step {recovery.step}, though {recovery.reached} "
-                f"had been saved: at most {failure.cost} may be lost"
+                f"{failure.title}: resumed from step {recovery.step}, but step {recovery.reached} "
+                f"had been saved; at most {failure.cost} may be lost"
             )
         if first != recovery.step:
-            wrong.append(f"{launch.title}: restored step {recovery.step}, went on at {first}")
+            wrong.append(f"{launch.title}: restored step {recovery.step}, resumed at {first}")
         accounted = sum(recovery.origin.values())
         if not recovery.read <= accounted <= recovery.read + CHECKSUMS:
             wrong.append(
-                f"{failure.title}: {accounted} bytes are accounted for, and {recovery.read} of "
-                "the state were read"
+                f"{failure.title}: {recovery.read} bytes of state were read, but the sources add "
+                f"up to {accounted}"
             )
     for launch in story.launches:
         wrong += _losses_off(launch, reference)
@@ -115,6 +116,6 @@ def _losses_off(launch: Launch, reference: Launch) -> list[str]:
     for number, (step, gap) in enumerate(gaps(launch, reference).items(), start=1):
         allowed = 0.0 if same else BOUND * number
         if not gap <= allowed:
-            off = f"the loss of step {step} is {gap:.1e} off, and {allowed:.0e} is allowed"
+            off = f"the loss of step {step} differs by {gap:.1e} (limit: {allowed:.0e})"
             return [f"{launch.title}: {off}"]
     return []

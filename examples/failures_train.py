@@ -1,4 +1,4 @@
-"""One rank of the run that examples/failures.py breaks; it is told who it is as by torchrun."""
+"""Train one rank of the run of examples/failures.py, with the variables that torchrun sets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def main() -> None:
     state = {"model": model, "optimizer": optimizer, "rng": sw.RngState()}
 
     memory = None
-    if options.address:  # a snapshot at every step, which survives the loss of a host
+    if options.address:  # take a snapshot at every step that survives the loss of a host
         memory = sw.Memory(snapshot_every=1, parity=1, interface=options.address, when_full="wait")
     journal.write(event="ready")
     with sw.Checkpointer(options.root, save_every=options.every, memory=memory) as checkpointer:
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def parallelize(model: GPT, parallel: str) -> DeviceMesh:
-    """Shard a model in place over all ranks: its parameters by rows, or each block's work."""
+    """Shard a model in place over all ranks, by FSDP or by tensor parallelism."""
     world = dist.get_world_size()
     shape = (world, 1) if parallel == "fsdp" else (1, world)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
@@ -89,14 +89,14 @@ def parallelize(model: GPT, parallel: str) -> DeviceMesh:
 
 
 def received() -> int:
-    """Bytes that have come over this host's cable."""
+    """Return the bytes that this host has received over the network."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     (line,) = (line for line in lines if line.strip().startswith("eth0:"))
     return int(line.split(":")[1].split()[0])
 
 
 class Journal:
-    """Lines of JSON that say what happened, and when."""
+    """A file of JSON lines, one for each event, with its time."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
@@ -109,11 +109,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parallel", choices=("fsdp", "tp"), required=True)
     parser.add_argument("--steps", type=int, required=True, help="train until this step")
-    parser.add_argument("--blocks", type=int, required=True, help="how deep the model is")
-    parser.add_argument("--root", type=Path, required=True, help="where checkpoints go")
-    parser.add_argument("--every", type=int, required=True, help="save every so many steps there")
-    parser.add_argument("--address", help="keep snapshots in memory too; serve them here")
-    parser.add_argument("--journal", type=Path, required=True, help="say there what happens")
+    parser.add_argument("--blocks", type=int, required=True, help="number of transformer blocks")
+    parser.add_argument("--root", type=Path, required=True, help="directory of checkpoints")
+    parser.add_argument("--every", type=int, required=True, help="steps between checkpoints")
+    parser.add_argument(
+        "--address", help="also keep snapshots in memory; serve them at this address"
+    )
+    parser.add_argument("--journal", type=Path, required=True, help="path of the journal")
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
-"""Continue a training that torch.distributed.checkpoint saved as in PyTorch's tutorial.
+"""Resume a training that torch.distributed.checkpoint saved as in PyTorch's tutorial.
 
-There, model and optimizer hang in an `AppState` below the key "app". Here they hang in a dict
-below the same key, and no class is needed. The number of ranks may be another one.
+The tutorial wraps model and optimizer in an `AppState` under the key "app". Here a dict under the
+same key is enough. The number of ranks may differ.
 
 torchrun --standalone --nproc-per-node 2 examples/from_dcp.py --dcp checkpoint --root runs/a
 """
@@ -33,7 +33,7 @@ class ToyModel(nn.Module):
 
 
 def built() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model, sharded over all ranks by FSDP2, and its optimizer."""
+    """Return the model, sharded over all ranks by FSDP2, and its optimizer."""
     torch.manual_seed(0)
     model = ToyModel()
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -41,7 +41,7 @@ def built() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """One step on the batch of this number, the same on all ranks."""
+    """Train one step; the batch depends only on the step and is the same on all ranks."""
     inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
     optimizer.zero_grad()
     model(inputs).sum().backward()
@@ -50,9 +50,9 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dcp", required=True, help="the checkpoint of the tutorial's script")
-    parser.add_argument("--dcp-step", type=int, default=0, help="the step that it is of")
-    parser.add_argument("--root", required=True, help="where this run saves")
+    parser.add_argument("--dcp", required=True, help="checkpoint written by the tutorial's script")
+    parser.add_argument("--dcp-step", type=int, default=0, help="step of that checkpoint")
+    parser.add_argument("--root", required=True, help="directory of this run's checkpoints")
     parser.add_argument("--steps", type=int, default=20, help="train until this step")
     options = parser.parse_args()
     dist.init_process_group("gloo")
@@ -63,10 +63,10 @@ def main() -> None:
     def start(_: object) -> sw.LoadReport:
         return sw.load(options.dcp, {"app": {"model": model, "optim": optimizer}})
 
-    # memory=None: each save waits for the disk. Without it, saves go on in the background.
+    # With memory=None each save waits for the disk. By default, saves run in the background.
     with sw.Checkpointer(options.root, save_every=5, memory=None, start_from=start) as checkpointer:
         step = checkpointer.restore(state)
-        if step is None:  # the tutorial saves no number of its step
+        if step is None:  # the tutorial does not save the step
             step = options.dcp_step
         while step < options.steps:
             train_step(model, optimizer, step)

@@ -1,4 +1,4 @@
-"""Continue in plain PyTorch what Lightning trained, from the file that it saves by default.
+"""Resume a Lightning training in plain PyTorch, from the file that Lightning saves by default.
 
 python examples/from_lightning.py --root runs/a \
     --start "lightning_logs/version_0/checkpoints/epoch=0-step=10.ckpt"
@@ -17,11 +17,11 @@ WITHOUT_MODULE = """
 model.net.*     -> model.*
 optimizer.net.* -> optimizer.*
 *               -> *
-"""  # the names of the LightningModule, and those of the net that was in it
+"""  # removes the name of the LightningModule's attribute
 
 
 class Net(nn.Module):
-    """What the LightningModule had as its attribute `net`."""
+    """The network that the LightningModule held as its attribute `net`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,19 +32,19 @@ class Net(nn.Module):
 
 
 def batch(step: int) -> Tensor:
-    """The inputs of a step."""
+    """Return the inputs of a step."""
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
 
 
 def loss_of(net: nn.Module, inputs: Tensor) -> Tensor:
-    """How far the net is from the mean of its inputs."""
+    """Return the squared error against the mean of the inputs."""
     return (net(inputs) - inputs.mean(dim=1, keepdim=True)).square().mean()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--start", required=True, help="the checkpoint of Lightning")
-    parser.add_argument("--root", required=True, help="where this run saves")
+    parser.add_argument("--start", required=True, help="Lightning's checkpoint")
+    parser.add_argument("--root", required=True, help="directory of this run's checkpoints")
     parser.add_argument("--steps", type=int, default=20, help="train until this step")
     options = parser.parse_args()
 
@@ -56,9 +56,9 @@ def main() -> None:
     def start(state: dict[str, object]) -> sw.LoadReport:
         return sw.load(options.start, state, spec=sw.spec(WITHOUT_MODULE))
 
-    # memory=None: each save waits for the disk. Without it, saves go on in the background.
+    # With memory=None each save waits for the disk. By default, saves run in the background.
     with sw.Checkpointer(options.root, save_every=5, memory=None, start_from=start) as checkpointer:
-        step = checkpointer.restore(state) or 0  # 10 at first: Lightning counts its steps
+        step = checkpointer.restore(state) or 0  # at first Lightning's own step, here 10
         while step < options.steps:
             loss_of(net, batch(step)).backward()
             optimizer.step()

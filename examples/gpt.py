@@ -1,4 +1,4 @@
-"""A small GPT, written plainly; any parallelism is applied from outside (see train.py)."""
+"""A small GPT without any parallelism of its own; train.py shards it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Shape:
-    """About 2.8 million parameters."""
+    """The dimensions of the model; by default it has about 2.8 million parameters."""
 
     vocabulary: int = 256
     context: int = 64
@@ -30,7 +30,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(shape.width, shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Under tensor parallelism each rank has some of the heads; their number is not fixed here.
+        # Tensor parallelism leaves each rank some of the heads, so infer their number.
         q, k, v = (
             part(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for part in (self.query, self.key, self.value)
@@ -76,7 +76,7 @@ class Head(nn.Module):
 class GPT(nn.Sequential):
     """Logits of the next token: `(batch, context)` to `(batch, context, vocabulary)`.
 
-    Layers in a row, which a pipeline can cut anywhere.
+    The layers form a sequence, so that a pipeline can be split between any two.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -85,5 +85,5 @@ class GPT(nn.Sequential):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """All but the first and the last."""
+        """The transformer blocks: all layers but the first and the last."""
         return list(self)[1:-1]

@@ -1,7 +1,7 @@
-"""A Trainer of transformers whose checkpoints shardwise saves, also where the model is sharded.
+"""Save the checkpoints of the transformers Trainer with shardwise, for sharded models as well.
 
-It resumes from its own checkpoints, under another number of ranks too, and from those that the
-Trainer itself saved before.
+The trainer resumes from these checkpoints on any number of ranks, and also from checkpoints that
+the original Trainer saved.
 
 python examples/hf_trainer.py --output runs/trainer --steps 20
 torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py --output runs/trainer --steps 40
@@ -20,10 +20,10 @@ import shardwise as sw
 
 
 class ShardwiseTrainer(Trainer):
-    """What is not written here, such as trainer_state.json, the Trainer saves as it always does."""
+    """A Trainer that saves with shardwise; other files (trainer_state.json) are saved as usual."""
 
     def everything(self) -> dict[str, object]:
-        """All that a checkpoint holds, beside the Trainer's own counters."""
+        """Return the state to save: everything but the Trainer's own counters."""
         return {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -35,11 +35,11 @@ class ShardwiseTrainer(Trainer):
         sw.save(inside(output_dir), self.everything(), step=self.state.global_step)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not _internal_call:  # for a checkpoint; the model is saved with the optimizer
+        if not _internal_call:  # in a checkpoint, the model is saved with the optimizer
             super().save_model(output_dir)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        pass  # it is saved with the optimizer
+        pass  # saved with the optimizer
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and os.path.isdir(inside(checkpoint)):
@@ -48,7 +48,7 @@ class ShardwiseTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_from_checkpoint(self, checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        if not os.path.isdir(inside(checkpoint)):  # otherwise it is loaded with the optimizer
+        if not os.path.isdir(inside(checkpoint)):  # otherwise loaded with the optimizer
             super()._load_from_checkpoint(checkpoint, model)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -59,12 +59,12 @@ class ShardwiseTrainer(Trainer):
 
 
 def inside(checkpoint: str) -> str:
-    """Where a checkpoint of the Trainer has ours."""
+    """Return the directory of shardwise's checkpoint inside the Trainer's."""
     return os.path.join(checkpoint, "shardwise")
 
 
 def trainer_of(kind: type[Trainer], output: str, steps: int) -> Trainer:
-    """A trainer of a tiny GPT-2 on random tokens."""
+    """Return a trainer for a tiny GPT-2 on random tokens."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=64,
@@ -81,7 +81,7 @@ def trainer_of(kind: type[Trainer], output: str, steps: int) -> Trainer:
         max_steps=steps,
         per_device_train_batch_size=4,
         save_steps=5,
-        lr_scheduler_type="constant",  # else it depends on where the training ends
+        lr_scheduler_type="constant",  # others depend on max_steps
         logging_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -93,7 +93,7 @@ def trainer_of(kind: type[Trainer], output: str, steps: int) -> Trainer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", required=True, help="where checkpoints go")
+    parser.add_argument("--output", required=True, help="directory of checkpoints")
     parser.add_argument("--steps", type=int, default=20, help="train until this step")
     options = parser.parse_args()
     newest = get_last_checkpoint(options.output) if os.path.isdir(options.output) else None

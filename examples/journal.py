@@ -1,4 +1,4 @@
-"""What a training tells of itself: a line of JSON for each loss, save and load, by rank 0."""
+"""The journal of a training: rank 0 writes a JSON line for each loss, save and load."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import shardwise as sw
 
 
 class Journal:
-    """Lines of JSON in a file; without a path, nothing is told. All ranks call it together."""
+    """A file of JSON lines; without a path, nothing is written. All ranks call it together."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path if rank() == 0 else None
 
     def loss(self, step: int, loss: float) -> None:
-        """The loss of a step."""
+        """Write the loss of a step."""
         self._write(step=step, loss=loss)
 
     def saved(self, handle: sw.SaveHandle | None) -> None:
-        """What a save cost, if one was due. Waits until it is durable."""
+        """Wait until a save is durable and write its cost; skip a save that was not due."""
         if handle is None:
             return
         report = handle.result()
@@ -36,7 +36,7 @@ class Journal:
         )
 
     def restored(self, report: sw.RestoreReport | None) -> None:
-        """What a restore cost, if there was anything to restore: bytes of all ranks."""
+        """Write the cost of a restore, if there was one, with the bytes read by all ranks."""
         if report is None:
             return
         read = torch.tensor(report.load.bytes_read)
@@ -58,7 +58,7 @@ class Journal:
 
 
 def entries(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a journal; the last may be in the making."""
+    """Return the complete lines of a journal; the last one may still be written."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 

@@ -1,6 +1,6 @@
-"""Makes torch take the CPU for a CUDA device, as far as Megatron-Core needs that.
+"""Make the CPU pass for a CUDA device, as far as Megatron-Core needs it.
 
-Megatron-Core takes for granted that there is a GPU. Imported before it, and by nothing else: this
+Megatron-Core requires a GPU. Import this module before it, and only in scripts that need it: it
 changes torch for the whole process.
 """
 
@@ -16,7 +16,7 @@ FACTORIES += ("empty_like", "zeros_like", "ones_like")
 
 
 class Stream:
-    """A stream of a device that does everything at once; or an event on it."""
+    """A stream, or an event, of a device that runs everything synchronously."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args: Stream() if name == "record_event" else None
@@ -38,7 +38,7 @@ def on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def type_of(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Megatron-Core compares it with 'torch.cuda.FloatTensor'."""
+    """Return the tensor's type as on a GPU: Megatron-Core compares it to torch.cuda.FloatTensor."""
     found = plain_type(tensor, *args, **kwargs)
     if args or kwargs or not isinstance(found, str):
         return found
@@ -66,7 +66,7 @@ for name in FACTORIES:
 
 
 def seed_model_parallel(seed: int) -> None:
-    """Seed Megatron-Core's generators, all of which are the CPU's."""
+    """Seed Megatron-Core's random generators, all of which run on the CPU."""
     from megatron.core import tensor_parallel
     from megatron.core.tensor_parallel import random
 

@@ -1,8 +1,8 @@
-"""Lose a worker, and go on with those that are left, again and again: `make demo-reshape`.
+"""Lose workers and resume with fewer, under another parallelism: `make demo-reshape`.
 
-A small GPT is trained by DeepSpeed, and one by Megatron-Core. Whenever a worker is killed, the run
-goes on with fewer, and so in another shape: other stages of ZeRO, no pipeline any more, less tensor
-parallelism. Its losses are held against those of a run that was never interrupted.
+The demo trains a small GPT with DeepSpeed, and another with Megatron-Core. Each time it kills a
+worker, the run resumes on fewer workers with another ZeRO stage, without the pipeline, or with less
+tensor parallelism. It compares every loss with those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.console import Console
 
 @dataclass(frozen=True)
 class Act:
-    """A framework, and the shapes that a run takes under it."""
+    """A framework, and the phases of a run under it."""
 
     name: str
     package: str
@@ -48,7 +48,7 @@ ACTS = (
             Phase(8, "TP 2 × PP 2 × DP 2", "reshape_megatron.py", "--tensor 2 --pipeline 2"),
             Phase(4, "TP 2 × DP 2", "reshape_megatron.py", "--tensor 2"),
             Phase(3, "DP 3", "reshape_megatron.py"),
-            Phase(1, "nothing parallel", "reshape_megatron.py"),
+            Phase(1, "no parallelism", "reshape_megatron.py"),
         ),
     ),
 )
@@ -56,13 +56,13 @@ ACTS = (
 
 @dataclass(frozen=True)
 class Story:
-    """A run under a framework.
+    """A run under one framework.
 
     Attributes:
-        title: the framework.
-        reference: the same run, never interrupted.
-        outcomes: of each phase.
-        differing: by phase, names of what it restored that was not as it had been saved.
+        title: name of the framework.
+        reference: outcome of the same run, uninterrupted.
+        outcomes: outcomes of the phases, in order.
+        differing: by phase, the names whose restored values differ from the saved ones.
     """
 
     title: str
@@ -90,14 +90,14 @@ def main() -> int:
     picture = options.out / "reshape.png"
     draw(stories, picture)
     wrong = [line for story in stories for line in faults(story)]
-    console.print(f"\n{picture} shows it. {time.monotonic() - began:.0f} s in all.")
+    console.print(f"\nPlot: {picture}. Total time: {time.monotonic() - began:.0f} s.")
     for line in wrong:
         console.print(f"[red]✗[/] {line}", soft_wrap=True)
     return 1 if wrong else 0
 
 
 def run_of(act: Act, options: argparse.Namespace) -> Run:
-    """A run whose phases save twice each; nothing is left of an earlier one."""
+    """Return a run that saves twice in each phase, and delete the output of an earlier one."""
     out = options.out / f"reshape-{act.package}"
     shutil.rmtree(out, ignore_errors=True)
     every = options.steps // (2 * len(act.phases))
@@ -105,16 +105,16 @@ def run_of(act: Act, options: argparse.Namespace) -> Run:
 
 
 def played(console: Console, act: Act, run: Run) -> Story:
-    """Train to the end, though all phases but the last are killed; tell how."""
+    """Train to the end, killing all phases but the last, and print the progress."""
 
     def say(line: str) -> None:
         console.print(line, soft_wrap=True)
 
     say(f"\n[bold]{act.name}[/]")
     whole = replace(run, out=run.out / "uninterrupted", every=run.steps)
-    with console.status(f"{act.phases[0].name}, never interrupted"):
+    with console.status(f"{act.phases[0].name}, uninterrupted"):
         story = Story(act.name, launch(whole, act.phases[0]))
-    say(f"[green]✓[/] {act.phases[0].name}, never interrupted: {story.reference.seconds:.0f} s")
+    say(f"[green]✓[/] {act.phases[0].name}, uninterrupted: {story.reference.seconds:.0f} s")
     for number, phase in enumerate(act.phases, start=1):
         killed = killed_at(number, len(act.phases), run) if phase != act.phases[-1] else None
         say(f"[dim]$ {phase.command}[/]")
@@ -124,10 +124,10 @@ def played(console: Console, act: Act, run: Run) -> Story:
         if outcome.restored:
             names = differing(Path(outcome.restored["place"]), outcome.again)
             story.differing[phase.name] = names
-            same = f"[red]but for {len(names)} names[/]" if names else "the same to the byte"
-            say(f"[green]✓[/] {phase.name} goes on from step {outcome.begun}, {same}")
+            same = f"[red]{len(names)} names differ[/]" if names else "all bytes match"
+            say(f"[green]✓[/] {phase.name} resumed from step {outcome.begun}: {same}")
         if outcome.killed:
-            say(f"[red]✗[/] after step {outcome.killed} a worker is killed")
+            say(f"[red]✗[/] after step {outcome.killed}: worker killed")
     say(f"[green]✓[/] trained to step {run.steps}\n")
     console.print(table(story))
     say(summary(story))
@@ -135,19 +135,21 @@ def played(console: Console, act: Act, run: Run) -> Story:
 
 
 def killed_at(number: int, phases: int, run: Run) -> int:
-    """When a phase is killed: all train about as long, and then some steps have not been saved."""
+    """Return the step at which to kill a phase: half-way between two saves."""
     saved = run.steps * number // phases // run.every * run.every
     return saved + run.every // 2 + 1
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="where everything goes")
-    parser.add_argument("--steps", type=int, default=32, help="how long to train, at least 8")
-    parser.add_argument("--blocks", type=int, default=2, help="how deep the models are")
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="output directory")
+    parser.add_argument("--steps", type=int, default=32, help="training steps, at least 8")
+    parser.add_argument("--blocks", type=int, default=2, help="number of transformer blocks")
     packages = [act.package for act in ACTS]
-    parser.add_argument("--only", choices=packages, help="one of the frameworks")
-    parser.add_argument("--last", type=int, default=4, help="only the last so many phases")
+    parser.add_argument("--only", choices=packages, help="run this framework only")
+    parser.add_argument(
+        "--last", type=int, default=4, help="run only this many phases, the last ones"
+    )
     options = parser.parse_args()
     if options.steps < 8 or options.last < 1:
         parser.error("at least 8 steps and 1 phase are needed")

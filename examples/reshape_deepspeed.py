@@ -1,4 +1,4 @@
-"""Train the GPT with DeepSpeed, under any stage of ZeRO or as a pipeline, and go on from any other.
+"""Train the GPT with DeepSpeed, with any ZeRO stage or a pipeline, and resume from any other.
 
 DS_ACCELERATOR=cpu torchrun --standalone --nproc-per-node 4 \\
     examples/reshape_deepspeed.py --stages 2 --zero 1 --root runs/a
@@ -24,14 +24,14 @@ from training import BATCH, cross_entropy, die_if_asked, parser_of, part_of_batc
 
 import shardwise as sw
 
-MICRO_BATCHES = 2  # of each pipeline, so that both stages have something to do
+MICRO_BATCHES = 2  # per pipeline, so that both stages have work
 
 
 def main() -> None:
     options = arguments()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    # An operator for CPUs, which takes a minute to compile.
+    # Do not use DeepSpeed's shared-memory operator: it takes a minute to compile.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo")
     journal = Journal(options.journal)
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def engine_of(model: GPT, zero: int, stages: int) -> Any:
-    """The model in an engine: cut into stages, if more than one, each divided as ZeRO says."""
+    """Return a DeepSpeed engine for the model, with the given ZeRO and pipeline stages."""
     micro_batches = 1
     if stages > 1:
         micro_batches = MICRO_BATCHES
@@ -86,7 +86,7 @@ def engine_of(model: GPT, zero: int, stages: int) -> Any:
 
 
 def step_of_engine(engine: Any, corpus: Tensor, step: int) -> float:
-    """A step on this rank's part of the batch; the mean loss of the whole batch."""
+    """Train a step on this rank's part of the batch; return the mean loss of the whole batch."""
     parts = dist.get_world_size()
     inputs, targets = part_of_batch(corpus, step, dist.get_rank(), parts)
     loss = cross_entropy(engine(inputs), targets)
@@ -98,7 +98,7 @@ def step_of_engine(engine: Any, corpus: Tensor, step: int) -> float:
 
 
 def step_of_pipeline(engine: Any, corpus: Tensor, step: int) -> float:
-    """The same, in micro-batches."""
+    """Train a step in micro-batches; return the mean loss of the whole batch."""
     grid = engine.grid
     part = part_of_batch(corpus, step, grid.get_data_parallel_id(), grid.data_parallel_size)
     inputs, targets = (tokens.chunk(MICRO_BATCHES) for tokens in part)
@@ -107,8 +107,8 @@ def step_of_pipeline(engine: Any, corpus: Tensor, step: int) -> float:
 
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="ZeRO's stage")
-    parser.add_argument("--stages", type=int, default=1, help="of a pipeline")
+    parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="ZeRO stage")
+    parser.add_argument("--stages", type=int, default=1, help="pipeline stages")
     return parser.parse_args()
 
 

@@ -1,11 +1,10 @@
-"""Train a small GPT with Megatron-Core, divided in any way, and go on from any other.
+"""Train a small GPT with Megatron-Core under any parallelism, and resume from any other.
 
 torchrun --standalone --nproc-per-node 8 \\
     examples/reshape_megatron.py --tensor 2 --pipeline 2 --root runs/a
 torchrun --standalone --nproc-per-node 3 examples/reshape_megatron.py --root runs/a
 
-Ranks that are left over by tensor and pipeline parallelism are data-parallel, and divide what the
-optimizer keeps.
+The remaining ranks are data-parallel and shard the optimizer state.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from training import BATCH, die_if_asked, parser_of, part_of_batch
 
 import shardwise as sw
 
-MICRO_BATCHES = 2  # of each replica, so that all stages have something to do
+MICRO_BATCHES = 2  # per replica, so that all stages have work
 
 
 def main() -> None:
@@ -72,7 +71,7 @@ def main() -> None:
 
 
 def model_of(shape: Shape, tensor: int, pipeline: int) -> DistributedDataParallel:
-    """This rank's part of the model."""
+    """Return this rank's part of the model."""
     config = TransformerConfig(
         num_layers=shape.blocks,
         hidden_size=shape.width,
@@ -105,7 +104,7 @@ def model_of(shape: Shape, tensor: int, pipeline: int) -> DistributedDataParalle
 def step_of(
     model: DistributedDataParallel, optimizer: MegatronOptimizer, corpus: Tensor, step: int
 ) -> float:
-    """A step on this replica's part of the batch; the mean loss of the whole batch."""
+    """Train a step on this replica's part of the batch; return the mean loss of the whole batch."""
     replica = parallel_state.get_data_parallel_rank()
     replicas = parallel_state.get_data_parallel_world_size()
     inputs, targets = part_of_batch(corpus, step, replica, replicas)
@@ -129,7 +128,7 @@ def step_of(
 def losses_of(
     micro_batches: Iterator[tuple[Tensor, Tensor]], model: DistributedDataParallel
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
-    """What a stage makes of a micro-batch, and how the last makes a loss of it."""
+    """Return a stage's output for a micro-batch, and the function that computes the loss."""
     tokens, targets = next(micro_batches)
     positions = torch.arange(Shape.context).expand_as(tokens)
     future = torch.ones(1, 1, Shape.context, Shape.context, dtype=torch.bool).triu(1)
@@ -138,7 +137,7 @@ def losses_of(
 
 
 def mean_of(losses: list[Tensor]) -> float:
-    """The mean loss of all micro-batches, which only the ranks of the last stage know."""
+    """Return the mean loss of all micro-batches; only ranks of the last stage have losses."""
     known = dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size()
     mean = sum(losses, torch.zeros(())) / MICRO_BATCHES / known
     dist.all_reduce(mean)
@@ -147,8 +146,8 @@ def mean_of(losses: list[Tensor]) -> float:
 
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--tensor", type=int, default=1, help="ranks that divide each block")
-    parser.add_argument("--pipeline", type=int, default=1, help="stages of blocks")
+    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""The picture of reshaped runs: losses, the workers of each phase, and how far losses are off."""
+"""Plot the reshaped runs: losses, the workers of each phase, and differences of losses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GAP = 1.5  # between the workers of one phase and those of the next, in workers
 
 
 def draw(stories: Sequence[Story], path: Path) -> None:
-    """Write the picture, as PNG."""
+    """Write the plot as a PNG file."""
     figure, grid = plt.subplots(
         3,
         len(stories),
@@ -43,17 +43,17 @@ def draw(stories: Sequence[Story], path: Path) -> None:
             axes.grid(alpha=0.25)
             axes.set_axisbelow(True)
             axes.margins(x=0.02)
-    title = "A worker is lost, the others go on in another shape, and the loss is the same"
+    title = "A worker is lost, the others resume with another parallelism, and the loss continues"
     figure.suptitle(title, fontsize=14)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
 def _losses(axes: Axes, story: Story) -> None:
-    """Each phase over the reference, and where it was killed."""
+    """Plot the losses of each phase over the reference, and where the phase was killed."""
     steps, losses = zip(*story.reference.losses.items(), strict=True)
     thick: dict[str, Any] = {"color": "0.84", "linewidth": 9, "solid_capstyle": "round"}
-    axes.plot(steps, losses, label=f"{story.reference.phase.name}, never interrupted", **thick)
+    axes.plot(steps, losses, label=f"{story.reference.phase.name}, uninterrupted", **thick)
     for row, (outcome, color) in enumerate(zip(story.outcomes, COLORS, strict=False)):
         steps, losses = zip(*outcome.losses.items(), strict=True)
         axes.plot(steps, losses, color=color, linewidth=2, zorder=9 - row)
@@ -64,7 +64,7 @@ def _losses(axes: Axes, story: Story) -> None:
 
 
 def _workers(axes: Axes, story: Story) -> None:
-    """A line for each worker; where one is killed, all end, and fewer go on from the last save."""
+    """Plot a line for each worker. When one is killed, fewer resume from the last save."""
     middles: list[float] = []
     top = 0.0
     for outcome, color in zip(story.outcomes, COLORS, strict=False):
@@ -86,7 +86,7 @@ def _workers(axes: Axes, story: Story) -> None:
 
 
 def _gaps(axes: Axes, story: Story) -> None:
-    """Differences from the reference; what is tinted would be too much."""
+    """Plot the differences from the reference; the tinted area is above the limit."""
     for outcome, color in zip(story.outcomes, COLORS, strict=False):
         gaps, allowed = outcome.gaps(story.reference.losses), bounds(story, outcome)
         axes.plot(gaps.keys(), gaps.values(), ".", color=color, markersize=6)
@@ -96,5 +96,5 @@ def _gaps(axes: Axes, story: Story) -> None:
     axes.set_yscale("symlog", linthresh=1e-7)
     axes.set_ylim(-2e-8, 1e-3)
     axes.set_yticks([0, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3])
-    axes.text(0.995, 0.9, "too far off", transform=axes.transAxes, ha="right",
+    axes.text(0.995, 0.9, "above the limit", transform=axes.transAxes, ha="right",
               color="0.4", **SMALL)  # fmt: skip

@@ -1,4 +1,4 @@
-"""What reshaping a run has found: tables, and what did not go as it should have."""
+"""Report the demo of reshaped runs: a table, and the checks that failed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from reshape_run import Outcome
 
 BOUND = 1e-5
-"""How far the first loss of a phase may be off, and how much more with each further step.
+"""Largest allowed difference of the first loss of a phase; each further step adds as much.
 
-What was restored is the same to the byte, and so are the batches; but in another shape sums over a
-batch, and over what is divided among workers, are taken in another order.
+The restored state and the batches are identical, but under another parallelism sums are computed
+in a different order.
 """
 
 
 def bounds(story: Story, outcome: Outcome) -> dict[int, float]:
-    """How far each loss of a phase may be off."""
+    """Return the largest allowed difference of each loss of a phase, by step."""
     per_step = 0.0 if outcome is story.outcomes[0] else BOUND
     return {step: per_step * n for n, step in enumerate(outcome.losses, start=1)}
 
 
 def differing(before: Path, after: Path) -> list[str]:
-    """Names of weights, of what the optimizer keeps and of its settings that are not the same."""
+    """Return the names of model and optimizer values that differ between two checkpoints."""
     one, other = sw.open(before), sw.open(after)
     names = {name for name in {*one, *other} if name.startswith(("model.", "optimizer."))}
     return sorted(name for name in names if not _is_same(one, other, name))
@@ -48,13 +48,13 @@ def _is_same(one: sw.Checkpoint, other: sw.Checkpoint, name: str) -> bool:
 
 
 def _by_parameter(groups: Any) -> dict[str, Any]:
-    """Settings of each parameter: in what order stages name theirs makes no difference."""
+    """Return the settings of each parameter, whatever the order of the parameters."""
     return {name: group["value"] for group in groups for name in group["members"]}
 
 
 def table(story: Story) -> Table:
-    """Each phase: what it went on from, and its losses against the reference."""
-    table = Table(title="losses against the run that was never interrupted", title_justify="left")
+    """Return a table of each phase: its restore, and its losses compared with the reference."""
+    table = Table(title="losses compared with the uninterrupted run", title_justify="left")
     table.add_column("phase")
     for column in ("steps", "restored, MB", "seconds", "first difference", "largest later"):
         table.add_column(column, justify="right")
@@ -73,30 +73,30 @@ def table(story: Story) -> Table:
 
 
 def summary(story: Story) -> str:
-    """How far the losses are off, and why."""
+    """Return a sentence on the differences of the losses."""
     first, *others = (
         max(outcome.gaps(story.reference.losses).values()) for outcome in story.outcomes
     )
-    alike = f"up to {first:.1e} off" if first else "the same to the bit"
+    same = f"differ by up to {first:.1e}" if first else "are bit-identical"
     return (
-        f"The losses of the first shape are {alike}; those of the others are up to "
-        f"{max(others, default=0):.1e} off, as they add up in another order."
+        f"The losses under the first parallelism {same}; the others differ by up to "
+        f"{max(others, default=0):.1e}, as they sum in a different order."
     )
 
 
 def faults(story: Story) -> list[str]:
-    """What did not go as it should have."""
+    """Return a line for each check that failed."""
     wrong = []
     for before, after in pairwise(story.outcomes):
         newest = before.newest
         if after.begun != newest or min(after.losses) != newest:
             wrong.append(
-                f"{after.phase.name}: restored step {after.begun}, went on at "
-                f"{min(after.losses)}; the newest save was {newest}"
+                f"{after.phase.name}: restored step {after.begun}, resumed at step "
+                f"{min(after.losses)}, but the newest save is step {newest}"
             )
     for outcome in story.outcomes:
         if names := story.differing.get(outcome.phase.name):
-            wrong.append(f"{outcome.phase.name}: restored other bytes in {', '.join(names)}")
+            wrong.append(f"{outcome.phase.name}: restored values differ: {', '.join(names)}")
         wrong += _losses_off(story, outcome)
     if max(story.outcomes[-1].losses) != max(story.reference.losses):
         wrong.append(f"{story.outcomes[-1].phase.name}: did not train to the end")
@@ -107,6 +107,6 @@ def _losses_off(story: Story, outcome: Outcome) -> list[str]:
     allowed = bounds(story, outcome)
     for step, gap in outcome.gaps(story.reference.losses).items():
         if not gap <= allowed[step]:
-            off = f"the loss of step {step} is {gap:.1e} off, and {allowed[step]:.0e} is allowed"
+            off = f"the loss of step {step} differs by {gap:.1e} (limit: {allowed[step]:.0e})"
             return [f"{outcome.phase.name}: {off}"]
     return []

@@ -1,4 +1,4 @@
-"""Phases of a run: each is started by torchrun, on its own number of workers, and may be killed."""
+"""Run the phases of a training with torchrun, each on its own number of workers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ import journal
 
 EXAMPLES = Path(__file__).parent
 PATIENCE = 180.0
-"""Seconds for a phase. Nothing should come near it, but on a machine that does much else."""
+"""Time limit of a phase in seconds; only a heavily loaded machine should come near it."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """So many workers, and how they share a model.
+    """A number of workers, and the parallelism under which they train.
 
     Attributes:
-        title: how, in a few words.
-        script: what they run, with these options.
+        title: short description of the parallelism.
+        script: script that the workers run.
+        options: options of the script.
     """
 
     workers: int
@@ -33,16 +34,16 @@ class Phase:
 
     @property
     def name(self) -> str:
-        """What it is on how many."""
+        """The parallelism and the number of workers."""
         return f"{self.title} on {self.workers}"
 
     @property
     def command(self) -> str:
-        """What a user would type, but for what all phases share."""
+        """The command that a user would type, without the options that all phases share."""
         return f"torchrun --nproc-per-node {self.workers} {self.script} {self.options}".rstrip()
 
     def arguments(self) -> list[str]:
-        """The same, for this Python."""
+        """Return the command line for this Python interpreter."""
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
         script = (str(EXAMPLES / self.script), *self.options.split())
         return [*torchrun, "--nproc-per-node", str(self.workers), *script]
@@ -50,7 +51,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Run:
-    """What all phases of a run share: its directory, its model, and how long it is trained."""
+    """The settings that all phases of a run share: directory, model and training steps."""
 
     out: Path
     blocks: int
@@ -58,7 +59,7 @@ class Run:
     every: int
 
     def arguments(self) -> list[str]:
-        """The options for it."""
+        """Return the options for the scripts."""
         return [
             *("--root", str(self.out / "checkpoints"), "--blocks", str(self.blocks)),
             *("--steps", str(self.steps), "--every", str(self.every)),
@@ -67,14 +68,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a phase.
+    """The outcome of a phase.
 
     Attributes:
-        killed: after this step a worker was killed; None: trained to the end.
-        losses: of each step.
-        saved: the steps that were saved.
-        restored: step, place, bytes and seconds of the restore it began with, if it did.
-        again: where it saved at once what it had restored.
+        killed: step after which a worker was killed, or None if the phase trained to the end.
+        losses: loss of each step.
+        saved: steps that were saved.
+        restored: step, place, bytes and seconds of the initial restore, if there was one.
+        again: directory to which the phase saved the restored state again.
+        seconds: duration of the phase.
     """
 
     phase: Phase
@@ -87,21 +89,21 @@ class Outcome:
 
     @property
     def begun(self) -> int:
-        """The step that it went on from, or 0."""
+        """The step from which the phase resumed, or 0."""
         return self.restored["at"] if self.restored else 0
 
     @property
     def newest(self) -> int:
-        """The newest step that was saved when it ended."""
+        """The newest step that was saved when the phase ended."""
         return max(self.saved, default=self.begun)
 
     def gaps(self, reference: dict[int, float]) -> dict[int, float]:
-        """How far each loss is from the reference's at that step."""
+        """Return the difference of each loss from the reference, by step."""
         return {step: abs(loss - reference[step]) for step, loss in self.losses.items()}
 
 
 def launch(run: Run, phase: Phase, killed: int | None = None) -> Outcome:
-    """Start a phase, and wait until it has trained to the end, or was killed."""
+    """Start a phase and wait until it has trained to the end or is killed."""
     run.out.mkdir(parents=True, exist_ok=True)
     number = len(list(run.out.glob("phase-*.txt")))
     log, output, again = (run.out / f"phase-{number}{end}" for end in (".jsonl", ".txt", "-again"))
@@ -120,14 +122,14 @@ def launch(run: Run, phase: Phase, killed: int | None = None) -> Outcome:
             status = None
         finally:
             if process.poll() is None:
-                process.terminate()  # torchrun ends its workers then
+                process.terminate()  # torchrun then ends its workers
                 process.wait()
     said = output.read_text()
-    as_meant = "SIGKILL" in said if killed else status == 0
-    told = journal.entries(log)
-    losses = {each["step"]: each["loss"] for each in told if "loss" in each}
-    if not as_meant or not losses:
+    as_planned = "SIGKILL" in said if killed else status == 0
+    entries = journal.entries(log)
+    losses = {each["step"]: each["loss"] for each in entries if "loss" in each}
+    if not as_planned or not losses:
         sys.exit(f"{phase.name}: exit status {status}; {output} ends with\n{said[-3000:]}")
-    saved = [each["at"] for each in told if each.get("event") == "save"]
-    restored = next((each for each in told if each.get("event") == "load"), None)
+    saved = [each["at"] for each in entries if each.get("event") == "save"]
+    restored = next((each for each in entries if each.get("event") == "load"), None)
     return Outcome(phase, killed, losses, saved, restored, again, time.monotonic() - began)

@@ -1,4 +1,4 @@
-"""Train a small GPT under any parallelism, and go on where another run stopped.
+"""Train a small GPT under any parallelism, and resume where another run stopped.
 
 torchrun --standalone --nproc-per-node 4 examples/train.py --parallel fsdp --root runs/a
 torchrun --standalone --nproc-per-node 2 examples/train.py --parallel tp --root runs/a
@@ -44,7 +44,7 @@ def main() -> None:
 
     state = {"model": model, "optimizer": optimizer, "rng": sw.RngState()}
     keep = sw.Keep(last=3)
-    memory = None if options.wait else sw.Memory(snapshot_every=0, slots=1)  # stages saves there
+    memory = None if options.wait else sw.Memory(snapshot_every=0, slots=1)  # for staging only
     with sw.Checkpointer(
         options.root, keep=keep, save_every=options.every, memory=memory
     ) as checkpointer:
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def parallelize(model: GPT, parallel: str) -> DeviceMesh | None:
-    """Shard a model in place; returns the mesh of data-parallel × tensor-parallel ranks."""
+    """Shard a model in place; return the mesh of data-parallel × tensor-parallel ranks."""
     if parallel == "none":
         return None
     tensor = TENSOR_PARALLEL[parallel]
@@ -86,7 +86,7 @@ def parallelize(model: GPT, parallel: str) -> DeviceMesh | None:
 
 
 def gradients(model: GPT, corpus: Tensor, step: int, mesh: DeviceMesh | None) -> float:
-    """Gradients of a step from this rank's part of its batch; the mean loss of the whole batch."""
+    """Compute the gradients of this rank's part of a batch; return the mean loss of the batch."""
     parts, part = (mesh["data"].size(), mesh["data"].get_local_rank()) if mesh else (1, 0)
     inputs, targets = part_of_batch(corpus, step, part, parts)
     loss = cross_entropy(model(inputs), targets)
@@ -100,7 +100,11 @@ def gradients(model: GPT, corpus: Tensor, step: int, mesh: DeviceMesh | None) ->
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--parallel", choices=TENSOR_PARALLEL, default="none")
-    parser.add_argument("--wait", action="store_true", help="while a save is made")
+    parser.add_argument(
+        "--wait",
+        action="store_true",
+        help="wait for each save, instead of saving in the background",
+    )
     return parser.parse_args()
 
 

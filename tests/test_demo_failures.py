@@ -36,7 +36,7 @@ def test_a_killed_trainer_and_a_lost_host_cost_neither_storage_nor_a_bit(tmp_pat
     if done.stdout.startswith("skipped"):
         pytest.skip(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
-    killed, lost = re.findall(r"goes on as (.+) from (.+), step (\d+)", done.stdout)
+    killed, lost = re.findall(r"resumed as (.+) from (.+) at step (\d+)", done.stdout)
     assert killed[:2] == ("FSDP on 4", "memory")
     assert lost[:2] == ("TP on 3", "memory")
     assert int(lost[2]) >= 5
@@ -86,12 +86,12 @@ def write(journal: Path, losses: dict[int, float]) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("source", "storage", "went on from storage, not memory"),
+        ("source", "storage", "resumed from storage, not memory"),
         ("reached", 6, "at most 1 may be lost"),
         ("reached", 3, "at most 1 may be lost"),
-        ("step", 5, "restored step 5, went on at 4"),
-        ("read", 8, "7 bytes are accounted for, and 8 of the state were read"),
-        ("origin", {"storage": 1 << 22}, "4194304 bytes are accounted for, and 7 of the state"),
+        ("step", 5, "restored step 5, resumed at 4"),
+        ("read", 8, "8 bytes of state were read, but the sources add up to 7"),
+        ("origin", {"storage": 1 << 22}, "but the sources add up to 4194304"),
     ],
 )
 def test_a_recovery_that_is_not_as_it_should_be_is_told(

@@ -37,7 +37,7 @@ def demo(out: Path, *options: str, **environ: str) -> subprocess.CompletedProces
     ("package", "first", "last"),
     [
         ("deepspeed", "ZeRO 2 on 2", "plain PyTorch on 1"),
-        ("megatron", "DP 3 on 3", "nothing parallel on 1"),
+        ("megatron", "DP 3 on 3", "no parallelism on 1"),
     ],
 )
 def test_a_run_that_loses_a_worker_goes_on_with_fewer(
@@ -47,10 +47,10 @@ def test_a_run_that_loses_a_worker_goes_on_with_fewer(
         pytest.skip(f"{package} is not installed: pip install '.[frameworks]'")
     done = demo(tmp_path, "--only", package, *SHORT)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{first}, never interrupted" in done.stdout
-    assert "after step 6 a worker is killed" in done.stdout
-    assert re.findall(r"(.+) goes on from step (\d+), (.+)", done.stdout) == [
-        (f"✓ {last}", "4", "the same to the byte")
+    assert f"{first}, uninterrupted" in done.stdout
+    assert "after step 6: worker killed" in done.stdout
+    assert re.findall(r"(.+) resumed from step (\d+): (.+)", done.stdout) == [
+        (f"✓ {last}", "4", "all bytes match")
     ]
     assert (tmp_path / "reshape.png").read_bytes().startswith(b"\x89PNG")
 
@@ -103,12 +103,13 @@ def test_losses_that_are_off_are_told(
 
 def test_another_step_than_the_newest_is_told(report: Any, story: Any) -> None:
     story.outcomes[0].saved.append(5)
-    assert "restored step 4, went on at 4; the newest save was 5" in report.faults(story)[0]
+    expected = "restored step 4, resumed at step 4, but the newest save is step 5"
+    assert expected in report.faults(story)[0]
 
 
 def test_a_restore_that_is_followed_by_another_step_is_told(report: Any, story: Any) -> None:
     del story.outcomes[1].losses[4]
-    assert "restored step 4, went on at 5" in report.faults(story)[0]
+    assert "restored step 4, resumed at step 5" in report.faults(story)[0]
 
 
 def test_a_run_that_ends_too_early_is_told(report: Any, story: Any) -> None:
@@ -118,7 +119,7 @@ def test_a_run_that_ends_too_early_is_told(report: Any, story: Any) -> None:
 
 def test_other_bytes_are_told(report: Any, story: Any) -> None:
     story.differing["after"] = ["model.weight"]
-    assert report.faults(story) == ["after: restored other bytes in model.weight"]
+    assert report.faults(story) == ["after: restored values differ: model.weight"]
 
 
 def test_states_are_compared_by_name_and_to_the_byte(report: Any, tmp_path: Path) -> None:
