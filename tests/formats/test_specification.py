@@ -171,7 +171,7 @@ def test_what_is_missing_is_said(files: Path) -> None:
     (files / "mp_rank_01_002" / "model.pt").unlink()
     with pytest.raises(sw.FormatError, match=r"5 files like .*not 6 \(tp=2, pp=3\)"):
         sw.open(files, spec=spec)
-    with pytest.raises(sw.CheckpointNotFoundError, match="named like"):
+    with pytest.raises(sw.CheckpointNotFoundError, match="no file matches"):
         sw.open(files, spec=sw.spec(TEXT, files="rank_{tp}.pt", layers=LAYERS))
 
 
@@ -231,6 +231,6 @@ def test_values_of_other_ranks_are_told(files: Path) -> None:
     found = sw.open(files, spec=sw.spec(TEXT, files=PATTERN, layers=LAYERS))
     assert found["iteration"] == 7
     assert list(found.left_out) == [
-        "iteration: 1 ranks have other values; that of the first is taken",
-        "more: the first rank, whose values are taken, has none",
+        "iteration: 1 ranks have other values; the first rank's is taken",
+        "more: missing in the first rank's file, whose values are taken",
     ]

@@ -147,7 +147,7 @@ def test_other_files_beside_are_named(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved / "tp", place)
     torch.save({"w": torch.ones(2)}, place / "ema_10.pt")
     assert sw.open(place).left_out[2:] == (
-        "ema_10.pt: it is not named after a rank as the others are",
+        "ema_10.pt: not named after a rank as the other files are",
     )
 
 

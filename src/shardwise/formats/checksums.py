@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 
 import numpy as np
 
@@ -28,8 +27,7 @@ def sums_of(tree: Tree, names: Iterable[str]) -> Iterator[Summed]:
     folders: dict[str, _Ranges] = {}
     for name in names:
         folder, _, base = name.rpartition("/")
-        with closing(tree.open(name)) as file:
-            whole = FileRange.whole(file, 0, f"{tree}/{name}")
+        with tree.open_range(name) as whole:
             parts = [whole]
             if name.endswith(OF_ITEMS):
                 items = folders.setdefault(folder, _items(tree, folder))

@@ -1,11 +1,9 @@
-"""A file for each rank, named after it: the arrays of all ranks, for a specification to read."""
+"""Reads files that ranks wrote separately, as arrays by rank that a specification describes."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,71 +20,67 @@ from shardwise.formats.foreign import Catalogue, StoredArray, catalogued
 from shardwise.formats.tree import Tree
 from shardwise.manifest.table import Int
 
-THREADS = 8
 _AXIS = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
 
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """The arrays of all ranks, and the plain values of the first, by their names.
+    """The contents of all ranks' files.
 
     Attributes:
-        left_out: values that other ranks have, and that are not those; one line each.
+        catalogue: the arrays of all ranks.
+        values: the plain values of the first rank, by name.
+        left_out: a line for each name whose values differ between ranks.
     """
 
     catalogue: Catalogue
     values: Mapping[str, Any]
-    left_out: Sequence[str] = ()
+    left_out: Sequence[str]
 
 
 def read_rank_files(tree: Tree, pattern: str) -> RankFiles:
-    """Read what lies in the files of all ranks; no array is read.
+    """Read the files of all ranks, of torch.save or safetensors; no array is read.
+
+    Names of nested values are joined by dots.
 
     Args:
-        pattern: the path of a file, an axis of the ranks in braces where it has a number:
-            `mp_rank_{tp}_{pp}/model.pt`. Files are those of torch.save, or of safetensors; what
-            is nested has its names joined by dots.
+        pattern: the path of the files, with `{axis}` for the rank's number along an axis:
+            `mp_rank_{tp}_{pp}/model.pt`.
 
     Raises:
-        CheckpointNotFoundError: no file has such a name.
-        FormatError: a rank has no file, or a file is malformed.
+        CheckpointNotFoundError: no file matches the pattern.
+        FormatError: the file of a rank is missing, or a file is malformed.
     """
     axes = _AXIS.findall(pattern)
     found = dict(_matching(tree, pattern))
     if not found:
-        raise CheckpointNotFoundError(f"{tree} has no file that is named like {pattern}")
+        raise CheckpointNotFoundError(f"{tree}: no file matches {pattern}")
     coordinate = np.array(list(found.values()), np.int64).reshape(len(found), len(axes))
     sizes = {axis: int(n) + 1 for axis, n in zip(axes, coordinate.max(axis=0), strict=True)}
     _check_complete(tree, pattern, coordinate, sizes)
-    with ThreadPoolExecutor(THREADS, "shardwise-open") as pool:
-        read = list(pool.map(lambda item: _read(tree, item[1], item[0]), enumerate(found)))
+    read = tree.read_each({name: number for number, name in enumerate(found)}, _read)
     rows = [
-        (name, array, rank)
-        for rank, file in zip(found.values(), read, strict=True)
-        for name, array in file.arrays.items()
+        (name, array, found[file])
+        for file, (arrays, _) in read.items()
+        for name, array in arrays.items()
     ]
     catalogue = catalogued(list(map(tree.file, found)), sizes, rows)
-    return RankFiles(catalogue, read[0].values, unlike_values([file.values for file in read]))
+    values = [values for _, values in read.values()]
+    return RankFiles(catalogue, values[0], unlike_values(values))
 
 
 def unlike_values(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines about the values of which ranks have others than the first, whose are taken."""
+    """Return a line for each name whose values differ from the first rank's, which are taken."""
     found = []
     for name in dict.fromkeys(name for values in ranks for name in values):
         if name not in ranks[0]:
-            found.append(f"{name}: the first rank, whose values are taken, has none")
+            found.append(f"{name}: missing in the first rank's file, whose values are taken")
             continue
         having = [values for values in ranks[1:] if name in values]
         others = sum(not same_plain(values[name], ranks[0][name]) for values in having)
         if others:
-            found.append(f"{name}: {others} ranks have other values; that of the first is taken")
+            found.append(f"{name}: {others} ranks have other values; the first rank's is taken")
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    arrays: Mapping[str, StoredArray]
-    values: Mapping[str, Any]
 
 
 def _matching(tree: Tree, pattern: str) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -104,18 +98,17 @@ def _check_complete(tree: Tree, pattern: str, coordinate: Int, sizes: Mapping[st
     expected = int(np.prod(list(sizes.values()), dtype=np.float64))
     distinct = len(np.unique(coordinate, axis=0))
     if distinct < len(coordinate):
-        raise FormatError(f"{tree}: two files are of one rank, by {pattern}")
+        raise FormatError(f"{tree}: two files belong to the same rank, by the pattern {pattern}")
     if distinct < expected:
         ranks = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         raise FormatError(f"{tree} has {distinct} files like {pattern}, not {expected} ({ranks})")
 
 
-def _read(tree: Tree, name: str, number: int) -> _File:
-    with closing(tree.open(name)) as file:
-        part = FileRange.whole(file, number, f"{tree}/{name}")
-        if is_safetensors(part.read(0, min(64, part.size))):
-            return _File(read_header(part).arrays, {})
-        value = read_torch_file(part, stubs=DTENSORS, opaque=True).value
+def _read(part: FileRange) -> tuple[Mapping[str, StoredArray], Mapping[str, Any]]:
+    """Return the arrays and the plain values of a file by name."""
+    if is_safetensors(part.read(0, min(64, part.size))):
+        return read_header(part).arrays, {}
+    value = read_torch_file(part, stubs=DTENSORS, opaque=True).value
     arrays: dict[str, StoredArray] = {}
     values: dict[str, Any] = {}
     for path, leaf in _leaves(value, ""):
@@ -125,7 +118,7 @@ def _read(tree: Tree, name: str, number: int) -> _File:
             arrays[path] = leaf
         else:
             values[path] = leaf
-    return _File(arrays, values)
+    return arrays, values
 
 
 def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:

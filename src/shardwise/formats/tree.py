@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
+from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.containers.torch_files import LARGEST_PICKLE, MOST_NAMED
 from shardwise.formats.foreign import ForeignFile
 from shardwise.store import LocalStore, ReadableFile
 from shardwise.store.store import Buffer
 
 MOST_FILES = 2**20
-LARGEST_PICKLE = 2**31
-MOST_NAMED = 4
+THREADS = 8
+
+Value = TypeVar("Value")
 
 
 class Tree:
@@ -112,6 +118,39 @@ class Tree:
         path = self.path if self.only is not None else self.path / name
         real = path.resolve()
         return LocalStore(real.parent).open(real.name)
+
+    @contextmanager
+    def open_range(self, name: str, number: int = 0) -> Iterator[FileRange]:
+        """Open a file as a range whose messages name the file, and close it at the end.
+
+        Args:
+            number: the number of the file among those of the manifest.
+
+        Raises:
+            FormatError: the file does not exist.
+        """
+        where = f"{self}/{name}" if self.only is None else str(self)
+        with closing(self.open(name)) as file:
+            yield FileRange.whole(file, number, where)
+
+    def read_each(
+        self, numbers: Mapping[str, int], read: Callable[[FileRange], Value]
+    ) -> dict[str, Value]:
+        """Return what a function reads from each file, by name; files are read in parallel.
+
+        Args:
+            numbers: the names of the files, and their numbers among those of the manifest.
+
+        Raises:
+            FormatError: a file does not exist, or the function raises it.
+        """
+
+        def open_and_read(name: str) -> Value:
+            with self.open_range(name, numbers[name]) as part:
+                return read(part)
+
+        with ThreadPoolExecutor(THREADS, "shardwise-open") as pool:
+            return dict(zip(numbers, pool.map(open_and_read, numbers), strict=True))
 
     def read(self, name: str, *, limit: int = LARGEST_PICKLE) -> bytes:
         """Return the content of a small file.

@@ -25,9 +25,11 @@ from shardwise.formats.containers.torch_values import (
     UnresolvedError,
 )
 from shardwise.formats.containers.zip_archive import START, Entry, read_directory
-from shardwise.formats.tree import LARGEST_PICKLE, MOST_NAMED
 
 _PICKLE = "/data.pkl"
+LARGEST_PICKLE = 2**31
+MOST_NAMED = 4
+"""The most names that a message lists."""
 
 
 @dataclass(frozen=True, slots=True)

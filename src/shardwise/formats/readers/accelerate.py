@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import msgspec
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.nested import Leaves, combined, foreign_of, nested_leaves, united
@@ -144,8 +142,7 @@ def _folder(tree: Tree, folder: str, key: str, first: int) -> Leaves:
 
 
 def _file(tree: Tree, name: str, key: str, first: int) -> Leaves:
-    with closing(tree.open(name)) as file:
-        part = FileRange.whole(file, first, f"{tree}/{name}")
+    with tree.open_range(name, first) as part:
         value = read_torch_file(part, opaque=tree.opaque).value
     return nested_leaves({key: value}, (tree.file(name),))
 

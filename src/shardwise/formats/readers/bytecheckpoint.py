@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickles import unpickle
-from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.containers.torch_values import TORCH
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
@@ -62,8 +60,7 @@ def read(tree: Tree) -> Foreign:
     ranks = sorted(int(match[1]) for name in tree.sizes if (match := _EXTRA.fullmatch(name)))
     if ranks:
         name = f"extra_state/extra_state_rank_{ranks[0]}.pt"
-        with closing(tree.open(name)) as file:
-            part_of = FileRange.whole(file, len(files), f"{tree}/{name}")
+        with tree.open_range(name, len(files)) as part_of:
             values["extra_state",] = read_torch_file(part_of, opaque=tree.opaque).value
         files += (tree.file(name),)
     if len(ranks) > 1:

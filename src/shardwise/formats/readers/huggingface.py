@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,7 +17,6 @@ import msgspec
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
 from shardwise.formats.build import Builder
-from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.safetensors import METADATA, Header, is_safetensors, read_header
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.foreign import Foreign, StoredArray
@@ -130,8 +128,7 @@ class _Index(msgspec.Struct):
 
 
 def _read_shard(tree: Tree, name: str, number: int) -> _Shard:
-    with closing(tree.open(name)) as file:
-        part = FileRange.whole(file, number, f"{tree}/{name}" if tree.only is None else str(tree))
+    with tree.open_range(name, number) as part:
         if not name.endswith(PICKLED):
             return _shard_of(read_header(part))
         value: Any = read_torch_file(part, opaque=tree.opaque).value
@@ -218,8 +215,7 @@ def read_sharded(tree: Tree) -> Foreign:
     boxes: dict[str, list[_Box]] = {}
     left_out: list[str] = []
     for number, name in enumerate(names):
-        with closing(tree.open(name)) as file:
-            part = FileRange.whole(file, number, f"{tree}/{name}")
+        with tree.open_range(name, number) as part:
             header = read_header(part)
         for tensor, box in _boxes(header, part.where):
             boxes.setdefault(tensor, []).append(box)

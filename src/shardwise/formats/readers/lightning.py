@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import pickle_text, read_torch_file
 from shardwise.formats.containers.zip_archive import START
 from shardwise.formats.foreign import Foreign
@@ -33,8 +31,7 @@ def recognise(tree: Tree) -> bool:
     """Whether a tree is a file with Lightning's version, or a directory with both parts."""
     if tree.only is None:
         return METADATA in tree.sizes and BESIDE in tree.sizes
-    with closing(tree.open(tree.only)) as file:
-        part = FileRange.whole(file, 0, str(tree))
+    with tree.open_range(tree.only) as part:
         try:
             return part.read(0, len(START)) == START and _VERSION.encode() in pickle_text(part)
         except FormatError:
@@ -64,8 +61,7 @@ def read(tree: Tree) -> Foreign:
 
 
 def _value(tree: Tree, name: str, number: int) -> dict[Any, Any]:
-    with closing(tree.open(name)) as file:
-        part = FileRange.whole(file, number, f"{tree}/{name}" if tree.only is None else str(tree))
+    with tree.open_range(name, number) as part:
         value = read_torch_file(part, opaque=tree.opaque).value
     if not isinstance(value, dict):
         raise FormatError(f"{part.where}: expected a dict")

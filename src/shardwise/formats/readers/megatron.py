@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +16,6 @@ import numpy as np
 
 from shardwise.errors import FormatError, LayoutError
 from shardwise.formats.build import Builder
-from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
 from shardwise.formats.optimizers import GROUPS, Group
@@ -260,8 +258,7 @@ def _common(tree: Tree, stored: Stored) -> tuple[tuple[ForeignFile, ...], dict[A
     if COMMON in tree.sizes:
         files: tuple[ForeignFile, ...] = (tree.file(COMMON),)
         where = f"{tree}/{COMMON}"
-        with closing(tree.open(COMMON)) as file:
-            part = FileRange.whole(file, len(stored.files), where)
+        with tree.open_range(COMMON, len(stored.files)) as part:
             common = read_torch_file(part, opaque=tree.opaque).value
     else:
         files, where = (), f"{tree}: {SHARED}"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-
-from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import is_torch_file, read_torch_file
 from shardwise.formats.containers.torch_values import DTENSORS
 from shardwise.formats.foreign import Foreign
@@ -30,7 +27,6 @@ def read(tree: Tree) -> Foreign:
             DTensor with parts on other ranks.
     """
     name = tree.only or ""
-    with closing(tree.open(name)) as file:
-        part = FileRange.whole(file, 0, str(tree))
+    with tree.open_range(name) as part:
         value = read_torch_file(part, stubs=DTENSORS, opaque=tree.opaque).value
     return lay_ranks([(0, value)], (tree.file(name),), str(tree), FORMAT, lambda *_: True)

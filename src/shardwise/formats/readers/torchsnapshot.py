@@ -6,7 +6,6 @@ import base64
 import math
 import struct
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
@@ -14,7 +13,6 @@ from urllib.parse import unquote
 import msgspec
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.foreign import Foreign, StoredArray
 from shardwise.formats.nested import Leaves, foreign_of
@@ -207,8 +205,7 @@ class _Snapshot:
 
     def _saved(self, location: str, within: tuple[int, int] | None, name: str) -> Any:
         number = self._file(location)
-        with closing(self._tree.open(location)) as file:
-            part = FileRange.whole(file, number, f"{self._tree}/{location}")
+        with self._tree.open_range(location, number) as part:
             if within is not None:
                 part = part.within(within[0], within[1] - within[0], name)
             return read_torch_file(part, opaque=self._tree.opaque).value

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from typing import TypeAlias
 
 import torch
@@ -15,7 +13,6 @@ from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.deepspeed.states import ModelState, OptimizerState
 from shardwise.formats.tree import Tree
 
-THREADS = 8
 MOST_SHOWN = 4
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 STEP = "step"
@@ -82,17 +79,14 @@ def read_numbers(tree: Tree, arrays: Iterable[StoredArray]) -> Numbers:
     for array in arrays:
         by_file.setdefault(array.file, {})[array.start] = array
 
-    def read(number: int) -> list[tuple[tuple[int, int], float]]:
-        name = names[number]
-        with closing(tree.open(name)) as file:
-            part = FileRange.whole(file, number, f"{tree}/{name}")
-            return [
-                ((number, start), _number(part.read(start, array.itemsize), array.dtype))
-                for start, array in by_file[number].items()
-            ]
+    def read(part: FileRange) -> dict[tuple[int, int], float]:
+        return {
+            (part.number, start): _number(part.read(start, array.itemsize), array.dtype)
+            for start, array in by_file[part.number].items()
+        }
 
-    with ThreadPoolExecutor(THREADS) as threads:
-        return dict(pair for pairs in threads.map(read, by_file) for pair in pairs)
+    found = tree.read_each({names[number]: number for number in by_file}, read)
+    return {place: value for values in found.values() for place, value in values.items()}
 
 
 def _number(data: bytes, dtype: str) -> float:

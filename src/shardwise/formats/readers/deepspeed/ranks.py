@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import Contents, ParseCache, read_torch_file
 from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.deepspeed.agreement import check_counters, check_optimizers
@@ -26,8 +23,6 @@ from shardwise.formats.readers.deepspeed.states import (
 )
 from shardwise.formats.readers.deepspeed.tensor_parallel import Place, place_of
 from shardwise.formats.tree import Tree
-
-THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,15 +200,10 @@ def _read_files(
     tree: Tree, names: Iterable[str], left_out: list[str], cache: ParseCache | None
 ) -> dict[str, Contents]:
     numbers = {name: number for number, name in enumerate(tree.sizes)}
-
-    def load(name: str) -> Contents:
-        with closing(tree.open(name)) as file:
-            part = FileRange.whole(file, numbers[name], f"{tree}/{name}")
-            return read_torch_file(part, stubs=STUBS, opaque=tree.opaque, cache=cache)
-
-    wanted = list(names)
-    with ThreadPoolExecutor(THREADS) as threads:
-        found = dict(zip(wanted, threads.map(load, wanted), strict=True))
+    found = tree.read_each(
+        {name: numbers.get(name, 0) for name in names},  # a missing file cannot be opened
+        lambda part: read_torch_file(part, stubs=STUBS, opaque=tree.opaque, cache=cache),
+    )
     for name, contents in found.items():
         left_out.extend(f"{name}: {each}" for each in contents.opaque)
     return found
@@ -222,8 +212,7 @@ def _read_files(
 def _model_states(
     tree: Tree, files: Files, left_out: list[str]
 ) -> dict[tuple[int, int], ModelState]:
-    """Read the model states of all ranks; equal pickles of ranks after the first are parsed "
-    "once."""
+    """Read the model states of all ranks; equal pickles of later ranks are parsed once."""
     first = {rank: name for rank, name in files.model.items() if rank[0] == 0}
     values = read_values(tree, first.values(), left_out)
     states = {rank: model_state(values[n], f"{tree}/{n}") for rank, n in first.items()}

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import product
 from typing import Any
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_values import Record
-from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.foreign import ForeignFile, StoredArray
 from shardwise.formats.optimizers import GROUPS, PARAMS
@@ -34,7 +31,6 @@ _BUFFERS = ("_extra_state", "expert_bias", "inv_freq", "local_tokens_per_expert"
 _EMBEDDINGS = ("word_embeddings.weight", "output_layer.weight")
 _CHUNK = re.compile(r"model(\d{0,4})")
 ITERATION = "iteration"
-THREADS = 8
 _FIRST, _SECOND = ("linear_fc1", "dense_h_to_4h"), ("linear_fc2", "dense_4h_to_h")
 ARGS_OF_AXES = {
     "tp": "tensor_model_parallel_size",
@@ -85,8 +81,7 @@ class Parameter:
 
     @property
     def decays(self) -> bool:
-        """Whether Megatron-LM applies weight decay to it, as it does except for biases and "
-        "norms."""
+        """Whether Megatron-LM applies weight decay to it: it does except for biases and norms."""
         return len(self.array.shape) != 1 and not self.name.endswith(".bias")
 
     @property
@@ -116,36 +111,26 @@ def read_ranks(tree: Tree, files: Files) -> list[Rank]:
     Raises:
         FormatError: a file is malformed.
     """
-    counts = accumulate((len(own) for own in files.ranks.values()), initial=0)
-    with ThreadPoolExecutor(THREADS, "shardwise-open") as pool:
-        found = [
-            pool.submit(_read_rank, tree, numbers, own, first)
-            for (numbers, own), first in zip(files.ranks.items(), counts, strict=False)
-        ]
-        return [each.result() for each in found]
+    numbers = {file.name: number for number, file in enumerate(listed_files(tree, files))}
+    values = tree.read_each(numbers, lambda part: read_torch_file(part, opaque=True).value)
+    return [
+        _rank(tree, rank, {name: (path, values[path]) for name, path in own.items()})
+        for rank, own in files.ranks.items()
+    ]
 
 
-def _read_rank(tree: Tree, numbers: Numbers, own: Mapping[str, str], first: int) -> Rank:
-    """Read the files of a rank.
-
-    Args:
-        own: the paths of its files, by their names.
-        first: the number of the first of them.
-    """
+def _rank(tree: Tree, numbers: Numbers, found: Mapping[str, tuple[str, Any]]) -> Rank:
+    """Return the contents of a rank's files, given their paths and values by name."""
     held: dict[str, Mapping[Any, Any]] = {}
     flat = None
     where = ""
-    for number, (name, path) in enumerate(own.items(), first):
-        with closing(tree.open(path)) as file:
-            found = read_torch_file(
-                FileRange.whole(file, number, f"{tree}/{path}"), opaque=True
-            ).value
+    for name, (path, value) in found.items():
         if name == FLAT:
-            flat = found
-        elif not isinstance(found, dict):
+            flat = value
+        elif not isinstance(value, dict):
             raise FormatError(f"{tree}/{path}: the file does not hold a dict")
         else:
-            held[name] = found
+            held[name] = value
             where = f"{tree}/{path}".rpartition("/")[0] if name in (MODEL, OLD_MODEL) else where
     state = {**held.get(OLD_OPTIMIZER, {}), **held.get(OLD_MODEL, {}), **held.get(MODEL, {})}
     chunks = _chunks(state, where)
@@ -342,9 +327,8 @@ def _check_iterations(tree: Tree, ranks: Sequence[Rank]) -> None:
         if found != wanted:
             raise FormatError(
                 f"{tree}: the directories are from different saves: {first.where} is from "
-                "iteration "
-                f"{wanted!r}, and {rank.where} from iteration {found!r}. Copy all directories of "
-                "one save from where the checkpoint is whole, or open another"
+                f"iteration {wanted!r}, and {rank.where} from iteration {found!r}. Copy all "
+                "directories of one save from where the checkpoint is whole, or open another"
             )
 
 
