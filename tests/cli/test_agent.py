@@ -20,9 +20,8 @@ from shardwise.manifest.manifest import (
 )
 from shardwise.memory import records
 from shardwise.memory.agent.keeper import attendance
-from shardwise.memory.agent.status import status_of
+from shardwise.memory.agent.status import kept_run, status_of
 from shardwise.memory.home import Home, new_run, write_record
-from shardwise.memory.node.clearing import kept_run
 from shardwise.memory.records import AgentInfo, Done, PendingManifest, Protect, Staged
 from shardwise.memory.redundancy.placement import Member, form_groups
 from tests.cli.conftest import Run

@@ -11,22 +11,18 @@ import pytest
 
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
-from shardwise.memory.agent.idle import Idle
+from shardwise.memory.decide import Periods, is_superseded
 from shardwise.memory.home import ROOT, Home, Place, Run, new_run, write_record
 from shardwise.memory.lineage import Lineage, go_on_from, lineage_of
-from shardwise.memory.node.branches import is_abandoned, leave_behind
-from shardwise.memory.node.retire import give_up_failed
+from shardwise.memory.observe import RecordCache, read_snapshot
 from shardwise.memory.ranks import RankLock
+from shardwise.memory.reclaim import discard_superseded, free_hopeless
 from shardwise.memory.records import Done, PendingManifest, Staged
 from shardwise.memory.trainer.slots import Slots
 from shardwise.store import LocalStore
+from tests.memory.reconciling import Attendant
 
 HERE, GONE = "here", "gone"
-
-
-def never(_: Place) -> bool:
-    """Nothing is persisted."""
-    return False
 
 
 @pytest.fixture
@@ -96,7 +92,7 @@ def test_what_a_node_missed_while_it_was_idle_takes_no_slot(run: Run) -> None:
     leave(run, 49, ended=("commit",))
     leave(run, 50, committed=False)
     assert not has_free(run)
-    leave_behind(run, 50, went(48), [HERE], 2)
+    discard_superseded(run, 50, went(48), [HERE], 2)
     assert run.steps() == [48]
     assert has_free(run)
 
@@ -104,7 +100,7 @@ def test_what_a_node_missed_while_it_was_idle_takes_no_slot(run: Run) -> None:
 def test_what_waits_for_a_leader_that_is_gone_takes_no_slot_forever(run: Run) -> None:
     for step in (47, 48, 49):
         leave(run, step, ended=("commit",))
-    leave_behind(run, 49, went(), [HERE], 2)
+    discard_superseded(run, 49, went(), [HERE], 2)
     assert run.steps() == [49]
     assert has_free(run)
 
@@ -112,7 +108,7 @@ def test_what_waits_for_a_leader_that_is_gone_takes_no_slot_forever(run: Run) ->
 def test_as_many_as_there_are_slots_stay(run: Run) -> None:
     for step in (46, 47, 48):
         leave(run, step, ended=("commit", "protect"))
-    leave_behind(run, 48, went(), [HERE], 2)
+    discard_superseded(run, 48, went(), [HERE], 2)
     assert run.steps() == [47, 48]
 
 
@@ -121,7 +117,7 @@ def test_what_is_still_being_rescued_holds_no_slot(run: Run) -> None:
     leave(run, 46, ended=("commit", "protect"))
     leave(run, 47, ended=("commit", "protect"))
     write_record(run.step(47) / records.request("persist", f"{47:016x}"), {})
-    leave_behind(run, 48, went(), [HERE], 2)
+    discard_superseded(run, 48, went(), [HERE], 2)
     assert run.steps() == [46]
 
 
@@ -129,7 +125,7 @@ def test_what_the_run_goes_on_from_stays_though_no_manifest_came(run: Run) -> No
     leave(run, 3, ended=("commit", "protect"))
     leave(run, 4, ended=("commit", "protect"))
     leave(run, 5, committed=False)
-    leave_behind(run, 5, went(), [HERE], 2)
+    discard_superseded(run, 5, went(), [HERE], 2)
     assert run.steps() == [4, 5]
 
 
@@ -137,11 +133,11 @@ def test_what_is_being_persisted_stays_as_long_as_its_leader_is_there(run: Run) 
     leave(run, 40, durable=True, leader=HERE, ended=("commit",))
     leave(run, 44, ended=("commit", "protect"))
     leave(run, 45)
-    leave_behind(run, 45, went(), [HERE], 2)
+    discard_superseded(run, 45, went(), [HERE], 2)
     assert run.steps() == [40, 45]
     leave(run, 41, durable=True, leader=HERE, ended=("commit",))
     leave(run, 42, durable=True, leader=GONE, ended=("commit",))
-    leave_behind(run, 45, went(), [HERE], 2)
+    discard_superseded(run, 45, went(), [HERE], 2)
     assert run.steps() == [40, 41, 45]
 
 
@@ -149,7 +145,7 @@ def test_what_is_being_persisted_stays_as_long_as_its_leader_is_there(run: Run) 
 def test_what_is_newer_goes(run: Run, step: int | None) -> None:
     for each in (1, 2, 3, 4):
         leave(run, each, ended=("commit", "protect"))
-    leave_behind(run, step, went(), [HERE], 3)
+    discard_superseded(run, step, went(), [HERE], 3)
     assert run.steps() == ([] if step is None else [1, 2])
 
 
@@ -163,17 +159,17 @@ def test_abandoned_is_what_is_known_to_be(
     """What nobody can tell of may be what the run goes on from."""
     leave(run, 7, epoch, committed=False)
     lineage = went(*([] if back_to is None else [back_to]))
-    assert is_abandoned(Place(run, 7), lineage) == expected
+    assert is_superseded(read_snapshot(Place(run, 7)), lineage) == expected
 
 
 def test_a_step_that_was_saved_again_is_not_abandoned(run: Run) -> None:
     leave(run, 7, 0)
     place = Place(run, 7)
-    assert is_abandoned(place, went(6))
+    assert is_superseded(read_snapshot(place), went(6))
     file = FileEntry(f"r00000-{'f' * 16}.safetensors", 0, 4, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(b"data")
     write_record(place.path / records.staged(file.name), Staged(file, "again.slot", 2, (), 1))
-    assert not is_abandoned(place, went(6))
+    assert not is_superseded(read_snapshot(place), went(6))
 
 
 def an_idle_node(run: Run, root: Path, *steps: int) -> LocalStore:
@@ -200,13 +196,15 @@ def idle_run(run: Run) -> Run:
     return run
 
 
+def attendant(run: Run) -> Attendant:
+    return Attendant(Home(run.path.parents[2]), Periods(look_up=10.0))
+
+
 def test_a_node_that_is_idle_gives_memory_of_abandoned_branches_back(
     idle_run: Run, tmp_path: Path
 ) -> None:
     an_idle_node(idle_run, tmp_path / "root", 7)
-    idle = Idle(never, 0.0)
-    assert not idle.discard(Place(idle_run, 7))
-    assert idle.discard(Place(idle_run, 8))
+    attendant(idle_run).after(10.0)
     assert idle_run.steps() == [7]
     assert not list(idle_run.free.iterdir())
 
@@ -215,33 +213,38 @@ def test_a_node_that_is_idle_hears_later_that_its_run_has_gone_back(
     idle_run: Run, tmp_path: Path
 ) -> None:
     store = an_idle_node(idle_run, tmp_path / "root")
-    idle = Idle(never, 0.0)
-    assert not idle.discard(Place(idle_run, 7))
+    agent = attendant(idle_run)
+    agent.after(10.0)
+    assert idle_run.steps() == [7, 8]
     go_on_from(store, idle_run.name, 6)
-    assert idle.discard(Place(idle_run, 7))
+    agent.after(10.0)
+    assert idle_run.steps() == []
 
 
 def test_a_node_is_not_idle_that_has_been_without_trainers_for_a_moment(
     idle_run: Run, tmp_path: Path
 ) -> None:
     an_idle_node(idle_run, tmp_path / "root", 6)
-    idle = Idle(never, 0.2)
-    assert not idle.discard(Place(idle_run, 7))
-    presence = RankLock(idle_run, 0)
-    time.sleep(0.3)
-    assert not idle.discard(Place(idle_run, 7))
-    presence.end()
-    assert not idle.discard(Place(idle_run, 7))
-    time.sleep(0.3)
-    assert idle.discard(Place(idle_run, 7))
+    agent = attendant(idle_run)
+    agent.after(9.0)
+    lock = RankLock(idle_run, 0)
+    agent.after(10.0)
+    lock.end()
+    agent.after(9.0)
+    assert idle_run.steps() == [7, 8]
+    agent.after(1.0)
+    assert idle_run.steps() == []
 
 
 def test_a_node_with_trainers_gives_nothing_back_by_itself(idle_run: Run, tmp_path: Path) -> None:
     an_idle_node(idle_run, tmp_path / "root", 6)
-    presence = RankLock(idle_run, 0)
-    assert not Idle(never, 0.0).discard(Place(idle_run, 7))
-    presence.end()
-    assert Idle(never, 0.0).discard(Place(idle_run, 7))
+    agent = attendant(idle_run)
+    lock = RankLock(idle_run, 0)
+    agent.after(1e6)
+    assert idle_run.steps() == [7, 8]
+    lock.end()
+    agent.after(10.0)
+    assert idle_run.steps() == []
 
 
 @pytest.mark.parametrize("damage", ["gone", "another's", "damaged"])
@@ -249,13 +252,13 @@ def test_a_root_that_says_nothing_of_a_run_costs_it_nothing(
     idle_run: Run, tmp_path: Path, damage: str
 ) -> None:
     an_idle_node(idle_run, tmp_path / "root", 6)
-    note = tmp_path / "root" / "run.json"
+    record = tmp_path / "root" / "run.json"
     if damage == "gone":
-        note.unlink()
+        record.unlink()
     else:
-        text = note.read_text().replace(idle_run.name, new_run())
-        note.write_text(text if damage == "another's" else "{")
-    assert not Idle(never, 0.0).discard(Place(idle_run, 7))
+        text = record.read_text().replace(idle_run.name, new_run())
+        record.write_text(text if damage == "another's" else "{")
+    attendant(idle_run).after(10.0)
     assert idle_run.steps() == [7, 8]
 
 
@@ -278,7 +281,7 @@ def test_what_will_never_be_committed_gives_its_slot_back(run: Run) -> None:
         failed(run, step)
     for step in (2, 5, 7):
         aged(run, step, 60)
-    give_up_failed(run, patience=30)
+    free_hopeless(run, 30, RecordCache())
     # 1 is committed, 5 is to be persisted, 6 may still be committed, and 7 is the newest.
     assert run.steps() == [1, 5, 6, 7]
     assert {path.name for path in run.free.iterdir()} == {f"r00000-{s}.slot" for s in (2, 3, 4)}

@@ -4,56 +4,45 @@ from __future__ import annotations
 
 import shutil
 import signal
-from functools import partial
 from pathlib import Path
 
 import torch
 
 import shardwise as sw
-from shardwise.memory.agent.duties import Following
-from shardwise.memory.agent.idle import LINGER, LONGEST, Idle
+from shardwise.memory.agent.actions import Following
 from shardwise.memory.agent.keeper import attendance
-from shardwise.memory.home import Home, Place, Run
+from shardwise.memory.decide import DEFAULT_PERIODS
+from shardwise.memory.home import Home
 from shardwise.memory.identity import node_name
-from shardwise.memory.node.vacancies import Vacancies
 from shardwise.memory.seal import Mappings
 from tests.cli.conftest import Run as RunCommand
 from tests.cli.conftest import run as run_command
+from tests.memory.reconciling import Attendant
 from tests.memory.test_keeper import until
 from tests.memory.test_snapshots import shm, signal_agents
 
 __all__ = ["run_command", "shm"]
+LINGER, LONGEST = DEFAULT_PERIODS.linger, DEFAULT_PERIODS.longest
 
 
 class Node:
     """A node after its trainer has left; time passes as the test says."""
 
     def __init__(self, shm: Path) -> None:
-        self.now = 0.0
-        self.home = Home(shm)
-        rescue = Following(node_name(self.home), Mappings()).rescue
-        persist = partial(rescue, why="its run has ended")
-        self._idle = Idle(persist, clock=lambda: self.now)
-
-    @property
-    def run(self) -> Run:
-        """The only one."""
-        (name,) = self.home.runs()
-        return self.home.run(name)
+        self._agent = Attendant(Home(shm))
+        self._agent.rescue = Following(node_name(self._agent.home), Mappings()).rescue
 
     def after(self, seconds: float) -> int:
-        """How many snapshots are left so many seconds later."""
-        for step in (0.0, seconds):
-            self.now += step
-            for each in reversed(self.run.steps()):
-                self._idle.discard(Place(self.run, each))
-        return len(self.run.steps())
+        """Return how many snapshots are left so many seconds later."""
+        self._agent.after(seconds)
+        (run,) = self._agent.home.runs()
+        return len(self._agent.home.run(run).steps())
 
     def is_empty(self) -> bool:
-        """Whether nothing of any run is left."""
-        swept = Vacancies(self.home, 0.0)
-        swept.sweep()
-        return not self.home.runs() and not list(self.home.path.glob("**/*.slot"))
+        """Whether nothing of any run is left, a little later."""
+        self._agent.after(DEFAULT_PERIODS.vacant)
+        home = self._agent.home
+        return not home.runs() and not list(home.path.glob("**/*.slot"))
 
 
 def train(root: Path, shm: Path, *, every: int, steps: int = 2, rescue: bool = True) -> None:

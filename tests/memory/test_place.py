@@ -13,12 +13,15 @@ import pytest
 
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
-from shardwise.memory import records
-from shardwise.memory.agent.duties import Following, Leading
+from shardwise.memory import decide, records
+from shardwise.memory.agent.actions import Following, Sealing
+from shardwise.memory.agent.lead import Leading
+from shardwise.memory.decide import Commit, Seal, decide_run
 from shardwise.memory.home import Home, Place, new_run, read_record, write_record
+from shardwise.memory.observe import view_run
 from shardwise.memory.records import AgentInfo, Done, Kept, PendingManifest, Staged
 from shardwise.memory.redundancy.placement import Group, Member
-from shardwise.memory.seal import Mappings, Sealing
+from shardwise.memory.seal import Mappings
 from tests.memory.test_peers import unreachable
 from tests.memory.test_server import TOKEN
 
@@ -90,20 +93,26 @@ def test_a_damaged_outcome_is_a_failure(place: Place) -> None:
 def test_a_damaged_wish_ends_as_a_failure(place: Place, stage: str) -> None:
     write_record(place.path / records.request(stage, ONE), DAMAGES[0])
     following = Following("a", Mappings())
-    duty = following.persist if stage == "persist" else following.protect
-    assert duty(place)
+    (action,) = decide_run(view_run(place.run), 0.0)
+    if isinstance(action, decide.Copy):
+        following.copy(action)
+    else:
+        assert isinstance(action, decide.Guard)
+        following.guard(action)
     done = read_record(place.path / records.done(stage, ONE), Done)
     assert done is not None
     assert (done.stage, done.node) == (stage, "a")
     assert records.request(stage, ONE) in done.failure
-    assert not duty(place)
+    assert not decide_run(view_run(place.run), 0.0)
 
 
 def test_a_damaged_note_of_a_file_keeps_no_other_from_being_sealed(place: Place) -> None:
     write_record(place.path / records.staged(f"r00000-{ONE}.safetensors"), DAMAGES[0])
     write_record(place.path / records.staged(f"r00000-{OTHER}.safetensors"), staged(OTHER))
     (place.path / f"r00000-{OTHER}.safetensors").touch()
-    assert Sealing(Mappings()).seal(place)
+    actions = decide_run(view_run(place.run), 0.0)
+    assert actions == [Seal(place, OTHER, (f"r00000-{OTHER}.safetensors",))]
+    Sealing(Mappings()).seal(actions[0])
     assert place.has(records.entry(f"r00000-{OTHER}.safetensors"))
 
 
@@ -114,7 +123,7 @@ def test_a_draft_of_which_a_bit_has_flipped_is_not_committed(place: Place) -> No
     text = encode_manifest(manifest).decode().replace('"world_size":1', '"world_size":3')
     damaged = msgspec.structs.replace(draft(ONE), manifest=text)
     write_record(place.path / records.draft(ONE), damaged)
-    assert Leading("a").commit(place)
+    Leading("a").commit(Commit(place, ONE))
     ended = place.ended("commit", ONE)
     assert ended is not None
     assert "the draft of the manifest was altered" in ended.failure
@@ -132,7 +141,7 @@ def test_a_commit_does_not_wait_for_a_node_whose_files_it_does_not_need(place: P
         led = msgspec.structs.replace(draft(ONE), nodes=[AgentInfo("a", "", ""), lost], **replaced)
         write_record(place.path / records.draft(ONE), led)
         with ThreadPoolExecutor(1) as pool:
-            committing = pool.submit(Leading("a").commit, place)
+            committing = pool.submit(Leading("a").commit, Commit(place, ONE))
             deadline = time.monotonic() + 1.5
             while not place.is_committed() and time.monotonic() < deadline:
                 time.sleep(0.01)

@@ -16,12 +16,12 @@ from shardwise.errors import StoreError
 from shardwise.manifest.names import MANIFEST, lock_file, step_directory
 from shardwise.memory import records
 from shardwise.memory.agent import publication as publication_module
-from shardwise.memory.agent import signs
-from shardwise.memory.agent.attempts import Seen
-from shardwise.memory.agent.duties import Following
+from shardwise.memory.agent.actions import Following
 from shardwise.memory.agent.publication import publication, retention_of
-from shardwise.memory.home import Home, Place, new_run, write_record
-from shardwise.memory.node.retire import ENDED, discard, retire
+from shardwise.memory.decide import Retain, decide_run
+from shardwise.memory.home import ENDED, Home, Place, new_run, write_record
+from shardwise.memory.observe import view_run
+from shardwise.memory.reclaim import discard, free
 from shardwise.memory.records import Done, PendingManifest
 from shardwise.memory.remote.watch import Agents
 from shardwise.memory.seal import Mappings
@@ -196,18 +196,16 @@ def test_a_snapshot_that_is_retired_leaves_what_is_still_to_be_removed(
     (place.path / f"r00000-{SAVE}.safetensors").touch()
     stages = stages_of(place)
     for _ in range(2):
-        assert retire(place, 0.0, wholly=False)
+        assert free(place, 0.0, wholly=False)
         assert place.named("") == [records.request(records.RETAIN, SAVE)]
         assert stages.ended(records.RETAIN) is None
         assert not stages.has_succeeded()
-        names = frozenset(place.named(""))
-        assert signs.of_retaining(Seen(place, {3: names})) == [SAVE]
-    assert Following("another agent", Mappings()).retain(place)
+        assert decide_run(view_run(place.run), 0.0) == [Retain(place, SAVE)]
+    Following("another agent", Mappings()).retain(Retain(place, SAVE))
     assert in_storage(tmp_path) == [step_directory(3)]
     assert stages.has_succeeded()
-    assert not signs.of_retaining(Seen(place, {3: frozenset(place.named(""))}))
-    assert not Following("another agent", Mappings()).retain(place)
-    assert retire(place, 0.0, wholly=False)
+    assert not decide_run(view_run(place.run), 0.0)
+    assert free(place, 0.0, wholly=False)
     assert not place.path.exists()
     assert (place.run.path / ENDED / records.outcome(records.RETAIN, SAVE)).exists()
 
@@ -224,13 +222,13 @@ def test_what_the_run_has_left_behind_removes_nothing_more(
 
     monkeypatch.setattr(LocalStore, "delete", goes_back)
     with pytest.raises(FileNotFoundError):  # there is nowhere to tell of it
-        Following("here", Mappings()).retain(place)
+        Following("here", Mappings()).retain(Retain(place, SAVE))
     assert in_storage(tmp_path) == [step_directory(2), step_directory(3)]
 
 
 def test_a_note_that_is_damaged_removes_nothing_and_is_told(tmp_path: Path, place: Place) -> None:
     (place.path / records.request(records.RETAIN, SAVE)).write_bytes(b"{")
-    assert Following("here", Mappings()).retain(place)
+    Following("here", Mappings()).retain(Retain(place, SAVE))
     with pytest.raises(StoreError, match=r"step 3: retain: StoreError: .*Input data was truncated"):
         stages_of(place).check()
     assert len(in_storage(tmp_path)) == 3

@@ -13,11 +13,16 @@ from shardwise.engine.buffers import LARGE
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.agent.persist import Throttle
-from shardwise.memory.home import Held, Home, Place, Run, new_run, write_record
-from shardwise.memory.node.retire import discard_newer, replaced, retire_replaced
-from shardwise.memory.node.room import needed_for_others, taken_for_others
+from shardwise.memory.home import Home, Place, Run, SnapshotHeld, new_run, write_record
+from shardwise.memory.reclaim import (
+    discard,
+    discard_all,
+    needed_for_others,
+    taken_for_others,
+)
 from shardwise.memory.records import Done, PendingManifest, Staged
 from shardwise.memory.trainer.slots import PAGE, Slots
+from tests.memory.reconciling import free_decided
 
 
 @pytest.fixture
@@ -189,9 +194,9 @@ def test_what_is_newer_is_discarded(run: Run) -> None:
     for step in (1, 2, 3):
         run.step(step).mkdir(parents=True)
         (run.step(step) / "manifest.json").write_text("{}")
-    discard_newer(run, 1)
+    discard([Place(run, 2), Place(run, 3)])
     assert run.steps() == [1]
-    discard_newer(run, None)
+    discard_all(run)
     assert run.steps() == []
 
 
@@ -238,27 +243,19 @@ def leave_committed(
         write_record(place.path / records.outcome(stage, save), Done(save_id=save, stage=stage))
 
 
-def files_of(run: Run) -> dict[int, list[str]]:
-    return {step: Place(run, step).named("") for step in run.steps()}
-
-
 def test_the_newest_that_is_protected_stays(run: Run) -> None:
     run.free.mkdir(parents=True)
     leave_committed(run, 5, "commit", "protect")
     leave_committed(run, 6, "commit")
     leave_committed(run, 7, "commit")
-    assert not retire_replaced(Place(run, 7))
-    before = replaced(7, files_of(run))
+    assert not free_decided(run)
     assert run.steps() == [5, 6, 7]
     save = f"{7:016x}"
     outcome = Done(save_id=save, stage="protect")
     write_record(run.step(7) / records.outcome("protect", save), outcome)
-    assert replaced(7, files_of(run)) > before
-    assert not replaced(6, files_of(run))
-    assert not retire_replaced(Place(run, 6))
-    with Place(run, 5).hold(shared=True), pytest.raises(Held):
-        retire_replaced(Place(run, 7))
-    assert retire_replaced(Place(run, 7))
+    with Place(run, 5).hold(shared=True), pytest.raises(SnapshotHeld):
+        free_decided(run)
+    assert free_decided(run)
     assert run.steps() == [6, 7]
 
 
@@ -270,7 +267,7 @@ def test_one_whose_protection_failed_is_not_protected(run: Run) -> None:
         save = f"{step:016x}"
         failed = Done(save_id=save, stage="protect", failure="no node is left")
         write_record(run.step(step) / records.outcome("protect", save), failed)
-    assert retire_replaced(Place(run, 7))
+    assert free_decided(run)
     assert run.steps() == [5, 7]
 
 
@@ -292,12 +289,12 @@ def test_what_was_promised_to_storage_stays_until_it_is_there(run: Run) -> None:
         durable=True,
     )
     write_record(promised.path / records.draft(draft.save_id), draft)
-    retire_replaced(Place(run, 7))
+    free_decided(run)
     assert run.steps() == [5, 7]
     outcome = records.outcome("persist", draft.save_id)
     write_record(promised.path / outcome, Done(save_id=draft.save_id, stage="persist"))
     leave_committed(run, 8, *stages, stages=stages)
-    assert retire_replaced(Place(run, 8))
+    assert free_decided(run)
     assert run.steps() == [7, 8]
 
 
@@ -307,7 +304,7 @@ def test_a_node_that_leads_nothing_keeps_nothing_that_newer_ones_have_replaced(r
     stages = ("commit", "protect", "persist")
     for step in (5, 6, 7):
         leave_committed(run, step, *stages[: 2 if step == 5 else 3], stages=stages)
-    assert retire_replaced(Place(run, 7))
+    assert free_decided(run)
     assert run.steps() == [6, 7]
 
 
@@ -323,14 +320,14 @@ def test_what_is_left_of_a_step_that_was_saved_again_is_removed(run: Run) -> Non
     file = FileEntry(f"r00000-{old}.safetensors", 0, 10, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(b"of before")
     write_record(place.path / records.staged(file.name), Staged(file, "r00000-old.slot", 2, ()))
-    assert not retire_replaced(place)
+    assert not free_decided(run)
     assert place.saves() == {old, saved.save_id}
     failed = Done(save_id=old, stage="commit", failure="a rank was killed")
     write_record(place.path / records.outcome("commit", old), failed)
-    assert retire_replaced(place)
+    assert free_decided(run)
     assert place.saves() == {saved.save_id}
     assert (run.free / "r00000-old.slot").read_bytes() == b"of before"
-    assert not retire_replaced(place)
+    assert not free_decided(run)
 
 
 def test_what_is_still_done_with_a_replaced_one_ceases(run: Run) -> None:
@@ -341,18 +338,18 @@ def test_what_is_still_done_with_a_replaced_one_ceases(run: Run) -> None:
     place = Place(run, 5)
     place.refuse_abandoned()
     with place.hold(shared=True):
-        with pytest.raises(Held):
-            retire_replaced(Place(run, 7))
+        with pytest.raises(SnapshotHeld):
+            free_decided(run)
         with pytest.raises(sw.StoreError, match="abandoned"):
             place.refuse_abandoned()
-    assert retire_replaced(Place(run, 7))
+    assert free_decided(run)
     assert run.steps() == [6, 7]
 
 
 def test_a_step_that_is_retired_while_slots_are_counted_counts_for_nothing(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "steps", lambda: [7])
+    monkeypatch.setattr(Run, "steps", lambda self: [7])
     assert Slots(run, "r00000-", "staged", 2).prepare(1000) > 0
     assert len(list(run.free.iterdir())) == 2
 
@@ -364,6 +361,6 @@ def test_a_snapshot_that_newer_ones_have_replaced_leaves_what_is_to_be_removed(r
         leave_committed(run, step, "commit", "protect")
     request = records.request(records.RETAIN, f"{5:016x}")
     (run.step(5) / request).write_bytes(b"{}")
-    retire_replaced(Place(run, 7))
+    free_decided(run)
     assert Place(run, 5).named("") == [request]
     assert not Place(run, 5).is_committed()

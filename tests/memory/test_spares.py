@@ -11,12 +11,11 @@ import shardwise as sw
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import records
 from shardwise.memory.home import Home, Place, Run, new_run, write_record
-from shardwise.memory.node.retire import retire_replaced
-from shardwise.memory.node.room import taken_for_others
-from shardwise.memory.node.spares import spare, spares, take_spare, trim_spares
+from shardwise.memory.reclaim import spare, spares, take_spare, taken_for_others, trim_spares
 from shardwise.memory.records import Staged
 from shardwise.testing import Gang
 from tests.breadth import mostly_long
+from tests.memory.reconciling import free_decided
 from tests.memory.test_snapshots import memory_of, rows, shm
 
 __all__ = ["shm"]
@@ -46,12 +45,12 @@ def leave(run: Run, step: int, *made: tuple[str, int]) -> None:
 def test_what_was_made_for_others_is_spare_when_it_is_retired(run: Run) -> None:
     leave(run, 1, ("r00001", 300), (".r00002", 20))
     leave(run, 2, ("r00001", 300), ("r00002", 20))
-    assert retire_replaced(Place(run, 2))
+    assert free_decided(run)
     assert [size for size, _ in spares(run)] == [20, 300]
     assert [each.name for each in run.free.glob("*.slot")] == ["r00000-1.slot"]
     assert taken_for_others(run) == 2 * 320
     leave(run, 3)
-    assert retire_replaced(Place(run, 3))
+    assert free_decided(run)
     assert not spares(run)  # nothing is made for others any more
     assert taken_for_others(run) == 0
 

@@ -28,10 +28,10 @@ from shardwise.manifest.datafile import lay_out, list_pieces
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import data_file
 from shardwise.memory import records
-from shardwise.memory.agent import signs
-from shardwise.memory.agent.attempts import Seen
-from shardwise.memory.home import Home, Place, Run, new_run
+from shardwise.memory.home import Home, Place, Run, new_run, write_record
+from shardwise.memory.observe import read_snapshot
 from shardwise.memory.ranks import RankLock
+from shardwise.memory.records import Staged
 from shardwise.memory.remote import watch as watch_module
 from shardwise.memory.remote.peers import Nodes
 from shardwise.memory.remote.watch import Agents, AgentWatch
@@ -40,6 +40,7 @@ from shardwise.memory.trainer.copying import Copying, Slack
 from shardwise.memory.trainer.device import Streams, TorchAccelerator
 from shardwise.memory.trainer.slots import Slots
 from shardwise.memory.trainer.staging import Part, Staging
+from shardwise.memory.view import State
 from shardwise.plan.tables import PieceTable
 
 CARD = torch.device("meta", 0)
@@ -363,17 +364,19 @@ def test_agents_begin_once_no_rank_copies(trial: Trial) -> None:
         assert time.monotonic() < deadline, "nobody says that it copies"
         time.sleep(0.001)
     other = data_file(1, f"{2:016x}")
-    (place.path / records.staged(other)).touch()
+    staged = Staged(FileEntry(other, 1, 0, 0, 0, 0, 0), "slot", 2, ())
+    write_record(place.path / records.staged(other), staged)
     (place.path / other).touch()
     (place.path / records.request("persist", f"{2:016x}")).touch()
 
-    def signs_now() -> tuple[list[str], list[str]]:
-        seen = Seen(place, {2: frozenset(place.named(""))})
-        return signs.of_sealing(seen), signs.of_copying(seen)
+    def due() -> tuple[State, State]:
+        """Whether checksums are taken, and files copied to storage."""
+        save = read_snapshot(place).saves[f"{2:016x}"]
+        return save.state("seal"), save.state("copy")
 
-    assert signs_now() == ([], [])
+    assert due() == (State.WAITING, State.WAITING)
     copying.wait()
-    assert signs_now() == ([data_file(0, f"{2:016x}"), other], [f"{2:016x}"])
+    assert due() == (State.RUNNING, State.RUNNING)
     presence.end()
 
 

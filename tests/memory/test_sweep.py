@@ -25,7 +25,7 @@ from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import data_file
 from shardwise.memory import records
 from shardwise.memory.home import Home, Place, new_run
-from shardwise.memory.node.retire import discard_newer
+from shardwise.memory.reclaim import discard_all
 from shardwise.memory.trainer.rings import Holder, Protecting, Ring
 from shardwise.memory.trainer.slots import Slot, Slots
 from shardwise.store.store import Buffer
@@ -157,9 +157,9 @@ def go_on(directory: Path, run: str, work: Callable[..., None]) -> None:
     left = Home(directory).run(run)
     whole = [each.file.name for each in Place(left, 1).staged()]
     assert records.unsealed(Place(left, 1).named("")) == whole
-    discard_newer(left, None)
+    discard_all(left)
     work(directory, run, *range(11, 11 + SLOTS))
-    discard_newer(left, None)
+    discard_all(left)
     assert len(os.listdir(left.free)) == SLOTS
 
 
@@ -167,7 +167,7 @@ def retire(directory: Path, run: str, number: int) -> None:
     """Stage as much as there is memory for, and be killed as all of it is retired."""
     stage(directory, run, *range(1, 1 + SLOTS))
     die_before_effect(number, directory)
-    discard_newer(Home(directory).run(run), None)
+    discard_all(Home(directory).run(run))
 
 
 def die_at(work: Callable[..., None]) -> Callable[[Path, str, int], None]:

@@ -10,21 +10,19 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import shardwise as sw
 from shardwise.errors import CheckpointExistsError, StoreError
+from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import step_directory
-from shardwise.memory import records, spawn
-from shardwise.memory.agent.duties import Leading
+from shardwise.memory import decide, observe, records, spawn
 from shardwise.memory.agent.keeper import attendance, is_attended
-from shardwise.memory.home import Home, Place, write_record
-from shardwise.memory.node import retire
-from shardwise.memory.node.retire import ENDED
-from shardwise.memory.records import Done, PendingManifest
+from shardwise.memory.agent.lead import Leading
+from shardwise.memory.home import ENDED, Home, Place, write_record
+from shardwise.memory.records import Done, PendingManifest, Staged
 from shardwise.memory.remote.search import held_here
 from shardwise.memory.remote.watch import Agents
 from shardwise.memory.trainer.copying import Copying
@@ -90,7 +88,7 @@ def test_what_was_committed_of_another_save_of_a_step_is_not_published(
             records.Done(save_id=draft.save_id, stage="commit"),
         )
         write_record(place.path / records.draft(draft.save_id), draft)
-        Leading(draft.leader).persist(place)
+        Leading(draft.leader).persist(decide.Persist(place, draft.save_id))
         done = place.ended("persist", draft.save_id)
         assert done is not None
         assert "step 1 was saved again meanwhile" in done.failure
@@ -305,26 +303,35 @@ def test_a_file_that_vanishes_as_others_look_hides_no_snapshot(shm: Path) -> Non
 def test_a_save_that_is_committed_meanwhile_is_not_taken_for_an_old_one(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its manifest comes just after the names of files were read."""
     first, second = "a" * 16, "b" * 16
     place = Place(Home(shm).run("0" * 16), 1)
     place.path.mkdir(parents=True)
-    (place.path / "manifest.json").touch()
-    kept = place.path / f"r00000-{second}.safetensors"
-    kept.touch()
-    committed = {first}
 
-    def ended(self: Place, stage: str, save_id: str) -> Done | None:
-        return Done(save_id=save_id, stage=stage) if save_id in committed else None
+    def commit(save_id: str) -> None:
+        write_record(place.path / "manifest.json", {"save_id": save_id})
+        done = Done(save_id=save_id, stage="commit")
+        write_record(place.path / records.outcome("commit", save_id), done)
 
-    def manifest_just_before(data: bytes) -> SimpleNamespace:
-        committed.add(second)
-        return SimpleNamespace(save_id=first)
+    for save_id in (first, second):
+        file = FileEntry(f"r00000-{save_id}.safetensors", 0, 0, 0, 0, 0, 0)
+        (place.path / file.name).touch()
+        write_record(place.path / records.staged(file.name), Staged(file, "slot", 2, ("commit",)))
+    commit(first)
+    named = Place.named
 
-    monkeypatch.setattr(Place, "saves", lambda self: {first, second})
-    monkeypatch.setattr(Place, "ended", ended)
-    monkeypatch.setattr(retire, "decode_manifest", manifest_just_before)
-    assert not retire._tidy(place)
-    assert kept.exists()
+    def named_just_before(self: Place, suffix: str) -> list[str]:
+        found = named(self, suffix)
+        commit(second)
+        return found
+
+    monkeypatch.setattr(Place, "named", named_just_before)
+    seen = observe.view_run(place.run)
+    freed = [each for each in decide.decide_run(seen, 0.0) if isinstance(each, decide.Free)]
+    assert all(each.saves == (first,) for each in freed)
+    monkeypatch.undo()
+    seen = observe.view_run(place.run)
+    assert decide.Free(place, decide.REPLACED, (first,)) in decide.decide_run(seen, 0.0)
 
 
 def test_an_agent_that_another_process_never_finishes_starting_is_not_waited_for(

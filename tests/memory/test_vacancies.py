@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
+from shardwise.memory import reclaim
 from shardwise.memory.agent import service
 from shardwise.memory.home import Home, Run, hold, new_run
-from shardwise.memory.node import vacancies
-from shardwise.memory.node.vacancies import Vacancies
 from shardwise.memory.ranks import RankLock, is_present
+from tests.memory.reconciling import Attendant
 
 
 @pytest.fixture
@@ -36,7 +34,7 @@ def begun(home: Home) -> Run:
 def test_a_run_without_trainers_and_snapshots_is_removed(home: Home) -> None:
     run, kept = begun(home), begun(home)
     kept.step(7).mkdir()
-    Vacancies(home, 0.0).sweep()
+    Attendant(home).after(10.0)
     assert home.runs() == [kept.name]
     assert (kept.free / "r00000-0.slot").exists()
     assert not run.path.exists()
@@ -45,17 +43,15 @@ def test_a_run_without_trainers_and_snapshots_is_removed(home: Home) -> None:
 
 def test_a_trainer_that_starts_again_soon_finds_its_memory(home: Home) -> None:
     run = begun(home)
-    swept = Vacancies(home, 0.3)
-    swept.sweep()
-    presence = RankLock(run, 0)
-    time.sleep(0.4)
-    swept.sweep()
+    agent = Attendant(home)
+    agent.look()
+    lock = RankLock(run, 0)
+    agent.after(20.0)
     assert (run.free / "r00000-0.slot").exists()
-    presence.leave()
-    swept.sweep()  # it is vacant again from now on
+    lock.leave()
+    agent.look()  # it is vacant again from now on
     assert run.path.exists()
-    time.sleep(0.4)
-    swept.sweep()
+    agent.after(10.0)
     assert not run.path.exists()
 
 
@@ -65,28 +61,16 @@ def test_trainers_that_come_just_then_have_their_places(
     """One just before it is removed, which then is not, and another as that is seen."""
     run = begun(home)
     inode = run.path.stat().st_ino
-    came: list[RankLock] = []
-    coming: list[threading.Thread] = []
-
-    def looking(look: Callable[[Run], bool]) -> Callable[[Run], bool]:
-        def is_vacant(seen: Run) -> bool:
-            if coming:
-                return look(seen)
-            found = look(seen)
-            came.append(RankLock(run, 0))
-            coming.append(threading.Thread(target=lambda: came.append(RankLock(run, 1))))
-            return found
-
-        return is_vacant
+    came = [RankLock(run, 0)]
+    coming = threading.Thread(target=lambda: came.append(RankLock(run, 1)))
 
     def holding(directory: Path, *, shared: bool) -> AbstractContextManager[bool]:
-        coming[0].start()
+        coming.start()
         return hold(directory, shared=shared)
 
-    monkeypatch.setattr(vacancies, "_is_vacant", looking(vacancies._is_vacant))
-    monkeypatch.setattr(vacancies, "hold", holding)
-    Vacancies(home, 0.0).sweep()
-    coming[0].join(20.0)
+    monkeypatch.setattr(reclaim, "hold", holding)
+    reclaim.remove_if_vacant(home, run)
+    coming.join(20.0)
     assert len(came) == 2
     assert is_present(run, 0)
     assert is_present(run, 1)
@@ -101,7 +85,7 @@ def test_a_trainer_that_comes_as_a_run_is_removed_begins_it_anew(
     run = begun(home)
     came: list[RankLock] = []
     coming = threading.Thread(target=lambda: came.append(RankLock(run, 0)))
-    look = vacancies._is_vacant
+    look = reclaim._is_vacant
 
     def is_vacant(seen: Run) -> bool:
         found = look(seen)
@@ -112,8 +96,8 @@ def test_a_trainer_that_comes_as_a_run_is_removed_begins_it_anew(
                 assert not came
         return found
 
-    monkeypatch.setattr(vacancies, "_is_vacant", is_vacant)
-    Vacancies(home, 0.0).sweep()
+    monkeypatch.setattr(reclaim, "_is_vacant", is_vacant)
+    reclaim.remove_if_vacant(home, run)
     coming.join(20.0)
     assert len(came) == 1
     assert is_present(run, 0)
@@ -123,38 +107,38 @@ def test_a_trainer_that_comes_as_a_run_is_removed_begins_it_anew(
 
 def test_what_is_begun_anew_is_vacant_only_later(home: Home) -> None:
     run = begun(home)
-    swept = Vacancies(home, 0.2)
-    swept.sweep()
-    time.sleep(0.3)
-    swept.sweep()
+    agent = Attendant(home)
+    agent.after(10.0)
     assert not run.path.exists()
     RankLock(run, 0).leave()
-    swept.sweep()
+    agent.look()
     assert run.path.exists()
 
 
 def test_what_is_no_run_stays(home: Home) -> None:
     (home.path / "runs" / "something else").mkdir()
-    Vacancies(home, 0.0).sweep()
+    Attendant(home).after(10.0)
     assert home.runs() == ["something else"]
 
 
-def test_an_agent_whose_trainer_never_saved_ends(
+def test_an_agent_of_which_nothing_is_needed_ends(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "IDLE", 0.1)
-    begun(home)
+    run = begun(home)
 
     async def live() -> None:
-        ending = service._until_ended(home, asyncio.Event(), until_idle=True)
+        ending = asyncio.ensure_future(service._until_ended(home, asyncio.Event(), until_idle=True))
+        await asyncio.sleep(0.3)
+        assert not ending.done()
+        reclaim.remove_if_vacant(home, run)
         await asyncio.wait_for(ending, 30.0)
 
     asyncio.run(live())
-    assert home.runs() == []
 
 
 def test_what_an_agent_was_killed_over_is_removed_by_the_next(home: Home) -> None:
     left = home.path / "vacant-0123abcd"
     begun(home).path.rename(left)
-    Vacancies(home, 10.0)
+    reclaim.remove_leftovers(home)
     assert not left.exists()

@@ -15,10 +15,11 @@ from shardwise.cli.agent_status import show_kept, show_status
 from shardwise.cli.terminal import AsJson, output, print_json
 from shardwise.errors import StoreError
 from shardwise.memory.agent.keeper import is_attended
+from shardwise.memory.agent.status import kept_run
 from shardwise.memory.home import Home
 from shardwise.memory.interface import LOOPBACK
-from shardwise.memory.node.clearing import clear_run, kept_run
 from shardwise.memory.options import DIRECTORY
+from shardwise.memory.reclaim import clear_run
 from shardwise.memory.spawn import end_agent, log_to, running_agent
 from shardwise.memory.tls import Tls
 

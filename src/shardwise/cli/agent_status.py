@@ -9,9 +9,15 @@ from rich.text import Text
 
 from shardwise.cli import formatting as fmt
 from shardwise.cli.terminal import table
-from shardwise.memory.agent.status import STAGES, Behind, NodeStatus, RunStatus, SnapshotStatus
+from shardwise.memory.agent.status import (
+    STAGES,
+    Behind,
+    KeptRun,
+    NodeStatus,
+    RunStatus,
+    SnapshotStatus,
+)
 from shardwise.memory.agent.tensors import TensorsStatus, TensorStatus
-from shardwise.memory.node.clearing import KeptRun
 
 DONE = {"commit": "committed", "protect": "protected", "persist": "persisted"}
 STYLES = {"done": "green", "under way": "yellow", "failed": "bold red", "": "dim"}

@@ -37,6 +37,7 @@ from shardwise.memory.records import Done, Kept, PendingManifest, Staged
 
 FREE = "free"
 ROOT = "root.json"
+ENDED = "ended"
 LARGEST_RECORD = 1 << 28
 _RUN = re.compile(r"[0-9a-f]{16}")
 T = TypeVar("T")
@@ -143,12 +144,16 @@ class Home:
         return False
 
 
+@dataclass(frozen=True)
 class Run:
     """What a node keeps of one run."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.name = path.name
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """Its id."""
+        return self.path.name
 
     @property
     def free(self) -> Path:
@@ -229,7 +234,7 @@ POLL = 0.002
 log = logging.getLogger("shardwise.agent")
 
 
-class Held(Exception):  # noqa: N818
+class SnapshotHeld(Exception):  # noqa: N818
     """Others work on a snapshot, or use it: what was to be done can be later."""
 
     def __init__(self, place: Place) -> None:
@@ -309,7 +314,7 @@ class Place:
         try:
             return read_record(self.path / name, Done)
         except StoreError as error:
-            self._tell_of_damage(name, error)
+            self.log_damage(name, error)
             return Done(save_id=save_id, stage=stage, failure=f"its outcome is damaged: {error}")
 
     def _whole(self, names: list[str], kind: type[T]) -> list[T]:
@@ -319,13 +324,13 @@ class Place:
             try:
                 record = read_record(self.path / name, kind)
             except StoreError as error:
-                self._tell_of_damage(name, error)
+                self.log_damage(name, error)
                 continue
             if record is not None:
                 found.append(record)
         return found
 
-    def _tell_of_damage(self, name: str, error: StoreError) -> None:
+    def log_damage(self, name: str, error: StoreError) -> None:
         """Once, whoever comes across it: a file that is made beside it says that it was told."""
         with suppress(OSError):
             self.beside(f"{name}.damaged").touch(exist_ok=False)

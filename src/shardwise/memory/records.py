@@ -24,7 +24,9 @@ DATA = (".safetensors", ".bin")
 """How the names of files end that are no records."""
 RETAIN = "retain"
 """What comes after the last stage, and only the end of a run waits for: old checkpoints go."""
-_STAGED = ".staged.json"
+STAGES = ("commit", "protect", "persist", RETAIN)
+"""The stages whose outcome is recorded for the cluster."""
+STAGED = ".staged.json"
 _COPYING = ".copying"
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _RECORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.json")
@@ -204,9 +206,14 @@ def save_of(data_file: str) -> str:
     return data_file.split("-")[1].split(".")[0]
 
 
+def rank_of(name: str) -> int:
+    """The rank that a slot, or a record of a data file, is of."""
+    return int(name[1:].split("-")[0])
+
+
 def staged(data_file: str) -> str:
     """The name of the record that a data file is staged."""
-    return data_file.removesuffix(".safetensors") + _STAGED
+    return data_file.removesuffix(".safetensors") + STAGED
 
 
 def failed(data_file: str) -> str:
@@ -274,9 +281,7 @@ def unended(stage: str, of: str, names: Collection[str]) -> list[str]:
 
 def unsealed(names: Collection[str]) -> list[str]:
     """The data files that are staged, and have no checksums."""
-    files = [
-        f"{name.removesuffix(_STAGED)}.safetensors" for name in names if name.endswith(_STAGED)
-    ]
+    files = [f"{name.removesuffix(STAGED)}.safetensors" for name in names if name.endswith(STAGED)]
     return sorted(file for file in files if file in names and entry(file) not in names)
 
 
@@ -292,7 +297,7 @@ def outcome(stage: str, save_id: str) -> str:
 
 def names_slot(name: str) -> bool:
     """Whether this is the name of a record that says what a file's memory is called when free."""
-    return name.endswith(_STAGED) or is_kept(name)
+    return name.endswith(STAGED) or is_kept(name)
 
 
 def is_kept(name: str) -> bool:

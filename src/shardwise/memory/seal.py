@@ -17,8 +17,6 @@ from shardwise.engine.buffers import map_pages
 from shardwise.errors import CorruptionError
 from shardwise.manifest.checksums import BLOCK, BlockTable, block_checksums, block_count, crc32
 from shardwise.manifest.manifest import FileEntry
-from shardwise.memory import records
-from shardwise.memory.home import Place, write_record
 from shardwise.store.store import Buffer
 
 
@@ -144,25 +142,3 @@ def is_sealed(data: Buffer, entry: FileEntry) -> bool:
         table.damaged(low // BLOCK, data[low : min(low + AT_A_TIME, entry.checksums_at)])
         for low in range(0, entry.checksums_at, AT_A_TIME)
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Sealing:
-    """The duty of every node towards the files of its ranks.
-
-    Attributes:
-        mappings: of these files.
-    """
-
-    mappings: Mappings
-
-    def seal(self, place: Place) -> bool:
-        """Take the checksums of files that were staged."""
-        busy = False
-        for staged in place.staged():
-            name = staged.file.name
-            if not place.has(records.entry(name)):
-                data = self.mappings.find(place.path / name, staged.file.size)
-                write_record(place.path / records.entry(name), seal(data, staged.file))
-                busy = True
-        return busy

@@ -1,6 +1,7 @@
-"""The agent of a node: does what the records beside its snapshots ask for, and serves their files.
+"""The agent of a node: observes it, decides what to do, and does it, one worker for each kind.
 
-It has no state of its own. One that is killed is followed by one that reads the same records.
+It has no state that matters: an agent that is killed is followed by one that observes the same
+records and decides the same.
 """
 
 from __future__ import annotations
@@ -8,44 +9,64 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.memory.agent.attempts import Attempts, Duty, Seen
-from shardwise.memory.home import Held, Home, Place
+from shardwise.memory.decide import (
+    DEFAULT_PERIODS,
+    Action,
+    Free,
+    FreeRun,
+    LookUpRoot,
+    Periods,
+    Retain,
+    decide,
+    decide_run,
+)
+from shardwise.memory.home import ABANDONED, Run, SnapshotHeld
+from shardwise.memory.observe import Observer
 
 LOOK_AROUND = 1.0
 NICE = 10
+LATEST = 60.0
+FORGOTTEN = 600.0
 log = logging.getLogger("shardwise.agent")
+
+Perform = Callable[..., object]
+"""Does an action. May raise `SnapshotHeld`: then it is tried again at the next look."""
 
 
 class Agent:
-    """Threads that look after snapshots: one that looks around, and one for each kind of work.
+    """Threads that look after snapshots: one that observes, and one for each kind of action.
 
     Args:
-        home: the node's directory; the caller holds its lock.
-        duties: what there is to do with a snapshot, by the name of the kind of work.
-        around: called whenever it looks around.
+        observer: of the node; the caller holds its lock.
+        perform: what does each kind of action.
+        around: called at each look.
     """
 
     def __init__(
         self,
-        home: Home,
-        duties: Mapping[str, Duty],
+        observer: Observer,
+        perform: Mapping[type, Perform],
         around: Callable[[], object] = lambda: None,
+        periods: Periods = DEFAULT_PERIODS,
     ) -> None:
-        self._home = home
+        self._observer = observer
+        self._perform = perform
         self._around = around
+        self._periods = periods
+        self._retries = Retries(observer.clock)
         self._bell = threading.Event()
         self._stopping = threading.Event()
-        self._workers = [_Worker(name, duty, self) for name, duty in duties.items()]
+        self._workers = {kind: _Worker(kind.__name__.lower(), self) for kind in perform}
         self._looking = threading.Thread(target=self._look_around, name="look", daemon=True)
 
     def start(self) -> None:
         """Begin to work."""
-        for worker in self._workers:
+        for worker in self._workers.values():
             worker.thread.start()
         self._looking.start()
 
@@ -59,14 +80,49 @@ class Agent:
         self._bell.set()
 
     def stop(self, timeout: float) -> bool:
-        """End the threads, between two pieces of work; whether all have within so many seconds."""
+        """End the threads between two actions; return whether all ended within so many seconds."""
         self._stopping.set()
         self.wake()
-        deadline = time.monotonic() + timeout
-        threads = [self._looking, *(worker.thread for worker in self._workers)]
+        deadline = self._observer.clock() + timeout
+        threads = [self._looking, *(worker.thread for worker in self._workers.values())]
         for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline - self._observer.clock()))
         return not any(thread.is_alive() for thread in threads)
+
+    def look(self) -> list[Action]:
+        """Observe the node, and return the actions that are due."""
+        now = self._observer.clock()
+        actions = decide(self._observer.node(), now, self._periods)
+        self._retries.forget_but(actions)
+        return [each for each in actions if self._retries.is_due(each)]
+
+    def do(self, action: Action) -> bool:
+        """Do an action if it is still to be done; return whether to look again at once.
+
+        The node is observed again: what has been decided on can be done by now, or undone, such as
+        when trainers have resumed from an older step meanwhile.
+        """
+        try:
+            if not self._is_decided(action):
+                return True
+            if isinstance(action, (Free, FreeRun, LookUpRoot, Retain)):
+                self._perform[type(action)](action)
+            else:
+                with action.place.hold(shared=True) as held:  # nobody frees it meanwhile
+                    if not held:
+                        return False
+                    self._perform[type(action)](action)
+        except SnapshotHeld:
+            return False
+        except Exception as error:
+            self._retries.failed(action, error)
+            return False
+        self._retries.succeeded(action)
+        return True
+
+    def _is_decided(self, action: Action) -> bool:
+        run = self._observer.run(run_of(action))
+        return action in decide_run(run, self._observer.clock(), self._periods)
 
     def _look_around(self) -> None:
         _give_way()
@@ -75,79 +131,145 @@ class Agent:
             self._bell.clear()
             try:
                 self._around()
-                seen = list(self._snapshots())
+                due = self.look()
             except Exception:
-                log.exception("looking around in %s", self._home)
+                log.exception("looking around on this node")
                 continue
-            for worker in self._workers:
-                worker.offer(seen)
-        for worker in self._workers:
-            worker.call()
-
-    def _snapshots(self) -> Iterator[Seen]:
-        """All snapshots of the node, by the names of their files."""
-        for name in self._home.runs():
-            run = self._home.run(name)
-            names = {step: frozenset(Place(run, step).named("")) for step in run.steps()}
-            for step in names:
-                yield Seen(Place(run, step), names)
+            for kind, worker in self._workers.items():
+                worker.offer([each for each in due if type(each) is kind])
+        for worker in self._workers.values():
+            worker.offer([])
 
 
 class _Worker:
-    """Does one kind of work, on one snapshot after the other."""
+    """Does one kind of action, one after the other."""
 
-    def __init__(self, name: str, duty: Duty, agent: Agent) -> None:
-        self._attempts = Attempts(name, duty)
+    def __init__(self, name: str, agent: Agent) -> None:
         self._agent = agent
-        self._seen: list[Seen] = []
-        self._called = threading.Event()
+        self._changed = threading.Condition()
+        self._queue: list[Action] = []
+        self._running: Action | None = None
         self.thread = threading.Thread(target=self._work, name=name, daemon=True)
 
-    def offer(self, seen: list[Seen]) -> None:
-        """Have it look at these snapshots, if there may be something to do with any of them."""
-        self._seen = seen
-        if any(map(self._attempts.is_due, seen)):
-            self.call()
-
-    def call(self) -> None:
-        """Wake it."""
-        self._called.set()
+    def offer(self, actions: Sequence[Action]) -> None:
+        """Replace what it is to do next; what it does now is not begun again."""
+        with self._changed:
+            self._queue = [each for each in actions if each != self._running]
+            self._changed.notify()
 
     def _work(self) -> None:
         _give_way()
-        while not self._agent.is_stopping:
-            self._called.wait()
-            self._called.clear()
-            seen = self._seen
-            for each in seen:
-                if self._agent.is_stopping:
-                    return
-                if self._attempts.is_due(each) and self._attempts.attempt(each):
-                    self._agent.wake()
-            self._attempts.forget_but({each.place.path for each in seen})
+        while (action := self._next()) is not None:
+            if self._agent.do(action):
+                self._agent.wake()
+
+    def _next(self) -> Action | None:
+        with self._changed:
+            self._running = None
+            while not self._queue and not self._agent.is_stopping:
+                self._changed.wait()
+            if self._agent.is_stopping:
+                return None
+            self._running = self._queue.pop(0)
+            return self._running
+
+
+def run_of(action: Action) -> Run:
+    """Return the run that an action is about."""
+    return action.run if isinstance(action, (FreeRun, LookUpRoot)) else action.place.run
+
+
+@dataclass(slots=True)
+class _Count:
+    """How often something has happened in a row, and when it last did."""
+
+    times: int = 0
+    at: float = 0.0
+
+    def add(self, now: float) -> None:
+        """Once more; from the beginning, if it is long ago."""
+        self.times = self.times + 1 if now - self.at < FORGOTTEN else 1
+        self.at = now
+
+    def is_due(self, now: float) -> bool:
+        """Whether to try again: at once after the first time, then ever later."""
+        pause = min(2.0 ** (self.times - 2), LATEST) if self.times > 1 else 0.0
+        return now - self.at >= pause
+
+
+class Retries:
+    """When each action is tried again, and which failures are logged. Threads may share it.
+
+    Actions that have succeeded and are decided on all the same wait like those that fail. Failures
+    of one kind are logged ever more rarely, the first with its traceback.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._actions: dict[Action, _Count] = {}
+        self._failures: dict[tuple[str, int], _Count] = {}
+
+    def is_due(self, action: Action) -> bool:
+        """Return whether an action may be tried now."""
+        with self._lock:
+            count = self._actions.get(action)
+            return count is None or count.is_due(self._clock())
+
+    def succeeded(self, action: Action) -> None:
+        """Count a success."""
+        with self._lock:
+            self._actions.setdefault(action, _Count()).add(self._clock())
+
+    def failed(self, action: Action, error: Exception) -> None:
+        """Count a failure, and log it."""
+        with self._lock:
+            count = self._actions.setdefault(action, _Count())
+            count.add(self._clock())
+            self._log(action, error, count.times)
+
+    def forget_but(self, actions: Collection[Action]) -> None:
+        """Forget actions that are no longer decided on."""
+        with self._lock:
+            for action in self._actions.keys() - set(actions):
+                del self._actions[action]
+
+    def _log(self, action: Action, error: Exception, times: int) -> None:
+        name = type(action).__name__.lower()
+        path = action.run.path if isinstance(action, (FreeRun, LookUpRoot)) else action.place.path
+        what = f"{name}: {path}: {type(error).__name__}: {error}"
+        passing = isinstance(error, FileNotFoundError) and times == 1
+        if passing or not path.exists() or (path / ABANDONED).exists():
+            log.info("%s (the snapshot is being removed)", what)
+            return
+        kind = self._failures.setdefault(_kind_of(error), _Count())
+        kind.add(self._clock())
+        if kind.times == 1:
+            log.error("%s", what, exc_info=error)
+        elif kind.times & (kind.times - 1) == 0:  # 2, 4, 8, …
+            log.error("%s (failed %d times)", what, kind.times)
+
+
+def _kind_of(error: Exception) -> tuple[str, int]:
+    """What is the same when the same fails again: its type, and the line that raised it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return type(error).__name__, 0 if trace is None else trace.tb_lineno
 
 
 def _give_way() -> None:
-    """Training goes before what this thread does, and those that it starts: they take processors
-    that nothing else wants. Whoever serves others does not: a restore waits for that."""
+    """Lower the priority of this thread, and of those that it starts: training goes first. The
+    threads that serve other nodes keep theirs, as a restore waits for them."""
     with suppress(OSError):
-        os.nice(NICE)  # of this thread alone, as Linux has it
-
-
-def undisturbed(attend: Callable[[Place], bool]) -> Callable[[Place], bool]:
-    """Work on snapshots that are not being retired, and are not while it is done."""
-
-    def attend_undisturbed(place: Place) -> bool:
-        with place.hold(shared=True) as held:
-            if not held:
-                raise Held(place)
-            return attend(place)
-
-    return attend_undisturbed
+        os.nice(NICE)  # of this thread alone, on Linux
 
 
 def listen(bell: Path, wake: Callable[[], None]) -> None:
-    """Call `wake` whenever something is written to a named pipe, which is made. Does not return."""
+    """Call `wake` whenever something is written to a named pipe, which is made. Never returns."""
     with suppress(FileExistsError):
         os.mkfifo(bell, 0o600)
     fd = os.open(bell, os.O_RDWR | os.O_CLOEXEC)

@@ -17,8 +17,8 @@ from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.home import Place, read_record, write_record
-from shardwise.memory.node.spares import take_spare
 from shardwise.memory.ranks import is_present
+from shardwise.memory.reclaim import take_spare
 from shardwise.memory.records import AgentInfo, Kept, PendingManifest, Protect
 from shardwise.memory.redundancy.parity import PIECE, build_parity, encode_pieces, owned
 from shardwise.memory.redundancy.placement import (

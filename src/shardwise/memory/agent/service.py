@@ -19,22 +19,21 @@ from pathlib import Path
 import msgspec
 
 from shardwise.errors import StoreError
-from shardwise.memory.agent import signs
-from shardwise.memory.agent.agent import Agent, listen, undisturbed
-from shardwise.memory.agent.attempts import Duty
+from shardwise.memory import decide
+from shardwise.memory.agent.actions import Following, Sealing, free, look_up_root
+from shardwise.memory.agent.agent import Agent, Perform, listen
 from shardwise.memory.agent.connections import BACKLOG, serving
-from shardwise.memory.agent.duties import Following, Leading
-from shardwise.memory.agent.idle import Idle
 from shardwise.memory.agent.keeper import is_attended
+from shardwise.memory.agent.lead import Leading
 from shardwise.memory.agent.server import create_app
 from shardwise.memory.home import Home, write_record
 from shardwise.memory.identity import last_port, node_name, remember_port, secret_of
 from shardwise.memory.interface import LOOPBACK, address_of
-from shardwise.memory.node.retire import retire_replaced
-from shardwise.memory.node.vacancies import Vacancies
+from shardwise.memory.observe import Observer
+from shardwise.memory.reclaim import remove_if_vacant, remove_leftovers
 from shardwise.memory.records import AgentInfo, schema
 from shardwise.memory.registry import reenter
-from shardwise.memory.seal import Mappings, Sealing
+from shardwise.memory.seal import Mappings
 from shardwise.memory.tls import Tls
 
 PATIENCE = 2.0
@@ -84,7 +83,10 @@ def run_agent(directory: Path, terms: Terms) -> bool:
         _open_many_files()
         node = node_name(home)
         mappings = Mappings()
-        agent = Agent(home, _duties(node, mappings, terms.tls), around=mappings.let_go)
+        remove_leftovers(home)
+        observer = Observer(home, node)
+        actions = _actions(home, node, observer, mappings, terms.tls)
+        agent = Agent(observer, actions, around=mappings.let_go)
         info = AgentInfo(
             node=node,
             url="",
@@ -97,22 +99,23 @@ def run_agent(directory: Path, terms: Terms) -> bool:
         return asyncio.run(_serve(home, agent, info, terms, address))
 
 
-def _duties(node: str, mappings: Mappings, tls: Tls | None) -> dict[str, Duty]:
-    """What there is to do, by the names of the threads that do it."""
+def _actions(
+    home: Home, node: str, observer: Observer, mappings: Mappings, tls: Tls | None
+) -> dict[type, Perform]:
+    """What does each kind of action."""
     leading, following = Leading(node, tls), Following(node, mappings, tls)
-    rescue = partial(following.rescue, why="a trainer is lost")
-    persist = partial(following.rescue, why="its run has ended")
     return {
-        "seal": Duty(signs.of_sealing, undisturbed(Sealing(mappings).seal)),
-        "commit": Duty(signs.of_committing, undisturbed(leading.commit)),
-        "protect": Duty(signs.of_protecting, undisturbed(leading.protect)),
-        "persist": Duty(signs.of_persisting, undisturbed(leading.persist)),
-        "retain": Duty(signs.of_retaining, following.retain),
-        "guard": Duty(signs.of_guarding, undisturbed(following.protect)),
-        "copy": Duty(signs.of_copying, undisturbed(following.persist)),
-        "watch": Duty(signs.of_watching, undisturbed(rescue)),
-        "retire": Duty(signs.of_retiring, retire_replaced),
-        "idle": Duty(signs.of_idling, Idle(undisturbed(persist)).discard),
+        decide.Seal: Sealing(mappings).seal,
+        decide.Commit: leading.commit,
+        decide.Protect: leading.protect,
+        decide.Guard: following.guard,
+        decide.Persist: leading.persist,
+        decide.Copy: following.copy,
+        decide.Retain: following.retain,
+        decide.Rescue: following.rescue,
+        decide.Free: free,
+        decide.FreeRun: lambda action: remove_if_vacant(home, action.run),
+        decide.LookUpRoot: partial(look_up_root, observer=observer),
     }
 
 
@@ -154,9 +157,7 @@ def _reenter(home: Home, info: AgentInfo) -> None:
 
 async def _until_ended(home: Home, ended: asyncio.Event, *, until_idle: bool) -> None:
     busy_at = time.monotonic()
-    vacancies = Vacancies(home, IDLE)
     while not ended.is_set():
-        await asyncio.to_thread(vacancies.sweep)
         if not until_idle or home.runs() or is_attended(home):
             busy_at = time.monotonic()
         elif time.monotonic() - busy_at > IDLE:

@@ -12,16 +12,18 @@ from shardwise.errors import StoreError
 from shardwise.memory import records
 from shardwise.memory.agent.keeper import is_attended
 from shardwise.memory.agent.tensors import TensorsStatus, tensors_of
-from shardwise.memory.home import Home, Place, Run, read_record
-from shardwise.memory.records import AgentInfo, Done, Protect, Staged
+from shardwise.memory.home import ROOT, Home, Place, Run, read_record
+from shardwise.memory.observe import RecordCache, read_snapshots
+from shardwise.memory.ranks import has_trainers
+from shardwise.memory.records import AgentInfo, Protect
 from shardwise.memory.redundancy.placement import Protection
 from shardwise.memory.remote.client import AgentClient
 from shardwise.memory.spawn import running_agent
 from shardwise.memory.tls import Tls
+from shardwise.memory.view import SnapshotView
 
 STAGES = ("commit", "protect", "persist")
 NO_ANSWER = 5.0
-_DATA = (".safetensors", ".bin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +119,43 @@ class NodeStatus:
     runs: list[RunStatus]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptRun:
+    """What a node keeps of a run.
+
+    Attributes:
+        run: its id.
+        root: where the run saves its checkpoints; None if that is not known.
+        bytes: of all files, free slots included.
+        steps: of its snapshots, ascending.
+        persisted: the newest of them that is in storage too; None if none is.
+        training: whether a trainer of the run lives on the node.
+    """
+
+    run: str
+    root: str | None
+    bytes: int
+    steps: list[int]
+    persisted: int | None
+    training: bool
+
+
+def kept_run(run: Run) -> KeptRun:
+    """What a node keeps of a run."""
+    root: str | None = None
+    with suppress(StoreError):
+        root = read_record(run.path / ROOT, str)
+    snapshots = read_snapshots(run, cache=RecordCache(logs=False))
+    return KeptRun(
+        run=run.name,
+        root=root,
+        bytes=sum(map(_size, run.path.rglob("*"))),
+        steps=[each.step for each in snapshots],
+        persisted=max((each.step for each in snapshots if each.is_done("persist")), default=None),
+        training=has_trainers(run),
+    )
+
+
 def status_of(home: Home, tls: Tls | None = None, tensors: str | None = None) -> NodeStatus:
     """All that can be told of a node, without asking other nodes.
 
@@ -147,12 +186,12 @@ def status_of(home: Home, tls: Tls | None = None, tensors: str | None = None) ->
 
 def _run(run: Run, node: str, tensors: str | None) -> RunStatus:
     now = time.time()
-    snapshots = [_snapshot(Place(run, step), node, now) for step in run.steps()]
+    views = read_snapshots(run, cache=RecordCache(logs=False))
+    snapshots = [_snapshot(each, node, now) for each in views]
     free = [_size(path) for path in run.free.glob("*.slot")]
-    used = sum(len(_staged(Place(run, step))) for step in run.steps())
     return RunStatus(
         run=run.name,
-        slots_used=used,
+        slots_used=sum(len(save.staged) for each in views for save in each.saves.values()),
         slots_free=len(free),
         bytes_free=sum(free),
         behind={stage: _behind(snapshots, stage) for stage in STAGES},
@@ -161,43 +200,35 @@ def _run(run: Run, node: str, tensors: str | None) -> RunStatus:
     )
 
 
-def _snapshot(place: Place, node: str, now: float) -> SnapshotStatus:
-    staged = _staged(place)
-    own = {each.file.name for each in staged.values()}
-    times = [_modified(place.path / name) for name in staged]
-    at = max((each for each in times if each is not None), default=None)
-    wanted = {stage for each in staged.values() for stage in each.stages}
-    kept = {name: _size(place.path / name) for name in place.named("")}
-    data = {name: size for name, size in kept.items() if _is_data(name)}
-    stages = {stage: _stage(place, stage, stage in wanted, at, now) for stage in STAGES}
+def _snapshot(view: SnapshotView, node: str, now: float) -> SnapshotStatus:
+    own = {each.file.name for save in view.saves.values() for each in save.staged}
+    data = {n: _size(view.place.path / n) for n in view.names if n.endswith(records.DATA)}
     return SnapshotStatus(
-        step=place.step,
+        step=view.step,
         bytes=sum(size for name, size in data.items() if name in own),
         bytes_for_others=sum(size for name, size in data.items() if name not in own),
-        age=None if at is None else max(0.0, now - at),
-        protected_by=_protectors(place, node),
-        **stages,
+        age=None if view.staged_at is None else max(0.0, now - view.staged_at),
+        protected_by=_protectors(view.place, node),
+        commit=_stage(view, "commit", now),
+        protect=_stage(view, "protect", now),
+        persist=_stage(view, "persist", now),
     )
 
 
-def _stage(
-    place: Place, stage: str, is_wanted: bool, staged_at: float | None, now: float
-) -> StageStatus:
-    ended: Done | None = None
-    ended_at: float | None = None
-    for name in place.named(".json"):
-        if name.startswith(f"{stage}-all-"):
-            with suppress(StoreError):
-                ended = read_record(place.path / name, Done)
-            ended_at = _modified(place.path / name)
-    if ended is None and not is_wanted:
-        return StageStatus()
-    until = now if ended is None else ended_at
-    seconds = None if staged_at is None or until is None else max(0.0, until - staged_at)
-    if ended is None:
-        return StageStatus(state="under way", seconds=seconds)
-    state = "failed" if ended.failure else "done"
-    return StageStatus(state=state, seconds=seconds, failure=ended.failure)
+def _stage(view: SnapshotView, stage: str, now: float) -> StageStatus:
+    """The state of a stage; of several saves of the step, of one that has ended."""
+    ended = [s.stages[stage] for s in view.saves.values() if s.state(stage).has_ended]
+    if not ended:
+        wanted = any(stage in save.wanted for save in view.saves.values())
+        since = None if view.staged_at is None else max(0.0, now - view.staged_at)
+        return StageStatus(state="under way", seconds=since) if wanted else StageStatus()
+    last = ended[-1]
+    known = view.staged_at is not None and last.at is not None
+    return StageStatus(
+        state=last.state.value,
+        seconds=max(0.0, (last.at or 0.0) - (view.staged_at or 0.0)) if known else None,
+        failure=last.outcome.failure if last.outcome else "",
+    )
 
 
 def _behind(snapshots: list[SnapshotStatus], stage: str) -> Behind:
@@ -231,17 +262,6 @@ def _protecting(protection: Protection, node: str) -> set[str]:
     return found
 
 
-def _staged(place: Place) -> dict[str, Staged]:
-    """The records of this node's own files, by their names; those that are damaged are left out."""
-    found = {}
-    for name in place.named(".staged.json"):
-        with suppress(StoreError):
-            staged = read_record(place.path / name, Staged)
-            if staged is not None:
-                found[name] = staged
-    return found
-
-
 def _answers(info: AgentInfo, tls: Tls | None) -> bool | None:
     if info.url.startswith("https:") and tls is None:
         return None
@@ -263,17 +283,7 @@ def _memory_of(process: int) -> int | None:
     return int(said[0]) * 1024 if said else None
 
 
-def _is_data(name: str) -> bool:
-    return name.endswith(_DATA)
-
-
 def _size(path: Path) -> int:
     with suppress(FileNotFoundError):
         return path.stat().st_size
     return 0
-
-
-def _modified(path: Path) -> float | None:
-    with suppress(FileNotFoundError):
-        return path.stat().st_mtime
-    return None

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from shardwise.engine.save import SaveReport
 from shardwise.errors import StoreError
 from shardwise.memory import records
-from shardwise.memory.home import Place, read_record, write_record
-from shardwise.memory.node.retire import ENDED
+from shardwise.memory.home import Place, write_record
+from shardwise.memory.observe import ended
 from shardwise.memory.records import Done
 from shardwise.memory.remote.watch import Agents, AgentWatch
 from shardwise.memory.trainer.copying import Copying
@@ -134,9 +134,7 @@ class Stages:
         return "" if self.copying is None else self.copying.failure
 
     def _look_up(self, stage: str) -> Done | None:
-        name = records.outcome(stage, self.save_id)
-        done = read_record(self.place.path / name, Done)
-        return done or read_record(self.place.run.path / ENDED / name, Done)
+        return ended(self.place, stage, self.save_id)
 
     def _is_replaced(self) -> bool:
         """Whether the snapshot was committed and is no longer in memory."""

@@ -16,6 +16,7 @@ from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.home import Place, Run
+from shardwise.memory.observe import RecordCache, view_run
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.registry import Known
 from shardwise.memory.remote.assembled import AssembledStore, Assembly
@@ -184,16 +185,13 @@ def _wait_for_commits(run: Run, complete: set[str]) -> None:
     A save counts as committed once its manifest is on this node. Waiting for all other nodes could
     be in vain, as one may be lost.
     """
-    deadline = time.monotonic() + COMMIT_TIMEOUT
+    deadline, cache = time.monotonic() + COMMIT_TIMEOUT, RecordCache()
     while time.monotonic() < deadline and any(
-        save in complete and place.ended("commit", save) is None and not _has_manifest(place, save)
-        for place in (Place(run, step) for step in run.steps())
-        for save in place.saves()
+        save.save_id in complete
+        and save.has_staged
+        and not save.state("commit").has_ended
+        and snapshot.committed != save.save_id
+        for snapshot in view_run(run, cache).snapshots
+        for save in snapshot.saves.values()
     ):
         time.sleep(POLL)
-
-
-def _has_manifest(place: Place, save_id: str) -> bool:
-    with suppress(OSError, StoreError, FormatError):
-        return bool(place.manifest_of(save_id))
-    return False

@@ -22,11 +22,14 @@ from shardwise.memory.agent.keeper import Keeper
 from shardwise.memory.home import Place, Run
 from shardwise.memory.lineage import Lineage, go_on_from
 from shardwise.memory.membership import meet, reaching
-from shardwise.memory.node.branches import leave_behind, refuse_to_go_back
-from shardwise.memory.node.predecessors import remove_predecessors
-from shardwise.memory.node.tenants import evict
 from shardwise.memory.options import Memory
 from shardwise.memory.ranks import RankLock, forget_lost
+from shardwise.memory.reclaim import (
+    discard_superseded,
+    evict,
+    refuse_to_go_back,
+    remove_predecessors,
+)
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.registry import Enrolment, Registry, remember_nodes
 from shardwise.memory.remote.watch import Agents
@@ -217,7 +220,7 @@ class Snapshots:
     def _discard(self, step: int | None) -> bytes:
         if self.is_first_of_node:
             membership, slots = self.membership, self._options.slots
-            leave_behind(self.run, step, membership.lineage, membership.node_of, slots)
+            discard_superseded(self.run, step, membership.lineage, membership.node_of, slots)
         return b""
 
     def close(self, *, wait: bool, failed: bool) -> None:

@@ -18,9 +18,9 @@ from shardwise.manifest.names import data_file
 from shardwise.memory import records
 from shardwise.memory.home import Home, Place, Run, write_record
 from shardwise.memory.membership import Membership
-from shardwise.memory.node.retire import give_up_failed
-from shardwise.memory.node.room import needed_for_others, taken_for_others
+from shardwise.memory.observe import RecordCache
 from shardwise.memory.options import Memory
+from shardwise.memory.reclaim import free_hopeless, needed_for_others, taken_for_others
 from shardwise.memory.records import Done, PendingManifest, Staged
 from shardwise.memory.redundancy.placement import parity_file_size
 from shardwise.memory.trainer.copying import Copying, Fill, Slack, stage
@@ -119,6 +119,7 @@ class Staging:
     ) -> None:
         self._home = home
         self._run = run
+        self._cache = RecordCache()
         self._nodes = nodes
         self._ranks_here = ranks_here
         self._options = options
@@ -168,7 +169,7 @@ class Staging:
     def has_free(self) -> bool:
         """Whether a slot is free for another part."""
         if not self._own.has_free():
-            give_up_failed(self._run, self._patience)
+            free_hopeless(self._run, self._patience, self._cache)
         return self._own.has_free()
 
     @property
@@ -342,7 +343,7 @@ class Staging:
                     f"no slot became free within {self._options.wait:.0f} s: the agent of "
                     f"{self._home} is behind or stuck (its log: {self._home.log})"
                 )
-            give_up_failed(self._run, self._patience)
+            free_hopeless(self._run, self._patience, self._cache)
             self._wake()
             time.sleep(pause)
             pause = min(2 * pause, POLL[1])

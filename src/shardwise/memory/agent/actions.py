@@ -1,0 +1,221 @@
+"""How an agent does what `decide` decides on, but for leading a save: see `lead.py`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from shardwise.errors import ShardwiseError, StoreError
+from shardwise.memory import decide, records
+from shardwise.memory.agent.guard import guard
+from shardwise.memory.agent.lead import agents_of, attempt, pending_manifest
+from shardwise.memory.agent.persist import Throttle, copy_to_store
+from shardwise.memory.agent.publication import retain
+from shardwise.memory.decide import (
+    REPLACED,
+    Copy,
+    Free,
+    Guard,
+    LookUpRoot,
+    OfSave,
+    Rescue,
+    Seal,
+)
+from shardwise.memory.home import ROOT, Place, read_record, write_record
+from shardwise.memory.lineage import known_lineage
+from shardwise.memory.observe import Observer
+from shardwise.memory.reclaim import free_replaced, free_saves, free_unattended
+from shardwise.memory.records import (
+    Done,
+    PendingManifest,
+    Persist,
+    Protect,
+    Staged,
+)
+from shardwise.memory.remote.peers import Nodes
+from shardwise.memory.seal import Mappings, seal
+from shardwise.memory.tls import Tls
+from shardwise.memory.view import RootView
+from shardwise.retention import committed_steps
+from shardwise.store import open_store
+
+log = logging.getLogger("shardwise.agent")
+W = TypeVar("W")
+FILES_AT_A_TIME = 2
+AT_ONCE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Sealing:
+    """The duty of every node towards the files of its ranks.
+
+    Attributes:
+        mappings: of these files.
+    """
+
+    mappings: Mappings
+
+    def seal(self, action: Seal) -> None:
+        """Take the checksums of files that were staged."""
+        for staged in action.place.staged():
+            name = staged.file.name
+            if name in action.files and not action.place.has(records.entry(name)):
+                data = self.mappings.find(action.place.path / name, staged.file.size)
+                write_record(action.place.path / records.entry(name), seal(data, staged.file))
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """Actions of every node: what the leader of a save asks it for.
+
+    Attributes:
+        node: the name of this node.
+        mappings: of its files.
+        tls: by what nodes know each other.
+    """
+
+    node: str
+    mappings: Mappings
+    tls: Tls | None = None
+
+    def copy(self, action: Copy) -> None:
+        """Copy this node's files to storage."""
+        place = action.place
+        self._follow(action, "persist", Persist, lambda request: self._copy(place, request))
+
+    def guard(self, action: Guard) -> None:
+        """Make what this node keeps for others."""
+        place = action.place
+
+        def work(request: Protect) -> int:
+            with closing(Nodes(place, request.nodes, self.node, request.wait, self.tls)) as nodes:
+                return nodes.insist(lambda: guard(place, request, nodes, self.node, self.mappings))
+
+        self._follow(action, "protect", Protect, work)
+
+    def retain(self, action: decide.Retain) -> None:
+        """Remove what storage no longer keeps, as long as the request is there."""
+        name = records.request(records.RETAIN, action.save_id)
+
+        def work(request: records.Retain) -> int:
+            return retain(request, is_wanted=lambda: action.place.has(name))
+
+        self._follow(action, records.RETAIN, records.Retain, work, ends=records.outcome)
+
+    def rescue(self, action: Rescue) -> None:
+        """Have a snapshot persisted that was for memory only."""
+        log.warning("%s: step %d is to be persisted", action.why, action.place.step)
+        self._call_for_rescue(action.place, pending_manifest(action))
+
+    def _call_for_rescue(self, place: Place, draft: PendingManifest) -> None:
+        """Tell the node that leads; or another, if that is lost; or do it here."""
+        call = Done(save_id=draft.save_id, stage="rescue", node=self.node)
+        infos = agents_of(draft, place.run)
+        with closing(Nodes(place, infos, self.node, AT_ONCE, self.tls)) as nodes:
+            for node in dict.fromkeys([draft.leader, *(info.node for info in draft.nodes)]):
+                try:
+                    nodes.tell(node, records.request("rescue", draft.save_id), call)
+                except StoreError as error:
+                    log.warning("node %s: %s", node, error)
+                    continue
+                write_record(place.path / records.request("called", draft.save_id), call)
+                return
+
+    def _copy(self, place: Place, request: Persist) -> int:
+        """Copy files to storage, each as soon as it is staged; those of several ranks at a time."""
+        throttle = Throttle(request.budget)
+        store = open_store(request.place)
+
+        def copy(name: str) -> int:
+            deadline = time.monotonic() + request.wait
+            place.expect(name, deadline, failed=records.failed(name))  # only then its record counts
+            staged = _read(place.path / records.staged(name), Staged).file
+            data = self.mappings.find(place.path / name, staged.size)
+
+            def sealed() -> None:
+                place.expect(records.entry(name), deadline)
+
+            copy_to_store(data, staged, store, throttle, sealed)
+            return staged.size
+
+        with ThreadPoolExecutor(FILES_AT_A_TIME, "shardwise-files") as pool:
+            nbytes = sum(pool.map(copy, request.files))
+        store.sync()
+        return nbytes
+
+    def _follow(
+        self,
+        action: OfSave,
+        stage: str,
+        kind: type[W],
+        work: Callable[[W], int],
+        ends: Callable[[str, str], str] = records.done,
+    ) -> None:
+        """Do what a leader asks for, and record how it ended."""
+        place, save_id = action.place, action.save_id
+        request = place.path / records.request(stage, save_id)
+        start = time.monotonic()
+        nbytes, failure = attempt(place, lambda: work(_read(request, kind)))
+        done = Done(
+            save_id=save_id,
+            stage=stage,
+            seconds=time.monotonic() - start,
+            bytes=nbytes,
+            failure=failure,
+            node=self.node,
+        )
+        write_record(place.path / ends(stage, save_id), done)
+
+
+def _read(path: Path, kind: type[W]) -> W:
+    """A record that is there."""
+    record = read_record(path, kind)
+    if record is None:
+        raise StoreError(f"{path} is gone")
+    return record
+
+
+def free(action: Free) -> None:
+    """Give the memory of a snapshot back, or that of some of its saves.
+
+    Raises:
+        SnapshotHeld: others use it.
+    """
+    if action.saves:
+        free_saves(action.place, action.saves)
+    elif action.why == REPLACED:
+        free_replaced(action.place)
+    else:
+        free_unattended(action.place)
+        step = action.place.step
+        log.info("run %s: step %d is freed: %s", action.place.run.name, step, action.why)
+
+
+def look_up_root(action: LookUpRoot, observer: Observer) -> None:
+    """Read the root of a run without trainers; what was known of it stays if it is out of reach."""
+    run, now = action.run, observer.clock()
+    known = observer.run(run).root or RootView(looked=now)
+    try:
+        path = read_record(run.path / ROOT, str)
+        store = None if path is None else open_store(path)
+        lineage = None if store is None else known_lineage(store)
+        if lineage is not None and lineage.run != run.name:
+            lineage = None
+        asks = action.stored and store is not None and lineage is not None
+        found = RootView(
+            looked=now,
+            reached=store is not None,
+            lineage=lineage,
+            stored=max(committed_steps(store), default=None) if asks and store else None,
+            knows_stored=asks,
+        )
+    except (ShardwiseError, OSError, ValueError) as error:
+        log.info("run %s: its root cannot be read: %s", run.name, error)
+        found = replace(known, looked=now, reached=False)
+    observer.set_root(run, found)

@@ -1,0 +1,238 @@
+"""What the agent of rank 0's node does for a save: it leads the save through its stages.
+
+It has the pending manifest, asks the other nodes for their part in each stage by a record, waits
+for the records that they have done it, and gives all nodes the outcome. Outcomes are recorded for
+stages that failed too: only what raises is tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+
+from shardwise.errors import ShardwiseError, StoreError
+from shardwise.manifest.manifest import FileEntry, complete_manifest, decode_manifest
+from shardwise.manifest.names import MANIFEST
+from shardwise.memory import decide, records
+from shardwise.memory.agent.guard import protection_of
+from shardwise.memory.agent.persist import Throttle
+from shardwise.memory.agent.publication import publication, retention_of
+from shardwise.memory.agent.rescue import copy_lost
+from shardwise.memory.decide import (
+    Commit,
+    OfSave,
+)
+from shardwise.memory.home import ABANDONED, Place, Run, write_record
+from shardwise.memory.records import (
+    AgentInfo,
+    Done,
+    PendingManifest,
+    Persist,
+    Protect,
+)
+from shardwise.memory.remote.peers import Nodes, of_each
+from shardwise.memory.tls import Tls
+from shardwise.store import Store
+
+log = logging.getLogger("shardwise.agent")
+PATIENCE = 5.0  # with nodes that do not answer, when others are lost
+
+
+@dataclass(frozen=True, slots=True)
+class Leading:
+    """Actions of the node that leads a save.
+
+    Attributes:
+        node: the name of this node.
+        tls: by what nodes know each other.
+    """
+
+    node: str
+    tls: Tls | None = None
+
+    def commit(self, action: Commit) -> None:
+        """Gather the entries of all files, and give all nodes the manifest."""
+        self._finish(action, "commit", self._commit)
+
+    def protect(self, action: decide.Protect) -> None:
+        """Have all nodes make the redundancy that was asked for."""
+        self._finish(action, "protect", self._protect)
+
+    def persist(self, action: decide.Persist) -> None:
+        """Have all nodes copy their files to storage, and publish the manifest there.
+
+        A snapshot that is rescued may be persisted by another node than that of rank 0.
+        """
+        self._finish(action, "persist", self._persist)
+
+    def _finish(
+        self,
+        action: OfSave,
+        stage: str,
+        work: Callable[[Place, PendingManifest, Nodes], int],
+    ) -> None:
+        place = action.place
+        draft = pending_manifest(action)
+        start = time.monotonic()
+        infos = agents_of(draft, place.run)
+        rescuing = place.has(records.request("rescue", draft.save_id))
+        wait = min(draft.wait, PATIENCE) if rescuing else draft.wait
+        with closing(Nodes(place, infos, self.node, wait, self.tls)) as nodes:
+            nbytes, failure = attempt(place, lambda: work(place, draft, nodes))
+            done = Done(
+                save_id=draft.save_id,
+                stage=stage,
+                seconds=time.monotonic() - start,
+                bytes=nbytes,
+                failure=failure,
+                node=self.node,
+                bytes_held=draft.bytes_held,
+                bytes_total=draft.bytes_total,
+                files=len(draft.files),
+            )
+            nodes.tell_all(records.outcome(stage, draft.save_id), done)
+
+    def _commit(self, place: Place, draft: PendingManifest, nodes: Nodes) -> int:
+        by_node = _files_by_node(draft)
+
+        def entries_of(node: str) -> dict[str, FileEntry]:
+            return {
+                name: nodes.expect(
+                    node, records.entry(name), FileEntry, failed=records.failed(name)
+                )
+                for name in by_node[node]
+            }
+
+        found = of_each(by_node, entries_of)
+        entries = [found[node][name] for name, node in draft.files]
+        manifest = complete_manifest(draft.manifest.encode(), entries)
+        # Here first: a node that is lost, and none of whose files it needs, delays it nowhere else.
+        nodes.tell(self.node, MANIFEST, manifest)
+        nodes.tell_others((records.terms(draft.save_id), draft), (MANIFEST, manifest))
+        return sum(each.size for each in entries)
+
+    def _protect(self, place: Place, draft: PendingManifest, nodes: Nodes) -> int:
+        if not (draft.copies or draft.parity):
+            return 0
+        manifest = decode_manifest(place.manifest_of(draft.save_id))
+        request = Protect(
+            save_id=draft.save_id,
+            protection=protection_of(draft, list(manifest.files)),
+            nodes=agents_of(draft, place.run),
+            wait=draft.wait,
+            rings=len(draft.rings),
+        )
+        nodes.tell_all(records.request("protect", draft.save_id), request)
+        done, asked = (each("protect", draft.save_id) for each in (records.done, records.request))
+        named = [info.node for info in draft.nodes]
+        ended = of_each(named, lambda node: nodes.expect(node, done, Done, asked=asked))
+        for node, each in ended.items():
+            if each.failure:
+                raise StoreError(f"node {node}: {each.failure}")
+        return sum(each.bytes for each in ended.values())
+
+    def _persist(self, place: Place, draft: PendingManifest, nodes: Nodes) -> int:
+        with publication(draft) as publish:
+            copied = 0 if publish.is_published else self._copy(place, draft, nodes, publish.store)
+            publish.finish(place.manifest_of(draft.save_id))
+        if (request := retention_of(draft)) is not None:
+            write_record(place.path / records.request(records.RETAIN, draft.save_id), request)
+        return copied
+
+    def _copy(self, place: Place, draft: PendingManifest, nodes: Nodes, to: Store) -> int:
+        """Each node copies its own files; this one those of nodes that are lost."""
+        by_node = _files_by_node(draft)
+
+        def ask(node: str) -> bool:
+            return self._ask_to_persist(place, draft, nodes, node, by_node[node], str(to))
+
+        heard = of_each(by_node, ask)  # all, before any is waited for
+        hearing = [node for node in by_node if heard[node]]
+        ended = of_each(hearing, lambda node: self._persisted(place, draft, nodes, node))
+        for node, done in ended.items():
+            if done is not None and done.failure:
+                raise StoreError(f"node {node}: {done.failure}")
+        nbytes = sum(done.bytes for done in ended.values() if done is not None)
+        lost = [node for node in by_node if ended.get(node) is None]
+        commit = nodes.expect(self.node, records.outcome("commit", draft.save_id), Done)
+        if commit.failure:
+            raise StoreError(f"it was never committed: {commit.failure}")
+        if lost:
+            names = [name for node in lost for name in by_node[node]]
+            infos = agents_of(draft, place.run)
+            nbytes += copy_lost(
+                place, names, infos, self.node, self.tls, to, Throttle(draft.budget)
+            )
+        return nbytes
+
+    def _ask_to_persist(
+        self,
+        place: Place,
+        draft: PendingManifest,
+        nodes: Nodes,
+        node: str,
+        files: list[str],
+        to: str,
+    ) -> bool:
+        """Ask a node to copy its files; whether it has heard."""
+        request = Persist(
+            save_id=draft.save_id, place=to, files=files, budget=draft.budget, wait=draft.wait
+        )
+        try:
+            nodes.tell(node, records.request("persist", draft.save_id), request)
+        except StoreError as error:
+            place.refuse_abandoned()
+            log.warning("node %s is lost: %s", node, error)
+            return False
+        return True
+
+    def _persisted(
+        self, place: Place, draft: PendingManifest, nodes: Nodes, node: str
+    ) -> Done | None:
+        """How a node has ended; None if it is lost."""
+        done, request = (each("persist", draft.save_id) for each in (records.done, records.request))
+        try:
+            return nodes.expect(node, done, Done, asked=request)
+        except StoreError as error:
+            place.refuse_abandoned()
+            log.warning("node %s is lost: %s", node, error)
+            return None
+
+
+def pending_manifest(action: OfSave) -> PendingManifest:
+    """The pending manifest of a save, or the followers' copy of it."""
+    for each in action.place.drafts() + action.place.terms():
+        if each.save_id == action.save_id:
+            return each
+    raise StoreError(f"{action.place.path}: the pending manifest of {action.save_id} is gone")
+
+
+def _files_by_node(draft: PendingManifest) -> dict[str, list[str]]:
+    """The names of the files of each node that has any."""
+    found: dict[str, list[str]] = {}
+    for name, node in draft.files:
+        found.setdefault(node, []).append(name)
+    return found
+
+
+def agents_of(draft: PendingManifest, run: Run) -> list[AgentInfo]:
+    """The agents of a snapshot's nodes, as the newest of the run's drafts know them."""
+    if len(draft.nodes) == 1:  # this one
+        return draft.nodes
+    drafts = [draft, *(each for step in run.steps() for each in Place(run, step).drafts())]
+    known = {info.node: info for each in drafts for info in each.nodes}
+    return [known[info.node] for info in draft.nodes]
+
+
+def attempt(place: Place, work: Callable[[], int]) -> tuple[int, str]:
+    """What some work on a snapshot gives, or why it cannot be done."""
+    try:
+        return work(), ""
+    except Exception as error:
+        level = logging.INFO if place.has(ABANDONED) else logging.ERROR
+        is_usual = isinstance(error, (ShardwiseError, OSError))
+        log.log(level, "%s: %s", type(error).__name__, error, exc_info=not is_usual)
+        return 0, f"{type(error).__name__}: {error}"

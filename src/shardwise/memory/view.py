@@ -1,0 +1,189 @@
+"""What lies on a node, as frozen values: how far each save has come, and what it still needs.
+
+    observe.py (read)  →  decide.py (pure)  →  agent/actions.py, reclaim.py (act)
+
+The agent, a trainer's handle, recovery, reclamation and `shardwise agent status` all learn from
+these values which state a stage of a save is in. Nothing else derives it from names of records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from shardwise.memory.home import ABANDONED, Place, Run
+from shardwise.memory.lineage import Lineage
+from shardwise.memory.records import Done, PendingManifest, Staged
+
+
+class State(Enum):
+    """How far a stage of a save has come, as one node sees it."""
+
+    NOT_ASKED = "not asked"
+    WAITING = "waiting"  # for another stage, for a rank of this node, or for another node
+    RUNNING = "running"  # this node has work to do
+    DONE = "done"
+    FAILED = "failed"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the stage was asked for and has not ended."""
+        return self in (State.WAITING, State.RUNNING)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the stage has ended, well or not."""
+        return self in (State.DONE, State.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage of a save.
+
+    Attributes:
+        outcome: how it ended for all nodes; None unless the whole cluster has ended it.
+        at: when the outcome was written here, in seconds since 1970.
+    """
+
+    state: State
+    outcome: Done | None = None
+    at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveView:
+    """One save of a step, as this node sees it.
+
+    Attributes:
+        staged: the data files of this node's ranks that are in place.
+        unsealed: the names of those files that have no checksums yet.
+        has_staged: whether a rank of this node has recorded a file, in place or not.
+        pending: the pending manifest, or the followers' copy of it; without its text.
+        leads: whether this node has the pending manifest itself.
+        epoch: of the run, when it was saved; None if no record tells.
+        stages: by name. `copy` and `guard` are this node's parts in persisting and protecting;
+            `rescue` is whether a save for memory only is to be persisted after all.
+    """
+
+    save_id: str
+    staged: tuple[Staged, ...]
+    unsealed: tuple[str, ...]
+    has_staged: bool
+    pending: PendingManifest | None
+    leads: bool
+    epoch: int | None
+    stages: Mapping[str, Stage]
+
+    def state(self, stage: str) -> State:
+        """Return the state of a stage."""
+        return self.stages[stage].state
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """The stages that the ranks of this node asked for and that have not ended."""
+        asked = {stage for each in self.staged for stage in each.stages}
+        return frozenset(stage for stage in asked if not self.state(stage).has_ended)
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether this node leads it and must persist it, whatever becomes of newer ones."""
+        durable = self.leads and self.pending is not None and self.pending.durable
+        is_open = self.state("persist") is State.RUNNING or "persist" in self.wanted
+        return durable and is_open
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotView:
+    """All saves of a step on this node.
+
+    Attributes:
+        names: of all files.
+        committed: the save whose manifest it has; "" if the manifest is damaged, None without one.
+        staged_at: when a rank last recorded a file, in seconds since 1970; None if none has.
+    """
+
+    place: Place
+    names: frozenset[str]
+    saves: Mapping[str, SaveView]
+    committed: str | None
+    staged_at: float | None
+
+    @property
+    def step(self) -> int:
+        """The step."""
+        return self.place.step
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether nothing is to become of it any more."""
+        return ABANDONED in self.names
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether it has a manifest."""
+        return self.committed is not None
+
+    def has_ended(self, stage: str) -> bool:
+        """Return whether a stage has ended for any save of the step."""
+        return any(save.state(stage).has_ended for save in self.saves.values())
+
+    def is_done(self, stage: str) -> bool:
+        """Return whether a stage has ended well for any save of the step."""
+        return any(save.state(stage) is State.DONE for save in self.saves.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootView:
+    """What the root of a run said when it was last read.
+
+    Attributes:
+        looked: when that was, by the observer's clock.
+        reached: whether it could be read then.
+        lineage: of the run; None if the root is gone, or another run's by now.
+        stored: its newest step; None if it has none.
+        knows_stored: whether `stored` was asked for.
+    """
+
+    looked: float
+    reached: bool = False
+    lineage: Lineage | None = None
+    stored: int | None = None
+    knows_stored: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """A run on this node.
+
+    Attributes:
+        snapshots: by step, ascending.
+        lost: ranks that ended on this node without saying goodbye.
+        unattended: since when no trainer of it is here, by the observer's clock; None if one is.
+        vacant: since when it has neither trainers nor snapshots; None if it has either.
+        root: what its root said, if no trainer is here.
+    """
+
+    run: Run
+    snapshots: tuple[SnapshotView, ...] = ()
+    lost: tuple[int, ...] = ()
+    unattended: float | None = None
+    vacant: float | None = None
+    root: RootView | None = None
+
+    @property
+    def newest_committed(self) -> SnapshotView | None:
+        """The newest snapshot with a manifest."""
+        return next((each for each in reversed(self.snapshots) if each.is_committed), None)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """Everything that lies on a node.
+
+    Attributes:
+        node: its name.
+    """
+
+    node: str
+    runs: tuple[RunView, ...]

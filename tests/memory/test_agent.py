@@ -1,0 +1,183 @@
+"""The agent's loop: what it does once, tries again, ever later, and logs ever more rarely."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import StoreError
+from shardwise.manifest.manifest import FileEntry
+from shardwise.memory import records
+from shardwise.memory.agent.agent import Agent, Retries
+from shardwise.memory.agent.lead import attempt
+from shardwise.memory.decide import Action, Commit, Periods, Seal
+from shardwise.memory.home import Home, Place, write_record
+from shardwise.memory.observe import Observer
+from shardwise.memory.records import Staged
+
+SAVE = "0" * 16
+FILE = f"r00000-{SAVE}.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """All that is logged."""
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    """A snapshot with a file that is to be sealed."""
+    place = Place(Home(tmp_path).run("0" * 16), 3)
+    place.path.mkdir(parents=True)
+    entry = FileEntry(FILE, 0, 0, 0, 0, 0, 0)
+    write_record(place.path / records.staged(FILE), Staged(entry, "slot", 2, ()))
+    (place.path / FILE).touch()
+    return place
+
+
+class Trial:
+    """An agent whose only action fails as the test says; time passes as the test says."""
+
+    def __init__(self, place: Place, error: Exception | None = None) -> None:
+        self.now = 1000.0
+        self.error = error
+        self.times = 0
+        self._place = place
+        observer = Observer(Home(place.run.path.parents[2]), "here", clock=lambda: self.now)
+        never = Periods(look_up=1e9, linger=1e9, longest=1e9)
+        self.agent = Agent(observer, {Seal: self._seal}, periods=never)
+
+    def _seal(self, _: Action) -> None:
+        self.times += 1
+        if self.error is not None:
+            raise self.error
+
+    def round(self) -> list[bool]:
+        """Look, and do what is due."""
+        return [self.agent.do(action) for action in self.agent.look()]
+
+
+def test_what_fails_again_and_again_is_tried_ever_later_and_logged_ever_more_rarely(
+    place: Place, logged: pytest.LogCaptureFixture
+) -> None:
+    trial = Trial(place, ValueError("no"))
+    for _ in range(7200):
+        assert trial.round() in ([], [False])
+        trial.now += 0.5
+    assert 60 < trial.times < 75
+    assert logged.text.count("Traceback") == 1
+    assert [each.levelname for each in logged.records] == ["ERROR"] * 7
+    assert "ValueError: no (failed 64 times)" in logged.text
+    trial.error = None
+    trial.now += 60.0
+    assert trial.round() == [True]
+
+
+def test_what_fails_once_is_tried_again_at_once(place: Place) -> None:
+    trial = Trial(place, ValueError("no"))
+    assert trial.round() == [False]
+    trial.error = None
+    assert trial.round() == [True]
+
+
+def test_what_succeeds_and_is_still_decided_on_is_not_done_all_the_time(place: Place) -> None:
+    trial = Trial(place)
+    for _ in range(1000):
+        trial.round()
+        trial.now += 0.001
+    assert trial.times <= 3
+
+
+def test_the_same_failure_of_many_snapshots_has_one_traceback(
+    place: Place, logged: pytest.LogCaptureFixture
+) -> None:
+    retries = Retries(lambda: 1000.0)
+    for step in range(100):
+        each = Place(place.run, step)
+        each.path.mkdir(exist_ok=True)
+        retries.failed(Commit(each, SAVE), ValueError("no"))
+    assert logged.text.count("Traceback") == 0  # it was never raised
+    assert len(logged.records) == 7
+    retries.forget_but([Commit(place, SAVE)])
+    assert len(retries._actions) == 1
+
+
+def test_races_with_removal_are_no_errors(place: Place, logged: pytest.LogCaptureFixture) -> None:
+    retries = Retries(lambda: 1000.0)
+    retries.failed(Commit(Place(place.run, 4), SAVE), OSError("gone"))
+    retries.failed(Commit(place, SAVE), FileNotFoundError("manifest.json"))
+    place.abandon()
+    retries.failed(Commit(place, SAVE), StoreError("is abandoned"))
+
+    def refused() -> int:
+        place.refuse_abandoned()
+        return 1
+
+    assert "is abandoned" in attempt(place, refused)[1]
+    assert [each.levelname for each in logged.records] == ["INFO"] * 4
+
+
+def test_a_file_that_stays_away_is_an_error(place: Place, logged: pytest.LogCaptureFixture) -> None:
+    trial = Trial(place, FileNotFoundError("data"))
+    trial.round()
+    trial.now += 1.0
+    trial.round()
+    assert [each.levelname for each in logged.records] == ["INFO", "ERROR"]
+
+
+def test_a_snapshot_that_others_hold_is_left_alone_and_no_error(
+    place: Place, logged: pytest.LogCaptureFixture
+) -> None:
+    trial = Trial(place)
+    with place.hold(shared=False) as held:
+        assert held
+        assert trial.round() == [False]
+    assert trial.times == 0
+    assert trial.round() == [True]
+    assert trial.times == 1
+    assert not logged.records
+
+
+def test_what_was_done_meanwhile_is_not_done_again(place: Place) -> None:
+    trial = Trial(place)
+    (action,) = trial.agent.look()
+    write_record(place.path / records.entry(FILE), {})
+    assert trial.agent.do(action)
+    assert trial.times == 0
+    assert not trial.agent.look()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_an_action_that_runs_is_not_begun_again(tmp_path: Path, place: Place) -> None:
+    begun: list[Action] = []
+    release = threading.Event()
+
+    def seal(action: Action) -> None:
+        begun.append(action)
+        release.wait(20.0)
+        write_record(place.path / records.entry(FILE), {})
+
+    agent = Agent(Observer(Home(tmp_path), "here"), {Seal: seal})
+    agent.start()
+    for _ in range(20):
+        agent.wake()
+        time.sleep(0.005)
+    until(lambda: begun)
+    release.set()
+    until((place.path / records.entry(FILE)).exists)
+    agent.wake()
+    assert agent.stop(20.0)
+    assert len(begun) == 1

@@ -1,0 +1,143 @@
+"""What an agent sees of a snapshot: when there is work to do, and when it has to wait."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.manifest.manifest import FileEntry
+from shardwise.memory import records
+from shardwise.memory.home import Home, Place, new_run, write_record
+from shardwise.memory.observe import RecordCache, read_snapshot
+from shardwise.memory.ranks import RankLock
+from shardwise.memory.records import Done, PendingManifest, Staged
+from shardwise.memory.view import State
+
+SAVE = "0" * 16
+FILES = [f"r{rank:05d}-{SAVE}.safetensors" for rank in (0, 1)]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    """A snapshot of a node with two ranks: the first has staged, and the second copies."""
+    place = Place(Home(tmp_path).run(new_run()), 1)
+    place.path.mkdir(parents=True)
+    stage(place, FILES[0])
+    write_record(place.path / records.request("persist", SAVE), {})
+    (place.path / records.copying(FILES[1])).touch()
+    return place
+
+
+def stage(place: Place, name: str) -> None:
+    entry = FileEntry(name, 0, 0, 0, 0, 0, 0)
+    write_record(place.path / records.staged(name), Staged(entry, "slot", 2, ("commit", "protect")))
+    (place.path / name).touch()
+
+
+def due(place: Place) -> tuple[State, State]:
+    """Whether checksums are taken, and files are copied to storage."""
+    save = read_snapshot(place).saves[SAVE]
+    return save.state("seal"), save.state("copy")
+
+
+def test_nothing_is_begun_while_another_rank_copies(place: Place) -> None:
+    lock = RankLock(place.run, 1)
+    assert due(place) == (State.WAITING, State.WAITING)
+    (place.path / records.copying(FILES[1])).unlink()
+    assert due(place) == (State.RUNNING, State.RUNNING)
+    lock.end()
+
+
+def test_a_record_without_its_file_is_nothing_to_do(place: Place) -> None:
+    """The trainer was killed before it moved the file to its place."""
+    (place.path / FILES[0]).unlink()
+    save = read_snapshot(place).saves[SAVE]
+    assert save.state("seal") is State.NOT_ASKED
+    assert not save.staged
+    assert save.has_staged
+
+
+def test_a_rank_that_was_lost_as_it_copied_is_not_waited_for(place: Place) -> None:
+    """The agent that leads would wait for this node's part, and rescue nothing meanwhile."""
+    RankLock(place.run, 1).leave()
+    assert due(place) == (State.RUNNING, State.RUNNING)
+
+
+def test_a_rank_that_is_stuck_as_it_copies_is_not_waited_for_once_the_commit_has_failed(
+    place: Place,
+) -> None:
+    lock = RankLock(place.run, 1)
+    done = Done(save_id=SAVE, stage="commit", failure="stuck")
+    write_record(place.path / records.outcome("commit", SAVE), done)
+    assert due(place) == (State.RUNNING, State.RUNNING)
+    lock.end()
+
+
+def pending(leader: str, *, durable: bool = False) -> PendingManifest:
+    return PendingManifest(
+        save_id=SAVE,
+        step=1,
+        manifest="{}",
+        files=[],
+        nodes=[],
+        leader=leader,
+        root="",
+        durable=durable,
+    )
+
+
+@pytest.mark.parametrize("leads", [True, False])
+@pytest.mark.parametrize("durable", [True, False])
+@pytest.mark.parametrize("called", [True, False])
+@pytest.mark.parametrize("commit", [None, "", "a node is lost"])
+def test_the_stages_of_a_save(
+    place: Place, leads: bool, durable: bool, called: bool, commit: str | None
+) -> None:
+    """On the node that leads it, and on another."""
+    name = records.draft(SAVE) if leads else records.terms(SAVE)
+    write_record(place.path / name, pending("here", durable=durable))
+    if called:
+        write_record(place.path / records.request("rescue", SAVE), {})
+    if commit is not None:
+        done = Done(save_id=SAVE, stage="commit", failure=commit)
+        write_record(place.path / records.outcome("commit", SAVE), done)
+    save = read_snapshot(place, "here").saves[SAVE]
+    if commit is None:
+        assert save.state("commit") is (State.RUNNING if leads else State.WAITING)
+    else:
+        assert save.state("commit") is (State.FAILED if commit else State.DONE)
+    ready = leads and commit == ""
+    assert save.state("protect") is (State.RUNNING if ready else State.WAITING)
+    persists = (leads and durable) or called
+    assert save.state("persist") is (State.RUNNING if persists else State.NOT_ASKED)
+    assert save.state("rescue") is (State.DONE if called else State.NOT_ASKED)
+    assert save.is_promised == (leads and durable)
+
+
+def test_records_are_read_again_only_when_they_are_replaced(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, read = RecordCache(), []
+    path = place.path / records.staged(FILES[0])
+
+    def count(path: Path) -> int:
+        read.append(path)
+        return len(read)
+
+    for _ in range(3):
+        found = cache.read(path, count)
+        assert found is not None
+        assert found[0] == 1
+    stage(place, FILES[0])
+    assert [each and each[0] for each in (cache.read(path, count), cache.read(path, count))] == [
+        2,
+        2,
+    ]
+    cache.forget_unused()
+    cache.forget_unused()
+    found = cache.read(path, count)
+    assert found is not None
+    assert found[0] == 3
+    path.unlink()
+    assert cache.read(path, count) is None
