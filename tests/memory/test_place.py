@@ -126,7 +126,7 @@ def test_a_draft_of_which_a_bit_has_flipped_is_not_committed(place: Place) -> No
     Leading("a").commit(Commit(place, ONE))
     ended = place.ended("commit", ONE)
     assert ended is not None
-    assert "the draft of the manifest was altered" in ended.failure
+    assert "the pending manifest was altered" in ended.failure
     assert not place.is_committed()
 
 
