@@ -171,7 +171,7 @@ def test_tls_takes_three_files(shm: Path) -> None:
     with started(shm, "--tls-cert=a.pem") as process:
         assert process.stderr is not None
         assert process.wait(20) == 2
-        assert "go together" in process.stderr.read()
+        assert "give all three of" in process.stderr.read()
 
 
 def go_on(root: str, shm: str) -> list[int]:

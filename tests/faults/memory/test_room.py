@@ -78,7 +78,7 @@ def test_too_little_memory_to_protect_others_is_an_error_at_the_start(
     lacking = replace(unprotected, shm=mount("lacking", ENOUGH), options=protection)
     for _ in range(2):
         said = gang.run(refusal, lacking, world=2)
-        assert any("to keep for others needs" in each for each in said), said
+        assert any("stores for others needs" in each for each in said), said
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def test_parity_that_is_damaged_is_not_decoded_from(
     lose(shm / "node2")
     went = restored(gang, with_parity, 2, 3)
     assert (went.step, went.source) == (2, "memory")
-    assert "parity was altered" in went.skipped
+    assert "parity is damaged" in went.skipped
     until(lambda: not files(shm, "*", 3, "*"))
 
 
