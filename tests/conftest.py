@@ -1,4 +1,4 @@
-"""Fixtures of all tests: the gang, whose workers stay warm for the whole session."""
+"""Fixtures for all tests: the gang, whose workers stay warm for the whole session."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import settings
 
 from shardwise.testing import Gang
 
-settings.register_profile("shardwise", deadline=None)  # how busy a machine is proves nothing
+settings.register_profile("shardwise", deadline=None)  # time limits fail on busy machines
 settings.register_profile("long", settings.get_profile("shardwise"), max_examples=1000)
 settings.load_profile("shardwise")
 PRELOAD = ("hypothesis", "pytest", "torch.distributed.fsdp")
@@ -17,7 +17,7 @@ PRELOAD = ("hypothesis", "pytest", "torch.distributed.fsdp")
 
 @pytest.fixture(scope="session")
 def gang() -> Iterator[Gang]:
-    """Four workers; those that a test needs are started when it first sends them a function."""
+    """Four workers, each started when a test first needs it."""
     with Gang(4, preload=PRELOAD) as gang:
         yield gang
 

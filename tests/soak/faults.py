@@ -1,4 +1,4 @@
-"""What fails in a soak, and how it is made to: processes that are killed, nodes that are lost."""
+"""The faults of a soak test: killed and stopped processes, lost nodes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.soak.trainer import Journal, Orders, lines_of
 
 LATEST = 0.8
 STOPPED = 1.0
-LARGEST_NOTE = 1 << 20
+LARGEST_RECORD = 1 << 20
 
 
 class Field:
-    """The nodes: directories, each with an agent that trainers start."""
+    """The nodes of a soak test: directories, each with an agent that trainers start."""
 
     def __init__(self, nodes: list[Path]) -> None:
         self.nodes = nodes
@@ -30,7 +30,7 @@ class Field:
             node.mkdir()
 
     def agents(self) -> dict[str, list[int]]:
-        """The processes of each node's agent: one, or none."""
+        """Return the process ids of each node's agents; there should be at most one."""
         found: dict[str, list[int]] = {str(node): [] for node in self.nodes}
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with suppress(OSError):
@@ -40,7 +40,7 @@ class Field:
         return found
 
     def kill_agents(self, nodes: list[str]) -> None:
-        """Those of these nodes, and wait until they are gone; trainers may start others at once."""
+        """Kill the agents of these nodes and wait until they exit; trainers may start others."""
         killed = {each for node in nodes for each in self.agents()[node]}
         for process in killed:
             kill(process)
@@ -48,7 +48,7 @@ class Field:
             time.sleep(0.005)
 
     def lose(self, node: str) -> None:
-        """All that a node has, and its agent."""
+        """Lose a node: kill its agent and delete its memory."""
         self.lost.add(node)
         while self.agents()[node]:
             self.kill_agents([node])
@@ -56,24 +56,24 @@ class Field:
         Path(node).mkdir(exist_ok=True)
 
     def clear(self) -> None:
-        """Begin with empty nodes."""
+        """Empty all nodes."""
         for node in self.nodes:
             self.lose(str(node))
 
-    def copy_notes(self, to: Path) -> None:
-        """What there is to see after a failure: logs, notes, and the names of all files."""
+    def copy_records(self, to: Path) -> None:
+        """Copy logs and records, and list all files, to examine after a failure."""
         for node in self.nodes:
-            for directory, _, names in os.walk(node):  # what still lives goes on meanwhile
+            for directory, _, names in os.walk(node):  # processes may still run
                 for name in sorted(names):
                     with suppress(OSError):
-                        self._copy_note(Path(directory, name), node, to)
+                        self._copy_record(Path(directory, name), node, to)
 
-    def _copy_note(self, path: Path, node: Path, to: Path) -> None:
+    def _copy_record(self, path: Path, node: Path, to: Path) -> None:
         size = path.stat().st_size
         with (to / f"{node.name}.txt").open("a") as listing:
             listing.write(f"{size:>12} {path.relative_to(node)}\n")
         is_secret = path.name in ("agent.json", "secret")
-        if path.suffix in (".json", ".log") and size < LARGEST_NOTE and not is_secret:
+        if path.suffix in (".json", ".log") and size < LARGEST_RECORD and not is_secret:
             copy = to / node.name / path.relative_to(node)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, copy)
@@ -81,7 +81,7 @@ class Field:
     def inject(
         self, fault: Fault, orders: Orders, chance: random.Random, done: threading.Event
     ) -> None:
-        """Let it happen, at a moment that chance chooses, unless the cycle is over before."""
+        """Cause a fault at a random moment, unless the cycle ends first."""
         self.lost = set()
         journal, world = Path(orders.journal), len(orders.nodes)
         awaited = "open" if fault.while_restoring else "restored"
@@ -96,7 +96,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a fault finds: nodes, what the trainers are told, and their processes by rank."""
+    """The targets of a fault: nodes, orders of the trainers, and their processes by rank."""
 
     field: Field
     orders: Orders
@@ -104,18 +104,18 @@ class Scene:
     chance: random.Random
 
     def a_trainer(self) -> int:
-        """One of the ranks."""
+        """Return a random rank."""
         return self.chance.choice(sorted(self.trainers))
 
 
 def kill(process: int, number: int = signal.SIGKILL) -> None:
-    """Send a signal, unless it is gone."""
+    """Send a signal to a process, if it exists."""
     with suppress(ProcessLookupError):
         os.kill(process, number)
 
 
 def nothing(_: Scene) -> None:
-    """Nothing fails from without."""
+    """Cause no fault from outside."""
 
 
 def kill_trainer(scene: Scene) -> None:
@@ -170,15 +170,15 @@ def lose_idle_node(scene: Scene) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A kind of cycle.
+    """A kind of fault.
 
     Attributes:
-        weight: how often, of the sum of all.
-        strike: what is done to processes and nodes, once all ranks have restored.
-        ends_training: ranks die of it, or tell that others have.
-        while_restoring: it strikes once all have begun to restore.
-        while_saving: a rank kills itself in the middle of a save.
-        ends_well: the run is closed as one that is complete.
+        weight: probability, relative to the sum of all weights.
+        strike: causes the fault, once all ranks have restored.
+        ends_training: whether ranks die, or fail because others have died.
+        while_restoring: call `strike` once all ranks have begun to restore.
+        while_saving: a rank kills itself during a save.
+        ends_well: the run is closed as if it were complete.
     """
 
     weight: int

@@ -1,4 +1,4 @@
-"""What must be found again: of a run's steps, those that ranks have seen to be safe."""
+"""The steps of a run that must be restorable, according to what its ranks have seen."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ NONE = -1
 
 
 class History:
-    """What is known of the run's snapshots before a cycle, and what the cycle makes of it.
+    """The state of the run's snapshots, updated after each cycle.
 
     Attributes:
-        source: where the last cycle restored from; empty if it did not come so far.
-        lost: how many steps it went back.
+        source: source of the last cycle's restore; empty if it did not restore.
+        lost: number of steps that the last cycle lost.
     """
 
     def __init__(self) -> None:
@@ -26,13 +26,13 @@ class History:
         self.lost = 0
 
     def begin(self, nodes: Collection[str], alive: Collection[str]) -> None:
-        """A cycle on these nodes begins; those that are alive answer too."""
+        """Begin a cycle on `nodes`; the agents of the nodes `alive` also respond."""
         self._missing |= self._holders - set(nodes) - set(alive)
 
     def learn(
         self, cycle: int, nodes: Collection[str], lines: Sequence[Line], lost: Collection[str]
     ) -> list[str]:
-        """Take in a cycle's journal, and the nodes that it lost; what is wrong with it."""
+        """Record a cycle's journal and the nodes that it lost; return the errors in it."""
         wrong = [line.text for line in lines if line.what == "wrong"]
         self.source, self.lost = "", 0
         restored = {(line.step, line.text) for line in lines if line.what == "restored"}
@@ -57,13 +57,13 @@ class History:
         wrong = []
         if step < least:
             wrong.append(
-                f"restored step {step} of {self.source}, though step {least} must be there: "
+                f"restored step {step} from {self.source}, but step {least} must be restorable: "
                 f"committed {self._committed}, protected {self._protected}, stored {self._stored},"
                 f" nodes missing: {len(self._missing)}; skipped: {skipped}"
             )
         elif step != NONE and self._saved_by.get(step) != int(cycle):
             by = self._saved_by.get(step)
-            wrong.append(f"restored step {step} of cycle {cycle}, which cycle {by} has replaced")
+            wrong.append(f"restored step {step} of cycle {cycle}, but cycle {by} saved it again")
         self._saved_by = {each: by for each, by in self._saved_by.items() if each <= step}
         self._committed = step
         self._protected = self._stored if self._missing else min(self._protected, step)
@@ -72,7 +72,7 @@ class History:
         return wrong
 
     def _least(self) -> int:
-        """The oldest step that may be restored, by what is missing."""
+        """Return the oldest step that may be restored, given the missing nodes."""
         if not self._missing:
             return max(self._committed, self._stored)
         return max(self._protected, self._stored) if len(self._missing) == 1 else self._stored

@@ -1,8 +1,8 @@
-"""Train, fail, restore, check every byte, as long as asked: `make soak ARGS="--minutes 60"`.
+"""Train, fail, restore and check every byte, repeatedly: `make soak ARGS="--minutes 60"`.
 
-Four processes are four nodes, each with a directory and an agent of its own. They keep a snapshot
-of each step, protected by parity, and persist every 20th. In every cycle something fails at a
-moment that chance chooses; then they begin again, in another number and sharding.
+Four processes simulate four nodes, each with its own directory and agent. They take a snapshot of
+each step, protected by parity, and persist every 20th. In every cycle a random fault happens at a
+random moment. The next cycle restores with another number of ranks and another sharding.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LONGEST_LINE, SHOWN = 300, 12
 
 @dataclass
 class Tally:
-    """What has happened, by kind of fault."""
+    """Statistics of the cycles, by kind of fault."""
 
     cycles: Counter[str] = field(default_factory=Counter)
     sources: dict[str, Counter[str]] = field(default_factory=dict)
@@ -49,14 +49,14 @@ class Tally:
 
 
 class Soak:
-    """The run that is tried.
+    """A run under test.
 
     Args:
-        base: in memory: a directory for each node.
-        disk: the root of the run, and the journals.
-        logs: what is left of cycles that failed.
-        seed: of all that chance chooses.
-        say: what is told of each cycle.
+        base: directory in memory, for the nodes' directories.
+        disk: directory for the run's root and the journals.
+        logs: directory for the logs of failed and slow cycles.
+        seed: seed of all random choices.
+        say: prints a line about each cycle.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Soak:
         self._history = History()
 
     def cycle(self, gang: Gang, number: int) -> None:
-        """One: begin, fail, look at what is left."""
+        """Run a cycle: train, cause a fault, and check the outcome."""
         fault = self._chance.choices(list(FAULTS), [kind.weight for kind in FAULTS.values()])[0]
         kind = FAULTS[fault]
         orders = self._orders(number, kind)
@@ -151,25 +151,25 @@ class Soak:
         (kept / "what-happened.txt").write_text(text)
         with suppress(FileNotFoundError):
             shutil.copy(orders.journal, kept / "journal.jsonl")
-        self._field.copy_notes(kept)
+        self._field.copy_records(kept)
         self.tally.failures += [f"cycle {number} ({fault}): {each} (see {kept})" for each in wrong]
         shown = self.tally.failures[-len(wrong) :] if wrong else [f"slow: see {kept}"]
         print("\n".join(shown), flush=True)
 
     def _begin_anew(self) -> None:
-        """What failed once must not fail the cycles after it."""
+        """Start with an empty run, so that a failure does not affect later cycles."""
         self._field.clear()
         shutil.rmtree(self._root, ignore_errors=True)
         self._history = History()
         self.steadiness.begin_anew()
 
     def end(self) -> None:
-        """Leave nothing running."""
+        """Kill all agents and empty all nodes."""
         self._field.clear()
 
 
 def moments(lines: list[Line]) -> str:
-    """When each thing was last seen, in seconds from the beginning."""
+    """Return when each event last happened, in seconds from the beginning."""
     last = {line.what: line.at for line in lines}
     start = min((line.at for line in lines), default=0.0)
     shown = ("open", "restored", "saving", "struck", "raised", "ended")
@@ -177,7 +177,7 @@ def moments(lines: list[Line]) -> str:
 
 
 def judged(outcomes: list[Outcome], lines: list[Line], kind: Fault) -> list[str]:
-    """What of this should not have become of the ranks."""
+    """Return the outcomes that the fault does not explain."""
     raised = {line.rank: line.text for line in lines if line.what == "raised"}
     wrong = []
     for each in outcomes:
@@ -191,12 +191,12 @@ def judged(outcomes: list[Outcome], lines: list[Line], kind: Fault) -> list[str]
 
 
 def is_expected(outcome: Outcome, text: str) -> bool:
-    """Whether this is how a rank ends that is killed, or learns that another is gone."""
+    """Return whether a rank was killed or failed because another one was lost."""
     return outcome.signal is not None or "shardwise.errors." in text
 
 
 def report(soak: Soak, seed: int, seconds: float) -> bool:
-    """Print what happened; whether all was well."""
+    """Print a report, and return whether there were no failures."""
     tally = soak.tally
     total = sum(tally.cycles.values())
     print(f"\n{'fault':34}{'cycles':>8}{'memory':>8}{'storage':>9}{'nothing':>9}{'steps lost':>12}")
@@ -208,7 +208,7 @@ def report(soak: Soak, seed: int, seconds: float) -> bool:
         )
         print(f"{fault:34}{count:>8}{cells}{tally.lost[fault]:>12}")
     longest = max(tally.seconds, default=0.0)
-    rate = f"{3600 * total / seconds:.0f} an hour, the longest took {longest:.1f} s"
+    rate = f"{3600 * total / seconds:.0f} per hour, the longest took {longest:.1f} s"
     print(f"\n{total} cycles in {seconds:.0f} s ({rate}), seed {seed}")
     print(f"{len(tally.slow)} cycles took longer than {SLOW:.0f} s; logs of {SLOW_KEPT} are kept")
     failures = [*tally.failures, *soak.steadiness.failures()]
@@ -216,7 +216,7 @@ def report(soak: Soak, seed: int, seconds: float) -> bool:
         print(line)
     for line in failures[:SHOWN]:
         print(f"FAILED: {line}")
-    print("no failure" if not failures else f"{len(failures)} failures")
+    print("no failures" if not failures else f"{len(failures)} failures")
     return not failures
 
 
@@ -224,9 +224,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--logs", type=Path, default=Path("soak-out"), help="of failed cycles")
+    parser.add_argument("--logs", type=Path, default=Path("soak-out"), help="logs of failed cycles")
     parser.add_argument("--dir", type=Path, default=Path("/dev/shm"), help="memory of the nodes")
-    parser.add_argument("--verbose", action="store_true", help="a line for each cycle")
+    parser.add_argument("--verbose", action="store_true", help="print a line for each cycle")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     base = Path(tempfile.mkdtemp(prefix="shardwise-soak-", dir=options.dir))

@@ -1,7 +1,7 @@
-"""Whether what a soak leaves behind stays the same: memory of agents, files, processes.
+"""Detect leaks in a soak test: memory of agents, files, processes.
 
-What a node may have is bounded by what it keeps, so a leak fails after a few cycles already; a
-trend, which takes more of them, is looked for too.
+The number of files on a node has fixed limits, so most leaks are found after a few cycles. Slow
+growth is found as a trend over many cycles.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from pathlib import Path
 from tests.soak.trainer import SLOTS
 
 MOST_SLOTS = 3 * (SLOTS + 1)
-"""Files of the rank that lives on a node, and of those before it, until newer replace them: two,
-if the last was killed before it had saved anything."""
+"""The slots of a node's current rank, and of up to two earlier ranks: their slots remain until
+newer snapshots replace them."""
 MOST_STEPS = SLOTS + 5
-"""Snapshots that are kept, one that is written, and some that were never committed."""
+"""Committed snapshots, the one that is being written, and some that were never committed."""
 MOST_HIDDEN = 8
-"""Files that are made beside their names, or were, when who made them was killed."""
+"""Temporary files, including those of processes that were killed."""
 MOST_FILES = 250
 MOST_GROWTH = 32.0
 MOST_OF_AGENT = 256.0
 MOST_RATIO = 1.25
 ENOUGH, WARM = 30, 20
-"""Cycles that a trend is told from, and those after a beginning in which nodes still fill."""
+"""Fewest samples for a trend, and the cycles before the first sample, in which nodes fill up."""
 
 
 def names_below(folder: Path) -> list[str]:
-    """Paths of files and directories below a folder, some of which may just be vanishing."""
+    """Return the paths of files and directories below a folder; some may be deleted meanwhile."""
     return [
         Path(above, name).relative_to(folder).as_posix()
         for above, folders, files in os.walk(folder)
@@ -40,24 +40,24 @@ def names_below(folder: Path) -> list[str]:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether each part of a path is like that of a pattern."""
+    """Return whether each part of a path matches that of a pattern."""
     parts, wanted = name.split("/"), pattern.split("/")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 @dataclass
 class Use:
-    """What one agent used, in MB and in open files, each time it was looked at."""
+    """The memory (in MB) and the open files of an agent, one sample per cycle."""
 
     memory: list[float] = field(default_factory=list)
     files: list[int] = field(default_factory=list)
 
 
 class Steadiness:
-    """Looks after each cycle.
+    """Checks for leaks after each cycle.
 
     Args:
-        base: the directory of all nodes.
+        base: directory of all nodes.
     """
 
     def __init__(self, base: Path) -> None:
@@ -71,14 +71,14 @@ class Steadiness:
         self._looks = 0
 
     def begin_anew(self) -> None:
-        """All nodes are empty again."""
+        """Note that all nodes are empty again."""
         self._looks = 0
 
     def look(self, agents: dict[str, list[int]]) -> None:
-        """Take note of what there is now."""
+        """Take a sample of all agents and nodes."""
         for node, processes in agents.items():
             if len(processes) > 1:
-                self._failures.append(f"{len(processes)} agents live in {node}")
+                self._failures.append(f"{len(processes)} agents run for {node}")
             for process in processes:
                 with suppress(OSError):
                     use = self._agents.setdefault(process, Use())
@@ -96,7 +96,7 @@ class Steadiness:
             self._files.append(len(sizes))
 
     def _look_at(self, node: Path) -> None:
-        """Compare what a node has with the most that it may have."""
+        """Compare the files of a node with their limits."""
         counts = {
             "slots": (["free/*.slot", "step-*/r*.safetensors"], MOST_SLOTS),
             "parities": (["free/*.spare", "step-*/parity-*.bin"], MOST_STEPS),
@@ -113,21 +113,20 @@ class Steadiness:
             for name, (found, most) in found_by_kind.items():
                 self._most[name] = max(self._most.get(name, 0), found)
                 if found > most:
-                    self._leaks[name] = f"{found} {name} in {run}: at most {most} belong there"
+                    self._leaks[name] = f"{found} {name} in {run}: the limit is {most}"
 
     def lines(self) -> list[str]:
-        """What was seen."""
+        """Return a summary."""
         peak = max((max(use.memory) for use in self._agents.values()), default=0.0)
         growth = max((use.memory[-1] - use.memory[0] for use in self._agents.values()), default=0.0)
         files = max((max(use.files) for use in self._agents.values()), default=0)
         oldest = max((len(use.memory) for use in self._agents.values()), default=0)
         said = [
-            f"agents: {len(self._agents)} lived, the longest for {oldest} cycles; at most "
-            f"{peak:.0f} MB and {files} open files each; at most {growth:.0f} MB more at its end "
-            "than at first"
+            f"agents: {len(self._agents)} in total, the longest ran for {oldest} cycles; at most "
+            f"{peak:.0f} MB and {files} open files each; largest growth {growth:.0f} MB"
         ]
         said.append(
-            "on a node at most: "
+            "largest counts on a node: "
             + ", ".join(f"{count} {name}" for name, count in self._most.items())
         )
         if growth > MOST_GROWTH:
@@ -142,11 +141,11 @@ class Steadiness:
         return said
 
     def failures(self) -> list[str]:
-        """What is not as it must be."""
+        """Return the leaks and other violations."""
         failures = [*self._failures, *self._leaks.values()]
         for process, use in self._agents.items():
             if max(use.memory) > MOST_OF_AGENT:
-                failures.append(f"agent {process} took {max(use.memory):.0f} MB")
+                failures.append(f"agent {process} used {max(use.memory):.0f} MB")
         for name, found in (("MB", self._bytes), ("files", self._files)):
             if len(found) >= ENOUGH:
                 first, last = thirds(found)
@@ -156,13 +155,13 @@ class Steadiness:
 
 
 def thirds(values: list[float]) -> tuple[float, float]:
-    """The mean of the first third, and that of the last."""
+    """Return the means of the first and of the last third."""
     third = max(1, len(values) // 3)
     return statistics.mean(values[:third]), statistics.mean(values[-third:])
 
 
 def anonymous(process: int) -> float:
-    """MB that a process has of its own: not the snapshots that it maps."""
+    """Return a process's anonymous memory in MB, without the snapshots that it maps."""
     for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024 / 1e6

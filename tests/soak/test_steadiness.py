@@ -1,4 +1,4 @@
-"""What a soak holds to be a leak is one."""
+"""The leak checks of soak tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RUN = Path("node0", "shardwise-0", "runs", "0" * 16)
 
 
 def leaks(base: Path, names: list[str]) -> list[str]:
-    """What is wrong with a node that has these files of a run."""
+    """Return the leaks found on a node with these files of a run."""
     for name in names:
         path = base / RUN / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A rank between two failures: restore, check every byte, then a snapshot of each step."""
+"""A rank in one cycle: restore, check every byte, then take a snapshot of each step."""
 
 from __future__ import annotations
 
@@ -23,28 +23,31 @@ import shardwise as sw
 
 SHAPE = (768, 1152)
 TENSORS = 6
-"""That a rank's file takes many reads, slots of the ranks that read it together, and blocks."""
+"""Large enough that a rank's file needs many reads, shared buffers and blocks."""
 EVERY = 20
 SLOTS = 2
 FAILED = 1
 TIMEOUT = timedelta(seconds=20)
 LONGEST_SAVE = 0.015
-"""Seconds: meeting, copy and notes; who is to die while saving dies at some moment of them."""
+"""Seconds that a save may take; a rank that dies while saving does so within them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """What the ranks of one cycle are to do.
+    """The orders for the ranks of one cycle.
 
     Attributes:
-        cycle: its number, which all that it saves bears.
-        nodes: the directory of each rank's node.
-        axis: by which the first tensor is divided; the next one is by the other, and so on.
-        staging_bytes: the memory that ranks read into.
-        steps: how many to train, unless something ends it before.
-        overlap: copy while the training goes on.
-        dies_saving: the rank that is killed while it saves, and at which of its steps.
-        ends_well: close properly at the end, as a run does that is complete.
+        cycle: number of the cycle; part of all values that it saves.
+        nodes: directory of each rank's node.
+        root: root of the run.
+        journal: path of the journal.
+        seed: seed of random choices.
+        axis: axis by which the first tensor is sharded; the tensors alternate.
+        staging_bytes: size of the buffers for reading.
+        steps: number of steps to train, unless a fault ends the cycle first.
+        overlap: whether to copy snapshots during the next step.
+        dies_saving: rank that is killed during a save, and which of its saves.
+        ends_well: whether to close properly at the end, like a complete run.
     """
 
     cycle: int
@@ -61,7 +64,7 @@ class Orders:
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A line of the journal: what a rank (-1: who lets it fail) has seen, of which step, when."""
+    """A line of the journal: an event of a rank (-1 for the fault), its time and step."""
 
     rank: int
     what: str
@@ -71,7 +74,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Journal:
-    """Lines that outlive whoever wrote them."""
+    """A file of lines, written at once, so that they survive the process."""
 
     def __init__(self, path: str, rank: int) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -85,7 +88,7 @@ class Journal:
 
 
 def lines_of(journal: Path) -> list[Line]:
-    """All lines that are whole."""
+    """Return all complete lines of a journal."""
     with suppress(FileNotFoundError):
         lines = journal.read_bytes().split(b"\n")[:-1]
         return [msgspec.json.decode(line, type=Line) for line in lines]
@@ -93,18 +96,18 @@ def lines_of(journal: Path) -> list[Line]:
 
 
 def index_of(box: sw.Box) -> torch.Tensor:
-    """Values that tell where they belong in a tensor."""
+    """Return the index of each element of a box in its tensor."""
     at = [torch.arange(low, low + size) for low, size in zip(box.offset, box.shape, strict=True)]
     return (at[0][:, None] * SHAPE[1] + at[1][None, :]).to(torch.float32)
 
 
 def shift_of(step: int, cycle: int, tensor: int) -> int:
-    """What is added to them: tells when, in which cycle, and in which tensor they were saved."""
+    """Return a number that identifies step, cycle and tensor, to add to the indices."""
     return (step * 7919 + cycle * 104729 + tensor * 1299709) % 8_000_000
 
 
 def box_of(axis: int) -> sw.Box:
-    """This rank's part."""
+    """Return this rank's box."""
     rank, world = dist.get_rank(), dist.get_world_size()
     shape = list(SHAPE)
     shape[axis] //= world
@@ -114,7 +117,7 @@ def box_of(axis: int) -> sw.Box:
 
 
 class State:
-    """Tensors that are divided, one that all have, and numbers: all functions of step and cycle."""
+    """Sharded tensors, a replicated one, and numbers: all are functions of step and cycle."""
 
     def __init__(self, axis: int) -> None:
         boxes = [box_of((axis + i) % 2) for i in range(TENSORS)]
@@ -129,16 +132,16 @@ class State:
         self.values |= {"common": self._tensors[-1], "step": -1, "cycle": -1}
 
     def become(self, step: int, cycle: int) -> None:
-        """In place, as an optimizer would."""
+        """Set all values to those of a step, in place, like an optimizer."""
         for i, (index, tensor) in enumerate(zip(self._index, self._tensors, strict=True)):
             torch.add(index, shift_of(step, cycle, i), out=tensor)
         self.values |= {"step": step, "cycle": cycle}
 
     def wrong(self, step: int) -> str:
-        """What is not as it was saved at this step; empty if all is."""
+        """Return how the values differ from those saved at a step, or "" if they do not."""
         said, cycle = self.values["step"], self.values["cycle"]
         if said != step:
-            return f"restored step {step}, and it says it is {said}"
+            return f"restored step {step}, but its saved step is {said}"
         for i, (index, tensor) in enumerate(zip(self._index, self._tensors, strict=True)):
             differ = int((tensor != index + shift_of(step, cycle, i)).sum())
             if differ:
@@ -147,7 +150,7 @@ class State:
 
 
 def train(orders: Orders) -> None:
-    """One cycle, as a rank; a process that fails ends, as one of torchrun does."""
+    """Run one cycle as a rank; exit the process on failure, as under torchrun."""
     journal = Journal(orders.journal, dist.get_rank())
     journal.write("here", text=str(os.getpid()))
     try:
@@ -159,7 +162,7 @@ def train(orders: Orders) -> None:
 
 
 def attempt(orders: Orders, journal: Journal) -> None:
-    """Restore, and go on."""
+    """Restore, then train."""
     rank = dist.get_rank()
     memory = sw.Memory(
         dir=orders.nodes[rank],
@@ -188,7 +191,7 @@ def attempt(orders: Orders, journal: Journal) -> None:
 
 
 def restore(checkpointer: sw.Checkpointer, state: State, journal: Journal) -> int:
-    """The step to go on from; 0 if there is nothing."""
+    """Restore and check the state; return its step, or 0 if there was nothing to restore."""
     step = checkpointer.restore(state.values)
     if step is not None and (wrong := state.wrong(step)):
         journal.write("wrong", step, wrong)
@@ -202,7 +205,7 @@ def restore(checkpointer: sw.Checkpointer, state: State, journal: Journal) -> in
 def go_on(
     orders: Orders, checkpointer: sw.Checkpointer, state: State, done: int, journal: Journal
 ) -> None:
-    """Train from a step on."""
+    """Train from a step, and save after each one."""
     rank = dist.get_rank()
     chance = random.Random(orders.seed)  # the same on all ranks
     begun: list[tuple[int, sw.SaveHandle]] = []
@@ -213,7 +216,7 @@ def go_on(
             die_soon(chance.random() * LONGEST_SAVE)
         handle = checkpointer.save(step, state.values)
         if handle is None:
-            raise RuntimeError(f"step {step} was left out, though it was to wait for a slot")
+            raise RuntimeError(f"step {step} was skipped instead of waiting for a slot")
         begun.append((step, handle))
         time.sleep(chance.random() * 0.02)
         handle.staged(30.0)
@@ -221,7 +224,7 @@ def go_on(
 
 
 def tell(step: int, handle: sw.SaveHandle, journal: Journal) -> Iterator[bool]:
-    """Write how far a save has come; gives whether each stage has ended."""
+    """Write the stages that a save has reached; yield for each stage whether it has ended."""
     stages = {"committed": handle.committed, "protected": handle.protected, "over": handle.result}
     for what, wait in stages.items():
         try:
@@ -235,7 +238,7 @@ def tell(step: int, handle: sw.SaveHandle, journal: Journal) -> Iterator[bool]:
 
 
 def die_soon(after: float) -> None:
-    """Have this process killed after so many seconds, whatever it is at then."""
+    """Kill this process after a number of seconds."""
     timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL))
     timer.daemon = True
     timer.start()

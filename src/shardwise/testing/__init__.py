@@ -1,4 +1,4 @@
-"""What the tests of shardwise, and those of its users, share."""
+"""Tools for tests, both of shardwise and of its users."""
 
 from shardwise.testing.gang import Gang, GangError
 from shardwise.testing.worker import Outcome

@@ -1,4 +1,4 @@
-"""A store that counts its operations, and fails or dies at one of them."""
+"""A store that counts its operations and fails or kills the process at one of them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Action = Callable[[str], None]
 
 
 def die(operation: str) -> None:
-    """End this process at once, as `kill -9` does."""
+    """Kill this process, as `kill -9` does."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def refuse(number: int) -> Action:
-    """An action that raises an `OSError` of this number, such as `errno.ENOSPC`."""
+    """Return an action that raises an `OSError` with this number, for example `errno.ENOSPC`."""
 
     def act(operation: str) -> None:
         raise OSError(number, os.strerror(number), operation)
@@ -34,17 +34,17 @@ def refuse(number: int) -> Action:
 
 @dataclass(slots=True)
 class Fault:
-    """What is to happen at which operation; shared by a store and all below it.
+    """A fault to inject before an operation; shared by a store and all stores below it.
 
     Args:
-        at: the number of the operation, counted from 0, before which `action` is called; None
-            only counts.
-        action: called with the operation's name, `verb key`.
-        only: counts the operations whose verb is one of these; all if empty.
-        sticky: act at all later operations too, as a disk does that is full.
+        at: number of the operation, counted from 0, before which `action` is called; None to only
+            count operations.
+        action: function called with the operation's name, `verb key`.
+        only: verbs of the operations to count; all if empty.
+        sticky: also call `action` before all later operations, like a full disk.
 
     Attributes:
-        seen: the names of the operations so far.
+        seen: names of the operations so far.
     """
 
     at: int | None = None
@@ -55,7 +55,7 @@ class Fault:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, verb: str, key: str) -> None:
-        """An operation is about to happen."""
+        """Count an operation that is about to happen, and inject the fault if it is due."""
         if self.only and verb not in self.only:
             return
         name = f"{verb} {key}"
@@ -67,7 +67,7 @@ class Fault:
 
 
 class FaultyStore:
-    """A store over another that tells a `Fault` of every operation before it happens."""
+    """A wrapper of a store that passes every operation to a `Fault` first."""
 
     def __init__(self, store: Store, fault: Fault) -> None:
         self._store = store
@@ -78,11 +78,11 @@ class FaultyStore:
 
     @property
     def alignment(self) -> int:
-        """That of the store below."""
+        """The alignment of the wrapped store."""
         return self._store.alignment
 
     def at(self, name: str) -> FaultyStore:
-        """The store one level below, of the same fault."""
+        """Return the store one level below, with the same fault."""
         return FaultyStore(self._store.at(name), self._fault)
 
     def create(self, key: str, size: int) -> WritableFile:
@@ -96,7 +96,7 @@ class FaultyStore:
         return _FaultyReader(self._store.open(key), key, self._fault)
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:
-        """Make a small file appear. Over a `LocalStore` its inner steps are operations too."""
+        """Publish a small file. The system calls of a `LocalStore` count as operations, too."""
         self._fault.note("publish", key)
         if isinstance(self._store, LocalStore):
             with _noting_system_calls(self._fault):
@@ -106,17 +106,17 @@ class FaultyStore:
         self._fault.note("published", key)
 
     def read(self, key: str, *, limit: int) -> bytes:
-        """All of a small file."""
+        """Return the content of a small file."""
         self._fault.note("read", key)
         return self._store.read(key, limit=limit)
 
     def list(self) -> list[str]:
-        """The names of the files and stores below."""
+        """Return the names of the files and stores below."""
         self._fault.note("list", "")
         return self._store.list()
 
     def delete(self, key: str) -> None:
-        """Remove a file."""
+        """Delete a file."""
         self._fault.note("delete", key)
         self._store.delete(key)
 
@@ -126,12 +126,12 @@ class FaultyStore:
         self._store.remove()
 
     def sync(self) -> None:
-        """Make the presence of all files durable."""
+        """Make the directory entries of all files durable."""
         self._fault.note("sync", "")
         self._store.sync()
 
     def hold(self, key: str, *, shared: bool) -> AbstractContextManager[bool]:
-        """Hold a file."""
+        """Lock a file."""
         self._fault.note("hold", key)
         return self._store.hold(key, shared=shared)
 
@@ -174,7 +174,7 @@ class _FaultyReader:
 
 @contextmanager
 def _noting_system_calls(fault: Fault) -> Iterator[None]:
-    """Between the steps of a publication: beside the file, its sync, its place, the directory's."""
+    """Count the system calls of a publication as operations of the fault."""
     with (
         mock.patch.multiple(
             os,

@@ -1,4 +1,4 @@
-"""A gang of warm processes that run functions as the ranks of a process group."""
+"""A gang: worker processes that stay warm and run functions as the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from shardwise.testing.worker import READY, STACKS_SIGNAL, Outcome, Task, serve
 T = TypeVar("T")
 
 PRELOAD = ("torch", "torch.distributed.tensor.debug", "shardwise")
-SECONDS_TO_RETURN = 10.0  # from the end of a call until a worker is ready for the next
+SECONDS_TO_RETURN = 10.0  # for a worker to become ready after a call
 
 
 class GangError(ShardwiseError):
     """A function failed on some ranks.
 
-    `failures` maps these ranks to what happened there, with tracebacks; `exceptions` maps them to
-    the exceptions themselves, where there was one and it could be pickled.
+    Attributes:
+        failures: for each failed rank, a report with the traceback.
+        exceptions: for each rank that raised, the exception, if it could be pickled.
     """
 
     def __init__(self, outcomes: Sequence[Outcome]) -> None:
@@ -45,12 +46,12 @@ class GangError(ShardwiseError):
 
 
 class Gang:
-    """Up to `size` worker processes on this machine, started when they are first needed.
+    """Up to `size` worker processes on this machine, started on first use.
 
-    A worker is forked from a server that has imported `preload` (and torch and shardwise), so one
-    that dies is replaced in a tenth of a second. The server is the interpreter's own: only the
-    first gang of a process chooses what it imports. Use a gang as a context manager; a script that
-    does so needs the usual `if __name__ == "__main__"`.
+    Workers are forked from a server that has imported torch, shardwise and the modules in
+    `preload`, so that replacing a dead worker takes a tenth of a second. All gangs of a process
+    share the server: only the first gang's `preload` counts. Use a gang as a context manager, and
+    guard scripts by `if __name__ == "__main__"`.
     """
 
     def __init__(self, size: int, *, preload: Sequence[str] = ()) -> None:
@@ -91,12 +92,17 @@ class Gang:
     ) -> list[T]:
         """Call `function(*args, **kwargs)` on ranks 0 to `world - 1`, and return the results.
 
-        `function` is one of a module's own, that the workers import; they get this process's
-        environment, directory and search path, and the variables that torchrun sets. On each rank
-        the default process group is a gloo group of `world` (all workers if None). `timeout`
-        bounds the call, and `group_timeout` each communication within it, both in seconds.
+        The workers import `function`, so it must be defined at the top level of a module. They get
+        this process's environment, working directory and search path, and the variables that
+        torchrun sets. The default process group is a gloo group of all ranks.
 
-        Raises `GangError` if the function raises on any rank, or a rank dies or takes too long.
+        Args:
+            world: number of ranks; all workers if None.
+            timeout: limit for the call, in seconds.
+            group_timeout: limit for each communication within the call, in seconds.
+
+        Raises:
+            GangError: the function raised on some rank, or a rank died or did not return in time.
         """
         outcomes = self.outcomes(
             function, *args, world=world, timeout=timeout, group_timeout=group_timeout, **kwargs
@@ -114,10 +120,10 @@ class Gang:
         group_timeout: float = 20.0,
         **kwargs: Any,
     ) -> list[Outcome]:
-        """What became of the call on each rank, in their order; as `run`, but failures are told.
+        """Call a function as `run` does, but return the outcome of each rank instead of raising.
 
-        A rank that dies does not end the wait for the others; those that have not answered after
-        `timeout` seconds are killed, and have hung.
+        The other ranks continue when one dies. Ranks that have not returned after `timeout`
+        seconds are killed and count as hung.
         """
         world = self.size if world is None else world
         if not 1 <= world <= self.size:
@@ -139,16 +145,16 @@ class Gang:
                 _send(workers, task)
                 outcomes = _collect(workers, time.monotonic() + timeout)
                 _dismiss(workers)
-            except BaseException:  # an interrupt leaves them in the middle of the call
+            except BaseException:  # such as an interrupt during the call
                 for worker in workers:
                     worker.end(0.0)
                 raise
         return outcomes
 
     def _ready(self, world: int) -> list[_Worker]:
-        """The first `world` workers, alive; the dead are replaced."""
+        """Return the first `world` workers; replace those that died."""
         if self._folder is None:
-            raise RuntimeError("use the gang as a context manager: `with Gang(4) as gang: …`")
+            raise RuntimeError("not started; use a context manager: `with Gang(4) as gang: …`")
         for rank in range(world):
             stacks = Path(self._folder.name, f"stacks-{rank}")
             if rank == len(self._workers):
@@ -161,19 +167,19 @@ class Gang:
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    """A process of the gang, this end of its pipe, and the file its stacks are dumped to."""
+    """A process of the gang, our end of its pipe, and the file for its stack traces."""
 
     process: ForkServerProcess
     pipe: Connection
     stacks: Path
 
     def send(self, message: bytes) -> None:
-        """Send, unless the worker is dead; that shows when its answer is waited for."""
+        """Send a message. If the worker is dead, `answer` reports it."""
         with contextlib.suppress(OSError):
             self.pipe.send_bytes(message)
 
     def answer(self, rank: int) -> Outcome:
-        """The outcome that the worker sent, or that it died."""
+        """Return the outcome that the worker sent, or that it died."""
         try:
             if self.pipe.poll():
                 outcome: Outcome = pickle.loads(self.pipe.recv_bytes())
@@ -181,21 +187,21 @@ class _Worker:
         except (EOFError, OSError):
             pass
         except Exception as error:
-            report = f"its answer cannot be read here: {error!r}"
+            report = f"cannot unpickle its answer: {error!r}"
             return Outcome(rank=rank, kind="error", exception=error, report=report)
         self.end(1.0)
         code = self.process.exitcode
         return Outcome(rank=rank, kind="died", report=f"died (exit code {code})", exitcode=code)
 
     def acknowledged(self) -> bool:
-        """Whether what the worker sent is its word that it is ready, and not its end."""
+        """Return whether the worker reported that it is ready."""
         try:
             return self.pipe.recv_bytes() == READY
         except (EOFError, OSError):
             return False
 
     def hung(self, rank: int) -> Outcome:
-        """Kill the worker, and tell what it was doing."""
+        """Kill the worker and return an outcome with the stacks of its threads."""
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, STACKS_SIGNAL)
             self.process.join(0.2)
@@ -204,7 +210,7 @@ class _Worker:
         return Outcome(rank=rank, kind="hung", report=f"did not answer in time\n{stacks}")
 
     def end(self, grace: float) -> None:
-        """Wait up to `grace` seconds for the process to end, then kill it."""
+        """Wait up to `grace` seconds for the process to exit, then kill it."""
         self.process.join(grace)
         if self.process.is_alive():
             self.process.kill()
@@ -223,7 +229,7 @@ def _start(stacks: Path, preload: Sequence[str]) -> _Worker:
 
 
 def _send(workers: Sequence[_Worker], task: Task) -> None:
-    """Send each worker the task, as the one of its rank."""
+    """Send the task to each worker, with its rank and environment."""
     port = _free_port()
     for rank, worker in enumerate(workers):
         environ = {**os.environ, **_rank_variables(rank, task.world, port)}
@@ -231,7 +237,7 @@ def _send(workers: Sequence[_Worker], task: Task) -> None:
 
 
 def _collect(workers: Sequence[_Worker], deadline: float) -> list[Outcome]:
-    """The outcome of each worker, by rank; those that pass the deadline are killed."""
+    """Return the outcomes by rank; kill the workers that pass the deadline."""
     outcomes: dict[int, Outcome] = {}
     for rank in _as_they_report(workers, deadline):
         outcomes[rank] = workers[rank].answer(rank)
@@ -242,7 +248,7 @@ def _collect(workers: Sequence[_Worker], deadline: float) -> list[Outcome]:
 
 
 def _dismiss(workers: Sequence[_Worker]) -> None:
-    """Let the workers leave their group and tidy up; one that does not return is killed."""
+    """Have the workers leave their group and clean up; kill those that do not return."""
     alive = [worker for worker in workers if worker.process.is_alive()]
     for worker in alive:
         worker.send(READY)
@@ -253,7 +259,7 @@ def _dismiss(workers: Sequence[_Worker]) -> None:
 
 
 def _as_they_report(workers: Sequence[_Worker], deadline: float) -> Iterator[int]:
-    """Indices of workers, as they send something or end, until all have or time is up."""
+    """Yield the index of each worker when it sends a message or exits, until the deadline."""
     pending = dict(enumerate(workers))
     while pending and (left := deadline - time.monotonic()) > 0:
         things: dict[Any, int] = {
@@ -267,7 +273,7 @@ def _as_they_report(workers: Sequence[_Worker], deadline: float) -> Iterator[int
 
 
 def _rank_variables(rank: int, world: int, port: int) -> dict[str, str]:
-    """What torchrun would set, on one machine that talks to itself only."""
+    """Return the variables that torchrun would set, for communication over loopback."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return {
         "RANK": str(rank),

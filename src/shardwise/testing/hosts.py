@@ -1,10 +1,12 @@
-"""Hosts on one machine, for tests of what happens when nodes fail.
+"""Simulated hosts on one machine, for tests of node failures.
 
-A host is a set of Linux namespaces: of processes, mounts, network, host name. A cable (a veth pair)
-joins it to a switch (a bridge, in a network namespace of its own), so that the network of the
-machine is left alone, and its memory is a tmpfs. The first process of a host ends when its owner
-does, however it ends, and the kernel then kills all others there; of an owner that was killed,
-only the memory's mounts are left, and the next `Hosts` on this machine removes those.
+A host is a set of Linux namespaces (processes, mounts, network, IPC, host name) with a tmpfs as its
+memory. A cable (a veth pair) connects it to a switch (a bridge). The switch has its own network
+namespace, so the machine's network is not touched.
+
+When the process that made the hosts exits, for whatever reason, the first process of each host
+exits and the kernel kills the others. If the owner was killed, the tmpfs mounts remain until the
+next `Hosts` on this machine removes them.
 """
 
 from __future__ import annotations
@@ -35,15 +37,15 @@ from shardwise.testing.namespaces import (
 __all__ = ["Host", "Hosts", "HostsUnavailable"]
 
 TOOLS = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "mount": "mount"}
-TAG = "shardwise-host"  # what the memory of every host is mounted from begins with this
+TAG = "shardwise-host"  # prefix of the mount source of every host's memory
 NETWORK = "10.83.0"
-MOST = 250  # addresses of the network
+MOST = 250  # addresses in the network
 NAMESPACES = {"mount": "mnt", "uts": "uts", "ipc": "ipc", "net": "net"}
 LARGEST_PACKET = 1 << 16
 
-# Run by the first process of a host: the tag of its memory, where that is, host names, own name.
-# A memory that another host's mounts still refer to would outlive its host: so those are dropped.
-# With SIGCHLD ignored, the kernel reaps the orphans that the first process inherits.
+# Run by the first process of a host. Arguments: the mount source of its memory, the directory of
+# its memory, the file of host names, its own name. It unmounts the memory of other hosts, which
+# would otherwise outlive them. SIGCHLD is ignored, so that the kernel reaps orphans.
 BOOT = f"""
 set -e
 while read -r source target rest; do
@@ -60,13 +62,13 @@ SWITCH = "set -e; ip link add switch type bridge; ip link set switch up; echo up
 
 
 class Host:
-    """One of the hosts; use those that `Hosts` makes.
+    """A simulated host, made by `Hosts`.
 
     Attributes:
-        name: what it is called, by itself and by the others: `host-0`.
-        address: its address on the network of the hosts.
-        directory: its memory and its disk: a tmpfs that is gone when it is destroyed. It is seen
-            under this path from within and from without, and within as `/dev/shm` as well.
+        name: host name, for example `host-0`; the other hosts can resolve it.
+        address: IP address on the network of the hosts.
+        directory: memory and disk of the host: a tmpfs, which is deleted when the host is
+            destroyed. It has the same path inside and outside; inside it is also `/dev/shm`.
     """
 
     def __init__(self, index: int, directory: Path, memory: int, names: Path, switch: int) -> None:
@@ -87,25 +89,25 @@ class Host:
 
     @property
     def running(self) -> bool:
-        """Whether it has been started, and not been destroyed since."""
+        """Whether the host runs."""
         return self._first is not None
 
     def start(self) -> None:
-        """Start it, as a new machine of this name and address: its memory is empty.
+        """Start the host with empty memory, like a new machine with this name and address.
 
         Raises:
-            HostsUnavailable: this machine refuses it.
-            RuntimeError: it runs already.
+            HostsUnavailable: this machine cannot run it.
+            RuntimeError: the host is already running.
         """
         if self._first is not None:
-            raise RuntimeError(f"{self.name} runs already")
+            raise RuntimeError(f"{self.name} is already running")
         self.directory.mkdir(parents=True, exist_ok=True)
         options = f"size={self._memory},mode=1777"
         do("mount", "-t", "tmpfs", "-o", options, self._tag, str(self.directory))
         spaces = ("--mount-proc", "--uts", "--ipc", "--net", "--pid", "--fork", "--kill-child")
-        told = (self._tag, str(self.directory), str(self._names), self.name)
+        arguments = (self._tag, str(self.directory), str(self._names), self.name)
         try:
-            self._first = start_first(spaces, BOOT, *told)
+            self._first = start_first(spaces, BOOT, *arguments)
             self._wire(self._first.pid)
         except BaseException:
             self.destroy()
@@ -119,14 +121,14 @@ class Host:
         stdout: int | IO[Any] | None = None,
         stderr: int | IO[Any] | None = None,
     ) -> subprocess.Popen[str]:
-        """Start a command on the host, in a session of its own and in this process's directory.
+        """Start a command on the host, in a new session and in this process's working directory.
 
-        `env` is added to this process's environment. The process that is returned is that of the
-        command: its signals, its exit status; its number on the host is another. It ends with the
-        host, if not before.
+        The command's environment is this process's, updated with `env`. The returned object takes
+        signals and gives the exit status as usual; only the process id differs inside the host.
+        Destroying the host kills the process.
 
         Raises:
-            RuntimeError: the host is destroyed.
+            RuntimeError: the host is not running.
         """
         first = self._alive()
         spaces = [f"--{space}={namespace(first, kind)}" for space, kind in NAMESPACES.items()]
@@ -142,10 +144,10 @@ class Host:
         return process
 
     def destroy(self, *, silent: bool = False) -> None:
-        """Kill all that runs there, pull its cable, and drop its memory; nothing if done before.
+        """Kill all processes of the host, disconnect it and delete its memory. Idempotent.
 
-        The others see their connections to it reset, as when its processes crash. If `silent`,
-        the cable comes first, so that they hear nothing any more, as when its power fails.
+        By default the other hosts see their connections reset, as when processes crash. If
+        `silent`, the host is disconnected first and they receive nothing, as when its power fails.
         """
         if silent:
             self._pull()
@@ -160,31 +162,31 @@ class Host:
                 do("umount", "-l", str(self.directory))
 
     def disconnect(self) -> None:
-        """Let no packet through any more; connections break when somebody loses patience."""
+        """Drop all packets; open connections break only when they time out."""
         self._alive()
         in_network(self._switch, "ip", f"link set {self._port} down")
 
     def connect(self) -> None:
-        """Let packets through again."""
+        """Let packets pass again."""
         self._alive()
         in_network(self._switch, "ip", f"link set {self._port} up")
 
     def slow(self, rate: int | None = None, delay: float = 0.0) -> None:
-        """Slow its cable down, both ways; without arguments it is as fast as ever again.
+        """Slow the host's cable down; without arguments, restore full speed.
 
         Args:
-            rate: bytes a second, each way; no bound if None.
-            delay: seconds that a packet is under way, each way.
+            rate: bytes per second in each direction; unlimited if None.
+            delay: latency in each direction, in seconds.
 
         Raises:
-            ValueError: they are no rate and no delay.
-            HostsUnavailable: there is no tc, or the kernel has not what it takes (for a delay, the
-                module sch_netem).
+            ValueError: `rate` is below 1, or `delay` is negative.
+            HostsUnavailable: `tc` is not installed, or the kernel lacks a module (a delay needs
+                sch_netem).
         """
         if (rate is not None and rate < 1) or delay < 0:
             raise ValueError(f"{self.name} cannot be slowed to {rate} B/s and {delay} s")
         if shutil.which("tc") is None:
-            raise HostsUnavailable("tc is not installed: it is of the package iproute2")
+            raise HostsUnavailable("tc is not installed: install the package iproute2")
         first = self._alive()
         ends = ((self._switch, self._port), (first, "eth0"))
         if rate is None and not delay:
@@ -201,15 +203,15 @@ class Host:
             in_network(network, "tc", f"qdisc replace dev {device} root {queue}")
 
     def pause(self) -> None:
-        """Stop all processes where they are (SIGSTOP), as when the machine hangs."""
+        """Stop all processes of the host (SIGSTOP), as when a machine hangs."""
         self._signal("STOP")
 
     def resume(self) -> None:
-        """Let all processes go on."""
+        """Continue all processes of the host."""
         self._signal("CONT")
 
     def _alive(self) -> int:
-        """The number of the process that all namespaces hang on."""
+        """Return the id of the host's first process, which keeps the namespaces."""
         if self._first is None:
             raise RuntimeError(f"{self.name} is destroyed: start it again first")
         return self._first.pid
@@ -221,7 +223,7 @@ class Host:
             f"link add {self._port} type veth peer name eth0 netns {first}",
             f"link set {self._port} master switch up",
         )
-        # The same as ever: others would send to that of the host that was destroyed, for a minute.
+        # Keep the hardware address: the other hosts cache it for a minute.
         in_network(
             first,
             "ip",
@@ -235,43 +237,44 @@ class Host:
             in_network(self._switch, "ip", f"link del {self._port}", may_fail=True)
 
     def _signal(self, name: str) -> None:
-        """Signal all at once: of those in a namespace, -1 leaves out the first and the sender."""
+        """Signal all processes at once; `kill -1` spares the first one and the sender."""
         kill = self.run(["sh", "-c", f"kill -s {name} -- -1"], stderr=subprocess.DEVNULL)
-        kill.wait(SECONDS_TO_OBEY)  # it fails where nothing runs
+        kill.wait(SECONDS_TO_OBEY)  # its status is nonzero if nothing runs
 
 
 class Hosts:
-    """`count` hosts on one network, for as long as the block runs.
+    """A context manager that runs `count` hosts on one network.
+
+    Needs root, Linux and iproute2. This process is not on any of the hosts and cannot reach them
+    over the network: run a command on one of them instead.
 
     Args:
-        count: how many.
-        directory: where their memories are mounted, in directories that are called as they are.
-        memory: bytes that each of them has; they take room only where they are written.
-
-    Needs root, Linux, and iproute2. This process is on none of the hosts and reaches none of them
-    over the network: what is to talk to them runs on one of them.
+        count: number of hosts.
+        directory: directory for the hosts' memory; each is mounted in a subdirectory named after
+            the host.
+        memory: size of each host's memory in bytes; pages are allocated when they are written.
 
     Raises:
-        ValueError: there cannot be so many, or not there.
-        HostsUnavailable: (on entering) this machine cannot do it, and why.
+        ValueError: `count` is out of range, or `directory` is below /dev/shm.
+        HostsUnavailable: (on entering) this machine cannot run them.
     """
 
     def __init__(
         self, count: int, directory: str | os.PathLike[str], memory: int = 1 << 28
     ) -> None:
         if not 1 <= count <= MOST:
-            raise ValueError(f"from 1 to {MOST} hosts can be made, not {count}")
+            raise ValueError(f"cannot make {count} hosts: the range is 1 to {MOST}")
         self.count = count
         self.directory = Path(directory).resolve()
         if self.directory.is_relative_to("/dev/shm"):
-            raise ValueError(f"{directory}: hosts have a /dev/shm of their own, which hides that")
+            raise ValueError(f"{directory}: must not be below /dev/shm, which hosts cannot see")
         self._memory = memory
         self._hosts: list[Host] = []
         self._switch: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Hosts:
         if self._switch is not None:
-            raise RuntimeError("these hosts run already")
+            raise RuntimeError("the hosts are already running")
         _check_the_machine()
         _remove_leftovers()
         try:
@@ -307,8 +310,8 @@ class Hosts:
         return iter(self._hosts)
 
     def close(self) -> None:
-        """Destroy all of them, and what joined them."""
-        with ExitStack() as each:  # one that fails does not keep the others
+        """Destroy all hosts and their network."""
+        with ExitStack() as each:  # close all, even if closing one fails
             if self._switch is not None:
                 each.callback(end_first, self._switch)
                 self._switch = None
@@ -323,19 +326,19 @@ def _address(index: int) -> str:
 
 def _check_the_machine() -> None:
     if os.geteuid() != 0:
-        raise HostsUnavailable("only root may make network namespaces and mounts")
+        raise HostsUnavailable("only root can create network namespaces and mounts")
     for tool, package in TOOLS.items():
         if shutil.which(tool) is None:
-            raise HostsUnavailable(f"{tool} is not installed: it is of the package {package}")
+            raise HostsUnavailable(f"{tool} is not installed: install the package {package}")
 
 
 def _owner() -> str:
-    """The number of this process and when it started: no other ever has both."""
+    """Return this process's id and start time, which together are unique."""
     return f"{os.getpid()}-{started_at(os.getpid())}"
 
 
 def _remove_leftovers() -> None:
-    """Unmount the memories of hosts whose owner is gone."""
+    """Unmount the memory of hosts whose owner has exited."""
     for source, place in mounts(f"{TAG}:"):
         process, _, started = source.split(":")[1].partition("-")
         if started_at(int(process)) != started:

@@ -1,4 +1,4 @@
-"""Linux namespaces, and what runs in them: what `shardwise.testing.hosts` is made of."""
+"""Linux namespaces and the processes in them, for `shardwise.testing.hosts`."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError
 
-CLONE_NEWPID = 0x20000000  # of <linux/sched.h>
+CLONE_NEWPID = 0x20000000  # from <linux/sched.h>
 SECONDS_TO_OBEY = 10.0
 
 
 class HostsUnavailable(ShardwiseError):  # noqa: N818 - a state of the machine, not a fault
-    """This machine cannot play several hosts, for the reason that is given."""
+    """This machine cannot simulate several hosts."""
 
 
 def namespace(process: int, kind: str) -> str:
-    """Where to find a namespace of a process: `net`, `mnt`, `pid_for_children` and so on."""
+    """Return the path of a process's namespace: `net`, `mnt`, `pid_for_children` and so on."""
     return f"/proc/{process}/ns/{kind}"
 
 
 def do(*command: str, text: str = "", may_fail: bool = False) -> None:
-    """Run a command of the system, with a text to read, to its end.
+    """Run a command with `text` as its input, and wait for it.
 
     Raises:
-        HostsUnavailable: it failed, or did not end in time.
+        HostsUnavailable: the command failed or timed out.
     """
     shown = " ".join([*command, *text.split()])
     try:
@@ -39,30 +39,30 @@ def do(*command: str, text: str = "", may_fail: bool = False) -> None:
             command, input=text, capture_output=True, text=True, timeout=SECONDS_TO_OBEY
         )
     except subprocess.TimeoutExpired as error:
-        raise HostsUnavailable(f"`{shown}` did not end in {SECONDS_TO_OBEY:.0f} s") from error
+        raise HostsUnavailable(f"`{shown}` timed out after {SECONDS_TO_OBEY:.0f} s") from error
     if done.returncode and not may_fail:
         said = " ".join(done.stderr.split()) or f"exit status {done.returncode}"
         raise HostsUnavailable(f"`{shown}` failed: {said}")
 
 
 def in_network(process: int, tool: str, *lines: str, may_fail: bool = False) -> None:
-    """Have `ip` or `tc` do something in the network namespace of a process.
+    """Run a batch of `ip` or `tc` commands in the network namespace of a process.
 
     Raises:
-        HostsUnavailable: it refused.
+        HostsUnavailable: a command failed.
     """
     space = f"--net={namespace(process, 'net')}"
     do("nsenter", space, tool, "-batch", "-", text="\n".join(lines) + "\n", may_fail=may_fail)
 
 
 def start_first(kinds: Sequence[str], script: str, *words: str) -> subprocess.Popen[str]:
-    """Make namespaces, and run a shell's script with these words in them.
+    """Create namespaces and run a shell script with these arguments in them.
 
-    The script says `up` on a line when it is, and ends when it reads a line, or the end of its
-    input: so it ends with this process.
+    The script prints `up` when it is ready, and exits when it reads a line or its input ends. So it
+    exits with this process.
 
     Raises:
-        HostsUnavailable: the namespaces cannot be made, or the script failed.
+        HostsUnavailable: the namespaces could not be created, or the script failed.
     """
     process = subprocess.Popen(
         ["unshare", *kinds, "sh", "-c", script, "sh", *words],
@@ -78,15 +78,15 @@ def start_first(kinds: Sequence[str], script: str, *words: str) -> subprocess.Po
     if said != "up\n":
         process.kill()
         said = " ".join(process.communicate()[1].split())
-        raise HostsUnavailable(f"namespaces cannot be made: {said or 'they do not come up'}")
+        raise HostsUnavailable(f"cannot create namespaces: {said or 'the script did not start'}")
     return process
 
 
 def end_first(first: subprocess.Popen[str], others: Sequence[subprocess.Popen[str]] = ()) -> None:
-    """End what `start_first` started, and with it all that runs in its namespace of processes.
+    """Stop a process of `start_first`, and with it all processes of its pid namespace.
 
-    It is gone only when all the others are, and those of them that are this process's children are
-    not gone before they have been waited for.
+    It exits only after all the others. `others` are children of this process in that namespace,
+    which must be waited for first.
     """
     try:
         with suppress(BrokenPipeError):
@@ -102,10 +102,9 @@ def end_first(first: subprocess.Popen[str], others: Sequence[subprocess.Popen[st
 
 
 def start_among(processes: str, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-    """Start a command in a namespace of processes, as a child of this process.
+    """Start a command in a pid namespace, as a child of this process.
 
-    Only children enter a namespace of processes, and a thread that has asked for it starts all its
-    children there: so the thread that does is one that ends.
+    `setns` affects all later children of the calling thread, so a short-lived thread calls it.
     """
     started: list[subprocess.Popen[str]] = []
     failed: list[Exception] = []
@@ -127,7 +126,7 @@ def start_among(processes: str, command: Sequence[str], **options: Any) -> subpr
 
 
 def _enter_processes(processes: str) -> None:
-    """Have the children that this thread starts from now on be in a namespace of processes."""
+    """Put all later children of this thread into a pid namespace."""
     fd = os.open(processes, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if ctypes.CDLL(None, use_errno=True).setns(fd, CLONE_NEWPID):
@@ -138,7 +137,7 @@ def _enter_processes(processes: str) -> None:
 
 
 def started_at(process: int) -> str:
-    """When a process started, in ticks since the machine did; nothing if it is gone."""
+    """Return a process's start time in ticks since boot, or "" if it has exited."""
     try:
         status = Path(f"/proc/{process}/stat").read_text()
     except OSError:
@@ -147,6 +146,6 @@ def started_at(process: int) -> str:
 
 
 def mounts(tag: str) -> list[tuple[str, str]]:
-    """What is mounted from sources that begin with a tag: these, and where."""
+    """Return the source and directory of each mount whose source begins with a tag."""
     lines = [line.split()[:2] for line in Path("/proc/mounts").read_text().splitlines()]
     return [(line[0], line[1].replace(r"\040", " ")) for line in lines if line[0].startswith(tag)]

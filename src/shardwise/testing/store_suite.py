@@ -1,4 +1,4 @@
-"""What every store must do, as tests: subclass `StoreSuite`, give it a store, and get them all."""
+"""Conformance tests for stores: subclass `StoreSuite` and define its `store` fixture."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ UNUSUAL = ["a b", "epoch=0.ckpt", "é"]
 
 
 def content(size: int, seed: int = 0) -> Buffer:
-    """Page-aligned random bytes."""
+    """Return page-aligned random bytes."""
     buffer = aligned_buffer(size)
     buffer[:] = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
     return buffer
 
 
 def padded(data: Buffer, alignment: int) -> Buffer:
-    """The same bytes, and zeros up to the alignment."""
+    """Return the same bytes, padded with zeros to the alignment."""
     buffer = aligned_buffer(-(-len(data) // alignment) * alignment)
     buffer[: len(data)] = data
     return buffer
 
 
 def write_file(store: Store, key: str, data: Buffer) -> None:
-    """A file of these bytes, in one write."""
+    """Create a file of these bytes, in one write."""
     file = store.create(key, len(data))
     try:
         if len(data):
@@ -43,7 +43,7 @@ def write_file(store: Store, key: str, data: Buffer) -> None:
 
 
 def read_file(store: Store, key: str) -> bytes:
-    """All bytes of a file, in one read."""
+    """Return all bytes of a file, in one read."""
     file = store.open(key)
     try:
         buffer = aligned_buffer(file.size)
@@ -56,24 +56,24 @@ def read_file(store: Store, key: str) -> bytes:
 class StoreSuite:
     """The conformance tests of a store.
 
-    A subclass, collected by pytest, defines a fixture `store` that yields an empty one.
+    Define a subclass in a test module, with a fixture `store` that yields an empty store.
     """
 
     @pytest.fixture
     def store(self) -> Store:
-        """An empty store, whose place need not exist yet."""
+        """An empty store; its directory need not exist yet."""
         raise NotImplementedError("define a fixture `store`")
 
     @pytest.mark.parametrize("size", [0, 1, 511, 4096, 4097, 70_000])
     def test_what_is_written_is_read(self, store: Store, size: int) -> None:
-        """At its stated size, whatever the alignment."""
+        """A file has the size given to `create`, whatever the alignment."""
         data = content(size)
         write_file(store, KEY, data)
         assert read_file(store, KEY) == data.tobytes()
         assert store.list() == [KEY]
 
     def test_writes_may_come_in_any_order_from_any_thread(self, store: Store) -> None:
-        """Each lands where it belongs."""
+        """Every write takes effect at its offset."""
         unit = 4 * store.alignment
         data = content(16 * unit + 100)
         image = padded(data, store.alignment)
@@ -92,7 +92,7 @@ class StoreSuite:
         assert read_file(store, KEY) == data.tobytes()
 
     def test_reads_may_begin_anywhere_and_end_with_the_file(self, store: Store) -> None:
-        """Aligned or not, and short at the end only."""
+        """Offsets need not be aligned; only a read past the end is short."""
         data = content(20_000)
         write_file(store, KEY, data)
         file = store.open(KEY)
@@ -108,7 +108,7 @@ class StoreSuite:
             file.close()
 
     def test_reads_of_several_threads_may_overlap(self, store: Store) -> None:
-        """Each gets its own bytes."""
+        """Every read returns the bytes at its offset."""
         data = content(1 << 20)
         write_file(store, KEY, data)
         file = store.open(KEY)
@@ -125,7 +125,7 @@ class StoreSuite:
             file.close()
 
     def test_no_file_is_created_twice(self, store: Store) -> None:
-        """What was there stays."""
+        """A second `create` fails and leaves the file unchanged."""
         data = content(5000)
         write_file(store, KEY, data)
         with pytest.raises(FileExistsError):
@@ -133,7 +133,7 @@ class StoreSuite:
         assert read_file(store, KEY) == data.tobytes()
 
     def test_what_is_not_there_is_not_found(self, store: Store) -> None:
-        """Neither below a place that exists nor elsewhere."""
+        """A missing file, or one in a missing store, raises FileNotFoundError."""
         for place in (store, store.at("below")):
             with pytest.raises(FileNotFoundError):
                 place.open(KEY)
@@ -146,13 +146,13 @@ class StoreSuite:
             place.remove()
 
     def test_a_small_file_is_published_whole(self, store: Store) -> None:
-        """And nothing beside it stays."""
+        """No temporary file remains."""
         store.publish("manifest.json", b"one", replace=False)
         assert store.read("manifest.json", limit=3) == b"one"
         assert store.list() == ["manifest.json"]
 
     def test_publishing_replaces_only_if_it_may(self, store: Store) -> None:
-        """Without `replace`, the first stays."""
+        """Without `replace`, publishing over a file fails."""
         store.publish("manifest.json", b"one", replace=False)
         with pytest.raises(FileExistsError):
             store.publish("manifest.json", b"two", replace=False)
@@ -162,7 +162,7 @@ class StoreSuite:
         assert store.list() == ["manifest.json"]
 
     def test_of_many_who_publish_at_once_one_succeeds(self, store: Store) -> None:
-        """The others learn of it."""
+        """The others get FileExistsError."""
         start = threading.Barrier(8)
 
         def publish(number: int) -> bool:
@@ -180,7 +180,7 @@ class StoreSuite:
         assert store.list() == ["manifest.json"]
 
     def test_readers_never_see_half_a_publication(self, store: Store) -> None:
-        """Only what was there before, or what is there after."""
+        """A reader sees the old or the new content, never a mix."""
         versions = [bytes([i]) * 50_000 for i in range(2)]
         store.publish("manifest.json", versions[0], replace=False)
         done = threading.Event()
@@ -201,13 +201,13 @@ class StoreSuite:
             assert all(reader.result() for reader in readers)
 
     def test_a_file_that_is_too_large_is_not_read_whole(self, store: Store) -> None:
-        """The limit is what the reader can bear."""
+        """Reading a file larger than `limit` raises StoreError."""
         store.publish("manifest.json", b"12345", replace=False)
         with pytest.raises(StoreError):
             store.read("manifest.json", limit=4)
 
     def test_stores_below_are_apart(self, store: Store) -> None:
-        """A file of one is no file of another; the one below is listed by its name."""
+        """Stores do not share files; `list` includes the names of the stores below."""
         store.at("step-1").publish("a", b"1", replace=False)
         store.at("step-2").publish("a", b"2", replace=False)
         assert store.list() == ["step-1", "step-2"]
@@ -219,7 +219,7 @@ class StoreSuite:
         assert store.at("step-2").read("a", limit=1) == b"2"
 
     def test_deleting_and_syncing(self, store: Store) -> None:
-        """What is deleted is gone, and need not be there."""
+        """A deleted file is gone; deleting a missing file is not an error."""
         for key in ("b", "a", "c"):
             write_file(store, key, content(10))
         store.sync()
@@ -230,15 +230,15 @@ class StoreSuite:
         assert store.list() == ["a", "c"]
 
     def test_a_store_that_is_not_empty_is_not_removed(self, store: Store) -> None:
-        """No file goes with it."""
+        """Removing a store with files fails and deletes none of them."""
         below = store.at("below")
         write_file(below, KEY, content(10))
-        with pytest.raises(OSError):  # noqa: PT011 - what it says is the store's own
+        with pytest.raises(OSError):  # noqa: PT011 - the message depends on the store
             below.remove()
         assert below.list() == [KEY]
 
     def test_one_holds_exclusively_or_many_share(self, store: Store) -> None:
-        """And whoever cannot have it learns so at once."""
+        """A lock that is not available is reported at once."""
         with store.hold("lock", shared=False) as first:
             assert first
             for shared in (True, False):

@@ -1,4 +1,4 @@
-"""Hypothesis strategies: tensors, and ways in which ranks may hold them."""
+"""Hypothesis strategies for tensors and for their distribution over ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shardwise.layout import Box, Split, boxes_of_range, fragments_of_shard
 from shardwise.manifest.dtypes import DTYPES
 
 Holding = tuple[tuple[Box, ...], ...]
-"""The boxes that each rank holds of a tensor."""
+"""For each rank, the boxes of a tensor that it holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor's name, dtype (torch's name) and global shape."""
+    """The name, dtype (as torch names it) and global shape of a tensor."""
 
     name: str
     dtype: str
@@ -29,14 +29,14 @@ shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 
 @st.composite
 def tensors(draw: st.DrawFn, *, most: int = 4) -> list[Tensor]:
-    """A few tensors of any dtype and of small shapes, 0-d and empty ones among them."""
+    """Up to `most` tensors of any dtype and small shapes, including 0-d and empty ones."""
     pairs = draw(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), shapes), max_size=most))
     return [Tensor(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(pairs)]
 
 
 @st.composite
 def meshes(draw: st.DrawFn, world: int) -> tuple[int, ...]:
-    """A factorization of a world size."""
+    """The shape of a device mesh for a world size: a factorization of it."""
     dims = []
     rest = world
     while rest > 1 and draw(st.booleans()):
@@ -48,7 +48,7 @@ def meshes(draw: st.DrawFn, world: int) -> tuple[int, ...]:
 
 @st.composite
 def holdings(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> Holding:
-    """Sharded over a mesh, evenly or not, strided, replicated; or flattened; or on one rank."""
+    """The boxes of each rank: sharded or replicated over a mesh, flattened, or all on one rank."""
     kind = draw(st.sampled_from(["mesh", "mesh", "flat", "one"]))
     if kind == "one":
         owner = draw(st.integers(0, world - 1))

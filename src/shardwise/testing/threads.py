@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: a group for simulations, without process groups."""
+"""A group whose ranks are threads of one process, for tests without process groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT = 60.0
 
 @dataclass(slots=True)
 class _Table:
-    """Where the ranks put what they say, and wait until all have come as often as they have."""
+    """The memory through which ranks exchange data, with a barrier."""
 
     size: int
     timeout: float
@@ -31,7 +31,7 @@ class _Table:
         self.parts = [b""] * self.size
 
     def meet(self) -> bool:
-        """Wait for all ranks; False if one of those still missing has ended, or time is up."""
+        """Wait for all ranks; return False if a rank has ended or the timeout has passed."""
         with self._changed:
             turn = self._turn
             self._arrived += 1
@@ -43,16 +43,16 @@ class _Table:
             return self._turn != turn
 
     def end(self) -> None:
-        """A rank will not come again."""
+        """Mark a rank as ended: it will not reach the barrier again."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
 
 class ThreadGroup:
-    """One rank of a group whose ranks are threads; it follows `shardwise.engine.group.Group`.
+    """One rank of a group of threads; implements `shardwise.engine.group.Group`.
 
-    A verb raises `LostRankError` if another rank ended, or does not call it within the group's
+    Every operation raises `LostRankError` if another rank has ended or does not call it within the
     timeout.
     """
 
@@ -65,12 +65,12 @@ class ThreadGroup:
 
     @classmethod
     def of_size(cls, size: int, *, timeout: float = TIMEOUT) -> list[ThreadGroup]:
-        """The ranks of a new group, each for a thread of its own; `timeout` in seconds."""
+        """Return the ranks of a new group, one for each thread; `timeout` is in seconds."""
         table = _Table(size, timeout)
         return [cls(rank, table) for rank in range(size)]
 
     def gather(self, data: bytes) -> list[bytes]:
-        """All ranks' data at rank 0; an empty list elsewhere."""
+        """Return the data of all ranks on rank 0, and an empty list on the others."""
         self._table.parts[self.rank] = data
         self._meet()
         gathered = list(self._table.parts) if self.rank == 0 else []
@@ -79,7 +79,7 @@ class ThreadGroup:
         return gathered
 
     def scatter(self, parts: Sequence[bytes]) -> bytes:
-        """Rank 0's parts, each to its rank."""
+        """Return this rank's part of the list that rank 0 passes."""
         if self.rank == 0:
             self._table.parts[:] = parts
             self.bytes_sent += sum(map(len, parts[1:]))
@@ -89,7 +89,7 @@ class ThreadGroup:
         return part
 
     def broadcast(self, data: bytes) -> bytes:
-        """Rank 0's data to all."""
+        """Return rank 0's data on all ranks."""
         if self.rank == 0:
             self._table.parts[0] = data
             self.bytes_sent += len(data)
@@ -99,22 +99,22 @@ class ThreadGroup:
         return heard
 
     def end(self) -> None:
-        """This rank is done, or failed: nobody is to wait for it."""
+        """Mark this rank as ended, so that the others stop waiting for it."""
         self._table.end()
 
     def _meet(self) -> None:
         if not self._table.meet():
-            lost = "a rank has ended, or did not answer in time"
-            raise LostRankError("talking to the other ranks", {self.rank: lost})
+            lost = "a rank has ended or did not answer in time"
+            raise LostRankError("communicating with the other ranks", {self.rank: lost})
 
 
 def outcomes_of_ranks(
     world: int, function: Callable[[ThreadGroup], T], *, timeout: float = TIMEOUT
 ) -> list[T | Exception]:
-    """Call `function` on `world` threads, and return what each returned or raised, by rank.
+    """Call `function` on `world` threads and return, by rank, each result or exception.
 
     Args:
-        timeout: of each communication, in seconds.
+        timeout: limit for each communication, in seconds.
     """
 
     def attempt(group: ThreadGroup) -> T | Exception:
@@ -132,11 +132,11 @@ def outcomes_of_ranks(
 def run_ranks(
     world: int, function: Callable[[ThreadGroup], T], *, timeout: float = TIMEOUT
 ) -> list[T]:
-    """Call `function` on `world` threads, and return the results by rank.
+    """Call `function` on `world` threads and return the results by rank.
 
     Raises:
-        Exception: what a rank raised; one that failed by itself goes before one that only
-            learned of it.
+        Exception: the exception of a rank, preferably of one that did not fail only because
+            another did.
     """
     outcomes = outcomes_of_ranks(world, function, timeout=timeout)
     failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]

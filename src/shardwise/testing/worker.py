@@ -1,4 +1,4 @@
-"""One process of a gang: it takes calls from a pipe, one after another, and answers each."""
+"""A worker process of a gang: it reads calls from a pipe, runs them and returns their outcomes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,17 @@ STACKS_SIGNAL = signal.SIGUSR1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a call on one rank.
+    """The outcome of a call on one rank.
 
-    `kind` says which of the others is set: `value` is what the function returned; an `error` has
-    its text in `report`, with the traceback, and itself in `exception` if it could be pickled; of
-    a rank that `died`, `exitcode` is the exit status, or minus the signal that ended it; of one
-    that `hung`, and was killed for it, `report` holds the stacks of its threads.
+    Attributes:
+        rank: the rank.
+        kind: "value" if the function returned, "error" if it raised, "died" if the process ended,
+            "hung" if it was killed at the timeout.
+        value: return value of the function.
+        exception: exception that the function raised, if it could be pickled.
+        report: text of the failure: the traceback of an exception, or the stacks of a rank that
+            hung.
+        exitcode: exit status of a process that died, or minus the signal that killed it.
     """
 
     rank: int
@@ -44,14 +49,14 @@ class Outcome:
 
     @property
     def signal(self) -> signal.Signals | None:
-        """The signal that ended the rank, if one did."""
+        """The signal that killed the rank, or None."""
         ended = self.kind == "died" and self.exitcode is not None and self.exitcode < 0
         return signal.Signals(-self.exitcode) if ended and self.exitcode is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One call on one rank, and the surroundings to run it in."""
+    """One call on one rank, and the environment to run it in."""
 
     rank: int
     world: int
@@ -64,14 +69,14 @@ class Task:
 
 
 def serve(pipe: Connection, stacks: Path) -> None:
-    """Answer calls until the other end closes the pipe.
+    """Run calls until the parent closes the pipe.
 
-    The group outlives an answer, until the parent has heard from all ranks: what a rank sends in
-    the background still arrives after its function has returned.
+    A worker leaves the group only after the parent has the outcomes of all ranks, so that data sent
+    in the background still arrives after the function has returned.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a Ctrl-C, the parent tells us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     torch.set_num_threads(1)
-    gc.freeze()  # what the server imported is shared with it, and never garbage
+    gc.freeze()  # objects of the server's imports are shared with it and never garbage
     settings = Settings.current()
     with stacks.open("w") as file:
         faulthandler.register(STACKS_SIGNAL, file)
@@ -92,9 +97,9 @@ def serve(pipe: Connection, stacks: Path) -> None:
 
 
 def perform(task: Task) -> tuple[Outcome, bool]:
-    """The outcome of the call of `task`, whatever it raises, and whether there may be a next one.
+    """Run a task; return its outcome, and whether this process can run another one.
 
-    Torch cannot start over where a group could not be made.
+    It cannot if the process group could not be created, as torch does not recover from that.
     """
     joined = False
     try:
@@ -110,15 +115,15 @@ def perform(task: Task) -> tuple[Outcome, bool]:
         pickle.dumps(outcome)
     except BaseException as error:
         outcome = failed(task.rank, error)
-        # Peers that wait for this rank learn of it now, instead of when their time is up.
+        # Peers that wait for this rank fail now instead of at their timeout.
         leave_group()
     return outcome, joined
 
 
 def join_group(task: Task) -> None:
-    """Make the default process group, and wait until all ranks have done so.
+    """Create the default process group, and wait until all ranks have done so.
 
-    Else a rank could leave, or die, while others are still connecting to it.
+    Otherwise a rank could leave, or die, while others are still connecting to it.
     """
     timeout = timedelta(seconds=task.group_timeout)
     store = dist.FileStore(str(task.rendezvous), task.world)  # type: ignore[attr-defined]
@@ -131,7 +136,7 @@ def join_group(task: Task) -> None:
 
 
 def failed(rank: int, error: BaseException) -> Outcome:
-    """The outcome of a call that raised `error`."""
+    """Return the outcome of a call that raised `error`."""
     report = "".join(traceback.format_exception(error))
     try:
         exception = pickle.loads(pickle.dumps(error))
@@ -141,19 +146,19 @@ def failed(rank: int, error: BaseException) -> Outcome:
 
 
 def leave_group() -> None:
-    """Destroy the process group, and forget what torch remembers of it."""
+    """Destroy the process group and clear torch's caches that refer to it."""
     if dist.is_initialized():
         dist.destroy_process_group()
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-        # The entries hold meshes, and these hold the groups that are no more.
+        # The entries refer to meshes, which refer to destroyed groups.
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What calls may change in the interpreter, and later calls must not see."""
+    """Interpreter settings that calls may change, to be reset after each call."""
 
     torch_rng: torch.Tensor
     python_rng: Any
@@ -163,7 +168,7 @@ class Settings:
 
     @classmethod
     def current(cls) -> Settings:
-        """The settings as they are now."""
+        """Return the current settings."""
         return cls(
             torch.get_rng_state(),
             random.getstate(),
@@ -173,7 +178,7 @@ class Settings:
         )
 
     def restore(self) -> None:
-        """Make the settings what they were."""
+        """Restore the settings."""
         torch.set_rng_state(self.torch_rng)
         random.setstate(self.python_rng)
         np.random.set_state(self.numpy_rng)

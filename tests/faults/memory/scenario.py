@@ -1,7 +1,7 @@
-"""A run whose every step depends on all before it, on nodes that are directories of one machine.
+"""A run for fault tests, on nodes that are directories of one machine.
 
-Each step changes all values by those of the step before, in integers: a state that was recovered
-wrongly, or a step too early or too late, can never again be that of a run without a fault.
+Each step computes all values from those of the step before, in integers. A run that restores wrong
+values, or repeats or skips a step, can therefore never match a run without faults again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwise.memory.registry import KNOWN_NODES as NODES
 ROWS, COLUMNS = 48, 1024
 FACTOR = 6364136223846793005
 WAIT = 8.0
-SLOTS = 3  # of a rank: two that are kept, and one that is written
+SLOTS = 3  # per rank: two for committed snapshots, one to write
 
 _SAVE = "[0-9a-f]{16}"
 _DATA = rf"r\d{{5}}-{_SAVE}\.safetensors"
@@ -46,9 +46,16 @@ Act = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Where a run keeps what, and on how many nodes, of which the ranks take equal parts.
+    """The directories and nodes of a run.
 
-    `node_of` says on which node each rank is, where the parts are not those.
+    Attributes:
+        root: root of the run's checkpoints.
+        shm: directory of the nodes.
+        nodes: number of nodes; each has an equal number of consecutive ranks.
+        node_of: node of each rank, for other distributions.
+        every: steps between saves to storage.
+        columns: columns of the values.
+        options: further options for `sw.Memory`.
     """
 
     root: Path
@@ -60,16 +67,16 @@ class Cluster:
     options: dict[str, Any] = field(default_factory=dict)
 
     def node(self) -> int:
-        """The node of this rank."""
+        """Return the node of this rank."""
         rank, world = dist.get_rank(), dist.get_world_size()
         return self.node_of[rank] if self.node_of else rank * self.nodes // world
 
     def directory(self, node: int) -> Path:
-        """Where a node keeps its home."""
+        """Return the directory of a node."""
         return self.shm / f"node{node}"
 
     def open(self) -> sw.Checkpointer:
-        """The checkpoints of the run, on this rank."""
+        """Open the run's Checkpointer on this rank."""
         directory = self.directory(self.node())
         directory.mkdir(exist_ok=True)
         given = {"dir": str(directory), "when_full": "wait", "wait": WAIT, **self.options}
@@ -78,26 +85,26 @@ class Cluster:
 
 
 class Logged(logging.Handler):
-    """What the library warns of in this process, from now on."""
+    """A handler that collects the library's warnings in this process."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._said: list[str] = []
+        self._messages: list[str] = []
         logging.getLogger("shardwise").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
-        self._said.append(record.getMessage())
+        """Keep a message."""
+        self._messages.append(record.getMessage())
 
     def end(self) -> list[str]:
-        """All of it."""
+        """Stop collecting, and return all messages."""
         logging.getLogger("shardwise").removeHandler(self)
-        return self._said
+        return self._messages
 
 
 @dataclass(frozen=True, slots=True)
 class Went:
-    """How a rank went on: from which step, from where, and why from no newer one."""
+    """The restore of a rank: its step and source, and the newer steps that it skipped."""
 
     step: int | None
     source: str
@@ -105,7 +112,7 @@ class Went:
 
 
 def reference(step: int, columns: int = COLUMNS) -> torch.Tensor:
-    """The values of a run without a fault."""
+    """Return the values of a run without faults at a step."""
     values = torch.arange(ROWS * columns, dtype=torch.int64).reshape(ROWS, columns)
     for each in range(1, step + 1):
         train(values, each)
@@ -113,12 +120,12 @@ def reference(step: int, columns: int = COLUMNS) -> torch.Tensor:
 
 
 def train(values: torch.Tensor, step: int) -> None:
-    """Make a step."""
+    """Train a step."""
     values.mul_(FACTOR).add_(step)
 
 
 def box_of(columns: int, by: str) -> sw.Box:
-    """What this rank has of them: an equal part of the rows or of the columns."""
+    """Return this rank's box: an equal part of the rows or of the columns."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if by == "rows":
         return sw.Box((ROWS // world * rank, 0), (ROWS // world, columns))
@@ -126,7 +133,7 @@ def box_of(columns: int, by: str) -> sw.Box:
 
 
 def begin(cp: sw.Checkpointer, columns: int, by: str) -> tuple[torch.Tensor, dict[str, Any], Went]:
-    """Restore; this rank's values, its state, and where they came from. All bytes are compared."""
+    """Restore and compare all bytes; return this rank's values, its state and how it restored."""
     box = box_of(columns, by)
     values = reference(0, columns)[box.slices()].clone()
     state = {"t": sw.Shards((ROWS, columns), torch.int64, [(box, values)]), "step": 0}
@@ -149,8 +156,10 @@ def go_on(
     victims: Sequence[int] = (0,),
     results: bool = True,
 ) -> Went:
-    """Restore, train and save until a step; leave without a word. A fault comes before the save
-    of the step `at`, on the ranks `victims`."""
+    """Restore, then train and save every step up to `until`; close without waiting.
+
+    `fault` is called before the save of step `at`, on the ranks `victims`.
+    """
     cp = cluster.open()
     values, state, went = begin(cp, cluster.columns, by)
     handles = []
@@ -169,13 +178,13 @@ def go_on(
 
 
 def infos(directory: Path) -> list[AgentInfo]:
-    """Those of the agents of all homes below a directory."""
+    """Return the records of the agents of all homes below a directory."""
     found = [read_record(info, AgentInfo) for info in directory.glob("**/agent.json")]
     return [info for info in found if info is not None]
 
 
 def signal_agents(directory: Path, number: signal.Signals) -> list[int]:
-    """Send a signal to the agents of all homes below a directory; their processes."""
+    """Send a signal to the agents of all homes below a directory; return their process ids."""
     processes = [info.process for info in infos(directory)]
     for process in processes:
         with suppress(ProcessLookupError):
@@ -184,13 +193,13 @@ def signal_agents(directory: Path, number: signal.Signals) -> list[int]:
 
 
 def end_agents(directory: Path) -> None:
-    """Kill the agents of all homes below a directory; wait until they are gone."""
+    """Kill the agents of all homes below a directory, and wait until they have exited."""
     processes = signal_agents(directory, signal.SIGKILL)
     until(lambda: not any(is_running(process) for process in processes))
 
 
 def is_running(process: int) -> bool:
-    """Whether there is such a process, and it is not a zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -198,22 +207,22 @@ def is_running(process: int) -> bool:
 
 
 def lose(directory: Path) -> None:
-    """A node is lost, with its agent and all of its memory."""
+    """Lose a node: kill its agent and delete its memory."""
     end_agents(directory)
     for path in sorted(directory.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
 
 
 def until(true: Callable[[], object], seconds: float = 30.0) -> None:
-    """Wait until something is so."""
+    """Wait until a condition is true."""
     deadline = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < deadline, "it did not become so in time"
+        assert time.monotonic() < deadline, f"the condition was not true within {seconds:g} s"
         time.sleep(0.002)
 
 
 def steps_in(root: Path) -> list[int]:
-    """Those that are committed in storage; each is whole."""
+    """Return the steps that are committed in storage, after verifying each."""
     with sw.Checkpointer(root, memory=None) as cp:
         steps = cp.steps()
     for step in steps:
@@ -222,7 +231,7 @@ def steps_in(root: Path) -> list[int]:
 
 
 def strays(shm: Path) -> list[str]:
-    """What lies in the homes below a directory, and belongs to nothing."""
+    """Return the unexpected files in the homes below a directory."""
     found = []
     for home in shm.glob("*/shardwise-*"):
         found += [path for path in home.iterdir() if not _HOME.fullmatch(path.name)]
@@ -240,12 +249,12 @@ def strays(shm: Path) -> list[str]:
 
 
 def slots(shm: Path) -> dict[str, int]:
-    """How many slots each rank has on each node, free or in use."""
+    """Return the number of slots of each rank on each node, free or in use."""
     counts: dict[str, int] = {}
     for home in shm.glob("*/shardwise-*"):
         free = [path.name[:6] for path in home.glob("runs/*/free/*.slot")]
-        notes = home.glob("runs/*/step-*/*.staged.json")
-        used = [path.name[:6] for path in notes if _data_of(path).exists()]
+        records = home.glob("runs/*/step-*/*.staged.json")
+        used = [path.name[:6] for path in records if _data_of(path).exists()]
         for rank in (*free, *used):
             name = f"{home.parent.name}/{rank}"
             counts[name] = counts.get(name, 0) + 1
@@ -257,7 +266,7 @@ def _data_of(staged: Path) -> Path:
 
 
 def assert_tidy(shm: Path, ranks: int) -> None:
-    """Nothing but what belongs there, and as many slots as there should be, once agents rest."""
+    """Check that, once agents are idle, no unexpected files remain and each rank has its slots."""
     with suppress(AssertionError):
         until(lambda: not strays(shm) and list(slots(shm).values()) == [SLOTS] * ranks)
     assert not (left := strays(shm)), left
