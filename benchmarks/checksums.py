@@ -1,4 +1,4 @@
-"""What it costs to verify every byte of a load."""
+"""The part of a load's time that goes into verifying checksums. Goal: at most a tenth."""
 
 from __future__ import annotations
 

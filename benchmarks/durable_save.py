@@ -1,4 +1,8 @@
-"""How long until a checkpoint is durable: ours, the peers', and the machine's direct writes."""
+"""The time until a checkpoint is durable.
+
+Limit: direct writes of the same size; the goal is 0.85 of their bandwidth. Peers: DCP and
+torch_checkpointing.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +37,8 @@ def main() -> None:
 
 
 def measure(bench: Bench, jobs: dict[str, Callable[[], object]]) -> None:
-    """Time every job in every round."""
-    for job in jobs.values():  # starts what is started once, and fills caches
+    """Measure every job in every round."""
+    for job in jobs.values():  # warm up
         bench.clear()
         job()
     for _ in bench.rounds:
@@ -51,7 +55,7 @@ def measure(bench: Bench, jobs: dict[str, Callable[[], object]]) -> None:
 def saves(
     bench: Bench, model: dict[str, DTensor], cleanup: ExitStack
 ) -> dict[str, Callable[[], object]]:
-    """What is timed. Each begins in an empty directory."""
+    """Return the jobs to measure. Each starts with an empty directory."""
     state: dict[str, object] = {"model": model}
     to, share = bench.dir / "step", bench.size.total // bench.world
 
@@ -68,14 +72,18 @@ def saves(
         for name, kind in BY_TORCH_CHECKPOINTING.items():
             jobs[name] = torch_checkpointing_save(bench, model, kind, cleanup)
     elif bench.rank == 0:
-        print("torch_checkpointing is not installed, and left out")
+        print("torch_checkpointing is not installed: skipped (`make peers` installs it)")
     return jobs
 
 
 def torch_checkpointing_save(
     bench: Bench, model: dict[str, DTensor], kind: str, cleanup: ExitStack
 ) -> Callable[[], None]:
-    """Until it is durable: it does not sync. Buffered, as its direct writes fail on ext4."""
+    """Return a save by torch_checkpointing that ends when the files are durable.
+
+    torch_checkpointing does not sync its files, so the job does. Writes are buffered, because its
+    direct writes fail on ext4.
+    """
     config = getattr(torch_checkpointing.CheckpointManager.Config, f"with_{kind}_save")()
     config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)
     manager = config.build()

@@ -1,4 +1,8 @@
-"""Written anew as safetensors of Hugging Face: a checkpoint of DCP, and one of ZeRO-3."""
+"""The time and memory to export checkpoints of DCP and ZeRO-3 to Hugging Face's safetensors.
+
+Limits: a direct write of the same size, read again, and `max_memory`. Peers: DCP's consolidation
+and DeepSpeed's zero_to_fp32.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +57,10 @@ def main() -> None:
 
 
 def make(bench: Bench) -> dict[str, int]:
-    """What is exported: by DCP, by DCP as parts to consolidate, and by DeepSpeed.
+    """Save the sources: with DCP, with DCP as parts to consolidate, and with DeepSpeed.
 
-    Returns the number of the file to write for each name.
+    Returns:
+        The number of the output file for each name.
     """
     model = bench.model(ROWS)
     dcp.save({"model": model}, checkpoint_id=bench.dir / "dcp")
@@ -68,7 +73,7 @@ def make(bench: Bench) -> dict[str, int]:
 
 
 def empty(bench: Bench, target: Path) -> None:
-    """Have nothing at the target."""
+    """Empty the target directory."""
     if bench.rank == 0:
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
@@ -76,12 +81,12 @@ def empty(bench: Bench, target: Path) -> None:
 
 
 def by_dcp(bench: Bench, files: dict[str, int], target: Path) -> None:
-    """Each rank writes some of the files."""
+    """Consolidate with DCP: each rank writes some of the files."""
     consolidate(str(bench.dir / "parts"), str(target), files, num_threads=2)
 
 
 def by_zero(bench: Bench, source: Path, target: Path) -> None:
-    """One process writes all of it, as DeepSpeed has it."""
+    """Convert with DeepSpeed, which uses a single process."""
     if bench.rank == 0:
         convert_zero_checkpoint_to_state_dict(
             str(source), str(target), max_shard_size=None, safe_serialization=True
@@ -89,14 +94,14 @@ def by_zero(bench: Bench, source: Path, target: Path) -> None:
 
 
 def synced(bench: Bench, target: Path, job: Callable[[Path], object]) -> None:
-    """With what makes its files durable, which neither of them does."""
+    """Run a job and sync its files, which neither peer does."""
     job(target)
     dist.barrier()
     sync_files(target, bench.rank, bench.world)
 
 
 def report(bench: Bench, peaks: dict[str, float]) -> None:
-    """Times and memory, against the disk, the bound and the others."""
+    """Compare times and memory with the limits and the peers."""
     dcp_, zero_ = "DCP: sw.export", "ZeRO-3: sw.export"
     bench.compare(dcp_, "direct write", AGAIN, "DCP: consolidate")
     bench.compare(zero_, "ZeRO-3: zero_to_fp32")

@@ -1,4 +1,8 @@
-"""How long it takes to open ten thousand tensors in 64 rank files: at first, and with an index."""
+"""The time to open ten thousand tensors in the files of 64 ranks.
+
+Goals: at most 2 s at first, and 0.2 s with a saved index. Peers: DCP's `read_metadata`, and
+`torch.load` with mapped files.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ def main() -> None:
     for name in MAKERS:
         place, index = bench.dir / name, bench.dir / f"{name}.index"
         opening = partial(sw.open, place, spec=spec if name == "torch.save" else None)
-        opened = opening(index=index)  # which keeps the index
+        opened = opening(index=index)  # saves the index
         jobs: dict[str, Callable[[], object]] = {
             name: opening,
             f"{name}, with an index": partial(opening, index=index),
@@ -61,7 +65,7 @@ def main() -> None:
 
 
 def theirs(name: str, place: Path) -> dict[str, Callable[[], object]]:
-    """What others do before they can read a tensor."""
+    """Return the peers' jobs: what each must do before it can read a tensor."""
     if name == "DCP":
         return {f"{name}: read_metadata": dcp.FileSystemReader(place).read_metadata}
     files = list(place.rglob("*.pt"))
@@ -69,7 +73,7 @@ def theirs(name: str, place: Path) -> dict[str, Callable[[], object]]:
 
 
 def mapped(path: Path) -> object:
-    """A file's values, its tensors mapped."""
+    """Load a file with mapped tensors."""
     return torch.load(path, mmap=True, weights_only=False)
 
 

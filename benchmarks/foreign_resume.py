@@ -1,4 +1,9 @@
-"""From a ZeRO checkpoint of two ranks to training state on others: ours, and DeepSpeed's way."""
+"""The time to load a ZeRO checkpoint of two ranks into another parallelism.
+
+Peer: DeepSpeed's conversion to a universal checkpoint and the load of that; the goal is 20 times
+its speed. Limit: a load of our own checkpoint of the same state; the goal is at most 1.3 times its
+time, and to read at most 1.1 times the checkpoint's bytes.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +39,7 @@ def main() -> None:
 
 
 def resume(bench: Bench, stage: int, blocks: int) -> dict[str, Any]:
-    """Both ways, in turn, from one checkpoint. Returns a row of what each reads."""
+    """Measure both ways in turn, from one checkpoint. Returns a table row of the bytes read."""
     name, place = f"ZeRO-{stage}", bench.dir / f"zero{stage}"
     native, universal = bench.dir / f"native{stage}", place / "universal"
     state, engine = ours(blocks), zero.engine_of(stage, blocks, universal=True)
@@ -70,7 +75,7 @@ def resume(bench: Bench, stage: int, blocks: int) -> dict[str, Any]:
 
 
 def report(bench: Bench, name: str, converting: list[float]) -> None:
-    """DeepSpeed takes what its two steps take, with and without the start of a process for one."""
+    """Compare with the sum of DeepSpeed's two steps, with and without the start of its process."""
     base, both = f"{name}: sw.load", f"{name}: DeepSpeed, both"
     commands, loading = (bench.seconds[f"{name}: {n}"] for n in ("ds_to_universal", LOADING))
     bench.seconds[both] = [a + b for a, b in zip(commands, loading, strict=True)]
@@ -84,7 +89,7 @@ def report(bench: Bench, name: str, converting: list[float]) -> None:
 
 
 def ours(blocks: int) -> dict[str, Any]:
-    """The same model under FSDP2, or whole on one rank, and its optimizer."""
+    """Return the same model under FSDP2 (or unsharded on one rank) and its optimizer."""
     model = zero.Model(blocks)
     if dist.get_world_size() > 1:
         for block in model.blocks:
@@ -94,16 +99,16 @@ def ours(blocks: int) -> dict[str, Any]:
 
 
 def same_weights(state: dict[str, Any], engine: Any) -> None:
-    """Refuse to compare ways that do not end at the same."""
+    """Check that both ways load the same weights."""
     trained = zip(state["model"].parameters(), engine.module.parameters(), strict=True)
     for own, other in trained:
         whole = own.full_tensor() if isinstance(own, DTensor) else own
         if not torch.equal(whole, safe_get_full_fp32_param(other).view_as(whole)):
-            raise RuntimeError("sw.load and load_universal end at different weights")
+            raise RuntimeError("sw.load and load_universal loaded different weights")
 
 
 def on_first(bench: Bench, job: Callable[[], T]) -> T | None:
-    """Have one rank do it while the others wait."""
+    """Run a job on rank 0 while the others wait."""
     done = job() if bench.rank == 0 else None
     dist.barrier()
     return done

@@ -1,4 +1,6 @@
-"""On an accelerator: copies against the link, and a training with a snapshot of every step.
+"""On an accelerator: the bandwidth of copies, and the overhead of a snapshot at every step.
+
+Limits: the bandwidth of the link, and the same training without snapshots.
 
 OMP_NUM_THREADS=4 python benchmarks/gpu_overhead.py --out gpu.json
 """
@@ -34,7 +36,7 @@ GOALS = {"link": 0.9, "mean": 0.01, "p99": 0.03}
 def main() -> None:
     options = arguments()
     if not torch.accelerator.is_available():
-        sys.exit("no accelerator: this measures copies from one, and there is none here")
+        sys.exit("no accelerator found: this benchmark measures copies from one")
     device = torch.device(torch.accelerator.current_accelerator() or "cpu", 0)
     shape = Shape(
         layers=options.layers,
@@ -63,16 +65,16 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """How large the model is, and for how long it trains; the defaults are for 80 GB and more."""
+    """Parse the options. The default model needs an accelerator with 80 GB."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40, help="of each way, in each round")
-    parser.add_argument("--dir", default="/dev/shm", help="where snapshots are kept")
-    parser.add_argument("--out", type=Path, help="where the result is written too")
+    parser.add_argument("--steps", type=int, default=40, help="steps per way and round")
+    parser.add_argument("--dir", default="/dev/shm", help="directory of snapshots")
+    parser.add_argument("--out", type=Path, help="also write the result to this file")
     return parser.parse_args()
 
 
@@ -82,7 +84,7 @@ def measure(
     device: torch.device,
     options: argparse.Namespace,
 ) -> dict[str, object]:
-    """All there is to measure, the two ways to train in turn."""
+    """Measure everything; training with and without snapshots takes turns."""
     start = time.perf_counter()
     allocated = checkpointer.prepare(training.state)
     prepared = time.perf_counter() - start
@@ -91,7 +93,7 @@ def measure(
     def save() -> None:
         handle = checkpointer.save(len(handles) + 1, training.state)
         if handle is None:
-            raise RuntimeError("a save that waits for a slot was left out")
+            raise RuntimeError("a save was skipped instead of waiting for a slot")
         handles.append(handle)
 
     training.run(WARM, save)
@@ -127,7 +129,7 @@ def measure(
 
 
 def goals(steps: dict[bool, list[float]], of_link: float) -> list[dict[str, object]]:
-    """What is to be reached, and whether it is."""
+    """Return the goals, and whether each is reached."""
     without, with_ = summary(steps[False]), summary(steps[True])
     slower = {key: with_[key] / without[key] - 1 for key in ("mean", "p99")}
     return [
@@ -139,12 +141,12 @@ def goals(steps: dict[bool, list[float]], of_link: float) -> list[dict[str, obje
 
 
 def goal(text: str, measured: float, reached: bool, wanted: str) -> dict[str, object]:
-    """As in the results of the other benchmarks."""
+    """Return a goal in the format of the other benchmarks' results."""
     return {"goal": text, "wanted": wanted, "measured": rounded(measured), "reached": reached}
 
 
 def summary(seconds: list[float]) -> dict[str, float]:
-    """Mean, median and the value that one of a hundred exceeds."""
+    """Return the mean, the median and the 99th percentile."""
     return {
         "mean": rounded(statistics.mean(seconds)),
         "median": rounded(statistics.median(seconds)),
@@ -153,7 +155,7 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 
 def link_bandwidth(device: torch.device) -> float:
-    """Bytes a second of one large copy into page-locked memory, the best of five."""
+    """Return the bytes per second of a large copy into page-locked memory, the best of five."""
     source = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
     return LINK_BYTES / min(timed(lambda: target.copy_(source, non_blocking=True)) for _ in "12345")
@@ -165,7 +167,7 @@ def copy_bandwidth(
     handles: list[sw.SaveHandle],
     nbytes: int,
 ) -> float:
-    """Bytes a second of our copy of the state with nothing beside it, the median of five."""
+    """Return the bytes per second of our copy of the state, alone, the median of five."""
 
     def copy() -> None:
         save()
@@ -179,7 +181,7 @@ def copy_bandwidth(
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds until the accelerator has done it too."""
+    """Return the seconds until the accelerator has finished some work."""
     torch.accelerator.synchronize()
     start = time.perf_counter()
     work()
@@ -188,9 +190,9 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def clean(home: Path) -> None:
-    """End the agent, and leave nothing in memory."""
-    for card in home.glob("*/agent.json"):
-        os.kill(msgspec.json.decode(card.read_bytes())["process"], signal.SIGTERM)
+    """Stop the agent and delete the snapshots."""
+    for info in home.glob("*/agent.json"):
+        os.kill(msgspec.json.decode(info.read_bytes())["process"], signal.SIGTERM)
     shutil.rmtree(home, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""What all benchmarks share: rounds in which everything is measured in turn, medians, results."""
+"""The harness of all benchmarks: measurements in turn, in rounds; medians; results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How many tensors of how many bytes a state has, in rows of `columns` elements."""
+    """The size of a state: a number of equal tensors with `columns` columns."""
 
     tensors: int = 128
     nbytes: int = 16 << 20
@@ -44,22 +44,22 @@ class Size:
 LARGE = Size()
 MANY = Size(tensors=10_000, nbytes=16 << 10, columns=64)
 ITS_OWN = Size(tensors=0, nbytes=0)
-"""For questions that make a state of their own."""
+"""For benchmarks that create their own state."""
 
 
 def arguments() -> argparse.Namespace:
-    """The options that every benchmark has."""
+    """Parse the options that every benchmark has."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--dir", type=Path, default=Path("bench-out"), help="emptied, and used")
+    parser.add_argument("--dir", type=Path, default=Path("bench-out"), help="working directory")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--quick", action="store_true", help="two rounds, an eighth of the tensors")
-    parser.add_argument("--results", type=Path, help="where results go, if not below --dir")
+    parser.add_argument("--results", type=Path, help="directory of results (default: DIR/results)")
     return parser.parse_args()
 
 
 class Bench:
-    """One benchmark on all ranks: what is measured takes turns, round by round."""
+    """One benchmark on all ranks. In each round, every job is measured once."""
 
     def __init__(self, question: str, size: Size, options: argparse.Namespace) -> None:
         torch.set_num_threads(1)
@@ -81,11 +81,11 @@ class Bench:
         self.clear()
 
     def state(self, *placements: Shard, mesh: DeviceMesh | None = None) -> dict[str, object]:
-        """What is saved: the model."""
+        """Return a state to save: a model."""
         return {"model": self.model(*placements, mesh=mesh)}
 
     def model(self, *placements: Shard, mesh: DeviceMesh | None = None) -> dict[str, DTensor]:
-        """Random tensors, divided over the ranks of a mesh by the placements in turn."""
+        """Return random tensors, sharded over a mesh; they take the placements in turn."""
         mesh = mesh or self.mesh
         rows = self.size.nbytes // self.dtype.itemsize // self.size.columns
         model = {}
@@ -98,7 +98,7 @@ class Bench:
         return model
 
     def measure(self, name: str, work: Callable[[], T]) -> T:
-        """Time one thing on all ranks, from a quiet disk on; the slowest rank counts."""
+        """Measure a job on all ranks, after pending writes are done; the slowest rank counts."""
         self.settle()
         start = time.perf_counter()
         done = work()
@@ -107,10 +107,10 @@ class Bench:
         return done
 
     def in_a_row(self, once: Callable[[], T]) -> T:
-        """Do something that measures time and again, and keep the median of the later times.
+        """Repeat a measurement, and keep the median of the later half as one sample.
 
-        Memory that nothing has touched for a minute is several times as slow at its next touch on
-        some virtual machines, and a way to save may take turns between three places.
+        On some virtual machines, memory that was idle for a minute is several times slower at its
+        next access. A library may also alternate between up to three buffers.
         """
         before = {name: len(seconds) for name, seconds in self.seconds.items()}
         for _ in range(2 * IN_A_ROW):
@@ -121,14 +121,14 @@ class Bench:
         return done
 
     def clear(self) -> None:
-        """Delete what was written."""
+        """Empty the working directory."""
         if self.rank == 0:
             shutil.rmtree(self.dir, ignore_errors=True)
             self.dir.mkdir(parents=True)
         self.settle()
 
     def settle(self) -> None:
-        """Let what was written or deleted before reach the disk."""
+        """Wait until earlier writes and deletions have reached the disk."""
         dist.barrier()
         if self.rank == 0:
             os.sync()
@@ -136,49 +136,49 @@ class Bench:
         dist.barrier()
 
     def cool(self) -> None:
-        """Have none of our files in the page cache."""
+        """Drop all files of this benchmark from the page cache."""
         self.settle()
         if self.rank == 0:
             drop_cached(self.dir)
         dist.barrier()
 
     def warm(self) -> None:
-        """Have all our files in the page cache."""
+        """Read all files of this benchmark into the page cache."""
         if self.rank == 0:
             read_all(self.dir)
         dist.barrier()
 
     def gathered(self, value: T) -> list[T]:
-        """Every rank's value."""
+        """Return the values of all ranks."""
         values: list[T] = [value] * self.world
         dist.all_gather_object(values, value)
         return values
 
     def ratio(self, name: str, base: str) -> float:
-        """The median over the rounds of one thing's seconds over another's."""
+        """Return the median over the rounds of the ratio of two jobs' times."""
         pairs = zip(self.seconds[name], self.seconds[base], strict=True)
         return statistics.median(a / b for a, b in pairs)
 
     def compare(self, base: str, *names: str) -> None:
-        """Have the results say how many times as long as `base` each takes."""
+        """Add to the results how many times as long as `base` each job takes."""
         for name in names:
             self._ratios[name] = {"to": base, "median": rounded(self.ratio(name, base))}
 
     def goal(
         self, text: str, measured: float, *, least: float = -math.inf, most: float = math.inf
     ) -> None:
-        """Have the results say whether a goal is reached."""
+        """Add to the results whether a goal is reached."""
         wanted = f"≥ {least:g}" if least > -math.inf else f"≤ {most:g}"
         reached = least <= measured <= most
         goal = {"goal": text, "wanted": wanted, "measured": rounded(measured), "reached": reached}
         self._goals.append(goal)
 
     def table(self, title: str, rows: list[dict[str, object]]) -> None:
-        """Have the results show these rows, which have the same keys."""
+        """Add a table to the results; all rows have the same keys."""
         self._tables[title] = rows
 
     def finish(self) -> None:
-        """Write the results, and clean up."""
+        """Write the results and clean up."""
         if self.rank == 0:
             shutil.rmtree(self.dir, ignore_errors=True)
             dtype = str(self.dtype).removeprefix("torch.")
@@ -206,12 +206,12 @@ class Bench:
 
 
 def rounded(value: float) -> float:
-    """Four significant digits, which is more than these measurements have."""
+    """Round to four significant digits."""
     return float(f"{value:.4g}")
 
 
 def machine() -> dict[str, object]:
-    """What it was measured on."""
+    """Describe this machine."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": f"{platform.machine()}, {os.cpu_count()} cores",

@@ -1,4 +1,4 @@
-"""What the machine itself can do: copies, direct writes and reads; the state of its page cache."""
+"""The machine's own limits: copies, direct writes and reads. Also controls the page cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ THREADS = 2
 
 
 def copier(tensors: Iterable[torch.Tensor], threads: int) -> Callable[[], np.ndarray]:
-    """Copies all bytes of these, once, into memory that was touched before; gives that memory."""
+    """Return a function that copies the tensors into memory that was touched before.
+
+    It returns that memory.
+    """
     sources = [each.contiguous().view(-1).view(torch.uint8).numpy() for each in tensors]
     ends = np.cumsum([len(each) for each in sources]).tolist()
     out = np.frombuffer(mmap.mmap(-1, ends[-1]), np.uint8)
@@ -32,7 +35,7 @@ def copier(tensors: Iterable[torch.Tensor], threads: int) -> Callable[[], np.nda
 
 
 def direct_write(path: Path, nbytes: int) -> None:
-    """Write a new file past the page cache, from page-aligned memory, and sync it."""
+    """Write a new file with direct I/O from page-aligned memory, and sync it."""
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT, 0o600)
     try:
         _in_chunks(nbytes, lambda buffer, at: os.pwrite(fd, buffer, at))
@@ -42,7 +45,7 @@ def direct_write(path: Path, nbytes: int) -> None:
 
 
 def direct_read(path: Path, nbytes: int) -> None:
-    """Read a file past the page cache into page-aligned memory."""
+    """Read a file with direct I/O into page-aligned memory."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
         _in_chunks(nbytes, lambda buffer, at: os.preadv(fd, [buffer], at))
@@ -51,7 +54,7 @@ def direct_read(path: Path, nbytes: int) -> None:
 
 
 def _in_chunks(nbytes: int, move: Callable[[memoryview, int], int]) -> None:
-    """Move all chunks, by several threads with a buffer each."""
+    """Move all chunks with several threads, each with its own buffer."""
 
     def work(thread: int) -> None:
         buffer = memoryview(mmap.mmap(-1, CHUNK))
@@ -66,7 +69,7 @@ def _in_chunks(nbytes: int, move: Callable[[memoryview, int], int]) -> None:
 
 
 def sync_files(directory: Path, rank: int, world: int) -> None:
-    """Make files durable that were written without: this rank's part of them."""
+    """Sync this rank's part of the files below a directory."""
     for path in [*_files(directory), directory][rank::world]:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -76,14 +79,14 @@ def sync_files(directory: Path, rank: int, world: int) -> None:
 
 
 def drop_cached(directory: Path) -> None:
-    """Take files, which must be synced, out of the page cache."""
+    """Drop files from the page cache; they must be synced."""
     for path in _files(directory):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read_all(directory: Path) -> None:
-    """Bring files into the page cache."""
+    """Read files into the page cache."""
     for path in _files(directory):
         with path.open("rb", buffering=0) as file:
             while file.read(CHUNK):
@@ -91,7 +94,7 @@ def read_all(directory: Path) -> None:
 
 
 def bytes_read() -> int:
-    """What this process has read so far, from files or their cache; with children that ended."""
+    """Return the bytes that this process and its exited children have read, cached or not."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["rchar"])
 

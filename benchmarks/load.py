@@ -1,4 +1,7 @@
-"""How long a load takes, same sharding, with a cold and with a warm page cache."""
+"""The time of a load into the same sharding, with a cold and a warm page cache.
+
+Limit when cold: direct reads of the same size; the goal is 0.85 of their bandwidth. Peer: DCP.
+"""
 
 from __future__ import annotations
 

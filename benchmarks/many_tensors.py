@@ -1,4 +1,7 @@
-"""Ten thousand tensors of 16 KB: all work is per tensor, and none of it is bytes."""
+"""The time to save and load ten thousand tensors of 16 KB, where the cost per tensor dominates.
+
+Peer: DCP; the goal is a tenth of its time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Peak host memory beyond the state, of each process, for several values of `staging_bytes`."""
+"""The peak memory of a save and a load beyond the state, for several values of `staging_bytes`.
+
+Limit: `staging_bytes` plus 256 MB for each process.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from benchmarks.harness import COLUMNS, LARGE, ROWS, Bench, arguments
 
 BUFFERS = (16, 64, 256)
 ALLOWED = 256
-"""MB beyond the state and `staging_bytes`."""
+"""MB allowed beyond the state and `staging_bytes`."""
 
 
 def main() -> None:
@@ -40,15 +43,15 @@ def main() -> None:
 
 
 def peak_beyond(bench: Bench, name: str, job: Callable[[], object]) -> float:
-    """Most that any process's memory grows, in MB, while a job runs."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    """Measure a job; return the largest growth of any process's memory during it, in MB."""
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = status("VmRSS")
     bench.measure(name, job)
     return max(bench.gathered(round(status("VmHWM") - before, 1)))
 
 
 def status(field: str) -> float:
-    """A field of this process's memory, in MB."""
+    """Return a memory field of this process's status, in MB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024 / 1e6
 

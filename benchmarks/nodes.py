@@ -1,4 +1,4 @@
-"""Nodes of a benchmark: a directory in memory for each rank, with an agent of its own."""
+"""Simulated nodes for benchmarks: one per rank, each with a directory in memory and an agent."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Nodes:
         self._memory = Path(f"/dev/shm/shardwise-{bench.question}")
 
     def __getitem__(self, rank: int) -> Path:
-        """The directory of a rank's node."""
+        """Return the directory of a rank's node."""
         return self._memory / f"node{rank}"
 
     @contextmanager
     def checkpointer(self, *, group: int = 8) -> Iterator[sw.Checkpointer]:
-        """Open this rank's Checkpointer, on its own node."""
+        """Open this rank's Checkpointer on its node."""
         directory = self[self._bench.rank]
         directory.mkdir(parents=True, exist_ok=True)
         memory = sw.Memory(
@@ -45,7 +45,7 @@ class Nodes:
             checkpointer.close(wait=False)
 
     def lose(self, rank: int) -> AgentInfo:
-        """Kill a node's agent and delete its memory. Returns what was known of the agent."""
+        """Kill a node's agent and delete its memory. Returns the agent's record."""
         (path,) = self[rank].glob("*/agent.json")
         info = msgspec.json.decode(path.read_bytes(), type=AgentInfo)
         os.kill(info.process, signal.SIGKILL)
@@ -53,7 +53,7 @@ class Nodes:
         return info
 
     def clean(self) -> None:
-        """Kill all agents, and delete their memory and the root."""
+        """Kill all agents; delete the nodes' memory and the root."""
         dist.barrier()
         if self._bench.rank == 0:
             for path in self._memory.glob("node*/*/agent.json"):
@@ -65,9 +65,9 @@ class Nodes:
 
 
 def save_protected(checkpointer: sw.Checkpointer, step: int, model: dict[str, object]) -> None:
-    """Save a step, and wait until it is protected on all ranks."""
+    """Save a step and wait until it is protected on all ranks."""
     handle = checkpointer.save(step, {"model": model})
     if handle is None:
-        raise RuntimeError("a save that waits for a slot was left out")
+        raise RuntimeError("a save was skipped instead of waiting for a slot")
     handle.protected()
     dist.barrier()

@@ -1,4 +1,8 @@
-"""How much slower a training is that keeps a snapshot of every step, and what that takes."""
+"""The overhead of a snapshot at every step of a training: slow-down and processor time.
+
+Limits: the same training without snapshots, and the processor time of one copy and its checksums.
+Peers: those that can save at every step, into the same memory.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,7 @@ QUICK = Shape(layers=2, width=64, heads=2, batch=1, length=16)
 
 @dataclass
 class Way:
-    """One way to save at every step; what the loop calls, and when."""
+    """One way to save at every step: the functions that the training loop calls."""
 
     save: Callable[[], object] = nothing
     before_step: Callable[[], object] = nothing
@@ -50,7 +54,7 @@ class Way:
 
 @dataclass
 class Figures:
-    """What was measured of one way: of every step, and of every round."""
+    """The measurements of one way, for every step and every round."""
 
     steps: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)
@@ -82,7 +86,7 @@ def main() -> None:
 
 
 def make_ways(bench: Bench, training: Training, cleanup: ExitStack) -> dict[str, Way]:
-    """Without, ours, and those peers that can save at every step, all into the same memory."""
+    """Return the ways: no snapshots, ours, and peers that can save at every step."""
     if bench.rank == 0:
         shutil.rmtree(MEMORY, ignore_errors=True)
         MEMORY.mkdir()
@@ -101,7 +105,7 @@ def make_ways(bench: Bench, training: Training, cleanup: ExitStack) -> dict[str,
 
 
 def ours(bench: Bench, training: Training, cleanup: ExitStack, *, overlap: bool) -> Way:
-    """Snapshots in memory; no step is left out."""
+    """Return our snapshots in memory, without skipping steps."""
     memory = sw.Memory(snapshot_every=1, overlap=overlap, dir=str(MEMORY), when_full="wait")
     root = bench.dir / f"root-{overlap}"
     checkpointer = sw.Checkpointer(root, save_every=NEVER, memory=memory)
@@ -112,14 +116,14 @@ def ours(bench: Bench, training: Training, cleanup: ExitStack, *, overlap: bool)
     def save() -> None:
         handle = checkpointer.save(len(handles) + 1, training.state)
         if handle is None:
-            raise RuntimeError("a save that waits for a slot was left out")
+            raise RuntimeError("a save was skipped instead of waiting for a slot")
         handles.append(handle)
 
     return Way(save, finish=lambda: handles[-1].result())
 
 
 def theirs(bench: Bench, name: str, peer: Peer) -> Way:
-    """A peer, which is waited for before it begins the next; the last two are kept."""
+    """Return a peer's saves: each waits for the previous one; the last two are kept."""
     last = Begun(nothing)
     paths: list[Path] = []
 
@@ -135,7 +139,7 @@ def theirs(bench: Bench, name: str, peer: Peer) -> Way:
 
 
 def run(training: Training, way: Way, steps: int) -> tuple[list[float], list[float]]:
-    """Train for some steps; seconds of each, and of those that it waited for the saving."""
+    """Train for some steps; return the seconds of each, and the seconds it waited for saving."""
     training.wait_for_copy = way.before_step
     timed = training.run(steps, way.save)
     way.before_step()
@@ -145,7 +149,7 @@ def run(training: Training, way: Way, steps: int) -> tuple[list[float], list[flo
 
 
 def measure(bench: Bench, training: Training, way: Way, figures: Figures) -> None:
-    """One round of one way; the slowest rank counts."""
+    """Measure one round of one way; the slowest rank counts."""
     steps = STEPS_QUICK if bench.quick else STEPS
     bench.settle()
     before = used(bench)
@@ -161,23 +165,23 @@ def measure(bench: Bench, training: Training, way: Way, figures: Figures) -> Non
 
 
 def used(bench: Bench) -> tuple[float, float]:
-    """Processor seconds of all processes until now; and those of the agent alone."""
+    """Return the processor seconds used by all processes, and by the agents alone."""
     trainers = bench.gathered(os.getpid())
     agents = family(agent_processes())
     return processor_seconds(family(trainers) | agents), processor_seconds(agents)
 
 
 def agent_processes() -> list[int]:
-    """Those of the agents of this benchmark."""
-    cards = MEMORY.glob("*/agent.json")
-    return [msgspec.json.decode(card.read_bytes())["process"] for card in cards]
+    """Return the process ids of this benchmark's agents."""
+    infos = MEMORY.glob("*/agent.json")
+    return [msgspec.json.decode(info.read_bytes())["process"] for info in infos]
 
 
 class Alone:
-    """What copies and checksums take with nothing beside them.
+    """The cost of copies and checksums alone.
 
     Attributes:
-        processor: of each round, processor seconds of all ranks for a copy and its checksums.
+        processor: for each round, the processor seconds of all ranks for a copy and its checksums.
     """
 
     def __init__(self, bench: Bench, training: Training) -> None:
@@ -188,7 +192,7 @@ class Alone:
         self.processor: list[float] = []
 
     def measure(self) -> None:
-        """One round, after all else."""
+        """Measure one round."""
         bench = self._bench
         bench.settle()
         start, seconds = time.process_time(), []
@@ -206,7 +210,7 @@ class Alone:
 
 
 def report(bench: Bench, training: Training, found: dict[str, Figures], alone: Alone) -> None:
-    """Tables, and which goals are reached."""
+    """Add the tables and the goals to the results."""
     bench.compare(WITHOUT, *(name for name in found if name != WITHOUT))
     without = found[WITHOUT]
     rows = [row(name, each, without, alone) for name, each in found.items()]
@@ -224,7 +228,7 @@ def report(bench: Bench, training: Training, found: dict[str, Figures], alone: A
 
 
 def row(name: str, figures: Figures, without: Figures, alone: Alone) -> dict[str, object]:
-    """A line of the table."""
+    """Return a row of the table."""
     more = partial(percent, base=statistics.mean(without.steps))
     late = partial(percent, base=percentile(without.steps))
     copies = statistics.median(alone.processor)
@@ -243,34 +247,34 @@ def row(name: str, figures: Figures, without: Figures, alone: Alone) -> dict[str
 
 
 def slowdown(figures: Figures, without: Figures) -> float:
-    """Seconds that a step takes longer: the median over the rounds."""
+    """Return by how many seconds a step is slower: the median over the rounds."""
     pairs = zip(figures.means, without.means, strict=True)
     return statistics.median(a - b for a, b in pairs)
 
 
 def added(figures: Figures, without: Figures) -> float:
-    """Processor seconds that a step takes more: the median over the rounds."""
+    """Return the added processor seconds of a step: the median over the rounds."""
     pairs = zip(figures.processor, without.processor, strict=True)
     return statistics.median(a - b for a, b in pairs)
 
 
 def percentile(values: list[float]) -> float:
-    """Of a hundred, one is above it."""
+    """Return the 99th percentile."""
     return statistics.quantiles(values, n=100, method="inclusive")[98]
 
 
 def percent(value: float, base: float) -> str:
-    """How much more than the base."""
+    """Return by how many percent a value exceeds the base."""
     return f"{100 * (value / base - 1):.2f} %"
 
 
 def milliseconds(value: float) -> float:
-    """Two digits behind the point."""
+    """Return milliseconds, with two decimals."""
     return round(1000 * value, 2)
 
 
 def clean(bench: Bench) -> None:
-    """End the agent, and leave nothing in memory."""
+    """Stop the agents and delete the snapshots."""
     if bench.rank == 0:
         for process in agent_processes():
             os.kill(process, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Results as the tables of docs/benchmarks.md, between its markers."""
+"""Write the results into docs/benchmarks.md as tables, between its markers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MARKED = re.compile(r"(?<=<!-- measured: )(\w+)( -->\n).*?(?=<!-- end -->)", re.
 
 
 def rewrite(page: Path, results: Path) -> None:
-    """Replace what stands between the markers by what the results say."""
+    """Replace the text between the markers by tables of the results."""
     found = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
 
     def content(match: re.Match[str]) -> str:
@@ -28,7 +28,7 @@ def rewrite(page: Path, results: Path) -> None:
 
 
 def machine(results: list[Result]) -> str:
-    """What all of it was measured on; more than one line if not all on the same."""
+    """Return the machines of the results, one per line."""
     machines = dict.fromkeys(
         ", ".join(f"{k} {v}" if k in ("python", "torch") else v for k, v in r["machine"].items())
         for r in results
@@ -37,7 +37,7 @@ def machine(results: list[Result]) -> str:
 
 
 def goals(results: list[Result]) -> str:
-    """All goals under all settings."""
+    """Return a table of all goals."""
     rows = [
         [r["question"], setting(r), g["goal"], g["wanted"], f"{g['measured']:.3g}", reached(g)]
         for r in results
@@ -47,12 +47,12 @@ def goals(results: list[Result]) -> str:
 
 
 def written(value: object) -> str:
-    """A cell: numbers with their thousands apart, all else as it is."""
+    """Format a cell; numbers get thousands separators."""
     return f"{value:,}" if isinstance(value, (int, float)) else str(value)
 
 
 def answers(results: list[Result]) -> str:
-    """The tables of one question: seconds under all settings, then what else it found."""
+    """Return the tables of one benchmark: the seconds under all settings, then the others."""
     if not results:
         return "Not measured yet."
     names = list(dict.fromkeys(name for result in results for name in result["seconds"]))
@@ -66,7 +66,7 @@ def answers(results: list[Result]) -> str:
 
 
 def cell(result: Result, name: str) -> str:
-    """The median, and the median of the ratios if it was compared."""
+    """Return the median seconds, and the median ratio if there is one."""
     if name not in result["seconds"]:
         return ""
     seconds = f"{statistics.median(result['seconds'][name]):.3g}"
@@ -75,16 +75,16 @@ def cell(result: Result, name: str) -> str:
 
 
 def setting(result: Result) -> str:
-    """Processes and dtype."""
+    """Return the number of processes and the dtype."""
     return f"{result['processes']} × {result['dtype']}"
 
 
 def reached(goal: dict[str, Any]) -> str:
-    """In a word."""
+    """Return whether a goal is reached, as text."""
     return "yes" if goal["reached"] else "**no**"
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """Markdown."""
+    """Return a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

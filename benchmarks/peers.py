@@ -1,4 +1,4 @@
-"""How others save in the background. Those that are not installed are left out; it says so."""
+"""Background saves of other libraries. Libraries that are not installed are skipped."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Tensors = dict[str, torch.Tensor]
 
 
 def nothing() -> None:
-    """Where there is nothing to wait for."""
+    """Do nothing, where there is nothing to wait for."""
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A save that was begun: `staged` waits until tensors may change, `result` until it is over."""
+    """A save in progress: `staged` waits until tensors may change, `result` until the end."""
 
     result: Callable[[], object]
     staged: Callable[[], object] = nothing
@@ -41,14 +41,14 @@ class Begun:
 
 @dataclass(frozen=True)
 class Peer:
-    """One way to save: `begin` returns when it does, `load` fills tensors of the same sharding."""
+    """One way to save: `begin` starts a save; `load` fills tensors of the same sharding."""
 
     begin: Callable[[Path], Begun]
     load: Callable[[Path, Tensors], object]
 
 
 def peers(tensors: Tensors, cleanup: ExitStack) -> dict[str, Peer]:
-    """All that are installed, each as it is meant to be used for these tensors."""
+    """Return all installed peers, each used as intended for these tensors."""
     found = by_dcp(tensors, cleanup)
     if torch_checkpointing is not None:
         found["torch_checkpointing"] = by_torch_checkpointing(tensors, cleanup)
@@ -57,19 +57,19 @@ def peers(tensors: Tensors, cleanup: ExitStack) -> dict[str, Peer]:
     absent = {"torch_checkpointing": torch_checkpointing, "torchsnapshot": torchsnapshot}
     if dist.get_rank() == 0:
         for name in (name for name, module in absent.items() if module is None):
-            print(f"{name} is not installed, and left out: `make peers` installs it", flush=True)
+            print(f"{name} is not installed: skipped (`make peers` installs it)", flush=True)
     return found
 
 
 def local(tensors: Tensors) -> Tensors:
-    """This rank's part of each."""
+    """Return this rank's part of each tensor."""
     return {n: t.to_local() if isinstance(t, DTensor) else t for n, t in tensors.items()}
 
 
 def by_dcp(tensors: Tensors, cleanup: ExitStack) -> dict[str, Peer]:
-    """As it comes, with memory that is kept, copied in the background, and by a process.
+    """Return DCP's ways: the default, with reused memory, with a background copy, with a process.
 
-    Its threads talk beside the training, so over a group of their own.
+    DCP's threads communicate during the training, so they use a separate group.
     """
     group = dist.new_group(backend="gloo")
 
@@ -116,7 +116,7 @@ def by_dcp(tensors: Tensors, cleanup: ExitStack) -> dict[str, Peer]:
 
 
 def by_torch_checkpointing(tensors: Tensors, cleanup: ExitStack) -> Peer:
-    """Its background save. Through the page cache, as its direct writes fail on ext4."""
+    """Return torch_checkpointing's background save, buffered: its direct writes fail on ext4."""
     config = torch_checkpointing.CheckpointManager.Config.with_async_save()
     config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)
     manager = config.build()
@@ -133,7 +133,7 @@ def by_torch_checkpointing(tensors: Tensors, cleanup: ExitStack) -> Peer:
 
 
 def by_torchsnapshot(tensors: Tensors) -> Peer:
-    """Its asynchronous take, of this rank's part of each tensor."""
+    """Return torchsnapshot's asynchronous take of this rank's part of each tensor."""
 
     def begin(path: Path) -> Begun:
         state = {"model": torchsnapshot.StateDict(**local(tensors))}

@@ -1,4 +1,7 @@
-"""What planning costs: a first and a second save; and simulated, for up to 16,384 ranks."""
+"""The cost of planning a first and a second save, and, simulated, for up to 16,384 ranks.
+
+Limit: a second save may take 5% of the first one's planning time and communication.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def main() -> None:
 
 
 def row(k: int, seconds: list[list[float]], sent: list[list[int]]) -> dict[str, object]:
-    """Of the first or the second save: medians of the slowest rank's and of all ranks' bytes."""
+    """Return a table row for the first or second save: medians over the rounds."""
     return {
         "save": k + 1,
         "planning, seconds": rounded(statistics.median(each[k] for each in seconds)),
@@ -55,7 +58,7 @@ def row(k: int, seconds: list[list[float]], sent: list[list[int]]) -> dict[str, 
 
 
 def simulate(ranks: int, tensors: int = 1000) -> dict[str, float]:
-    """Plan the save of a model of so many tensors, FSDP over so many ranks, on one process."""
+    """Plan the save of a model under FSDP over many ranks, on one process."""
     names = tuple(f"model.layers.{i // 10}.weight{i % 10}" for i in range(tensors))
     shape = (max(SIMULATED), 64)
     rows = shape[0] // ranks

@@ -1,4 +1,4 @@
-"""Processor seconds of processes, their threads and what they started."""
+"""Processor seconds of processes, their threads and their descendants."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 TICK = os.sysconf("SC_CLK_TCK")
 PARENT, USER, SYSTEM, WAITED_USER, WAITED_SYSTEM = 1, 11, 12, 13, 14
-"""Where they stand in /proc/<process>/stat, counted from after the name."""
+"""Positions of fields in /proc/<process>/stat, counted after the name."""
 
 
 def family(roots: Iterable[int]) -> set[int]:
-    """These processes, those that they started, and so on."""
+    """Return these processes and all their descendants."""
     parents = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit() and (fields := _stat(int(path.name))):
@@ -25,14 +25,14 @@ def family(roots: Iterable[int]) -> set[int]:
 
 
 def processor_seconds(processes: Iterable[int]) -> float:
-    """What these have used until now, and those of their children that are no more."""
+    """Return the seconds used so far by processes and by their exited children."""
     fields = [found for each in processes if (found := _stat(each))]
     wanted = (USER, SYSTEM, WAITED_USER, WAITED_SYSTEM)
     return sum(int(each[field]) for each in fields for field in wanted) / TICK
 
 
 def _stat(process: int) -> list[str]:
-    """The fields after the name; none if there is no such process."""
+    """Return the fields after the name; an empty list if there is no such process."""
     with suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return []

@@ -1,4 +1,4 @@
-"""Checkpoints of many small tensors in the files of 64 ranks, as three others write them."""
+"""Make checkpoints of many small tensors in the files of 64 ranks, in three formats."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ optimizer.layers.{i}.{w*}.{state} -> optimizer.layers.{pp i}.{w*}.{state} [(tp f
 
 
 def shapes_of(parameters: int, *, first: int = 0) -> dict[str, torch.Size]:
-    """Parameters of a model of layers with six each, by name."""
+    """Return the shapes of a model's parameters by name, six for each layer."""
     sizes = cycle([(64, 64), (64,), (128, 64), (64, 96), (96,), (32, 64)])
     numbers = range(first, first + parameters)
     return {
@@ -32,7 +32,7 @@ def shapes_of(parameters: int, *, first: int = 0) -> dict[str, torch.Size]:
 
 
 def by_dcp(place: Path, tensors: int) -> None:
-    """A model and AdamW's state, flattened as `get_optimizer_state_dict` can: all by DCP itself."""
+    """Save a model and AdamW's state with DCP, flattened as by `get_optimizer_state_dict`."""
     shapes = shapes_of(tensors // 4)
     model = {name: torch.zeros(shape) for name, shape in shapes.items()}
     optimizer: dict[str, Any] = {}
@@ -45,7 +45,7 @@ def by_dcp(place: Path, tensors: int) -> None:
 
 
 def by_deepspeed(place: Path, tensors: int) -> None:
-    """ZeRO-3 with frozen parameters, one in ten; written here, as DeepSpeed 0.19.8 has them."""
+    """Write a ZeRO-3 checkpoint like DeepSpeed 0.19.8, with one frozen parameter in ten."""
     frozen = shapes_of(tensors // 10)
     trained = shapes_of((tensors - len(frozen)) // 4, first=len(frozen))
     own = sum(-(-shape.numel() // RANKS) for shape in trained.values())
@@ -82,7 +82,7 @@ def by_deepspeed(place: Path, tensors: int) -> None:
 
 
 def by_ranks(place: Path, tensors: int) -> None:
-    """A file of torch.save for each of 8 tensor-parallel ranks of 8 stages."""
+    """Save with torch.save: a file for each of 8 tensor-parallel ranks of 8 pipeline stages."""
     place.mkdir()
     names = list(shapes_of(tensors // STAGES // (1 + len(STATES))))
     for rank in range(RANKS):

@@ -1,4 +1,4 @@
-"""The time to restore the share of another rank: from its agent, and by XOR from two others.
+"""The time to restore another rank's share from its agent, and by XOR from two other nodes.
 
 Limits: a plain HTTP range download, and a copy in memory. Rank 0 restores what another rank saved,
 first from the node of that rank, then after that node is lost with its memory.
@@ -29,9 +29,9 @@ from shardwise.memory.redundancy.rebuild import Rebuilder
 from shardwise.memory.seal import mapped
 from shardwise.store.store import Buffer
 
-SHARES = Size(tensors=48)  # memory holds them five times: two slots of each, and parity
+SHARES = Size(tensors=48)  # memory holds five copies: two slots for each rank, and parity
 OWNER = 1
-"""The rank whose share rank 0 restores."""
+"""Rank whose share rank 0 restores."""
 THREADS = 2
 CHECK = "check"
 DOWNLOAD, FROM_PEER = "plain HTTP range download", "sw: restore from a peer"
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def ask(bench: Bench, nodes: Nodes, mine: Tensors, wanted: Tensors, step: int) -> None:
-    """Save, and restore the share in all ways."""
+    """Save a step, and restore the share in all ways."""
     with nodes.checkpointer() as checkpointer:
         save_protected(checkpointer, step, {**mine})
         with ExitStack() as cleanup:
@@ -86,7 +86,7 @@ def ask(bench: Bench, nodes: Nodes, mine: Tensors, wanted: Tensors, step: int) -
 def ways_of(
     nodes: Nodes, step: int, world: int, cleanup: ExitStack
 ) -> dict[str, Callable[[], object]]:
-    """What rank 0 does with the owner's file: copies, rebuilds and downloads it."""
+    """Return the jobs of rank 0 on the owner's file: copy, rebuild, download, check."""
     held: dict[tuple[str, str], Buffer] = {}
     for rank in range(world):
         (home,) = nodes[rank].iterdir()
@@ -107,7 +107,7 @@ def ways_of(
 
     def check() -> None:
         if not np.array_equal(out, lost):
-            raise RuntimeError("it is not what was lost")
+            raise RuntimeError("the rebuilt bytes differ from the lost ones")
         out[:] = 0
 
     rebuilder = Rebuilder(protection, read, lost=[owner], threads=THREADS)
@@ -121,7 +121,7 @@ def ways_of(
 
 
 def touched(path: Path) -> Buffer:
-    """A file, mapped, all of whose pages are there."""
+    """Map a file and read all of its pages."""
     found = mapped(path, path.stat().st_size)
     found.max(initial=0)
     return found
@@ -129,7 +129,7 @@ def touched(path: Path) -> Buffer:
 
 @contextmanager
 def plain_server(directory: Path) -> Iterator[int]:
-    """Files of a directory, served by aiohttp as it comes; the port."""
+    """Serve the files of a directory with plain aiohttp; yield the port."""
     command = [sys.executable, "-c", SERVER, str(directory)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -146,33 +146,33 @@ def fetch(port: int, name: str, out: Buffer) -> None:
     response = connection.getresponse()
     view = out.data
     while view:
-        view = view[response.readinto(view) or sys.exit("the plain download was cut off") :]
+        view = view[response.readinto(view) or sys.exit("the plain download ended early") :]
     connection.close()
 
 
 def restore(
     bench: Bench, name: str, checkpointer: sw.Checkpointer, wanted: Tensors, origin: str
 ) -> None:
-    """Restore on all ranks, of which only the first wants anything."""
+    """Measure a restore on all ranks; only rank 0 has tensors to restore."""
     for tensor in wanted.values():
         tensor.zero_()
     bench.measure(name, lambda: checkpointer.restore({"model": wanted}, strict=False))
     report = checkpointer.last_restore
     if report is None or (wanted and not report.origins[origin]):
-        raise RuntimeError(f"it came from elsewhere: {report}")
+        raise RuntimeError(f"not restored from {origin}: {report}")
 
 
 def compare(bench: Bench, mine: Tensors, wanted: Tensors) -> None:
-    """Whether what came back is what was saved, by the sum of each tensor's words."""
+    """Check that the restored values are those saved, by the sum of each tensor's words."""
     tensors = mine if bench.rank == OWNER else wanted
     sums = {name: int(t.view(torch.int32).sum(dtype=torch.int64)) for name, t in tensors.items()}
     everyone = bench.gathered(sums)
     if everyone[0] != everyone[OWNER]:
-        raise RuntimeError("what was restored is not what was saved")
+        raise RuntimeError("the restored values differ from the saved ones")
 
 
 def share_of(bench: Bench, rank: int, make: Callable[..., torch.Tensor]) -> Tensors:
-    """What a rank saves, which no other has."""
+    """Return the tensors that only this rank saves."""
     shape = bench.size.nbytes // 4 // bench.size.columns, bench.size.columns
     return {f"rank{rank}.w{i}": make(shape) for i in range(bench.size.tensors // bench.world)}
 

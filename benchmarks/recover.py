@@ -1,8 +1,8 @@
 """The time to restore on all ranks after the loss of one of four hosts.
 
 Limit: a copy of each rank's share at half of the memory's bandwidth, plus 1.5 s. The nodes protect
-each other by parity. The last host fails as by a loss of power: its memory is empty, and its old
-address does not answer. All four ranks restore, the last one on an empty node.
+each other by parity. The last host fails like one that loses power: its memory is lost, and its old
+address does not respond. All four ranks restore, the last one on an empty node.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def lose(bench: Bench, nodes: Nodes, cleanup: ExitStack, name: str) -> None:
         cleanup.enter_context(off(urlsplit(info.url).port or 0))
     elif name is PENDING:
         (run,) = nodes[bench.rank].glob("*/runs/*")
-        (run / "step-99999999").mkdir()  # as a save that was interrupted leaves it
+        (run / "step-99999999").mkdir()  # as left by an interrupted save
     dist.barrier()
 
 
 @contextmanager
 def off(port: int) -> Iterator[None]:
-    """Make a port that neither accepts nor refuses connections, as that of a host without power."""
+    """Make a port that neither accepts nor refuses connections, like a host without power."""
     with ExitStack() as sockets:
         listener = sockets.enter_context(socket.socket())
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -95,16 +95,16 @@ def off(port: int) -> Iterator[None]:
 def restore(
     bench: Bench, nodes: Nodes, name: str, mine: dict[str, DTensor], wanted: dict[str, DTensor]
 ) -> dict[str, float]:
-    """Restore and compare all bytes. Returns the seconds of each phase on the slowest rank."""
+    """Restore and compare all bytes; return the seconds of each phase on the slowest rank."""
     for tensor in wanted.values():
         tensor.to_local().zero_()
     with nodes.checkpointer(group=4) as checkpointer:
         bench.measure(name, lambda: checkpointer.restore({"model": wanted}))
         report = checkpointer.last_restore
     if report is None or report.source != "memory":
-        raise RuntimeError(f"it came from elsewhere: {report}")
+        raise RuntimeError(f"not restored from memory: {report}")
     if not all(torch.equal(mine[key].to_local(), wanted[key].to_local()) for key in mine):
-        raise RuntimeError("what was restored is not what was saved")
+        raise RuntimeError("the restored values differ from the saved ones")
     everyone = bench.gathered(report.seconds)
     return {phase: max(each[phase] for each in everyone) for phase in PHASES}
 

@@ -1,4 +1,7 @@
-"""Saved by rows on all ranks; loaded by columns, by half the ranks, and FSDP as tensor-parallel."""
+"""The time to load a checkpoint into other shardings and on half of the ranks.
+
+Limit: a load into the same sharding; the goal is at most 1.2 times its time. Peer: DCP.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def main() -> None:
 
 
 def measure(bench: Bench, name: str, placements: list[Shard], group: dist.ProcessGroup) -> None:
-    """Load one target by both libraries, cold and warm; ranks that are not in the group wait."""
+    """Load one target with both libraries, cold and warm; ranks outside the group wait."""
     mine = group != dist.GroupMember.NON_GROUP_MEMBER
     mesh = DeviceMesh.from_group(group, "cpu") if mine else None
     state = bench.state(*placements, mesh=mesh) if mine else {}

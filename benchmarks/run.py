@@ -1,4 +1,4 @@
-"""Ask all questions, each under the settings that matter to it, and write the page."""
+"""Run the benchmarks and write the tables of docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESULTS = HERE / "results"
 
 @dataclass(frozen=True)
 class Run:
-    """One question, asked of so many processes with tensors of one dtype."""
+    """One benchmark with a number of processes and a dtype."""
 
     question: str
     processes: int = 2
@@ -57,16 +57,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     questions = list(dict.fromkeys(run.question for run in RUNS))
     groups = {question.split("_")[0] for question in questions}
-    named = f"of {', '.join(questions)}; `foreign` for all that begin so; all if none"
+    named = f"benchmarks to run: {', '.join(questions)}, or `foreign` (default: all)"
     parser.add_argument("questions", nargs="*", help=named)
-    parser.add_argument("--dir", default="bench-out", help="where to write checkpoints")
+    parser.add_argument("--dir", default="bench-out", help="working directory")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="only to see that it works")
-    parser.add_argument("--page", action="store_true", help="write the page from old results")
+    parser.add_argument("--quick", action="store_true", help="run a short smoke test")
+    parser.add_argument("--page", action="store_true", help="write the tables from earlier results")
     options = parser.parse_args()
     unknown = set(options.questions) - set(questions) - groups
     if unknown:
-        parser.error(f"there is no question {', '.join(sorted(unknown))}")
+        parser.error(f"unknown benchmark: {', '.join(sorted(unknown))}")
     asked = options.questions or questions
     chosen = [run for run in RUNS if run.question in asked or run.question.split("_")[0] in asked]
     failed = [] if options.page else [run for run in chosen if not ask(run, options)]
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def ask(run: Run, options: argparse.Namespace) -> bool:
-    """Run one benchmark under torchrun. Returns whether it ended well."""
+    """Run one benchmark under torchrun; return whether it succeeded."""
     print(f"== {run.question}, {run.processes} processes, {run.dtype}", flush=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={run.processes}", "--module", f"benchmarks.{run.question}"]

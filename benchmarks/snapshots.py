@@ -1,4 +1,8 @@
-"""What the training waits for when it saves in the background, and how fast it comes back."""
+"""How long a background save blocks the training, and how fast a restore from memory is.
+
+Limits: a copy of the state in memory, direct writes, and a load from disk. Peers: background saves
+of DCP, torch_checkpointing and torchsnapshot.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +26,13 @@ from benchmarks.limits import copier, direct_write
 from benchmarks.peers import Begun, Peer, Tensors, local, peers
 
 THREADS = 4
-HALF = Size(tensors=64)  # memory holds it about ten times over, with all peers
+HALF = Size(tensors=64)  # with all peers, memory holds about ten copies
 MEMORY = Path("/dev/shm/shardwise-bench")
 COPY = "copy into memory that was touched before"
 OURS, OURS_DURABLE = "sw: save", "sw: save, until it is durable"
 RECOVERED, FROM_DISK = "sw: restore from memory", "sw: load from disk, cold"
 COPIED_LATER = {"torch_checkpointing", "dcp.async_save, thread, memory kept, copied beside"}
-"""They return before they have copied, and a training must wait before it changes its tensors."""
+"""Peers that return before the copy is made; the training must wait before it changes tensors."""
 
 
 def main() -> None:
@@ -36,7 +40,7 @@ def main() -> None:
 
 
 def ask(bench: Bench, beside: Callable[[str], bool]) -> None:
-    """Measure ours and those peers that are to be measured beside it, by their names."""
+    """Measure ours and the peers whose names `beside` accepts."""
     model = bench.model(ROWS)
     state: dict[str, object] = {"model": model}
     root = bench.dir.parent / "snapshots-root"
@@ -73,13 +77,13 @@ def ask(bench: Bench, beside: Callable[[str], bool]) -> None:
 
 
 def once(bench: Bench, name: str, way: Peer, path: Path) -> None:
-    """One save, from its beginning until it is durable."""
+    """Measure one save, and wait until it is durable."""
     bench.clear()
     begin(bench, name, way, path).result()
 
 
 def begin(bench: Bench, name: str, way: Peer, path: Path) -> Begun:
-    """Time a save until the call returns; and, of one that copies later, until that is done."""
+    """Measure a save until the call returns, and, if it copies later, until the copy is made."""
     if name not in COPIED_LATER:
         return bench.measure(name, partial(way.begin, path))
     bench.settle()
@@ -96,14 +100,14 @@ def begin(bench: Bench, name: str, way: Peer, path: Path) -> Begun:
 
 
 def waited(way: Peer, path: Path) -> Callable[[], object]:
-    """Begin, and wait until the tensors may change; gives what waits for the rest."""
+    """Start a save and wait until tensors may change; return the function that waits for it."""
     begun = way.begin(path)
     begun.staged()
     return begun.result
 
 
 def make_checkpointer(bench: Bench, root: Path) -> sw.Checkpointer:
-    """Snapshots of all ranks in one memory; every save is persisted too."""
+    """Open a Checkpointer whose ranks share a node; every save is persisted, too."""
     if bench.rank == 0:
         shutil.rmtree(root, ignore_errors=True)
         MEMORY.mkdir(exist_ok=True)
@@ -113,20 +117,20 @@ def make_checkpointer(bench: Bench, root: Path) -> sw.Checkpointer:
 
 
 def ours(checkpointer: sw.Checkpointer, state: dict[str, object], root: Path) -> Peer:
-    """By the agent of the node."""
+    """Return our way: a save by the node's agent."""
     steps = iter(range(1, 1 << 30))
 
     def begin(_: Path) -> Begun:
         handle = checkpointer.save(next(steps), state)
         if handle is None:
-            raise RuntimeError("a save that waits for a slot was left out")
+            raise RuntimeError("a save was skipped instead of waiting for a slot")
         return Begun(handle.result)
 
     return Peer(begin, lambda _, target: sw.load(max(root.glob("step-*")), {"model": target}))
 
 
 def divide_replicas(bench: Bench, checkpointer: sw.Checkpointer) -> None:
-    """A state that all ranks have, as under DDP: how many bytes of it each of them copies."""
+    """Save a replicated state, as under DDP, and report the bytes that each rank copies."""
     torch.manual_seed(0)
     replicas = {f"w{i}": torch.randn(1024, 1024) for i in range(16)}
     total = sum(each.nbytes for each in replicas.values())
@@ -146,11 +150,11 @@ def divide_replicas(bench: Bench, checkpointer: sw.Checkpointer) -> None:
 def recover(
     bench: Bench, checkpointer: sw.Checkpointer, state: dict[str, object], root: Path
 ) -> None:
-    """Restore the newest from memory, and load the same from disk, cold."""
+    """Restore the newest step from memory, and load the same step from disk, cold."""
     step = bench.in_a_row(lambda: bench.measure(RECOVERED, lambda: checkpointer.restore(state)))
     report = checkpointer.last_restore
     if report is None or report.source != "memory":
-        raise RuntimeError("it was not restored from memory")
+        raise RuntimeError("the step was not restored from memory")
     path = root / f"step-{step:08d}"
     if bench.rank == 0:
         os.sync()
@@ -161,7 +165,7 @@ def recover(
 
 
 def report(bench: Bench, ways: Sequence[str]) -> None:
-    """Compare with the copy, and say which goals are reached."""
+    """Compare with the limits, and add the goals to the results."""
     later = [name for name in bench.seconds if name.endswith(": until it is copied")]
     firsts = [f"{name}: the first" for name in ways]
     for name in [*ways, *firsts]:
@@ -182,7 +186,7 @@ def report(bench: Bench, ways: Sequence[str]) -> None:
 
 
 def keeps(bench: Bench, model: Tensors, way: Peer) -> str:
-    """Whether what is saved is what was given, though it is changed right after the call."""
+    """Return whether a save has the original values if they change right after the call."""
     bench.clear()
     fill(model, 1)
     begun = way.begin(bench.dir / "kept")
@@ -197,27 +201,27 @@ def keeps(bench: Bench, model: Tensors, way: Peer) -> str:
 
 
 def fill(model: Tensors, value: float) -> None:
-    """Change all tensors, where they lie."""
+    """Fill all tensors in place."""
     for tensor in local(model).values():
         tensor.fill_(value)
 
 
 def share(bench: Bench) -> int:
-    """Bytes of a rank."""
+    """Return the bytes of a rank's share."""
     return bench.size.total // bench.world
 
 
 def written(bench: Bench) -> Path:
-    """A file of this rank."""
+    """Return the path of this rank's file for direct writes."""
     return bench.dir / f"limit-{bench.rank}"
 
 
 def clean(bench: Bench, root: Path) -> None:
-    """End the agent, and leave nothing in memory or on the disk."""
+    """Stop the agent; delete the snapshots and the root."""
     dist.barrier()
     if bench.rank == 0:
-        for card in MEMORY.glob("*/agent.json"):
-            os.kill(msgspec.json.decode(card.read_bytes())["process"], signal.SIGTERM)
+        for info in MEMORY.glob("*/agent.json"):
+            os.kill(msgspec.json.decode(info.read_bytes())["process"], signal.SIGTERM)
         shutil.rmtree(MEMORY, ignore_errors=True)
         shutil.rmtree(root, ignore_errors=True)
 

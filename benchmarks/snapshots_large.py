@@ -1,4 +1,4 @@
-"""The same as `snapshots` with 1 GB on each of two ranks; memory holds fewer peers beside that."""
+"""Like `snapshots`, with 1 GB on each of two ranks; memory is large enough for two peers only."""
 
 from benchmarks.harness import LARGE, Bench, arguments
 from benchmarks.snapshots import ask

@@ -1,4 +1,4 @@
-"""A training loop to be slowed down: a GPT with AdamW, on one device or divided over ranks."""
+"""A training loop to measure overhead: a GPT with AdamW, on one device or sharded over ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model, and what it learns from in one step: `batch` sequences of `length` tokens."""
+    """The dimensions of a model and of its batches: `batch` sequences of `length` tokens."""
 
     layers: int
     width: int
@@ -25,7 +25,7 @@ class Shape:
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron, each added to what came in."""
+    """A transformer block: attention, then an MLP, both residual."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Predicts the next of some words."""
+    """A model that predicts the next token."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -67,19 +67,19 @@ class Gpt(nn.Module):
 
 @dataclass
 class Timed:
-    """Steps of one way to save: seconds of each, and of those that it waited for the saving."""
+    """The seconds of each step, and the seconds that it waited for saving."""
 
     steps: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)
 
 
 class Training:
-    """The loop. Its optimizer's hooks measure how long a step waits for a copy.
+    """The training loop. Hooks of its optimizer measure how long a step waits for a copy.
 
     Args:
-        shape: of the model and its batches.
-        device: where it trains; by bfloat16 where that is an accelerator.
-        divided: over all ranks, by FSDP2.
+        shape: dimensions of the model and its batches.
+        device: device to train on; accelerators use bfloat16.
+        divided: shard the model over all ranks with FSDP2.
     """
 
     def __init__(self, shape: Shape, device: torch.device, *, divided: bool) -> None:
@@ -97,15 +97,15 @@ class Training:
         self._shape = shape
         self._fence_began = self._fenced = 0.0
         self.optimizer.register_step_pre_hook(lambda *_: self._before_fence())
-        self.step()  # the optimizer has its state
+        self.step()  # creates the optimizer's state
 
     @property
     def state(self) -> dict[str, object]:
-        """What is saved."""
+        """The state to save."""
         return {"model": self.model, "optimizer": self.optimizer}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of the state by name, the scalars left out."""
+        """Return all tensors of the state by name, except scalars."""
         named = {f"model.{name}": each.detach() for name, each in self.model.named_parameters()}
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
@@ -114,11 +114,11 @@ class Training:
         return named
 
     def fence_ends_here(self) -> None:
-        """Of what waits before a step, count what was registered until now."""
+        """Register the hook that ends the measurement, after the hooks registered so far."""
         self.optimizer.register_step_pre_hook(lambda *_: self._after_fence())
 
     def run(self, steps: int, save: Callable[[], object]) -> Timed:
-        """Train, and save after each step."""
+        """Train, saving after each step."""
         timed = Timed()
         for _ in range(steps):
             start = time.perf_counter()
@@ -132,7 +132,7 @@ class Training:
         return timed
 
     def step(self) -> None:
-        """Learn from some random words, and wait until it is done."""
+        """Train a step on random tokens, and wait until it is complete."""
         shape, device = self._shape, self._device
         words = torch.randint(shape.words, (shape.batch, shape.length + 1), device=device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):

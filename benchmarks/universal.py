@@ -1,4 +1,4 @@
-"""DeepSpeed's ds_to_universal as its command is, which tells at last what it took once started."""
+"""Run DeepSpeed's ds_to_universal; at the end, print its seconds and the bytes that it read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed itself: `torchrun --nproc-per-node N zero.py DIRECTORY STAGE...`."""
+"""Make DeepSpeed checkpoints: `torchrun --nproc-per-node N zero.py DIRECTORY BLOCKS STAGE...`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ STAGES = (1, 2, 3)
 STEPS = 2
 TAG = f"global_step{STEPS}"
 PARALLEL = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
-"""What torchrun leaves in the environment begins with one of these."""
+"""Prefixes of the environment variables that torchrun sets."""
 
 
 class Model(nn.Module):
-    """Blocks of two linear layers; 2.1 million parameters each."""
+    """A model of blocks with two linear layers, 2.1 million parameters each."""
 
     def __init__(self, blocks: int, width: int = 512) -> None:
         super().__init__()
@@ -41,8 +41,8 @@ class Model(nn.Module):
 
 
 def engine_of(stage: int, blocks: int, *, universal: bool = False) -> Any:
-    """A model under DeepSpeed on all ranks, in bf16; ready to load universal checkpoints, if so."""
-    # Otherwise the first start of DeepSpeed on a machine compiles an extension for a minute.
+    """Return a DeepSpeed engine in bf16; `universal`: one that loads universal checkpoints."""
+    # Otherwise DeepSpeed compiles an extension at its first start, which takes a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo")
     model = Model(blocks)
@@ -61,16 +61,17 @@ def engine_of(stage: int, blocks: int, *, universal: bool = False) -> Any:
 
 
 def make(directory: Path, blocks: int, *stages: int, ranks: int = 2) -> None:
-    """Have so many other processes train and save under each of these stages."""
+    """Train and save in other processes, under each of these ZeRO stages."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", __file__, str(directory), str(blocks)]
     run([*command, *map(str, stages)])
 
 
 def to_universal(place: Path) -> tuple[float, int]:
-    """What a user of DeepSpeed runs before it resumes on other ranks.
+    """Run the conversion that DeepSpeed needs before it can resume with other ranks.
 
-    Returns the seconds that it took and the bytes that it read, without the start of its process.
+    Returns:
+        The seconds that it took and the bytes that it read, without the start of its process.
     """
     program = [sys.executable, str(Path(__file__).with_name("universal.py"))]
     folders = [f"--input_folder={place / TAG}", f"--output_folder={place / 'universal'}"]
@@ -79,7 +80,7 @@ def to_universal(place: Path) -> tuple[float, int]:
 
 
 def run(command: list[str]) -> str:
-    """What a program prints, as if there were no torchrun around it; fails as it fails."""
+    """Run a program without torchrun's environment variables and return its output."""
     kept = {name: v for name, v in os.environ.items() if not name.startswith(PARALLEL)}
     done = subprocess.run(command, env=kept, capture_output=True, text=True, check=False)
     if done.returncode:
