@@ -51,7 +51,7 @@ LAYERS_OF_MEMORY = (
 LAYERS_OF_FORMATS = (
     ("detect", "specification", "checksums", "remap"),
     ("readers",),
-    ("specs", "validate", "rankfiles", "merge_ranks"),
+    ("specs", "validate", "merge_ranks"),
     ("nested",),
     ("language", "build"),
     ("optimizers", "piece_tables"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -313,3 +313,17 @@ def same_plain(value: object, other: object) -> bool:
         return True
     known, found = ({k: bytes_of(t) for k, t in each.contents.items()} for each in (one, two))
     return (one.value, one.arrays, known) == (two.value, two.arrays, found)
+
+
+def unlike_values(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each name whose values differ from the first rank's, which are taken."""
+    found = []
+    for name in dict.fromkeys(name for values in ranks for name in values):
+        if name not in ranks[0]:
+            found.append(f"{name}: missing in the first rank's file, whose values are taken")
+            continue
+        having = [values for values in ranks[1:] if name in values]
+        others = sum(not same_plain(values[name], ranks[0][name]) for values in having)
+        if others:
+            found.append(f"{name}: {others} ranks have other values; the first rank's is taken")
+    return found

@@ -14,6 +14,6 @@ They get these names:
 
 The vocabulary keeps its padding. `formats/specs/megatron.spec` says how the ranks' arrays make up
 tensors; specifications of published models can be applied to the result. `files` finds the files,
-`ranks` reads them and checks that they are complete and from one save, `optimizers` and
-`buffers` assign optimizer state to parameters, and `reader` puts it all together.
+`ranks` reads them and checks that they are complete and from one save, `optimizers` assigns
+optimizer state to parameters, and `reader` builds the manifest.
 """

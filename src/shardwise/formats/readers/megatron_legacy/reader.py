@@ -6,18 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
-from shardwise.formats.build import Builder
+from shardwise.formats.build import Builder, unlike_values
 from shardwise.formats.containers.pickle_values import Name, Opaque, Record
 from shardwise.formats.foreign import Foreign, Row, catalogued
 from shardwise.formats.language import apply_spec
 from shardwise.formats.optimizers import GROUPS, Group
-from shardwise.formats.rankfiles import unlike_values
-from shardwise.formats.readers.megatron_legacy.buffers import possible_bucketings
 from shardwise.formats.readers.megatron_legacy.files import find_files, has_files, require_files
 from shardwise.formats.readers.megatron_legacy.optimizers import (
     MASTER,
     State,
     optimizer_state,
+    possible_bucketings,
 )
 from shardwise.formats.readers.megatron_legacy.ranks import (
     ARGS,
@@ -148,8 +147,7 @@ def _add_groups(builder: Builder, laid: Foreign, states: Sequence[State]) -> Non
                 if settings_of.setdefault(name, same) != same:
                     raise FormatError(
                         f"{name}: ranks have different hyperparameters, {settings_of[name][:200]} "
-                        "and "
-                        f"{same[:200]}: their files are from different saves"
+                        f"and {same[:200]}: their files are from different saves"
                     )
             groups[same] = Group(tuple(dict.fromkeys((*known.members, *own))), settings)
         for parameter, held in state.numbers.items():
@@ -158,8 +156,8 @@ def _add_groups(builder: Builder, laid: Foreign, states: Sequence[State]) -> Non
                 full = f"optimizer.{name}.{key}"
                 if numbers.setdefault(full, value) != value:
                     raise FormatError(
-                        f"{full}: it is {numbers[full]} on one rank and {value} on another: their "
-                        "files are from different saves"
+                        f"{full}: {numbers[full]} on one rank and {value} on another: their files "
+                        "are from different saves"
                     )
     for name, value in numbers.items():
         builder.add_number(name, value)
