@@ -1,4 +1,4 @@
-"""Merges the states that ranks saved separately, with DTensors, into one of global tensors."""
+"""Merges the states that ranks saved separately, with DTensors, into one state."""
 
 from __future__ import annotations
 
@@ -117,12 +117,14 @@ class _Merging:
     def _global(self, values: tuple[Saved, ...], path: Path) -> StoredArray:
         shards = tuple(value for _, value in values if isinstance(value, StoredShard))
         first = shards[0]
-        terms = first.shape, first.mesh, first.shards, first.local.dtype
+        wanted = first.shape, first.mesh, first.shards, first.local.dtype
         for file, value in values:
             if not isinstance(value, StoredShard):
-                raise self._unlike(path, values[0][0], file, "is a DTensor in one of the two")
-            if (value.shape, value.mesh, value.shards, value.local.dtype) != terms:
-                raise self._unlike(path, values[0][0], file, "has another shape or placement")
+                raise self._unlike(
+                    path, values[0][0], file, "is a DTensor in only one of two files"
+                )
+            if (value.shape, value.mesh, value.shards, value.local.dtype) != wanted:
+                raise self._unlike(path, values[0][0], file, "has different shapes or placements")
         self._check_whole(shards, path)
         number = self.numbers.setdefault(shards, len(self.shards))
         if number == len(self.shards):
@@ -140,16 +142,16 @@ class _Merging:
         name = ".".join(map(str, path))
         if len(self.files) == 1:
             raise FormatError(
-                f"{self.where} has only a part of {name}, a DTensor of shape {list(first.shape)}: "
-                f"the part of one of {prod(first.mesh)} ranks. Open the directory that holds the "
-                "files of all ranks"
+                f"{self.where} has only one rank's part of {name}, a DTensor of shape "
+                f"{list(first.shape)} on {prod(first.mesh)} ranks. Open the directory that holds "
+                "the files of all ranks"
             )
         ranges = product(*(range(first.mesh[dim]) for dim in split))
         missing = next(at for at in ranges if at not in seen)
         raise FormatError(
-            f"{self.where}: {name} is not whole: of its {wanted} shards {len(seen)} are there, and "
-            f"the one at {missing} of mesh dimensions {tuple(split)} is missing. Copy the files of "
-            "all ranks into this directory"
+            f"{self.where}: {name} has only {len(seen)} of its {wanted} shards: the one at "
+            f"{missing} of mesh dimensions {tuple(split)} is missing. Copy the files of all ranks "
+            "into this directory"
         )
 
     def _replicated(self, values: tuple[Saved, ...], path: Path) -> Any:
@@ -161,7 +163,7 @@ class _Merging:
                 first.shape,
             ):
                 raise self._unlike(
-                    path, values[0][0], file, "is no DTensor, and has another shape or dtype"
+                    path, values[0][0], file, "is a plain tensor with different shapes or dtypes"
                 )
         if len(arrays) > 1 and _may_be_random_state(first):
             if not all(self.same_bytes(first, other) for other in arrays[1:]):
@@ -173,8 +175,9 @@ class _Merging:
                     path,
                     first.file,
                     arrays[-1].file,
-                    "is a plain tensor that differs between ranks, and nothing tells which part "
-                    "each has (of FSDP1, save FSDP.optim_state_dict and not optimizer.state_dict)",
+                    "is a plain tensor that differs between ranks, and the files do not say which "
+                    "part each has (with FSDP1, save FSDP.optim_state_dict, not "
+                    "optimizer.state_dict)",
                 )
             self.copies.setdefault(first, arrays[1:])
         return first

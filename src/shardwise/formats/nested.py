@@ -85,8 +85,8 @@ def foreign_of(leaves: Leaves, format: str) -> Foreign:  # noqa: A002 - the name
         builder.add_groups(optimizer.groups, name)
         if lost := optimizer.ungrouped():
             builder.left_out.append(
-                f"{name}: it has no hyperparameters of {len(lost)} parameters, such as {lost[0]}: "
-                "pipeline stages overwrote each other's when this was saved"
+                f"{name}: the hyperparameters of {len(lost)} parameters are missing, such as of "
+                f"{lost[0]}: pipeline stages overwrote each other's param groups in the save"
             )
     return builder.build(format)
 

@@ -1,9 +1,9 @@
-"""Optimizers within a saved state: whose parameters, which tensors, which hyperparameters.
+"""Finds optimizers in a saved state, with their parameters, tensors and hyperparameters.
 
-Three spellings are in use. `optimizer.state_dict()` numbers the parameters, and may have their
-names in `param_names`; torch's `get_optimizer_state_dict` has names in place of numbers; and it
-flattens all to `state.<parameter>.<key>` and `param_groups.<parameter>.<hyperparameter>` if it is
-told to.
+There are three forms. `optimizer.state_dict()` numbers the parameters, and may have their names in
+`param_names`. torch's `get_optimizer_state_dict` has names instead of numbers. With
+`flatten_optimizer_state_dict`, it has keys `state.<parameter>.<key>` and
+`param_groups.<parameter>.<hyperparameter>`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Path: TypeAlias = tuple[str | int, ...]
 STATE, GROUPS = "state", "param_groups"
 PARAMS, PARAM_NAMES = "params", "param_names"
 _FLAT = -1
-"""In a path, in place of the dot after `state` or `param_groups`."""
+"""Stands in a path for the dot after `state` or `param_groups`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A param group: names of its members, and its hyperparameters."""
+    """A param group: the names of its parameters, and its hyperparameters."""
 
     members: tuple[str, ...]
     settings: Mapping[str, Any]
@@ -31,13 +31,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """An optimizer that was found in a state.
+    """An optimizer in a saved state.
 
     Attributes:
-        root: its path.
-        keys: for the path of each leaf of its state, the parameter's name, and the key.
-        groups: its param groups.
-        taken: the paths that `groups` were made of.
+        root: the path of the optimizer.
+        keys: the parameter's name and the key of each leaf of the state, by the leaf's path.
+        groups: the param groups.
+        taken: the paths of the leaves that make up `groups`.
     """
 
     root: Path
@@ -47,17 +47,17 @@ class Optimizer:
 
     @property
     def parameters(self) -> set[str]:
-        """The names of all its parameters that are in groups."""
+        """The names of all parameters in groups."""
         return {name for group in self.groups for name in group.members}
 
     def ungrouped(self) -> list[str]:
-        """Parameters that have state, and are in no group."""
+        """Return the parameters that have state but are in no group."""
         known = self.parameters
         return list(dict.fromkeys(name for name, _ in self.keys.values() if name not in known))
 
 
 def encoded_groups(groups: Iterable[Group], name: str) -> JsonValue:
-    """Param groups as they are stored by shardwise.
+    """Encode param groups as shardwise stores them.
 
     Raises:
         StateError: a hyperparameter has no plain form.
@@ -69,11 +69,11 @@ def encoded_groups(groups: Iterable[Group], name: str) -> JsonValue:
 
 
 def find_optimizers(paths: Iterable[Path], values: Mapping[Path, Any]) -> list[Optimizer]:
-    """The optimizers of a state that name their parameters.
+    """Return the optimizers of a state that name their parameters.
 
     Args:
-        paths: of all leaves, tensors and values.
-        values: of those leaves that are no tensors.
+        paths: the paths of all leaves, tensors and values.
+        values: the leaves that are not tensors, by path.
     """
     states: dict[Path, list[tuple[Path, Path]]] = {}
     groups: dict[Path, list[tuple[Path, Path]]] = {}
@@ -87,12 +87,12 @@ def find_optimizers(paths: Iterable[Path], values: Mapping[Path, Any]) -> list[O
 
 
 def is_of_optimizer(path: Path) -> bool:
-    """Whether a path leads through what only optimizers have."""
+    """Return whether a path goes through `state` or `param_groups` of an optimizer."""
     return _place(path) is not None
 
 
 def _place(path: Path) -> tuple[Path, str, Path] | None:
-    """Where the optimizer is that a path leads into; whether to its state; and the rest."""
+    """Split a path at `state` or `param_groups` into the optimizer's path, the key, the rest."""
     for at, part in enumerate(path):
         head, dot, tail = part.partition(".") if isinstance(part, str) else ("", "", "")
         if head not in (STATE, GROUPS):
@@ -129,7 +129,7 @@ def _optimizer(
 
 
 def _flat_groups(given: Mapping[Path, Any]) -> tuple[tuple[Group, ...], dict[str, str]] | None:
-    """Groups of `<parameter>.<hyperparameter>`: members that have the same are of one group."""
+    """Make groups of `<parameter>.<hyperparameter>`: parameters with equal ones share a group."""
     by_member: dict[str, dict[str, Any]] = {}
     for rest, value in given.items():
         if rest[:1] != (_FLAT,):
@@ -141,15 +141,15 @@ def _flat_groups(given: Mapping[Path, Any]) -> tuple[tuple[Group, ...], dict[str
     groups: dict[str, Group] = {}
     for member, settings in by_member.items():
         if member.isdigit() and PARAMS in settings:
-            continue  # a group by its number, which says the same again
-        alike = repr(sorted(settings.items()))
-        known = groups.get(alike, Group((), settings))
-        groups[alike] = Group((*known.members, member), settings)
+            continue  # a group by its number, a copy of the same hyperparameters
+        same = repr(sorted(settings.items()))
+        known = groups.get(same, Group((), settings))
+        groups[same] = Group((*known.members, member), settings)
     return tuple(groups.values()), {}
 
 
 def _groups(given: Mapping[Path, Any]) -> tuple[tuple[Group, ...], dict[str, str]] | None:
-    """Groups of a list of dicts, whole or taken apart; and the names of numbered parameters."""
+    """Return the groups of a list of dicts, whole or flattened, and the names of parameters."""
     listed: dict[object, dict[str, Any]] = {}
     for rest, value in given.items():
         if not rest and isinstance(value, list) and all(isinstance(each, dict) for each in value):
@@ -174,7 +174,7 @@ def _groups(given: Mapping[Path, Any]) -> tuple[tuple[Group, ...], dict[str, str
 
 
 def _looked_up(rest: Path, numbers: Mapping[str, str]) -> tuple[str, str] | None:
-    """A path below `state` as the parameter's name, and the key of its state."""
+    """Return the parameter's name and the key for a path below `state`."""
     number = str(rest[0]) if len(rest) > 1 else ""
     # Stages of a pipeline overwrite each other's groups, so that names may be missing there.
     name = numbers.get(number, None if number.isdigit() else number)
@@ -182,7 +182,7 @@ def _looked_up(rest: Path, numbers: Mapping[str, str]) -> tuple[str, str] | None
 
 
 def _cut(text: str, names: Collection[str]) -> tuple[str, str] | None:
-    """A dotted name as that of a parameter, the longest there is, and the key of its state."""
+    """Split a dotted name into the longest known parameter's name and the key of its state."""
     at = text.rfind(".")
     while at > 0:
         if text[:at] in names:

@@ -52,8 +52,7 @@ def groups_of(
         if len(states) % count or any(s.counts[number] not in (0, count) for s in states):
             raise FormatError(
                 f"{first.where}: group {number} is divided among {count} ranks, but there are "
-                "files "
-                f"of {len(states)}"
+                f"files of {len(states)}"
             )
         parallel = len(states) // count
         experts = _experts(group_shapes) if parallel > 1 else {}

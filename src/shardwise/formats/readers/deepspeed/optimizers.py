@@ -199,8 +199,6 @@ class _Undivided:
             settings=self.settings,
             groups=self.groups,
             counts=(1,) * len(self.masters),
-            paddings=None,
-            slices=None,
             rest={},
         )
         shapes = [{name: parameters[name] for name in group} for group in members]

@@ -192,12 +192,12 @@ def read_values(tree: Tree, names: Iterable[str], left_out: list[str]) -> dict[s
     Raises:
         FormatError: a file is malformed or missing.
     """
-    found = _read_files(tree, names, left_out, None)
+    found = _read_files(tree, names, left_out)
     return {name: contents.value for name, contents in found.items()}
 
 
 def _read_files(
-    tree: Tree, names: Iterable[str], left_out: list[str], cache: ParseCache | None
+    tree: Tree, names: Iterable[str], left_out: list[str], cache: ParseCache | None = None
 ) -> dict[str, Contents]:
     numbers = {name: number for number, name in enumerate(tree.sizes)}
     found = tree.read_each(

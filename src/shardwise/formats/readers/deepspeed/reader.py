@@ -201,4 +201,6 @@ def add_values(builder: Builder, ranks: Ranks) -> None:
     for name, key, value, everyone in held:
         others = sum(not same_plain(each.get(key), value) for each in everyone)
         if others:
-            builder.left_out.append(f"{name}: {others} ranks have others; the first's is taken")
+            builder.left_out.append(
+                f"{name}: {others} ranks have other values; the first rank's is taken"
+            )

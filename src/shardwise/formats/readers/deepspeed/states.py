@@ -71,7 +71,7 @@ class ModelState:
         return replace(self, where=where, module=None, optimizer=None, frozen=frozen)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerState:
     """A file of optimizer states: one rank's part of each group (of each sub-group, in ZeRO 3).
 
@@ -96,8 +96,8 @@ class OptimizerState:
     settings: tuple[Mapping[str, Any], ...] | None
     groups: tuple[int, ...]
     counts: tuple[int, ...]
-    paddings: tuple[tuple[int, ...], ...] | None
-    slices: tuple[Mapping[str, tuple[int, int]], ...] | None
+    paddings: tuple[tuple[int, ...], ...] | None = None
+    slices: tuple[Mapping[str, tuple[int, int]], ...] | None = None
     rest: Mapping[str, Any]
     kind: str | None = None
 
@@ -140,11 +140,11 @@ def optimizer_state(value: object, where: str) -> OptimizerState:
     if not isinstance(outer.get("optimizer_state_dict"), Mapping):
         raise FormatError(f"{where}: not a file of ZeRO's optimizer states")
     held = outer["optimizer_state_dict"]
-    read = _of_zero_3 if "fp32_flat_groups" in held else _of_zero_1_and_2
     config = outer.get("ds_config")
     said = config.get("optimizer") if isinstance(config, Mapping) else None
     kind = said.get("type") if isinstance(said, Mapping) else None
-    return replace(read(held, where), kind=kind if isinstance(kind, str) else None)
+    read = _of_zero_3 if "fp32_flat_groups" in held else _of_zero_1_and_2
+    return read(held, where, kind if isinstance(kind, str) else None)
 
 
 def arrays_of(value: object, where: str) -> dict[str, StoredArray]:
@@ -161,7 +161,7 @@ def arrays_of(value: object, where: str) -> dict[str, StoredArray]:
     return arrays
 
 
-def _of_zero_1_and_2(held: Mapping[Any, Any], where: str) -> OptimizerState:
+def _of_zero_1_and_2(held: Mapping[Any, Any], where: str, kind: str | None) -> OptimizerState:
     masters = _masters(held.get("single_partition_of_fp32_groups"), where)
     base = held.get("base_optimizer_state")
     settings: tuple[Mapping[str, Any], ...] | None = None
@@ -172,23 +172,29 @@ def _of_zero_1_and_2(held: Mapping[Any, Any], where: str) -> OptimizerState:
         step = held.get("base_optimizer_state_step")
         if step is not None:
             states = tuple({"step": _number(step, where), **state} for state in states)
+    counts = _counts(held.get("partition_count") or [0] * len(masters), where)
     paddings = held.get("param_alignment_paddings")
     slices = held.get("param_slice_mappings")
+    if paddings is not None:
+        paddings = tuple(_counts(each, where) for each in _list(paddings, where))
+    if slices is not None:
+        slices = tuple(_slices(each, where) for each in _list(slices, where))
     return OptimizerState(
-        where,
-        False,
-        masters,
-        _as_many(states, masters, where),
-        None if settings is None else _as_many(settings, masters, where),
-        tuple(range(len(masters))),
-        _as_many(_counts(held.get("partition_count") or [0] * len(masters), where), masters, where),
-        None if paddings is None else tuple(_counts(n, where) for n in _list(paddings, where)),
-        None if slices is None else tuple(_slices(each, where) for each in _list(slices, where)),
-        of_the_optimizer(held),
+        where=where,
+        kind=kind,
+        sliced=False,
+        masters=masters,
+        states=_as_many(states, masters, where),
+        settings=None if settings is None else _as_many(settings, masters, where),
+        groups=tuple(range(len(masters))),
+        counts=_as_many(counts, masters, where),
+        paddings=paddings,
+        slices=slices,
+        rest=of_the_optimizer(held),
     )
 
 
-def _of_zero_3(held: Mapping[Any, Any], where: str) -> OptimizerState:
+def _of_zero_3(held: Mapping[Any, Any], where: str, kind: str | None) -> OptimizerState:
     if held.get("ds_zero_partition_groups"):
         raise FormatError(
             f"{where}: experts that AutoEP divides under ZeRO 3 are not supported: convert the "
@@ -198,16 +204,15 @@ def _of_zero_3(held: Mapping[Any, Any], where: str) -> OptimizerState:
     states, settings, groups = of_torch(_dict(held.get("optimizer_state_dict"), where), where)
     count = held.get("partition_count")
     return OptimizerState(
-        where,
-        True,
-        masters,
-        _as_many(states, masters, where),
-        settings,
-        _as_many(groups, masters, where),
-        (count if type(count) is int and count > 0 else 0,) * len(masters),
-        None,
-        None,
-        of_the_optimizer(held),
+        where=where,
+        kind=kind,
+        sliced=True,
+        masters=masters,
+        states=_as_many(states, masters, where),
+        settings=settings,
+        groups=_as_many(groups, masters, where),
+        counts=(count if type(count) is int and count > 0 else 0,) * len(masters),
+        rest=of_the_optimizer(held),
     )
 
 
@@ -246,8 +251,7 @@ def _masters(value: object, where: str) -> tuple[StoredArray, ...]:
         if not isinstance(array, StoredArray) or len(array.shape) != 1 or array.stride != (1,):
             raise FormatError(
                 f"{where}: the weights are not flat tensors (parameters that were offloaded to "
-                "NVMe "
-                "are in separate files, which are not supported)"
+                "NVMe are in separate files, which are not supported)"
             )
     return tuple(arrays)
 

@@ -134,8 +134,7 @@ def place_of(info: object, where: str) -> Place:
         raise FormatError(
             f"{where}: tensor-parallel ranks wrote this checkpoint, and it does not say how their "
             "shards make up parameters: save it with a `universal_checkpoint_info` in "
-            "client_state, "
-            "which DeepSpeed's own converter needs too"
+            "client_state, which DeepSpeed's own converter needs too"
         )
     replicated = _patterns(info, "tp_replicated_parameter_patterns", where)
     averaged = _patterns(info, "parameter_to_average_patterns", where)
@@ -158,7 +157,7 @@ def place_of(info: object, where: str) -> Place:
         elif _matches(halved, name):
             widths = [_first(shape, name) // 2 for shape in shapes]
             made = side_by_side(name, shapes, 0, [widths, widths])
-        elif sub := next((sub for sub in fused if _matches(sub.patterns, name)), None):
+        elif sub := next((sub for sub in fused if sub.pattern.match(name)), None):
             made = side_by_side(name, shapes, sub.dim, sub.widths(name, shapes))
         else:
             dim = 1 if _matches(by_row, name) else 0
@@ -226,7 +225,7 @@ def add_shards(
 class _Fused:
     """Parameters fused along `dim`; `sizes` are their widths, or their number if they are equal."""
 
-    patterns: tuple[re.Pattern[str], ...]
+    pattern: re.Pattern[str]
     dim: int
     sizes: tuple[int, ...] | int
     recorded: tuple[tuple[int, ...], ...] | None
@@ -270,7 +269,7 @@ def _fused(info: Mapping[Any, Any], where: str) -> list[_Fused]:
             widths = None if known is None else tuple(_counts(row, where) for row in known)
             sizes = shape[dim]
             sizes = sizes if type(sizes) is int else _counts(sizes, where)
-            found.append(_Fused((_compiled(pattern, where),), dim, sizes, widths))
+            found.append(_Fused(_compiled(pattern, where), dim, sizes, widths))
     return found
 
 
