@@ -166,7 +166,7 @@ def test_a_root_is_opened_and_loaded(tmp_path: Path) -> None:
         sw.open(tmp_path, step="latest")  # type: ignore[arg-type]
     for each in (1, 2, 3):
         (tmp_path / step_directory(each) / MANIFEST).unlink()
-    with pytest.raises(sw.CheckpointNotFoundError, match="no save below it was finished"):
+    with pytest.raises(sw.CheckpointNotFoundError, match="no save below it has completed"):
         sw.open(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints of a root to keep, and how the others are removed."""
+"""Retention: choose which checkpoints of a root to keep, and remove the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwise.store import Store
 Metrics = Mapping[str, float | None]
 Duration = str | timedelta
 PlainKeep = dict[str, int | str | dict[str, int | str] | None]
-"""`Keep` as plain values, in the notes of agents."""
+"""`Keep` as plain values, for the records of agents."""
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?) ?([smhd])")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -55,9 +55,9 @@ class Best:
         object.__setattr__(self, "n", whole_number("Best(n", self.n))
 
     def ranked(self, metrics: Mapping[int, Metrics]) -> list[int]:
-        """The steps that have this metric, best first; the newer one first where values are equal.
+        """Return the steps that have this metric, best first; for equal values, newer steps first.
 
-        Metrics that are not finite count as not measured.
+        Values that are not finite count as not measured.
         """
         sign = 1 if self.mode == "min" else -1
         values = ((each.get(self.metric), step) for step, each in metrics.items())
@@ -111,11 +111,11 @@ class Keep:
 
     @property
     def removes(self) -> bool:
-        """Whether there is a rule, so that checkpoints are removed at all."""
+        """Whether there is any rule; without one, no checkpoint is removed."""
         return self != Keep()
 
     def kept(self, steps: Mapping[int, Saved]) -> set[int]:
-        """Which of these steps are kept, given when each was saved and its metrics."""
+        """Return which steps are kept, given the time and the metrics of each."""
         ordered = sorted(steps)
         if not self.removes or not ordered:
             return set(ordered)
@@ -144,17 +144,17 @@ class Keep:
 
     @property
     def needs_manifests(self) -> bool:
-        """Whether a rule depends on what the manifests say."""
+        """Whether a rule needs data from the manifests."""
         return any(rule is not None for rule in (self.best, self.latest_for, self.every_time))
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What the rules of retention must know of a checkpoint.
+    """The data of a checkpoint that retention rules use.
 
     Attributes:
-        at: when it was saved, in seconds since 1970; None if its manifest does not say.
-        metrics: that were given when it was saved.
+        at: time of the save, in seconds since 1970; None if its manifest has no readable time.
+        metrics: metrics that were saved with it.
     """
 
     at: float | None = None
@@ -162,14 +162,14 @@ class Saved:
 
 
 Choice = Literal["newest"] | SupportsIndex | Best
-"""Which checkpoint of a root: the newest, that of a step, or the best by a metric."""
+"""Selects a checkpoint of a root: the newest, that of a step, or the best by a metric."""
 
 
 def checked_choice(step: object) -> Choice:
-    """A choice as a user gives it.
+    """Check a user's choice and return it.
 
     Raises:
-        StateError: it is not a step, "newest" or a `Best`.
+        StateError: `step` is not a step number, "newest" or a `Best`.
     """
     if step == "newest":
         return "newest"
@@ -181,10 +181,10 @@ def checked_choice(step: object) -> Choice:
 
 
 def decode_keep(data: Mapping[str, object]) -> Keep:
-    """Rules from the plain values that `dataclasses.asdict` made of them.
+    """Decode rules from the plain values of `dataclasses.asdict`.
 
     Raises:
-        msgspec.ValidationError: these are not rules.
+        msgspec.ValidationError: the values are not valid rules.
     """
     return msgspec.convert(data, type=_PlainKeep).rules()
 
@@ -222,7 +222,7 @@ def _seconds(what: str, duration: Duration) -> float:
 
 
 def committed_steps(root: Store) -> list[int]:
-    """The steps below a root that have a manifest, ascending."""
+    """Return the steps of a root that have a manifest, ascending."""
     steps = [step for name in root.list() if (step := step_of_directory(name)) is not None]
     return sorted(s for s in steps if MANIFEST in root.at(step_directory(s)).list())
 
@@ -235,13 +235,17 @@ def apply_retention(
     damaged: frozenset[int],
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> list[int]:
-    """Remove what `keep` does not keep of the steps up to `newest`, which was just saved.
+    """Remove the steps up to `newest`, which was just saved, that `keep` does not keep.
 
-    Steps that are known to be damaged neither count nor go, and one that is being read stays
-    until the next time.
+    Damaged steps are not counted and not removed. A checkpoint that is being read is left for the
+    next call.
 
     Args:
-        is_wanted: asked before each is removed; if it is not, all others stay.
+        root: root of the checkpoints.
+        keep: the rules.
+        newest: step that was just saved; always kept.
+        damaged: steps that are known to be damaged.
+        is_wanted: called before each removal; if it returns False, the remaining steps are kept.
 
     Returns:
         The steps that were removed.
@@ -255,19 +259,19 @@ def apply_retention(
 
 
 def remove_checkpoint(store: Store) -> bool:
-    """Remove a checkpoint, manifest first, unless it is being read; whether it is gone."""
+    """Remove a checkpoint, manifest first, unless it is being read; return whether it is gone."""
     with store.hold(MANIFEST, shared=False) as held:
         if not held:
             return False
         store.delete(MANIFEST)
     collect_leftovers(store)
-    with suppress(OSError):  # files that no save has made stay
+    with suppress(OSError):  # the directory stays if it has files of others
         store.remove()
     return True
 
 
 def choose_step(root: Store, choice: Choice) -> int:
-    """The committed step of a root that a user chose.
+    """Return the committed step of a root that a choice selects.
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
@@ -275,7 +279,7 @@ def choose_step(root: Store, choice: Choice) -> int:
     steps = committed_steps(root)
     found: int | None = None
     if choice == "newest":
-        what, found = "checkpoint: no save below it was finished", next(reversed(steps), None)
+        what, found = "checkpoint: no save below it has completed", next(reversed(steps), None)
     elif isinstance(choice, Best):
         known = {step: _saved(root.at(step_directory(step))).metrics for step in steps}
         what, found = f"checkpoint with the metric {choice.metric!r}", best_of(choice, known)
@@ -290,7 +294,7 @@ def choose_step(root: Store, choice: Choice) -> int:
 
 
 def best_of(best: Best, metrics: Mapping[int, Metrics]) -> int | None:
-    """The step with the best value; None if no step has the metric."""
+    """Return the step with the best value, or None if no step has the metric."""
     return next(iter(best.ranked(metrics)), None)
 
 

@@ -60,7 +60,7 @@ def test_a_save_without_room_begins_nothing_and_the_next_one_works(
         handle.result()
         filler = fill_up(small)
         assert cp.save(2, state(2)) is None
-        assert "step 2 is not saved, and the training goes on" in caplog.text
+        assert "step 2 is not saved; the training continues" in caplog.text
         assert "its tensors need 1,048,576 bytes, but only " in caplog.text
         assert not (root / "step-00000002").exists()
         filler.unlink()

@@ -66,7 +66,7 @@ def test_a_signal_after_the_last_save_ends_nothing_where_it_is_not_to_be_deliver
     with sw.Checkpointer(tmp_path, save_on=BOTH, then="return", memory=None) as cp:
         cp.save(1, {"t": 1})
         os.kill(os.getpid(), signal.SIGTERM)
-    assert "SIGTERM came after the last save" in caplog.text
+    assert "SIGTERM arrived after the last save" in caplog.text
     assert [signal.getsignal(number) for number in BOTH] == before
     assert not cp.preempted
 

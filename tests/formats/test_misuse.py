@@ -81,7 +81,7 @@ def test_what_a_function_to_start_from_raises_says_where_it_comes_from(tmp_path:
     ):
         checkpointer.restore({"x": 0})
     assert caught.value.__notes__ == [
-        "start_from: raised by this function, which was given the state"
+        "start_from: raised by this function, which was called with the state"
     ]
 
 

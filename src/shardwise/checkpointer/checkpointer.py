@@ -1,4 +1,4 @@
-"""When to save, where, what to keep, and what to restore."""
+"""The `Checkpointer`: saves, retains and restores the checkpoints of one run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from shardwise.plan.lookup import Rename
 from shardwise.retention import Choice, Keep, choose_step, committed_steps
 
 IN_BACKGROUND = Memory(snapshot_every=0, slots=1)
-"""One save is persisted while the next is staged, and that is all that memory is used for."""
+"""Uses memory only to stage a save while the previous one is persisted."""
 
 log = logging.getLogger("shardwise")
 
@@ -151,7 +151,7 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if os.getpid() == self._process:  # a child that was forked leaves all to its parent
+        if os.getpid() == self._process:  # a forked child leaves everything to its parent
             self._close(wait=kind is None, failed=kind is not None)
 
     def close(self, *, wait: bool = True) -> None:
@@ -184,7 +184,7 @@ class Checkpointer:
 
     def _end(self, *, wait: bool, failed: bool) -> None:
         if not wait:
-            self._leave()  # first, as others may be waiting for this rank
+            self._leave()  # first, because other ranks may be waiting for this one
         try:
             if wait and self._settings.on_failure == "warn":
                 self._saving.report_failures()
@@ -193,7 +193,7 @@ class Checkpointer:
         except StoreError as error:
             if self._settings.on_failure == "raise":
                 raise
-            log.error("not everything is durable: %s", error)
+            log.error("a save is not durable: %s", error)
         finally:
             self._saving.close()
             self._let_go()
@@ -203,14 +203,13 @@ class Checkpointer:
             self._own.close()
 
     def _settle(self) -> None:
-        """Wait until what this rank has begun to save is durable, as the process ends; log what
-        has failed."""
+        """Wait, as the process exits, until this rank's saves are durable; log failures."""
         if self._closed or self._snapshots is None:
             return
         try:
             self._snapshots.wait_until_durable()
         except StoreError as error:
-            log.error("not everything is durable: %s", error)
+            log.error("a save is not durable: %s", error)
 
     def _let_go(self) -> None:
         self._leave()
@@ -219,7 +218,7 @@ class Checkpointer:
 
     @property
     def preempted(self) -> bool:
-        """Whether a signal of `save_on` has caused a save. Equal on all ranks.
+        """Whether a signal of `save_on` has caused a save. The same on all ranks.
 
         If True, leave the training loop."""
         return self._signals is not None and self._signals.acted
@@ -317,7 +316,7 @@ class Checkpointer:
             CorruptionError: all checkpoints are damaged, or the selected one is. The state may be
                 partly written.
             MismatchError: checkpoint and state do not fit.
-            StateError: `step="best"` without `Keep(best=…)`.
+            StateError: `step` is invalid, or `"best"` is given without `Keep(best=…)`.
         """
         self._refuse_closed()
 
@@ -359,7 +358,7 @@ class Checkpointer:
         return committed_steps(self._root)
 
     def latest(self) -> int | None:
-        """The newest committed step, if there is any."""
+        """The newest committed step, or None."""
         return max(self.steps(), default=None)
 
     def _refuse_forked(self) -> None:
@@ -381,7 +380,7 @@ def _settle_at_exit(reference: weakref.ref[Checkpointer]) -> None:
 
     def settle() -> None:
         checkpointer = reference()
-        if checkpointer is not None and os.getpid() == process:  # not a child that was forked
+        if checkpointer is not None and os.getpid() == process:  # not in a forked child
             checkpointer._settle()
 
     atexit.register(settle)

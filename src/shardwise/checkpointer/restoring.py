@@ -1,4 +1,4 @@
-"""What a run goes on from: the newest of what memory and storage hold, if it is intact."""
+"""Restoring: load the newest intact step from memory or storage."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ log = logging.getLogger("shardwise")
 _DAMAGE = (CorruptionError, CheckpointNotFoundError)
 Load = Callable[[Store], LoadReport]
 Skipped = tuple[int, str, bool]
-"""A step, why it was passed over, and whether that was found out by loading it."""
+"""A step, why it was skipped, and whether a load of it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,10 @@ Start = api.Place | Callable[[State], LoadReport]
 
 
 def chosen(step: object, best: Best | None) -> Choice:
-    """What `step=` of a restore asks for, where "best" stands for a rule.
+    """Return the choice that `step=` of `restore` stands for; "best" stands for the rule `best`.
 
     Raises:
-        StateError: it is not a choice, or there is no rule.
+        StateError: `step` is invalid, or it is "best" and there is no rule.
     """
     if step == "best" and best is None:
         raise StateError(
@@ -98,12 +98,14 @@ def chosen(step: object, best: Best | None) -> Choice:
 def load_start(
     start: Start, state: State, load: Callable[[api.Place], LoadReport], group: Group
 ) -> tuple[RestoreReport, int | None]:
-    """Load what a run starts from; also the step to go on from, if it carries on that training.
+    """Load `start_from`. All ranks call this together.
 
-    It does, unless the state has optimizers and none of them was loaded. All ranks together.
+    Returns:
+        The report, and the step to continue from. The step is None if the state has optimizers and
+        none of them was loaded: then the training starts anew.
 
     Raises:
-        StateError: a function did not return the report of `shardwise.load`.
+        StateError: the function `start` did not return the report of `shardwise.load`.
     """
     loaded = _call(start, state) if callable(start) else load(start)
 
@@ -122,25 +124,26 @@ def _call(start: Callable[[State], LoadReport], state: State) -> LoadReport:
     try:
         return start(state)
     except Exception as error:
-        add_note(error, "start_from: raised by this function, which was given the state")
+        add_note(error, "start_from: raised by this function, which was called with the state")
         raise
 
 
 def origins_of(load: LoadReport, memory: AssembledStore | None = None) -> dict[str, int]:
-    """Where the bytes of a load came from: a snapshot in memory, or storage."""
+    """Return the bytes of a load by origin; `memory` is the snapshot that was loaded, if any."""
     if memory is None:
         return {**dict.fromkeys(IN_MEMORY, 0), "storage": load.bytes_read}
     return {**memory.origins(), "storage": 0}
 
 
 class Restoring:
-    """Restores a root's checkpoints, and a run's snapshots. All ranks call its methods together.
+    """Restores checkpoints of a root and snapshots of a run. All ranks call its methods together.
 
     Args:
-        root: where the checkpoints lie.
-        snapshots: those of the run in memory, if it has any.
-        damaged: steps that were found to be damaged are added to it.
-        recorder: is told how long each phase took.
+        root: root of the checkpoints.
+        group: the ranks.
+        snapshots: snapshots of the run in memory, if it has any.
+        damaged: set to which the steps of damaged checkpoints are added.
+        recorder: records the time of each phase.
     """
 
     def __init__(
@@ -158,19 +161,20 @@ class Restoring:
         self._recorder = recorder
 
     def restore(self, step: object, best: Best | None, load: Load) -> RestoreReport | None:
-        """Load the newest checkpoint that is intact, or the chosen one.
+        """Load the newest intact checkpoint, or the selected one.
 
         Args:
-            step: what the user asks for.
-            best: the rule that "best" stands for.
+            step: the user's `step=`.
+            best: rule for `step="best"`.
+            load: loads a checkpoint from a store.
 
         Returns:
-            None if the newest is asked for, and there is no checkpoint at all.
+            The report; None if `step` is "newest" and there is no checkpoint.
 
         Raises:
-            StateError: `step` is not a choice.
-            CheckpointNotFoundError: the chosen checkpoint is not there.
-            CorruptionError: there are checkpoints, and all are damaged; or the chosen one is.
+            StateError: `step` is invalid.
+            CheckpointNotFoundError: the selected checkpoint does not exist.
+            CorruptionError: all checkpoints are damaged, or the selected one is.
         """
         choices: list[Choice] = []
 
@@ -245,12 +249,12 @@ class Restoring:
         return None, skipped
 
     def _try(self, load: Load, store: Store) -> tuple[LoadReport | None, str]:
-        """Load a checkpoint on all ranks; the reason if it is damaged on any."""
+        """Load a checkpoint on all ranks. Return no report, but the reason, if it is damaged."""
         report: LoadReport | None = None
         failure: Exception | None = None
         try:
             report = load(store)
-        except Exception as error:  # it is raised again once the other ranks know
+        except Exception as error:  # raised again after the exchange
             failure = error
 
         def speak() -> bytes:
@@ -283,8 +287,8 @@ class Restoring:
         if found.unasked and step is None and self._group.rank == 0:
             nodes = "; ".join(f"{node}: {why}" for node, why in found.unasked.items())
             log.warning(
-                "some nodes of this run did not say which snapshots they hold (%s). If they hold a "
-                "newer step than the one that is restored now, that step is discarded",
+                "some nodes of this run did not say which snapshots they hold (%s). Steps there "
+                "that are newer than the step restored now will be discarded",
                 nodes,
             )
         self._recorder.add("choosing", found.choosing)

@@ -1,4 +1,4 @@
-"""How a `Checkpointer` saves: which steps, through memory or straight to storage, and retention."""
+"""Saving: save a step through memory or directly to storage, then apply retention."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Saving:
     """Saves the steps of a run. All ranks call its methods together.
 
     Args:
-        settings: of the Checkpointer.
+        settings: options of the Checkpointer.
         group: the ranks.
-        snapshots: the run's snapshots in memory; None if saves go straight to storage.
+        snapshots: snapshots of the run in memory; None if saves go directly to storage.
         damaged: steps that `restore` found to be damaged; a save replaces them.
     """
 
@@ -83,11 +83,12 @@ class Saving:
         """Save a step, then remove checkpoints that are no longer kept.
 
         Args:
-            durable: save it to the root; otherwise only into memory, if its step is due there.
+            step, state, metrics, overwrite: as for `Checkpointer.save`.
+            durable: save to the root; otherwise only to memory, if a snapshot is due.
 
         Returns:
-            None if there was nothing to do, there was no slot for its snapshot, or it failed and
-            `on_failure` is "warn".
+            A handle; None if the step was not due, no slot was free for its snapshot, or the save
+            failed with `on_failure="warn"`.
         """
         before, self._last = self._last, None
         this = _Last(step, state, metrics, overwrite)
@@ -104,9 +105,10 @@ class Saving:
         return handle
 
     def settle(self, handle: SaveHandle | None) -> None:
-        """Wait until a save is durable, for a bounded time: agents go on with it in any case.
+        """Wait until a save is durable, at most `LONGEST_LAST_SAVE` seconds.
 
-        What fails is raised, or logged if `on_failure` is "warn".
+        The agents continue the save after that. A failure is raised, or logged if `on_failure` is
+        "warn".
         """
         try:
             if handle is not None:
@@ -121,19 +123,19 @@ class Saving:
             log.error("a save failed: %s", error)
 
     def report_failures(self) -> None:
-        """Wait until all that was begun is durable or has failed, and log what has failed."""
+        """Wait until all saves are durable or have failed, and log the failures."""
         snapshots = self._snapshots
         while snapshots is not None and (error := _unsettled(snapshots)) is not None:
             log.error("a save failed: %s", error)
-            if snapshots.take_failure() is None:  # nothing more is known: no agent answers
+            if snapshots.take_failure() is None:  # no further failure: the agent is gone
                 return
 
     def forget_last(self) -> None:
-        """Save no step at the end but those to come."""
+        """Forget the last call of `save`, so that `save_last` does not save its step."""
         self._last = None
 
     def save_last(self) -> None:
-        """Save the last step that `save` was called with to the root, if it is not there.
+        """Save the last step that `save` was called with to the root, if the root does not have it.
 
         Its snapshot is persisted, if there is one. Otherwise the state is saved as it is now,
         unless an optimizer has stepped since that call.
@@ -160,18 +162,18 @@ class Saving:
         self._tried(last, durable=True)
 
     def _tried(self, last: _Last, *, durable: bool) -> SaveHandle | None:
-        """Save; what fails in storage ends nothing if `on_failure` is "warn"."""
+        """Save a step. With `on_failure="warn"`, log failures of storage and return None."""
         if self._settings.on_failure == "raise":
             return self._save(last, durable=durable)
         while self._snapshots is not None and (earlier := self._snapshots.take_failure()):
-            log.error("an earlier save failed, and the training goes on: %s", earlier)
+            log.error("an earlier save failed; the training continues: %s", earlier)
         handle: SaveHandle | None = None
         failure: Exception | None = None
         try:
             handle = self._save(last, durable=durable)
         except LostRankError:
             raise
-        except (ShardwiseError, OSError) as error:  # it is raised below, or logged
+        except (ShardwiseError, OSError) as error:  # raised or logged after the exchange
             failure = error
 
         def speak() -> bytes:
@@ -186,7 +188,7 @@ class Saving:
             raise failure
         if reason:
             if self._group.rank == 0:
-                log.error("step %s is not saved, and the training goes on: %s", last.step, reason)
+                log.error("step %s is not saved; the training continues: %s", last.step, reason)
             return None
         return handle
 
@@ -218,7 +220,7 @@ class Saving:
         return handle
 
     def prepare(self, state: State) -> int:
-        """Allocate the memory that snapshots of this state take; the bytes for this rank."""
+        """Allocate memory for snapshots of this state, and return the bytes for this rank."""
         snapshots = self._snapshots
         if snapshots is None:
             return 0
@@ -235,7 +237,7 @@ class Saving:
             hook.remove()
 
     def _watch(self, state: State) -> None:
-        """Note from now on when an optimizer in the state steps."""
+        """Record from now on when an optimizer in the state steps."""
         for optimizer in optimizers_in(state):
             if optimizer not in self._watched:
                 note = weakref.WeakMethod(self._note_step)
@@ -259,7 +261,7 @@ class Saving:
             )
 
     def _fence_steps(self, state: Mapping[str, object]) -> None:
-        """Have the steps of all optimizers in the state wait for copies that are under way."""
+        """Make the steps of all optimizers in the state wait for copies in progress."""
         memory = self._settings.memory
         if self._snapshots is None or memory is None or not memory.overlap:
             return
@@ -280,7 +282,7 @@ class Saving:
 
 
 def is_of_storage(error: Exception) -> bool:
-    """Whether an error says that storage failed, rather than that a save was wrong."""
+    """Return whether an error is a failure of storage, rather than an invalid save."""
     return isinstance(error, StoreError) or (
         isinstance(error, OSError) and not isinstance(error, ShardwiseError)
     )

@@ -1,4 +1,4 @@
-"""What a `Checkpointer` was asked for, and the root that it is asked for."""
+"""The options of a `Checkpointer`, and its root."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ log = logging.getLogger("shardwise")
 
 _SHARED = ("keep", "save_every", "check_replicas", "staging_bytes", "at_end", "on_failure")
 _OF_A_NODE = ("dir", "interface", "domain", "tls", "start_agent", "budget")
-"""Options of `Memory` that may differ from node to node."""
+"""Options of `Memory` that may differ between nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a `Checkpointer` was asked for; see there."""
+    """The options of a `Checkpointer`, which describes them."""
 
     root: Store
     keep: Keep
@@ -48,7 +48,7 @@ class Settings:
     on_failure: Literal["raise", "warn"]
 
     def shared(self) -> dict[str, str]:
-        """Those options, as text, on which the ranks must agree as they decide by them alone."""
+        """Return, as text, the options that must be equal on all ranks."""
         found = {name: repr(getattr(self, name)) for name in _SHARED}
         if self.memory is None:
             return {**found, "memory": "None"}
@@ -59,11 +59,11 @@ class Settings:
         }
 
     def is_durable(self, step: object) -> bool:
-        """Whether this step is saved to the root."""
+        """Return whether this step is saved to the root."""
         return is_due(step, self.save_every)
 
     def is_snapshot(self, step: object) -> bool:
-        """Whether this step is kept in memory."""
+        """Return whether a snapshot of this step is kept in memory."""
         in_memory = self.memory is not None and self.memory.snapshot_every
         return bool(in_memory) and is_due(step, in_memory)
 
@@ -76,14 +76,14 @@ def check_options(
     then: object,
     on_failure: object,
 ) -> None:
-    """Check the types of what a `Checkpointer` was given.
+    """Check the types of the options of a `Checkpointer`.
 
     Raises:
-        TypeError: one has the wrong type.
-        ValueError: a word is unknown.
+        TypeError: an option has the wrong type.
+        ValueError: `then` or `on_failure` has an unknown value.
     """
     if keep is not None and not isinstance(keep, Keep):
-        raise TypeError(f"keep={keep!r}: expected sw.Keep, such as sw.Keep(last=3)")
+        raise TypeError(f"keep={keep!r}: expected sw.Keep, for example sw.Keep(last=3)")
     if memory is not None and not isinstance(memory, Memory):
         raise TypeError(f"memory={memory!r}: expected sw.Memory(...) or None")
     if start_from is not None and not (
@@ -91,7 +91,7 @@ def check_options(
     ):
         raise TypeError(f"start_from={start_from!r}: expected a path, a store or a function")
     if isinstance(save_on, (int, str)) or not isinstance(save_on, Iterable):
-        raise TypeError(f"save_on={save_on!r}: expected a list, such as [signal.SIGTERM]")
+        raise TypeError(f"save_on={save_on!r}: expected a list, for example [signal.SIGTERM]")
     if then not in get_args(Then):
         raise ValueError(f"then={then!r}: expected 'deliver', 'requeue' or 'return'")
     if on_failure not in ("raise", "warn"):
@@ -99,7 +99,7 @@ def check_options(
 
 
 def root_of(place: api.Place, *, everywhere: bool) -> Store:
-    """The root's store; `everywhere`: agents must be able to open it by its name too."""
+    """Return the store of a root. With `everywhere`, agents must be able to open it by its name."""
     if everywhere and not isinstance(place, (str, os.PathLike, LocalStore)):
         raise StoreError(
             f"{place}: the agents that write checkpoints to storage cannot open this root: pass "
@@ -110,36 +110,38 @@ def root_of(place: api.Place, *, everywhere: bool) -> Store:
 
 
 def signals_of(save_on: Iterable[int], then: Then) -> Signals | None:
-    """The signals to be noted; None if there are none.
+    """Install the handlers for `save_on`; return None if it is empty.
 
     Raises:
-        ValueError: as `Signals` says, or there is no Slurm job to requeue.
+        ValueError: as for `Signals`, or there is no Slurm job to requeue.
     """
     numbers = tuple(save_on)
     if not numbers:
         return None
     job = os.environ.get("SLURM_JOB_ID")
     if then == "requeue" and not job:
-        raise ValueError("then='requeue': SLURM_JOB_ID is not set, as it is in every Slurm job")
+        raise ValueError("then='requeue': SLURM_JOB_ID is not set: this is not a Slurm job")
     return Signals(numbers, then, job)
 
 
 def open_root(settings: Settings, signals: Signals | None, group: Group, *, starts: bool) -> bool:
-    """Check a root, and remove what unfinished saves left there. All ranks together.
+    """Check a root and remove leftovers of unfinished saves. All ranks call this together.
 
     Args:
-        settings: those of this rank.
-        signals: those that it was asked to handle.
-        starts: what the run starts from is given, so that the root cannot be meant as that.
+        settings: options of this rank.
+        signals: signals that this rank handles.
+        group: the ranks.
+        starts: whether `start_from` is given. If not, a root that is a checkpoint is refused: the
+            user may have meant to start from it.
 
     Returns:
-        Whether snapshots can be used: not below a root that can only be read, as a run's
-        snapshots are known by an id in its root.
+        Whether snapshots can be used. A read-only root does not allow them, because they are
+        identified by a file in the root.
 
     Raises:
-        MismatchError: ranks were given different options; lists them.
+        MismatchError: the options differ between ranks; the message lists the differences.
         StateError: the root is a file.
-        CheckpointExistsError: the root is a checkpoint itself.
+        CheckpointExistsError: the root itself is a checkpoint.
     """
     root, in_memory = settings.root, settings.memory is not None
 
@@ -157,7 +159,7 @@ def open_root(settings: Settings, signals: Signals | None, group: Group, *, star
         for name in root.list():
             if step_of_directory(name) is not None:
                 store = root.at(name)
-                with suppress(OSError):  # a root that is only read has leftovers too
+                with suppress(OSError):  # leftovers in a read-only root stay
                     collect_leftovers(store)
                     store.remove()  # if it is empty
         return b"1" if in_memory and _is_writable(root) else b""

@@ -1,4 +1,4 @@
-"""Signals that ask a training to end, held back until there was time to save."""
+"""Signals that end a training, deferred until the state is saved."""
 
 from __future__ import annotations
 
@@ -21,18 +21,16 @@ log = logging.getLogger("shardwise")
 
 
 class Signals:
-    """Notes signals, and does what is asked for once the state is saved.
-
-    The handlers set a flag, and do nothing else.
+    """Handlers that record signals, to act on them after the next save.
 
     Args:
         numbers: the signals.
-        then: what follows the save. `"deliver"`: the signal, handled as before. `"requeue"`: Slurm
-            is asked to run the job again. `"return"`: nothing.
-        job: the Slurm job to requeue.
+        then: action after the save. `"deliver"`: raise the signal with its previous handler.
+            `"requeue"`: ask Slurm to run the job again. `"return"`: none.
+        job: id of the Slurm job to requeue.
 
     Raises:
-        ValueError: these are no signals that can be handled, or this is not the main thread.
+        ValueError: a signal cannot be handled, or this is not the main thread.
     """
 
     def __init__(self, numbers: Iterable[int], then: Then, job: str | None) -> None:
@@ -44,7 +42,7 @@ class Signals:
         self._pending = 0
         self._process = os.getpid()
         self._stopped = False
-        self._handler = self._note  # one bound method, so that it can be recognised
+        self._handler = self._note  # keep one bound method, to compare with getsignal()
         self._before = {}
         try:
             for number in numbers:
@@ -55,11 +53,11 @@ class Signals:
 
     @property
     def numbers(self) -> list[int]:
-        """The signals that are noted, ascending."""
+        """The signals that are handled, ascending."""
         return sorted(map(int, self._before))
 
     def received(self, group: Group) -> int:
-        """The signal that any rank has received, or 0. All ranks together."""
+        """Return a signal that any rank has received, or 0. All ranks call this together."""
 
         def answer(said: list[bytes]) -> bytes:
             return b"%d" % max(map(int, said))
@@ -67,7 +65,7 @@ class Signals:
         return int(exchange(group, "asking for signals", lambda: b"%d" % self._pending, answer))
 
     def finish(self, number: int, group: Group) -> None:
-        """Do what follows the save that a signal has asked for, on every rank."""
+        """Act on a signal after its save. All ranks call this together."""
         self.acted = True
         if self.then == "deliver":
             self._pending = number
@@ -78,19 +76,19 @@ class Signals:
             _requeue(self._job)
 
     def stop(self) -> None:
-        """Handle signals as before. One that came too late for a save is delivered now, unless
-        `then` says otherwise."""
+        """Restore the previous handlers. Deliver a signal that arrived after the last save if
+        `then` is "deliver"; otherwise log a warning."""
         self._stopped = True
         self._restore()
         if self._pending and self.then != "deliver":
             name = signal.Signals(self._pending).name
-            log.warning("%s came after the last save, and is ignored: then=%r", name, self.then)
+            log.warning("%s arrived after the last save; ignored (then=%r)", name, self.then)
         elif self._pending:
             self._pass_on(self._pending)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._pending = number
-        # A forked child saves nothing. After `stop`, another handler has put this one back.
+        # A forked child does not save. After `stop`, another library may have reinstalled this.
         if os.getpid() != self._process or self._stopped:
             self._pass_on(number)
 
@@ -106,14 +104,14 @@ class Signals:
 
 
 def _requeue(job: str) -> None:
-    """Ask Slurm to run this job again; it then ends the present processes."""
+    """Ask Slurm to run this job again, which ends the current processes."""
     command = ["scontrol", "requeue", job]
     try:
         subprocess.run(command, check=True, capture_output=True, timeout=SLURM_TIMEOUT)
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip()
-        log.error("the job is saved but not requeued: %s: %s", " ".join(command), said)
+        log.error("saved, but the job was not requeued: %s: %s", " ".join(command), said)
     except (OSError, subprocess.TimeoutExpired) as error:
-        log.error("the job is saved but not requeued: %s: %s", " ".join(command), error)
+        log.error("saved, but the job was not requeued: %s: %s", " ".join(command), error)
     else:
-        log.warning("the job is saved and requeued: %s", " ".join(command))
+        log.warning("saved, and the job is requeued: %s", " ".join(command))

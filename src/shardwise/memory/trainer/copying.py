@@ -46,7 +46,7 @@ SAVES = 5
 
 
 class Slack:
-    """The time that the training leaves for a copy, as measured at its last saves."""
+    """The time that the training leaves for a copy, measured at the last saves."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=SAVES)
@@ -58,7 +58,7 @@ class Slack:
         self._waited = waited
 
     def target(self) -> float:
-        """Return in how many seconds to copy. 0 means full speed: unknown, or it waited."""
+        """Return the seconds over which to spread a copy; 0 for full speed."""
         if self._waited or not self._seconds:
             return 0.0
         return OF_SLACK * median(self._seconds)
@@ -113,7 +113,7 @@ class Copying:
         self.failure = ""
 
     def is_elsewhere(self) -> bool:
-        """Whether this process was forked from the one that makes the copy."""
+        """Return whether this process was forked from the one that makes the copy."""
         return os.getpid() != self._process
 
     def paced(self, fill: Fill) -> Fill:
@@ -129,7 +129,7 @@ class Copying:
         return copy
 
     def hurry(self) -> None:
-        """Continue at full speed, because somebody waits."""
+        """Continue at full speed, because a caller waits."""
         if self._hurried.is_set():
             return
         self._hurried.set()
@@ -147,12 +147,12 @@ class Copying:
         """Wait until the copy is done, at full speed, and return whether it is.
 
         Raises:
-            StoreError: this process is a fork of the one that makes the copy, which cannot tell it.
+            StoreError: this process was forked from the one that makes the copy.
         """
         self.hurry()
         if self.is_elsewhere() and not self.done.is_set():
             raise StoreError(
-                f"process {self._process} makes the copy, and this forked child cannot wait for "
+                f"process {self._process} makes the copy, so this forked child cannot wait for "
                 "it: wait in the parent"
             )
         return self.done.wait(timeout)

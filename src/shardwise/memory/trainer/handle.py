@@ -119,7 +119,7 @@ class Stages:
         """
         done = self._known.get(stage) or self._look_up(stage)
         if done is None and stage in ("protect", records.RETAIN) and self._is_replaced():
-            # Newer snapshots have taken its memory, and protect and retain in its place.
+            # A newer snapshot replaced it, and was protected and retained instead.
             done = self._look_up(stage) or Done(save_id=self.save_id, stage=stage)
         if done is not None:
             self._known[stage] = done  # the record is deleted with the memory of the run
@@ -275,9 +275,9 @@ class PendingSaves:
         self._stages = [*(each for each in self._stages if not each.has_succeeded()), stages]
 
     def raise_failure(self) -> None:
-        """Raise the first failure that was not raised before, once.
+        """Raise the first failure that was not raised yet.
 
-        Failures to stage on this rank are left out: `Staging.check` raises them.
+        Failures to stage on this rank are not included: `Staging.check` raises them.
 
         Raises:
             StoreError: a durable save failed; says why.
