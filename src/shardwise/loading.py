@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from shardwise.adapters import Binding, asked_of, bind_state, fillable_leaves, optimizer_names
-from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
+from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena, check_staging_bytes
 from shardwise.engine.compare import check_sample
 from shardwise.engine.exchange import run_on_all
 from shardwise.engine.group import Group
@@ -55,7 +55,7 @@ class LoadOptions:
     staging_bytes: int = DEFAULT_STAGING_BYTES
 
     def check(self) -> None:
-        """Check what can be checked without a checkpoint.
+        """Check the options that can be checked before a checkpoint is opened.
 
         Raises:
             StateError: `only`, `skip` or `rename` has the wrong type.
@@ -63,11 +63,11 @@ class LoadOptions:
         """
         Selection.by(self.only, self.skip)
         renaming(self.rename)
-        Arena(self.staging_bytes)
+        check_staging_bytes(self.staging_bytes)
 
     @property
     def terms(self) -> str:
-        """The options that must be equal on all ranks, as text."""
+        """The options that must be equal on all ranks, formatted for error messages."""
         return (
             f"strict={self.strict}, cast={self.cast}, verify={self.verify}, "
             f"staging_bytes={self.staging_bytes}, resize={self.resize}"
@@ -141,10 +141,10 @@ def _open(
     group: Group,
     cleanup: ExitStack,
 ) -> Opened:
-    """Open the checkpoint, and hold it until `cleanup` is closed, so that it is not removed."""
+    """Open the checkpoint, and lock it against removal until `cleanup` is closed."""
 
     def hold() -> Store:
-        options.check()  # what fails on this rank alone fails where the others hear of it
+        options.check()  # inside the exchange, so that a failure on one rank reaches all ranks
         store = enter()
         cleanup.enter_context(store.hold(MANIFEST, shared=True))
         return store
@@ -160,7 +160,7 @@ def _fit_to_target(
     selection: Selection,
     group: Group,
 ) -> Opened:
-    """Name positional parameters of optimizers as the target does, and apply `resize`."""
+    """Replace the optimizers' parameter numbers by the target's names, and apply `resize`."""
     resizing = Resizing.agreed(options.resize, state, group)
 
     def orders() -> dict[str, ParameterOrder]:
@@ -200,7 +200,9 @@ def united(parts: Iterable[LocalState]) -> LocalState:
     for part in parts:
         for name in part.names():
             if name in seen:
-                raise StateError(f"{name!r}: two values of the state have this name")
+                raise StateError(
+                    f"{name!r}: two values of the state have this name; rename a key of the state"
+                )
             seen.add(name)
         whole.add(part)
     return whole
@@ -215,7 +217,7 @@ def _restore_values(
     *,
     verify: bool,
 ) -> None:
-    """Set plain values, and the values of each rank."""
+    """Set the plain values that all ranks share, and those that each rank has for itself."""
     values = {name: saved.object(name) for name in found.objects}
     for binding in bindings:
         binding.restore(values)

@@ -38,7 +38,7 @@ from shardwise.manifest.manifest import Manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.opening import PLAIN, OpenOptions, open_any, place_below
 from shardwise.state.selection import Selection
-from shardwise.store import Files, LocalStore, Store, open_store
+from shardwise.store import Files, LocalStore, Store, local_path, open_store
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -290,21 +290,23 @@ def _check_alpha(alpha: float | None) -> None:
 
 def _real(store: Files) -> str:
     """Return the path of a store with symbolic links resolved."""
-    return str(store.path.resolve() if isinstance(store, LocalStore) else store)
+    path = local_path(store)
+    return str(store if path is None else path.resolve())
 
 
 def _folder_of(adapter: Place) -> LocalStore | None:
     """Return the directory of an adapter; None if it is not in a file system."""
-    store = open_store(adapter)
-    if not isinstance(store, LocalStore):
+    path = local_path(open_store(adapter))
+    if path is None:
         return None
-    return LocalStore(store.path.parent) if store.path.is_file() else store
+    return LocalStore(path.parent if path.is_file() else path)
 
 
 def _weights_at(adapter: Place) -> Place:
     """Return the weights file of an adapter that PEFT saved, or else the place itself."""
     store = open_store(adapter)
-    if isinstance(store, LocalStore) and store.path.is_dir():
+    path = local_path(store)
+    if path is not None and path.is_dir():
         found = [name for name in ADAPTER_WEIGHTS if name in store.list()]
-        return store.path / found[0] if found else adapter
+        return path / found[0] if found else adapter
     return adapter

@@ -176,7 +176,7 @@ def test_what_neighbours_pass_on_is_verified(
     prefix = "model." if foreign else ""
     gang.run(load_columns, path, 16, prefix, world=2)
     outcomes = gang.outcomes(load_while, path, 16, 1, change_what_is_passed_on, prefix, world=2)
-    assert "rank 1 passed them on" in str(outcomes[0].exception)
+    assert "rank 1 had read them" in str(outcomes[0].exception)
     assert [each.kind for each in outcomes] == ["error", "error"]
 
 

@@ -23,7 +23,7 @@ from shardwise.manifest.names import step_of_directory
 from shardwise.memory.options import Memory
 from shardwise.opening import refuse_as_root, refuse_file
 from shardwise.retention import Keep
-from shardwise.store import LocalStore, Store, open_store
+from shardwise.store import LocalStore, Store, local_path, open_store
 
 log = logging.getLogger("shardwise")
 
@@ -106,7 +106,8 @@ def root_of(place: api.Place, *, everywhere: bool) -> Store:
             "a path or URL, or save synchronously with memory=None"
         )
     store = open_store(place)
-    return LocalStore(store.path.absolute()) if isinstance(store, LocalStore) else store
+    path = local_path(store)
+    return store if path is None else LocalStore(path.absolute())
 
 
 def signals_of(save_on: Iterable[int], then: Then) -> Signals | None:
@@ -187,7 +188,8 @@ def _refuse_unequal(options: Sequence[Mapping[str, str]]) -> None:
 
 
 def _is_writable(root: Store) -> bool:
-    if not isinstance(root, LocalStore):
+    path = local_path(root)
+    if path is None:
         return True
-    there = next(each for each in (root.path, *root.path.parents) if each.exists())
-    return os.access(there, os.W_OK)
+    existing = next(each for each in (path, *path.parents) if each.exists())
+    return os.access(existing, os.W_OK)

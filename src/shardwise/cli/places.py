@@ -13,7 +13,7 @@ from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manif
 from shardwise.manifest.names import MANIFEST, made_by_save, step_directory, step_of_directory
 from shardwise.manifest.table import Pieces
 from shardwise.retention import Choice, choose_step
-from shardwise.store import LocalStore, Store, open_store
+from shardwise.store import LocalStore, Store, local_path, open_store
 
 if TYPE_CHECKING:
     from shardwise.engine.opened import Opened
@@ -159,7 +159,8 @@ def _chosen(store: Store, step: int | None) -> Store:
 
 
 def _foreign_at(store: Store, format: str | None = None) -> Opened | None:  # noqa: A002
-    if not isinstance(store, LocalStore) or (store.path / MANIFEST).exists():
+    path = local_path(store)
+    if path is None or (path / MANIFEST).exists():
         return None
     from shardwise.opening import OpenOptions, open_foreign  # imports torch, which takes a second
 
@@ -196,7 +197,8 @@ def _below(root: Store) -> list[Entry]:
 
 def _foreign_instead(store: Store) -> CheckpointNotFoundError | None:
     """Return an error that names the foreign checkpoints at a path or directly below it."""
-    if not isinstance(store, LocalStore) or not store.path.exists():
+    path = local_path(store)
+    if path is None or not path.exists():
         return None
     from shardwise.opening import foreign_formats  # imports torch, which takes a second
 
@@ -207,17 +209,17 @@ def _foreign_instead(store: Store) -> CheckpointNotFoundError | None:
             f"run `shardwise inspect {store}`"
         )
     below: dict[str, str] = {}
-    for path in sorted(store.path.iterdir())[:MOST_EXAMINED] if store.path.is_dir() else ():
-        formats = foreign_formats(LocalStore(path)) if path.is_dir() else ""
+    for child in sorted(path.iterdir())[:MOST_EXAMINED] if path.is_dir() else ():
+        formats = foreign_formats(LocalStore(child)) if child.is_dir() else ""
         if formats:
-            below[path.name] = formats
+            below[child.name] = formats
     if not below:
         return None
     name, formats = next(reversed(below.items()))
     return CheckpointNotFoundError(
         f"{store} holds no shardwise checkpoints, but {len(below)} of other formats: "
         f"{', '.join(list(below)[:3])}{', …' if len(below) > 3 else ''}. To look at one, run "
-        f"`shardwise inspect {store.path / name}` ({formats})"
+        f"`shardwise inspect {path / name}` ({formats})"
     )
 
 
@@ -238,14 +240,15 @@ def _nothing(store: Store) -> CheckpointNotFoundError:
         return CheckpointNotFoundError(
             f"{store} has no {MANIFEST}: its save is still running, or was interrupted"
         )
-    if not isinstance(store, LocalStore) or store.path.is_dir():
+    path = local_path(store)
+    if path is None or path.is_dir():
         return CheckpointNotFoundError(
             f"{store} is not a checkpoint, and holds none: there is no {MANIFEST}, and the files "
             "are in no known format"
         )
-    above = store.path.parent
+    above = path.parent
     if not above.is_dir():
         return CheckpointNotFoundError(f"{store} does not exist, nor does {above}")
-    near = difflib.get_close_matches(store.path.name, LocalStore(above).list(), n=3)
+    near = difflib.get_close_matches(path.name, LocalStore(above).list(), n=3)
     hint = f": did you mean {' or '.join(str(above / name) for name in near)}?" if near else ""
     return CheckpointNotFoundError(f"{store} does not exist{hint}")

@@ -21,7 +21,7 @@ from shardwise.errors import StateError
 from shardwise.events import Recorder
 from shardwise.manifest.manifest import Manifest, encode_manifest
 from shardwise.state.selection import Selection
-from shardwise.store import LocalStore, open_store
+from shardwise.store import local_path, open_store
 
 MAX_MEMORY = 1 << 30
 MAX_FILE = 5 << 30
@@ -80,9 +80,10 @@ class ExportOptions:
             StateError: the target is not in a file system.
         """
         store = open_store(self.target)
-        if not isinstance(store, LocalStore):
+        path = local_path(store)
+        if path is None:
             raise StateError(f"{store}: the target of an export must be a directory")
-        return store.path
+        return path
 
 
 def write_export(

@@ -17,7 +17,7 @@ DEFAULT_STAGING_BYTES = 64 << 20
 THREADS = 4
 LARGEST_CHUNK = 8 << 20
 SMALLEST_CHUNK = 1 << 20
-LARGEST_READ = 2 << 20  # verified and copied while it is in the cache
+LARGEST_READ = 2 << 20  # small enough to stay in the CPU cache until it is verified and copied
 LARGE = 2 << 20
 _COLLAPSE = 25  # MADV_COLLAPSE, of Linux 6.1 and later
 _FIXED = 0x10
@@ -44,10 +44,7 @@ class Arena:
     """
 
     def __init__(self, staging_bytes: int = DEFAULT_STAGING_BYTES) -> None:
-        if staging_bytes < SMALLEST_CHUNK:
-            raise ValueError(
-                f"staging_bytes={staging_bytes}: expected at least {SMALLEST_CHUNK} bytes"
-            )
+        check_staging_bytes(staging_bytes)
         self.threads = max(1, min(THREADS, staging_bytes // SMALLEST_CHUNK))
         share = min(LARGEST_CHUNK, staging_bytes // self.threads)
         self.chunk = share // SMALLEST_CHUNK * SMALLEST_CHUNK
@@ -70,8 +67,18 @@ class Arena:
             self._free.put(buffer)
 
 
+def check_staging_bytes(staging_bytes: int) -> None:
+    """Check the bound on the host memory of an arena.
+
+    Raises:
+        ValueError: `staging_bytes` is less than 1 MiB.
+    """
+    if staging_bytes < SMALLEST_CHUNK:
+        raise ValueError(f"staging_bytes={staging_bytes}: expected at least {SMALLEST_CHUNK} bytes")
+
+
 def aligned_buffer(size: int) -> Buffer:
-    """Return page-aligned memory of this many bytes, in large pages if the kernel has them."""
+    """Return page-aligned memory of `size` bytes, in large pages if the kernel supports them."""
     memory = mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -82,18 +89,18 @@ def map_pages(fd: int, low: int, high: int, *, writable: bool = False, now: bool
     """Map bytes `low:high` of a file into memory; `low` is a multiple of `LARGE`.
 
     A large page replaces 512 small pages, which makes mapping a file anew several times cheaper.
-    The mapping ends when nothing refers to it any more.
+    The mapping is removed when the last reference to the result is dropped.
 
     Args:
         writable: map the bytes for writing too.
-        now: load all pages at once, instead of one by one as they are used.
+        now: load all pages at once, instead of each at its first use.
 
     Raises:
         OSError: the bytes cannot be mapped.
     """
     if low == high:
         return np.zeros(0, np.uint8)
-    # Large pages need aligned addresses, which Python's mmap does not promise: reserve some more.
+    # Python's mmap does not align addresses to large pages: reserve one large page more.
     reserved = np.frombuffer(mmap.mmap(-1, high - low + LARGE, mmap.MAP_PRIVATE), np.uint8)
     start = -reserved.ctypes.data % LARGE
     found = reserved[start : start + high - low]
@@ -110,11 +117,11 @@ def map_pages(fd: int, low: int, high: int, *, writable: bool = False, now: bool
 def allocate_pages(fd: int, size: int) -> None:
     """Allocate the pages of a file of `size` bytes, so that writes to it cannot run out of memory.
 
-    Pages are large where possible: the kernel makes a large page of a range that has one small
-    page at a fraction of the cost of a range that has 512.
+    Pages are large where possible. To save time, only one small page of each range is allocated
+    before the kernel is asked for a large one: collapsing 512 small pages costs far more.
 
     Raises:
-        OSError: there is not enough memory; pages allocated before stay.
+        OSError: there is not enough memory; the pages allocated so far are kept.
     """
     whole = size // LARGE * LARGE
     if whole and _enlarge(fd, 0, LARGE):
@@ -123,9 +130,9 @@ def allocate_pages(fd: int, size: int) -> None:
 
 
 def _enlarge(fd: int, low: int, high: int) -> bool:
-    """Ask for large pages, and return whether all pages are large.
+    """Ask the kernel for large pages; return whether all pages are large.
 
-    This fails with an older kernel, with a file on a disk, or if memory is fragmented.
+    Older kernels, files on a disk and fragmented memory give only small pages.
     """
     for at in range(low, high, LARGE):
         os.posix_fallocate(fd, at, 1)

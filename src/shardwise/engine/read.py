@@ -1,4 +1,4 @@
-"""Reads of a load, run: several in flight, each block verified before it is copied."""
+"""Run the reads of a load: several at a time, each block verified before it is copied."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ Readers = dict[int, DataReader]
 
 
 def read_alone(spans: Spans, copies: Copies, readers: Readers, arena: Arena, threads: int) -> None:
-    """Read every span of this rank, and copy what it holds to where it is wanted.
+    """Read every span of this rank, and copy its bytes to the fragments that want them.
 
     Args:
-        spans: disjoint; `copies` counts them.
-        readers: by file number, all files that the spans lie in.
+        spans: the spans to read; disjoint.
+        copies: the copies to make from each span, by its number.
+        readers: the readers of all files of the spans, by file number.
+        arena: the buffers to read through.
+        threads: the number of threads.
 
     Raises:
-        CorruptionError: a span is not what was saved; other spans may have been copied by then.
+        CorruptionError: bytes differ from those that were saved. Other spans may have been copied.
     """
-
-    todo = iter(range(len(spans)))  # threads take from it one after the other
+    todo = iter(range(len(spans)))  # shared by all threads
     failed = threading.Event()
 
     def work() -> None:
@@ -37,29 +39,34 @@ def read_alone(spans: Spans, copies: Copies, readers: Readers, arena: Arena, thr
                 for span in todo:
                     if failed.is_set():
                         return
-                    data = _read(spans, span, readers, copies, buffer, where_it_lies=True)
+                    data = _read(spans, span, readers, copies, buffer, in_place=True)
                     copies.copy(span, data)
         except BaseException:
             failed.set()
             raise
 
-    _together(work, min(threads, len(spans)))
+    _run_in_threads(work, min(threads, len(spans)))
 
 
 def read_together(
     spans: Spans, copies: Copies, readers: Readers, rings: Rings, threads: int
 ) -> None:
-    """The same for reads that this node's ranks share; `spans` are those of all of them.
+    """Read the spans that the ranks of this node share, and copy what this rank needs.
 
-    What another rank has read is verified here once more, where it is taken from.
+    Each rank reads a share of the spans. Bytes that another rank has read are verified again before
+    they are copied.
 
     Args:
-        readers: by file number, all files that this rank wants something of.
+        spans: the spans of all ranks of the node.
+        copies: the copies to make on this rank from each span, by its number.
+        readers: the readers of all files that this rank needs, by file number.
+        rings: the rings through which ranks pass bytes to each other.
+        threads: the number of threads.
 
     Raises:
         CorruptionError: as for `read_alone`.
-        RankError: another rank could not read its part.
-        LostRankError: another rank is gone, or nothing has moved for too long.
+        RankError: another rank could not read its share.
+        LostRankError: another rank died, or made no progress before the timeout.
     """
 
     def serve(span: int) -> None:
@@ -68,7 +75,7 @@ def read_together(
             data = _read(spans, span, readers, copies, slot)
             rings.publish(span, readers[int(spans.file[span])].checksum(data))
         else:
-            data = _taken(spans, span, readers, rings, slot)
+            data = _receive(spans, span, readers, rings, slot)
         copies.copy(span, data)
         rings.finish(span)
 
@@ -80,20 +87,20 @@ def read_together(
             rings.fail()
             raise
 
-    _together(work, threads)
+    _run_in_threads(work, threads)
 
 
-def _taken(spans: Spans, span: int, readers: Readers, rings: Rings, slot: Buffer) -> Buffer:
-    """What another rank has put into its slot, verified."""
+def _receive(spans: Spans, span: int, readers: Readers, rings: Rings, slot: Buffer) -> Buffer:
+    """Return the bytes that another rank has read into its slot, after verifying them."""
     file, low, high = (int(c[span]) for c in (spans.file, spans.low, spans.high))
     try:
         return readers[file].passed_on(low, high, slot, rings.checksum(span))
     except CorruptionError as error:
-        raise CorruptionError(f"{error}; rank {rings.reader_of(span)} passed them on") from error
+        raise CorruptionError(f"{error}; rank {rings.reader_of(span)} had read them") from error
 
 
-def _together(work: Callable[[], None], threads: int) -> None:
-    """Run this in so many threads, of which the calling one is the first."""
+def _run_in_threads(work: Callable[[], None], threads: int) -> None:
+    """Run `work` in `threads` threads, one of which is the calling thread."""
     with ThreadPoolExecutor(max(1, threads - 1), "shardwise-read") as pool:
         others = [pool.submit(work) for _ in range(threads - 1)]
         work()
@@ -108,12 +115,14 @@ def _read(
     copies: Copies,
     buffer: Buffer,
     *,
-    where_it_lies: bool = False,
+    in_place: bool = False,
 ) -> Buffer:
     file, low, high = (int(c[span]) for c in (spans.file, spans.low, spans.high))
     try:
         reader = readers[file]
-        return (reader.view if where_it_lies else reader.read)(low, high, buffer)
+        return (reader.view if in_place else reader.read)(low, high, buffer)
     except CorruptionError as error:
         names = copies.names(span)
-        raise CorruptionError(f"{error}; they hold {names}" if names else str(error)) from error
+        raise CorruptionError(
+            f"{error}; these bytes belong to {names}" if names else str(error)
+        ) from error

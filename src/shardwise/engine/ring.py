@@ -1,10 +1,10 @@
-"""Shared reads of the ranks of one node: rings of slots in shared memory, and bells to wake others.
+"""Shared reads of the ranks of one node: rings of slots in shared memory, and bells.
 
-Every rank has a ring of slots in memory that the others can map. It reads its part of the shared
-reads into its slots, in the common order, and takes the others' reads from their slots. A slot is
-reused once every rank that wants its content has taken it. All ranks follow one order, so the
-earliest unfinished read can always proceed: ranks never wait for each other in a circle. A rank
-with nothing to do sleeps until another rank rings its bell.
+Every rank has a ring of slots in shared memory. The rank reads its share of the data into its own
+slots, and copies the other data that it needs from the slots of the other ranks. A slot is reused
+when every rank that needs its data has copied it. All ranks process the reads in the same order, so
+the earliest unfinished read can always proceed, and ranks cannot deadlock. A rank that has nothing
+to do sleeps until another rank rings its bell.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ READING = "reading together"
 LOOK_AROUND = 0.2
 T = TypeVar("T")
 Awaited = Callable[[], dict[int, str]]
-"""The ranks that are waited for, and what each has not done."""
+"""Returns the ranks that this rank waits for, each with the action that it has not taken."""
 
 
 class Doorbell:
-    """A pipe that others find through `/proc` and ring; how often they rang is not counted.
+    """A pipe that other processes open through `/proc` to wake this one. Rings are not counted.
 
     Args:
-        cleanup: when it is closed, it can no longer be rung.
+        cleanup: closes the pipe.
 
     Attributes:
-        fd: what others need to find it, together with this process's number.
+        fd: the file descriptor to pass to `find_bell`, together with this process's id.
     """
 
     def __init__(self, cleanup: ExitStack) -> None:
-        self._ears, self.fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        cleanup.callback(os.close, self._ears)
+        self._read_end, self.fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        cleanup.callback(os.close, self._read_end)
         cleanup.callback(os.close, self.fd)
         self._poll = select.poll()
-        self._poll.register(self._ears, select.POLLIN)
+        self._poll.register(self._read_end, select.POLLIN)
 
     def ring(self) -> None:
-        """Wake whoever of this process waits."""
+        """Wake the thread of this process that waits."""
         ring(self.fd)
 
     def wait(
@@ -67,48 +67,53 @@ class Doorbell:
         timeout: float,
         awaited: Awaited,
     ) -> T:
-        """Sleep until `look` finds something; it looks again whenever the bell rings.
+        """Sleep until `look` returns a value, and return that value.
 
         Args:
-            alive: raises if waiting has become pointless; asked every 0.2 s.
-            timeout: how long to wait, in seconds.
-            awaited: says whom this rank waited for.
+            look: called at the start and after each ring; returns None to keep waiting.
+            alive: called every 0.2 s; raises if waiting is pointless.
+            timeout: the longest wait, in seconds.
+            awaited: returns the ranks that this rank waits for.
 
         Raises:
-            LostRankError: it did not come in time; names who was waited for.
+            LostRankError: the timeout has passed; names the ranks of `awaited`.
         """
         start = time.monotonic()
         while (found := look()) is None:
             if self._poll.poll(LOOK_AROUND * 1000):
-                os.read(self._ears, 4096)
+                os.read(self._read_end, 4096)
                 continue
             alive()
             if time.monotonic() - start > timeout:
                 late = {rank: f"{what} within {timeout:.0f} s" for rank, what in awaited().items()}
-                raise LostRankError("reading together", late)
+                raise LostRankError(READING, late)
         return found
 
 
 def find_bell(process: int, fd: int, cleanup: ExitStack) -> int:
-    """Another process's bell, as a file descriptor to `ring`."""
+    """Return the bell of another process, as a file descriptor for `ring`."""
     found = os.open(f"/proc/{process}/fd/{fd}", os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     cleanup.callback(os.close, found)
     return found
 
 
 def ring(bell: int) -> None:
-    """Ring a bell. One that rings already, or that nobody hears any more, is left as it is."""
+    """Ring a bell. Ringing has no effect if the pipe is full, or if its process has exited."""
     with contextlib.suppress(BlockingIOError, BrokenPipeError):
         os.write(bell, b"!")
 
 
 @dataclass(frozen=True, slots=True)
 class RingLayout:
-    """A rank's ring: its head, slots, then a checksum and a state for each of its reads, then a
-    state for each read and user.
+    """The layout of a ring.
+
+    A head comes first, then the slots, then a checksum for each read of the rank, then a state for
+    each read, then a flag for each read and user.
 
     Attributes:
-        counts: of each rank, how many reads it makes.
+        counts: the number of reads that each rank makes.
+        slots: the number of slots.
+        slot_bytes: the size of a slot in bytes.
     """
 
     counts: list[int]
@@ -116,26 +121,27 @@ class RingLayout:
     slot_bytes: int
 
     def size(self, rank: int) -> int:
-        """Bytes of a ring."""
+        """Return the size of a rank's ring in bytes."""
         return self.states + self.counts[rank] * (SUM + 1 + len(self.counts))
 
     @property
     def states(self) -> int:
-        """Where the slots end."""
+        """The offset at which the slots end and the checksums begin."""
         return HEAD + self.slots * self.slot_bytes
 
 
 class Rings:
-    """The rings of all neighbours, and how far each read has come.
+    """The rings of all ranks of a node, and the progress of every read.
 
     Args:
-        reads: what they read together.
-        index: this rank's place among them.
-        ranks: the rank in the group of each of them, for errors.
-        maps: the ring of each of them.
-        bells: of each of them; rung when something has changed that it may wait for.
-        wait: sleeps until a look finds something; looks whenever this rank's bell rings. Given
-            also what says whom it waits for, should that take too long.
+        reads: the shared reads.
+        index: the index of this rank among the ranks of the node.
+        ranks: the rank in the group of each rank of the node, for errors.
+        maps: the mapped ring of each rank.
+        layout: the layout of the rings.
+        bells: the bell of each rank.
+        wait: sleeps until its first argument returns a value, as `Doorbell.wait` does. Its second
+            argument returns the ranks that this rank waits for.
     """
 
     def __init__(
@@ -167,44 +173,48 @@ class Rings:
         self._reader = reads.reader.tolist()
         self._mine = np.flatnonzero(reads.reader == index).tolist()
         self._turn = threading.Lock()
-        self._given_up = False
+        self._failed = False
         others = [rank for rank in range(len(maps)) if rank != index]
         self._waiting = {rank: self._uses_of(rank) for rank in [index, *others]}
 
     def next(self) -> int | None:
-        """The next read that this rank makes or uses, once it can go on; None after the last.
+        """Return the next read that this rank can make or use; None after the last.
 
-        One of its own can go on when its slot is free, one of another rank when that has filled
-        its slot. Sleeps while none can. Threads take turns.
+        A read of this rank can start when its slot is free. A read of another rank can be used when
+        that rank has filled its slot. The call sleeps while no read is ready. Threads take turns.
 
         Raises:
-            RankError: another rank could not read its part.
-            LostRankError: another rank is gone, or nothing has moved for too long.
+            RankError: another rank could not read its share.
+            LostRankError: another rank died, or made no progress before the timeout.
         """
         with self._turn:
             found = self._wait(self._look, self._awaited)
             return None if found == LAST else found
 
     def leads(self, read: int) -> bool:
-        """Whether this rank makes a read."""
+        """Return whether this rank makes a read."""
         return bool(self._reader[read] == self._index)
 
     def slot(self, read: int) -> Buffer:
-        """Where a read's bytes are put, and taken from."""
+        """Return the memory of the slot that holds the bytes of a read."""
         at = HEAD + self._number[read] % self._layout.slots * self._layout.slot_bytes
         memory: Buffer = self._maps[self._reader[read]]
         return memory[at : at + self._layout.slot_bytes]
 
     def reader_of(self, read: int) -> int:
-        """The rank in the group that makes a read."""
+        """Return the rank in the group that makes a read."""
         return self._ranks[int(self._reader[read])]
 
     def checksum(self, read: int) -> int:
-        """What its reader said of the bytes in the slot of a read, as `publish` was given it."""
+        """Return the checksum that the reading rank passed to `publish`."""
         return int(self._sums[self._reader[read]][self._number[read]])
 
     def publish(self, read: int, checksum: int) -> None:
-        """The slot of a read of this rank is filled; a checksum goes with it, or 0."""
+        """Mark the slot of a read of this rank as filled, and wake the ranks that use the read.
+
+        Args:
+            checksum: the checksum of the bytes in the slot, or 0.
+        """
         self._sums[self._index][self._number[read]] = checksum
         self._state[self._index][self._number[read]] = READY
         for user in np.flatnonzero(self._reads.wanted[read]).tolist():
@@ -212,7 +222,7 @@ class Rings:
                 ring(self._bells[user])
 
     def finish(self, read: int) -> None:
-        """This rank is done with a read. The last one to be wakes the reader."""
+        """Mark a read as used by this rank. The last user wakes the rank that made the read."""
         reader = self._reader[read]
         done = self._done[reader][self._number[read]]
         done[self._index] = 1
@@ -220,8 +230,8 @@ class Rings:
             ring(self._bells[reader])
 
     def fail(self) -> None:
-        """This rank gives up: nobody is to wait for it, and there is no next read."""
-        self._given_up = True
+        """Mark this rank as failed: no rank waits for it, and `next` returns None from now on."""
+        self._failed = True
         self._state[self._index][self._state[self._index] == 0] = FAILED
         for done in self._done:
             done[:, self._index] = 1
@@ -229,11 +239,11 @@ class Rings:
             ring(bell)
 
     def _look(self) -> int | None:
-        if self._given_up or not any(self._waiting.values()):
+        if self._failed or not any(self._waiting.values()):
             return LAST
         for reader, waiting in self._waiting.items():
-            can_go_on = self._is_free if reader == self._index else self._is_filled
-            if waiting and can_go_on(waiting[0]):
+            is_ready = self._is_free if reader == self._index else self._is_filled
+            if waiting and is_ready(waiting[0]):
                 return waiting.popleft()
         return None
 
@@ -242,7 +252,7 @@ class Rings:
         return deque(np.flatnonzero(used).tolist())
 
     def _is_free(self, read: int) -> bool:
-        """Whether all are done with what was in the slot of a read before."""
+        """Return whether all users have finished with the previous read in the slot of a read."""
         before = self._number[read] - self._layout.slots
         if before < 0:
             return True
@@ -253,25 +263,27 @@ class Rings:
         reader = self._reader[read]
         state = self._state[reader][self._number[read]]
         if state == FAILED:
-            raise RankError(READING, {self._ranks[reader]: "it could not read what it shares"})
+            raise RankError(
+                READING, {self._ranks[reader]: "it could not read its share of the data"}
+            )
         return bool(state == READY)
 
     def _awaited(self) -> dict[int, str]:
-        """Whom this rank waits for, and what for."""
+        """Return the ranks that this rank waits for, each with the action that it has not taken."""
         found: dict[int, str] = {}
         for reader, waiting in self._waiting.items():
             if waiting and reader != self._index:
-                found[self._ranks[reader]] = f"it has not made read {waiting[0]}"
+                found[self._ranks[reader]] = f"it did not finish read {waiting[0]}"
             elif waiting:
                 before = self._mine[self._number[waiting[0]] - self._layout.slots]
                 late = self._reads.wanted[before] & (self._done[reader][self._number[before]] == 0)
                 for user in np.flatnonzero(late).tolist():
-                    found[self._ranks[user]] = f"it has not taken read {before}"
+                    found[self._ranks[user]] = f"it did not copy read {before}"
         return found
 
 
 def _number_by_reader(reader: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Each read's number among those of its reader."""
+    """Return the number of each read among the reads of its reader."""
     number = np.zeros(len(reader), np.int64)
     for rank in np.unique(reader).tolist():
         rows = np.flatnonzero(reader == rank)

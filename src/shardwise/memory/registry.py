@@ -31,7 +31,7 @@ from shardwise.memory.identity import run_token
 from shardwise.memory.interface import serves_own_host_only
 from shardwise.memory.lineage import Epoch
 from shardwise.memory.records import AgentInfo
-from shardwise.store import LocalStore, Store, open_store
+from shardwise.store import Store, local_path, open_store
 
 NODES = "nodes"
 KNOWN_NODES = "nodes.json"
@@ -83,7 +83,8 @@ class Registry:
     """
 
     def __init__(self, root: Store, run: str, clock: Callable[[], float] = time.time) -> None:
-        self._path = root.path / NODES if isinstance(root, LocalStore) else None
+        path = local_path(root)
+        self._path = None if path is None else path / NODES
         self._run = run
         self._clock = clock
 
@@ -233,8 +234,8 @@ def forget(run: Run, node: str) -> None:
 def _entry_of(run: Run, node: str) -> Path | None:
     """Where the root of a run on this node has the entry of a node, if that is known."""
     root = read_record(run.path / ROOT, str)
-    store = None if root is None else open_store(root)
-    return store.path / NODES / _file_of(node) if isinstance(store, LocalStore) else None
+    path = None if root is None else local_path(open_store(root))
+    return None if path is None else path / NODES / _file_of(node)
 
 
 def _file_of(node: str) -> str:
