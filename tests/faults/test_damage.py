@@ -198,7 +198,7 @@ def test_a_file_of_another_size_is_said_to_be(root: Path, damage: Callable[[Path
     step = step_directory(root, 2)
     file = entries_of(step)[1]
     damage(step)
-    with pytest.raises(sw.CorruptionError, match=rf"bytes where {file['size']} were saved"):
+    with pytest.raises(sw.CorruptionError, match=rf"bytes, but {file['size']} were saved"):
         load(step)
 
 

@@ -72,7 +72,7 @@ def test_a_flipped_bit_of_a_pickle_is_found(tmp_path: Path) -> None:
     as_file(tmp_path / "saved")
     flip(tmp_path / "saved", lambda content: content.index(b"epoch") + 4)
     assert opened(tmp_path / "saved")["epocl"] == 3
-    with pytest.raises(sw.CorruptionError, match=r"one\.pt: bytes .* do not match their checksum$"):
+    with pytest.raises(sw.CorruptionError, match=r"one\.pt: bytes .* do not match their checksum"):
         opened(tmp_path / "saved").verify()
 
 

@@ -29,11 +29,11 @@ from shardwise.state.leaves import Fragment, TensorLeaf, host_array, same_bytes
 _Row = tuple[str, tuple[int, ...], tuple[int, ...], int]
 LARGEST_BATCH = 16 << 20
 SAMPLE = 1 << 10
-"""Bytes that a sample compares at each place."""
+"""The number of bytes that a sample compares at each place."""
 PLACES = 4096
-"""Most places of a sample."""
+"""The largest number of places in a sample."""
 PLACES_EACH = 8
-"""Most places of a sample in one copy."""
+"""The largest number of places of a sample in one copy."""
 
 
 def find_differences(
@@ -49,11 +49,12 @@ def find_differences(
 
     Args:
         tensors: numbers of the tensors to compare; None for all.
-        largest: bytes of copies to hold at a time; as many bytes of loaded tensors are held too.
+        largest: bytes of copies to hold at a time. Loaded tensors take the same memory again.
         share: `(i, n)`: compare only every n-th batch, from batch i.
 
     Returns:
-        The compared bytes, and one line for each tensor whose copies differ: where they do.
+        The number of compared bytes, and one line for each tensor whose copies differ, which says
+        where they differ.
     """
     comparison = _comparison(opened)
     if comparison is None:
@@ -233,7 +234,7 @@ class _Comparison:
     def run(
         self, batches: Iterable[list[_Part]], arena: Arena, recorder: Recorder
     ) -> tuple[int, list[str]]:
-        """Compare batches; return the compared bytes, and a line for each tensor that differs."""
+        """Compare batches; return the number of compared bytes, and a line for each difference."""
         total = 0
         unlike: dict[int, str] = {}
         for batch in batches:
@@ -250,7 +251,7 @@ class _Comparison:
         return total, list(unlike.values())
 
     def itemsize(self, number: int) -> int:
-        """Return the bytes of an element of a tensor."""
+        """Return the size of an element of a tensor in bytes."""
         return DTYPES[self._entry(self.first, number).dtype].itemsize
 
     def _entry(self, opened: Opened, number: int) -> TensorEntry:
@@ -341,10 +342,10 @@ def _batches(
 
 
 def compare_ranks(description: Description, fragments: Sequence[Fragment], group: Group) -> None:
-    """Compare the boxes that several ranks hold, by their checksums.
+    """Compare the checksums of the boxes that several ranks hold.
 
     Raises:
-        MismatchError: some differ; lists all of them.
+        MismatchError: on all ranks, if boxes differ; lists all of them.
     """
 
     def speak() -> bytes:
@@ -376,5 +377,9 @@ def _compare(said: Sequence[bytes]) -> bytes:
             if known != crc:
                 problems.append(f"{name}{Box(offset, shape)}: rank {origin} and rank {rank} differ")
     if problems:
-        raise MismatchError("tensors that several ranks hold are not equal:", problems)
+        raise MismatchError(
+            "tensors that several ranks hold differ; make them equal before saving (for example, "
+            "broadcast them from rank 0), or save without check_replicas:",
+            problems,
+        )
     return b""

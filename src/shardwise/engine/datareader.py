@@ -14,7 +14,8 @@ from shardwise.store import Files, MappedFile, ReadableFile, ReplicatedFile
 from shardwise.store.store import Buffer
 
 ALIGNMENT = 4096
-BEYOND = 16  # the largest element
+BEYOND = 16
+"""The size of the largest element in bytes."""
 
 log = logging.getLogger("shardwise")
 
@@ -27,11 +28,11 @@ class DataReader:
         entry: the file's entry in the manifest.
         verify: check the checksum of each block.
         has_checksums: whether a table of checksums ends the file. Files of foreign checkpoints
-            have none; they are read `BEYOND` bytes further than asked, because an element may
-            begin in one read and end in the next.
+            have no table. Reads of them end `BEYOND` bytes later, because an element may begin in
+            one read and end in the next.
 
     Raises:
-        CorruptionError: the file is missing or has another size, or its checksums were altered.
+        CorruptionError: the file is missing, has another size, or has altered checksums.
     """
 
     def __init__(
@@ -52,8 +53,8 @@ class DataReader:
         try:
             if self._file.size != entry.size:
                 raise CorruptionError(
-                    f"{self._where} has {self._file.size} bytes where {entry.size} were saved: "
-                    "it was truncated or replaced"
+                    f"{self._where} has {self._file.size} bytes, but {entry.size} were saved: "
+                    "the file was truncated or replaced"
                 )
             if verify and has_checksums:
                 self._table = self._read_table()
@@ -79,7 +80,7 @@ class DataReader:
             return intact
 
     def _other_copy(self, low: int, high: int, buffer: Buffer) -> Buffer | None:
-        """Return the bytes from the first copy of the file in which they are intact, if any."""
+        """Return bytes `low:high` from the first intact copy of the file; None if there is none."""
         file = self._file
         for number in range(file.copies if isinstance(file, ReplicatedFile) else 0):
             with suppress(CorruptionError, OSError):
@@ -88,9 +89,9 @@ class DataReader:
         return None
 
     def checksum(self, data: Buffer) -> int:
-        """Return the checksum that accompanies these bytes when they are passed to another rank.
+        """Return the checksum to send with these bytes to another rank.
 
-        0 if the file has checksums of its own, which the other rank checks.
+        The result is 0 if the file has checksums, because the other rank checks those.
         """
         return crc32(data) if self._verifies and not self._has_checksums else 0
 
@@ -101,7 +102,7 @@ class DataReader:
             checksum: the checksum that came with them.
 
         Raises:
-            CorruptionError: they differ from the bytes that were saved, or that the rank has read.
+            CorruptionError: they differ from the bytes that were saved or that the other rank read.
         """
         data = buffer[: self._end(high) - low]
         if self.checksum(data) != checksum:
@@ -116,7 +117,7 @@ class DataReader:
         return high if self._has_checksums else min(high + BEYOND, self.entry.size)
 
     def view(self, low: int, high: int, buffer: Buffer) -> Buffer:
-        """Like `read`, but return a view of the bytes if the file is mapped into memory.
+        """Read bytes `low:high` like `read`, but return a view if the file is mapped into memory.
 
         Raises:
             CorruptionError: they differ from the bytes that were saved.
@@ -129,10 +130,13 @@ class DataReader:
         room = min(-(-(high - low) // ALIGNMENT) * ALIGNMENT, len(buffer))
         count = self._read_at(low, buffer[:room], copy)
         if count < high - low:
-            raise CorruptionError(f"{self._where} ends early, at byte {low + count}")
+            raise CorruptionError(
+                f"{self._where}: expected data up to byte {high}, but the file ends at byte "
+                f"{low + count}: it was truncated"
+            )
 
     def verify(self, low: int, data: Buffer) -> Buffer:
-        """Return these bytes, whole blocks from `low` on, once their checksums were checked.
+        """Check the checksums of `data`, whole blocks from byte `low` on, and return `data`.
 
         Raises:
             CorruptionError: they differ from the bytes that were saved.
@@ -160,7 +164,7 @@ class DataReader:
         self._file.close()
 
     def _read_at(self, offset: int, buffer: Buffer, copy: int | None = None) -> int:
-        """Read from one copy of the file; if `copy` is None, from the first that answers."""
+        """Read from copy number `copy` of the file, or by default from the first that can be read."""
         try:
             if copy is not None and isinstance(self._file, ReplicatedFile):
                 return self._file.read_copy(copy, offset, buffer)
@@ -186,7 +190,7 @@ class DataReader:
         return table
 
     def _table_in(self, low: int, buffer: Buffer, copy: int | None = None) -> BlockTable | None:
-        """Read the checksums from one copy of the file; None if they do not match the manifest."""
+        """Return the checksums in one copy of the file; None if the manifest has others."""
         count = self._read_at(low, buffer, copy)
         encoded = buffer[self.entry.checksums_at - low : count]
         if crc32(encoded) != self.entry.checksums_crc32:

@@ -1,14 +1,14 @@
 """Exchanges: every rank sends a message to rank 0, which replies. A failure is raised on all ranks.
 
-An exchange returns on all ranks or raises on all, so that no rank waits for one that has failed.
-Code that may fail on one rank alone therefore runs inside an exchange. The functions differ in
-what they return:
+An exchange returns on all ranks or raises on all ranks, so that no rank waits for a failed rank.
+Code that may fail on a single rank therefore runs inside an exchange. The functions differ in
+their results:
 
 - `exchange`: rank 0's reply.
-- `exchange_keeping`: rank 0's reply, and a value that each rank made before it sent its message.
+- `exchange_keeping`: rank 0's reply, and a value that this rank made together with its message.
 - `collect`: on rank 0, a value made from all messages.
-- `run_on_all`: a value that each rank made; nothing is sent.
-- `run_on_first`: the bytes that rank 0 made, on all ranks.
+- `run_on_all`: the result of a function that runs on every rank; no data is sent.
+- `run_on_first`: the bytes that a function returned on rank 0, on all ranks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def exchange(
 
     Raises:
         ShardwiseError: `answer` failed; the same error on all ranks.
-        MismatchError: the ranks are not doing the same.
+        MismatchError: ranks called different operations.
         RankError: `speak` failed on another rank.
         LostRankError: a rank died or did not answer in time.
         Exception: `speak` failed on this rank.
@@ -76,7 +76,7 @@ def exchange_keeping(
     speak: Callable[[], tuple[Kept, bytes]],
     answer: Callable[[Kept, list[bytes]], Reply],
 ) -> tuple[Kept, bytes]:
-    """Return what this rank's `speak` made beside its message, and rank 0's reply.
+    """Return the value that `speak` made on this rank together with its message, and the reply.
 
     Args:
         group, doing: as for `exchange`.
@@ -96,7 +96,7 @@ def collect(
     speak: Callable[[], bytes],
     unite: Callable[[list[bytes]], United],
 ) -> United | None:
-    """Return on rank 0 what `unite` makes of the messages of all ranks; None on other ranks.
+    """Return on rank 0 the result of `unite` for the messages of all ranks; None on other ranks.
 
     Raises:
         ShardwiseError: as for `exchange`; also if `unite` failed.
@@ -143,13 +143,13 @@ def _exchange(
     speak: Callable[[], tuple[Kept, bytes]],
     answer: Callable[[Kept, list[bytes]], tuple[United, Reply]],
 ) -> tuple[Kept, United | None, bytes]:
-    """Return what `speak` kept here, what `answer` kept on rank 0, and the reply to this rank."""
+    """Return the value of `speak`, on rank 0 that of `answer`, and the reply to this rank."""
     kept: Kept
     error: Exception | None = None
     message = _Message(doing)
     try:
         kept, message.data = speak()
-    except Exception as failure:  # it is raised again once the other ranks know
+    except Exception as failure:  # raised again below, after the other ranks know
         error, message.failure = failure, described(failure)
     united: United | None = None
     replies: list[_Reply] = []
@@ -167,7 +167,7 @@ def _exchange(
     except LostRankError as lost:
         if error is None:
             raise
-        raise error from lost  # this rank's own error says more
+        raise error from lost  # the error of this rank is more precise
     if error is not None:
         raise error
     if error_here is not None:
@@ -179,14 +179,14 @@ def _exchange(
 def _answer(
     messages: list[_Message], answer: Callable[[list[bytes]], tuple[United, Reply]], size: int
 ) -> tuple[United | None, list[_Reply], Exception | None]:
-    """Make rank 0's replies: one for all ranks, or one for each."""
+    """Return the value of `answer`, the replies (one, or one for each rank), and its error."""
     failures = {rank: m.failure for rank, m in enumerate(messages) if m.failure is not None}
     if failures:
         return None, [_Reply(kind="RankError", failures=failures)], None
     try:
         _refuse_different_exchanges([each.doing for each in messages])
         united, reply = answer([each.data for each in messages])
-    except Exception as error:  # it is raised again once the other ranks know
+    except Exception as error:  # the caller raises it, after the other ranks know
         problems = error.problems if isinstance(error, MismatchError) else []
         text = error.summary if isinstance(error, MismatchError) else str(error)
         return None, [_Reply(kind=type(error).__name__, message=text, problems=problems)], error
@@ -201,18 +201,18 @@ def _send_replies(group: Group, replies: list[_Reply]) -> _Reply:
     """Send rank 0's replies, and return the one to this rank."""
     encoded = [msgspec.msgpack.encode(each) for each in replies]
     reply = group.broadcast(encoded[0] if len(encoded) == 1 else b"")
-    if not reply:  # an encoded reply is never empty: each rank has its own
+    if not reply:  # no encoded reply is empty, so each rank has its own
         reply = group.scatter(encoded)
     return msgspec.msgpack.decode(reply, type=_Reply)
 
 
 def _refuse_different_exchanges(doing: Sequence[str]) -> None:
-    """Refuse messages of different exchanges, which could be misread as each other."""
+    """Refuse messages of different exchanges, because one could be decoded as another."""
     if len(set(doing)) > 1:
         firsts = sorted(doing.index(each) for each in set(doing))
         raise MismatchError(
-            "ranks are not doing the same: all must make the same calls, with the same steps and "
-            "options, in the same order:",
+            "ranks called different operations: all must make the same calls, with the same steps "
+            "and options, in the same order:",
             [f"rank {rank}: {doing[rank]}" for rank in firsts],
         )
 

@@ -1,4 +1,4 @@
-"""Communication between ranks: few and small messages on the CPU, never tensors."""
+"""Communication between ranks: small messages on the CPU. Tensors are never sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from shardwise.errors import LostRankError
 TIMEOUT = timedelta(minutes=10)
 CONNECTING = timedelta(minutes=1)
 HEAD, LENGTH = 1024, 8
-"""Bytes of a message that one collective carries, and of its length within; most messages fit."""
+"""The size of a message's head, which one collective sends, and of the length field in the head.
+
+Most messages fit into the head.
+"""
 FIRST = HEAD - LENGTH
 
 
@@ -40,7 +43,7 @@ class Group(Protocol):
 
     @property
     def timeout(self) -> timedelta:
-        """The time that ranks wait for each other."""
+        """How long ranks wait for each other."""
         ...
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -83,7 +86,7 @@ class TorchGroup:
     Args:
         group: the ranks.
         own: this object owns the group, and closes it when a rank is lost. Ranks that wait for
-            this one then learn of the loss at once instead of after the timeout.
+            this rank then fail at once instead of after the timeout.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, own: bool = False) -> None:
@@ -98,7 +101,7 @@ class TorchGroup:
     def close(self) -> None:
         """Close the group if this object owns it; a second call has no effect."""
         if self._own:
-            # Connections are closed when nothing refers to the group any more.
+            # torch closes the connections when the last reference to the group is dropped.
             group, self._group = self._group, None
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
@@ -130,7 +133,7 @@ class TorchGroup:
         """Send the head, then the rest of a longer message."""
         head = _head(data) if self.rank == 0 else _empty(HEAD)
         self._run(lambda group: dist.broadcast(head, group=group, group_src=0))
-        size, first = _opened(head)
+        size, first = _parse_head(head)
         if size > FIRST:
             rest = _tensor(data[FIRST:] if self.rank == 0 else bytes(size - FIRST))
             self._run(lambda group: dist.broadcast(rest, group=group, group_src=0))
@@ -140,7 +143,7 @@ class TorchGroup:
 
     def _rest(self, head: torch.Tensor, rank: int) -> bytes:
         """Return the whole message that begins with this head."""
-        size, first = _opened(head)
+        size, first = _parse_head(head)
         return first + self._receive(size - len(first), rank)
 
     def _send(self, data: bytes, rank: int) -> None:
@@ -159,13 +162,15 @@ class TorchGroup:
             operation(self._open())
         except RuntimeError as error:
             self.close()
-            # The frames of the traceback refer to the group, and would keep it open.
-            raise _lost("talking to", error, self.rank) from error.with_traceback(None)
+            # Drop the traceback: its frames refer to the group, and would keep connections open.
+            raise _lost("exchanging messages with", error, self.rank) from error.with_traceback(
+                None
+            )
 
     def _open(self) -> dist.ProcessGroup:
         if self._group is None:
             raise RuntimeError(
-                "the process group is closed, after a failure or by close(); make another"
+                "the process group was closed, by close() or after a failure: create a new one"
             )
         return self._group
 
@@ -183,7 +188,7 @@ def _head(data: bytes) -> torch.Tensor:
     return _tensor((len(data).to_bytes(LENGTH, "little") + data[:FIRST]).ljust(HEAD, b"\0"))
 
 
-def _opened(head: torch.Tensor) -> tuple[int, bytes]:
+def _parse_head(head: torch.Tensor) -> tuple[int, bytes]:
     """Return the length of a message, and its first bytes, from its head."""
     data = _bytes(head)
     size = int.from_bytes(data[:LENGTH], "little")
@@ -203,7 +208,7 @@ def _bytes(content: torch.Tensor) -> bytes:
 
 
 def own_group(timeout: timedelta) -> TorchGroup | None:
-    """Return a new gloo group of all ranks, for one owner; None if there is only one rank.
+    """Return a new gloo group of all ranks, which its user owns; None if there is one rank.
 
     Raises:
         LostRankError: a rank died or did not arrive in time.
@@ -211,16 +216,16 @@ def own_group(timeout: timedelta) -> TorchGroup | None:
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     default = dist.distributed_c10d._get_default_group()
-    patience = timeout
+    connect_timeout = timeout
     try:
         if moves_cpu_tensors(default):
-            # Notices at once a rank that died before it arrived: its connections are closed.
-            _meet(default, timeout)
-            patience = min(timeout, CONNECTING)
-        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=patience)
+            # The barrier fails at once if a rank died before, because its connections are closed.
+            _barrier(default, timeout)
+            connect_timeout = min(timeout, CONNECTING)
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=connect_timeout)
         group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
     except RuntimeError as error:
-        raise _lost("meeting", error, dist.get_rank()) from error.with_traceback(None)
+        raise _lost("connecting to", error, dist.get_rank()) from error.with_traceback(None)
     return TorchGroup(group, own=True)
 
 
@@ -240,7 +245,7 @@ def own_address() -> str | None:
     return None
 
 
-def _meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
+def _barrier(group: dist.ProcessGroup, timeout: timedelta) -> None:
     options = dist.BarrierOptions()
     options.timeout = timeout
     options.device = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What crashed and replaced saves leave behind, and how it goes."""
+"""Remove the files that interrupted and replaced saves leave behind."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from shardwise.store import Store
 
 
 def collect_leftovers(store: Store, *, own_lock: str | None = None) -> list[str]:
-    """Remove files of saves that were not committed, or were replaced, from a directory.
+    """Remove the files of uncommitted and replaced saves from a directory.
 
-    Nothing is removed where a save is under way, nor any file that no save has made. A directory
-    that is empty then goes too.
+    Files that no save made are kept. If a save is running in the directory, nothing is removed. A
+    directory that becomes empty is removed too.
 
     Args:
-        own_lock: the lock of the caller's own save, which is no obstacle, and stays.
+        own_lock: the lock file of the caller's own save, which is ignored and kept.
 
     Returns:
-        The names that were removed.
+        The names of the removed files.
     """
     names = [name for name in store.list() if name != own_lock]
     removed = []
@@ -28,7 +28,7 @@ def collect_leftovers(store: Store, *, own_lock: str | None = None) -> list[str]
         for name in filter(is_lock_file, names):
             if not locks.enter_context(store.hold(name, shared=False)):
                 return []
-        # Only now, when whoever wrote a file that is listed has published it, or never will.
+        # The locks are held: no writer of a listed file can still commit it.
         committed = _committed_files(store)
         if committed is None:
             return []
@@ -37,13 +37,13 @@ def collect_leftovers(store: Store, *, own_lock: str | None = None) -> list[str]
                 store.delete(name)
                 removed.append(name)
         if removed:
-            with suppress(OSError):  # it is not empty
+            with suppress(OSError):  # the directory is not empty
                 store.remove()
     return removed
 
 
 def _committed_files(store: Store) -> set[str] | None:
-    """The files that the manifest names, if there is one; None if it cannot be read."""
+    """Return the files in the manifest, if there is one; None if it cannot be read."""
     try:
         manifest = decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What renaming would make a target fit whose names a checkpoint has in another form."""
+"""Suggestions of `rename=` or `spec=` for a checkpoint whose names differ from the target's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwise.plan.lookup import renaming
 from shardwise.state.selection import is_below
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Parts that wrappers of modules add to names: DDP, torch.compile, FSDP1, checkpointing."""
+"""Parts that DDP, torch.compile, FSDP1 and activation checkpointing add to names."""
 _MOST_TRIED = 100
 _MOST_PARTS = 4
 
@@ -20,10 +20,11 @@ def fitting_renames(
     unclaimed: Collection[str],
     targets: Collection[str],
 ) -> str:
-    """The argument that would find names that are missing, and how many of them, in words.
+    """Return a hint: the argument of `load` that finds missing names, and how many it finds.
 
-    Below each key of the state, names may have another beginning in the checkpoint; or the
-    checkpoint has the parts in its names that wrappers add. "" if neither is so.
+    Two differences are detected: the names below a key of the state have another prefix in the
+    checkpoint, or the names of the checkpoint contain parts that wrappers added. If neither
+    explains a missing name, the hint is "".
 
     Args:
         missing: names of the target that the checkpoint does not have.
@@ -31,7 +32,7 @@ def fitting_renames(
         unclaimed: all names of the checkpoint that fill nothing.
         targets: the keys of the state.
     """
-    here_to_there = _beginnings(missing, unclaimed, targets)
+    here_to_there = _changed_prefixes(missing, unclaimed, targets)
     known = set(unclaimed)
     rename = renaming(here_to_there)
     found = sum(rename(name) != name and rename(name) in known for name in missing)
@@ -43,17 +44,19 @@ def fitting_renames(
         of = f"{max(found, unwrapped)} of the {len(missing)} missing names"
     if unwrapped > found:
         return f"{part} would find {of}"
-    followers = _followers(here_to_there, unexpected, targets)
+    followers = _same_insertions(here_to_there, unexpected, targets)
     if followers or "" in here_to_there.values():
-        # Names within the groups of an optimizer are renamed by a specification alone.
+        # Only a specification also renames the members of an optimizer's groups.
         both = here_to_there | followers
         return f"{_specification({there: here for here, there in both.items()})} would find {of}"
     return f"rename={here_to_there!r} would find {of}"
 
 
 def opening_up(missing: Collection[str], names: Collection[str]) -> str:
-    """What to put into the state in place of an object with a state_dict, where the checkpoint has
-    a name for each part of what it holds; "" if there is no such object."""
+    """Return a hint to replace an object of the state by a dict of its parts; "" if none fits.
+
+    The hint helps if the state has one value where the checkpoint has several names.
+    """
     beginnings = {beginning for name in names for beginning, _ in _cuts(name, 0)}
     for name in missing:
         if name in beginnings:
@@ -62,7 +65,7 @@ def opening_up(missing: Collection[str], names: Collection[str]) -> str:
             shown = ", ".join(f'"{part}": …' for part in list(parts)[:_MOST_PARTS])
             return (
                 f"{name!r} is one value in the state, but the checkpoint has names below it: "
-                f'put its parts into the state, as in {{"{name}": {{{shown}}}}}'
+                f'put its parts into the state: {{"{name}": {{{shown}}}}}'
             )
     return ""
 
@@ -71,11 +74,10 @@ def _key_of(name: str, targets: Iterable[str]) -> str:
     return next((key for key in targets if is_below(name, {key})), name)
 
 
-def _beginnings(
+def _changed_prefixes(
     missing: Iterable[str], unclaimed: Iterable[str], targets: Collection[str]
 ) -> dict[str, str]:
-    """For keys of the state: the beginning of missing names, and what the checkpoint has in its
-    place, for most of the key's missing names."""
+    """Return, by prefix of missing names, the prefix that most of them have in the checkpoint."""
     lost: dict[str, list[str]] = {}
     for name in missing:
         lost.setdefault(_key_of(name, targets), []).append(name)
@@ -105,7 +107,7 @@ def _beginnings(
 
 
 def _cuts(name: str, least: int) -> Iterator[tuple[str, str]]:
-    """A name cut in two at each of its dots from `least` on."""
+    """Yield the two parts of a name around each of its dots from position `least` on."""
     at = name.find(".", least)
     while at != -1:
         yield name[:at], name[at + 1 :]
@@ -116,10 +118,10 @@ def _likelihood(here: str, there: str) -> tuple[int, bool, str]:
     return len(here), not there.startswith(f"{here}."), there
 
 
-def _followers(
+def _same_insertions(
     here_to_there: Mapping[str, str], unexpected: Iterable[str], targets: Iterable[str]
 ) -> dict[str, str]:
-    """Other keys of the state, as of optimizers, below which is what was inserted below these."""
+    """Return renames for other keys, such as optimizers, whose names have the same parts added."""
     inserted = {
         (here.removeprefix(_key_of(here, targets)), there.removeprefix(here))
         for here, there in here_to_there.items()
@@ -136,7 +138,7 @@ def _followers(
 
 
 def _without_wrappers(missing: Iterable[str], unexpected: Iterable[str]) -> tuple[str, int]:
-    """For names within which wrappers have added a part, and how many names it finds."""
+    """Return a specification without the parts that wrappers add, and how many names it finds."""
     added: dict[str, None] = {}
     bare: set[str] = set()
     for name in unexpected:

@@ -1,4 +1,4 @@
-"""Plain values that all ranks share: compared between ranks, and united."""
+"""Plain values that all ranks share: compare them between ranks, and unite them."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class SharedValues(msgspec.Struct, array_like=True):
         return msgspec.json.encode(self)
 
     def digest(self) -> bytes:
-        """Return a digest, equal for equal values."""
+        """Return a digest of the values; equal values have equal digests."""
         encoded = msgspec.json.encode(self, order="sorted")
         return hashlib.blake2b(encoded, digest_size=16).digest()
 
 
 def unite_values(encoded: Sequence[bytes]) -> tuple[ObjectEntry, ...]:
-    """Unite the shared values of all ranks: equal objects once, groups joined.
+    """Unite the shared values of all ranks: keep one of equal objects, and join groups.
 
     Args:
-        encoded: by rank, the encoded values; empty for ranks with the same values as another.
+        encoded: the encoded values of each rank; empty if another rank has the same values.
 
     Raises:
         MismatchError: ranks have different values under one name; lists all of them.
@@ -81,7 +81,7 @@ def unite_values(encoded: Sequence[bytes]) -> tuple[ObjectEntry, ...]:
 
 
 def _regrouped(settings: dict[str, JsonValue]) -> JsonValue:
-    """Return groups of members with equal values."""
+    """Return the members grouped by equal values."""
     groups: dict[bytes, tuple[list[JsonValue], JsonValue]] = {}
     for member, value in settings.items():
         key = msgspec.json.encode(value)

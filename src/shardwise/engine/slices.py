@@ -13,19 +13,22 @@ from shardwise.manifest.manifest import TensorEntry
 from shardwise.state.leaves import Fragment, TensorLeaf
 
 GAP = 64 << 10
-"""Bytes between two parts that are read too, since a request for each part would take longer."""
+"""The largest gap between two parts, in bytes, that is read to save a second read."""
 LARGEST_BATCH = 64 << 20
 
 
 def read_selected(
     entry: TensorEntry, along: Sequence[Selected], fill: Callable[[Sequence[TensorLeaf]], None]
 ) -> torch.Tensor:
-    """What lies at the positions of each dimension, as a tensor on the CPU.
+    """Return the elements at the selected positions of each dimension, as a tensor on the CPU.
 
-    Beside that, no more is held than `LARGEST_BATCH` bytes or one row of what is read.
+    Beyond the result, this takes at most `LARGEST_BATCH` bytes of host memory, or one row of the
+    first dimension if that is more.
 
     Args:
-        fill: reads what some leaves want.
+        entry: the tensor.
+        along: the selected positions of each dimension.
+        fill: reads the data of leaves.
     """
     dtype: torch.dtype = getattr(torch, entry.dtype)
     out = torch.empty([len(each.positions) for each in along], dtype=dtype, device="cpu")

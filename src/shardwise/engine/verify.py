@@ -35,14 +35,15 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The result of `verify`, which returns a report only if it found no damage.
+    """The result of `verify`, which raises an error instead if it finds damage.
 
     Attributes:
         path: the path of the checkpoint.
-        bytes_checked: bytes that match their checksums.
-        bytes_compared: bytes of further copies of tensors that equal the copy that loads read.
-        bytes_unchecked: bytes of tensors that have no checksum.
-        seconds: the time of each file, and `total`.
+        bytes_checked: the number of bytes that match their checksums.
+        bytes_compared: the number of bytes of further copies of tensors, which equal the copies
+            that loads read.
+        bytes_unchecked: the number of bytes of tensors that have no checksum.
+        seconds: the duration of the check of each file, and `total`.
     """
 
     path: str
@@ -63,7 +64,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class Altered:
-    """Bytes `start:stop` of a file that do not match their checksum, and the tensors in them."""
+    """A range `start:stop` of a file that does not match its checksum, and the tensors in it."""
 
     file: str
     start: int
@@ -91,7 +92,10 @@ def verify_all(opened: Opened, arena: Arena, recorder: Recorder) -> VerifyReport
     else:
         for checked in verify_sums(opened, arena, recorder):
             if checked.altered:
-                raise CorruptionError(f"{opened.store}: {checked.altered[0]}")
+                raise CorruptionError(
+                    f"{opened.store}: {checked.altered[0]}; copy the file again from an intact "
+                    "source"
+                )
             total += checked.bytes
             unchecked += checked.unchecked
     compared, differences = find_differences(opened, arena, recorder)
