@@ -164,7 +164,7 @@ class DataReader:
         self._file.close()
 
     def _read_at(self, offset: int, buffer: Buffer, copy: int | None = None) -> int:
-        """Read from copy number `copy` of the file, or by default from the first that can be read."""
+        """Read from copy number `copy` of the file, or from the first that can be read."""
         try:
             if copy is not None and isinstance(self._file, ReplicatedFile):
                 return self._file.read_copy(copy, offset, buffer)
