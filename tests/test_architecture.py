@@ -224,11 +224,11 @@ def test_imports_within_a_folder_go_one_way(folder: str) -> None:
 @pytest.mark.parametrize(
     ("path", "text", "wrong"),
     [
-        ("memory/agent/keeper.py", "from shardwise.memory.home import Home", 0),
-        ("memory/agent/keeper.py", "from shardwise.memory.remote import nodes", 0),
-        ("memory/agent/keeper.py", "from shardwise.memory.trainer.slots import Slots", 1),
-        ("memory/agent/keeper.py", "def late():\n    from ..trainer import slots", 1),
-        ("memory/agent/keeper.py", "import shardwise.memory.surprise", 1),
+        ("memory/agent/supervise.py", "from shardwise.memory.home import Home", 0),
+        ("memory/agent/supervise.py", "from shardwise.memory.remote import nodes", 0),
+        ("memory/agent/supervise.py", "from shardwise.memory.trainer.slots import Slots", 1),
+        ("memory/agent/supervise.py", "def late():\n    from ..trainer import slots", 1),
+        ("memory/agent/supervise.py", "import shardwise.memory.surprise", 1),
         ("formats/containers/pickles.py", "from shardwise.formats.foreign import Foreign", 0),
         ("formats/containers/pickles.py", "from shardwise.formats.readers import dcp", 1),
     ],

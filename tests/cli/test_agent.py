@@ -19,8 +19,8 @@ from shardwise.manifest.manifest import (
     encode_manifest,
 )
 from shardwise.memory import records
-from shardwise.memory.agent.keeper import attendance
 from shardwise.memory.agent.status import kept_run, status_of
+from shardwise.memory.agent.supervise import training_lock
 from shardwise.memory.home import Home, new_run, write_record
 from shardwise.memory.records import AgentInfo, Done, PendingManifest, Protect, Staged
 from shardwise.memory.redundancy.placement import Member, form_groups
@@ -63,8 +63,8 @@ def home(tmp_path: Path) -> Home:
     (run.step(1) / OTHER).write_bytes(bytes(700))
     members = [Member("here-1", "", ((OWN, 1000),)), Member("there-2", "", ((OTHER, 700),))]
     protection = form_groups(members, SAVE, copies=1)
-    wish = Protect(save_id=SAVE, protection=protection, nodes=[], wait=1.0)
-    write_record(run.step(1) / records.request("protect", SAVE), wish)
+    request = Protect(save_id=SAVE, protection=protection, nodes=[], wait=1.0)
+    write_record(run.step(1) / records.request("protect", SAVE), request)
     return home
 
 
@@ -108,7 +108,7 @@ def test_it_tells_what_would_be_lost(run: Run, home: Home) -> None:
 
 
 def test_an_agent_that_does_not_answer_is_told_of(run: Run, home: Home) -> None:
-    with home.lock(), attendance(home):
+    with home.lock(), training_lock(home):
         ran = run("agent", "status", "--dir", home.path.parent, "--json")
         assert (ran.document["alive"], ran.document["answers"]) == (True, False)
         assert ran.document["training"]
@@ -160,7 +160,7 @@ def protected(home: Home, *, protection: dict[str, int], done: bool = True) -> N
     )
     write_record(place / "manifest.json", encode_manifest(manifest))
     nodes = ["here-1", "there-2", "there-3"]
-    draft = PendingManifest(
+    pending = PendingManifest(
         save_id=SAVE,
         step=3,
         manifest="",
@@ -169,12 +169,12 @@ def protected(home: Home, *, protection: dict[str, int], done: bool = True) -> N
         leader="there-2",
         root="",
     )
-    write_record(place / records.terms(SAVE), draft)
+    write_record(place / records.pending_copy(SAVE), pending)
     members = [Member(n, "", ((f.name, f.size),)) for f, n in zip(files, nodes, strict=True)]
-    wish = Protect(
+    request = Protect(
         save_id=SAVE, protection=form_groups(members, SAVE, **protection), nodes=[], wait=1
     )
-    write_record(place / records.request("protect", SAVE), wish)
+    write_record(place / records.request("protect", SAVE), request)
     if done:
         ended = Done(save_id=SAVE, stage="protect")
         write_record(place / records.outcome("protect", SAVE), ended)

@@ -13,7 +13,7 @@ from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.decide import Periods, is_superseded
 from shardwise.memory.home import ROOT, Home, Place, Run, new_run, write_record
-from shardwise.memory.lineage import Lineage, go_on_from, lineage_of
+from shardwise.memory.lineage import Lineage, lineage_of, resume_from
 from shardwise.memory.observe import RecordCache, read_snapshot
 from shardwise.memory.ranks import RankLock
 from shardwise.memory.reclaim import discard_superseded, free_hopeless
@@ -59,7 +59,7 @@ def leave(
             save_id=save, step=step, created="", world_size=1, files=(), objects=(), tensors=()
         )
         write_record(place.path / "manifest.json", encode_manifest(manifest))
-        draft = PendingManifest(
+        pending = PendingManifest(
             save_id=save,
             step=step,
             manifest="",
@@ -70,14 +70,14 @@ def leave(
             epoch=epoch or 0,
             durable=durable,
         )
-        write_record(place.path / records.terms(save), draft)
+        write_record(place.path / records.pending_copy(save), pending)
 
 
 def went(*steps: int) -> Lineage:
     """A run that has gone back to these steps, one after the other."""
     lineage = Lineage("0" * 16)
     for step in steps:
-        lineage = lineage.gone_on_from(step)
+        lineage = lineage.resumed_from(step)
     return lineage
 
 
@@ -181,7 +181,7 @@ def an_idle_node(run: Run, root: Path, *steps: int) -> LocalStore:
     assert lineage.run != run.name
     write_record(run.path / ROOT, str(store))
     for step in steps:
-        go_on_from(store, run.name, step)
+        resume_from(store, run.name, step)
     for step in (7, 8):
         leave(run, step, ended=("commit", "protect"))
     run.free.mkdir()
@@ -216,7 +216,7 @@ def test_a_node_that_is_idle_hears_later_that_its_run_has_gone_back(
     agent = attendant(idle_run)
     agent.after(10.0)
     assert idle_run.steps() == [7, 8]
-    go_on_from(store, idle_run.name, 6)
+    resume_from(store, idle_run.name, 6)
     agent.after(10.0)
     assert idle_run.steps() == []
 

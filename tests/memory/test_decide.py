@@ -224,7 +224,7 @@ def root(stored: int | None, *, lineage: Lineage | None = None, reached: bool = 
         (PERIODS.linger, replace(root(None), lineage=None), [1, 2]),
         (PERIODS.linger, root(9, reached=False), []),
         (PERIODS.longest, root(None, reached=False), [1, 2]),
-        (1.0, root(None, lineage=Lineage(RUN.name).gone_on_from(1)), [2]),
+        (1.0, root(None, lineage=Lineage(RUN.name).resumed_from(1)), [2]),
     ],
 )
 def test_a_run_without_trainers_gives_its_memory_back(
@@ -290,7 +290,7 @@ class History:
         """The run goes back to a step: what is newer is discarded by its trainers."""
         for place in superseded_steps(self.view(), step, self.lineage, ["here"], 2):
             del self.snapshots[place.step]
-        self.lineage = self.lineage.gone_on_from(step)
+        self.lineage = self.lineage.resumed_from(step)
         self.epoch = self.lineage.epoch
 
     def do(self, action: Action, fails: bool) -> None:

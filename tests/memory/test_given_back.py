@@ -7,10 +7,11 @@ import signal
 from pathlib import Path
 
 import torch
+from tests.memory.test_keeper import until
 
 import shardwise as sw
 from shardwise.memory.agent.actions import Following
-from shardwise.memory.agent.keeper import attendance
+from shardwise.memory.agent.supervise import training_lock
 from shardwise.memory.decide import DEFAULT_PERIODS
 from shardwise.memory.home import Home
 from shardwise.memory.identity import node_name
@@ -18,7 +19,6 @@ from shardwise.memory.seal import Mappings
 from tests.cli.conftest import Run as RunCommand
 from tests.cli.conftest import run as run_command
 from tests.memory.reconciling import Attendant
-from tests.memory.test_keeper import until
 from tests.memory.test_snapshots import shm, signal_agents
 
 __all__ = ["run_command", "shm"]
@@ -107,7 +107,7 @@ def test_a_user_stops_the_agent_and_the_next_one_goes_on(
     assert run_command("agent", "stop", "--dir", shm).status == 2
     train(tmp_path / "root", shm, every=1000)
     home = Home(shm)
-    with attendance(home):
+    with training_lock(home):
         refused = run_command("agent", "stop", "--dir", shm)
         assert refused.status == 2
         assert "training runs on this node" in refused.err

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import shardwise as sw
 from shardwise.manifest.manifest import Manifest, encode_manifest
 from shardwise.memory import records
-from shardwise.memory.lineage import MOST_BRANCHES, Branch, Lineage, go_on_from, lineage_of
+from shardwise.memory.lineage import MOST_BRANCHES, Branch, Lineage, lineage_of, resume_from
 from shardwise.memory.remote.search import Held, Search
 from shardwise.store import LocalStore
 
@@ -29,7 +29,7 @@ def is_abandoned(branches: list[tuple[int, int]], epoch: int, step: int) -> bool
 def test_what_is_left_of_the_branches_says_what_all_of_them_do(went: list[int | None]) -> None:
     lineage = Lineage(RUN)
     for step in went:
-        lineage = lineage.gone_on_from(step)
+        lineage = lineage.resumed_from(step)
     every = [(epoch, -1 if s is None else s) for epoch, s in enumerate(went, start=1)]
     assert lineage.epoch == len(went)
     for step in range(14):
@@ -43,7 +43,7 @@ def test_many_branches_stay_few_and_abandon_no_less() -> None:
     lineage = Lineage(RUN)
     every = []
     for step in range(3 * MOST_BRANCHES):
-        lineage = lineage.gone_on_from(step)
+        lineage = lineage.resumed_from(step)
         every.append((lineage.epoch, step))
     assert len(lineage.branches) <= MOST_BRANCHES + 1
     for step in range(0, 3 * MOST_BRANCHES + 2, 5):
@@ -65,7 +65,7 @@ def test_it_is_written_down(tmp_path: Path) -> None:
         (30, [(1, 20), (3, 30)]),
         (None, [(4, -1)]),
     ]:
-        after = go_on_from(root, begun.run, step)
+        after = resume_from(root, begun.run, step)
         assert lineage_of(root) == after
         assert [(each.epoch, each.step) for each in after.branches] == expected
 
@@ -85,14 +85,14 @@ def test_a_damaged_root_is_an_error(tmp_path: Path, text: str) -> None:
 def test_a_root_that_was_begun_anew_is_an_error(tmp_path: Path) -> None:
     root = LocalStore(tmp_path)
     with pytest.raises(sw.StoreError, match="disappeared"):
-        go_on_from(root, RUN, 1)
+        resume_from(root, RUN, 1)
     other = lineage_of(root)
     with pytest.raises(sw.StoreError, match=f"begun anew by run {other.run}"):
-        go_on_from(root, RUN, 1)
+        resume_from(root, RUN, 1)
     assert lineage_of(root) == other
 
 
-def saved(step: int, epoch: int | None, *, of: str = "terms") -> dict[str, bytes]:
+def saved(step: int, epoch: int | None, *, of: str = "copy") -> dict[str, bytes]:
     """What a node has of a snapshot without files, saved in an epoch."""
     save_id = f"{step:08x}{9 if epoch is None else epoch:08x}"
     manifest = Manifest(
@@ -100,7 +100,7 @@ def saved(step: int, epoch: int | None, *, of: str = "terms") -> dict[str, bytes
     )
     found = {"manifest.json": encode_manifest(manifest)}
     if epoch is not None:
-        draft = records.PendingManifest(
+        pending = records.PendingManifest(
             save_id=save_id,
             step=step,
             manifest="",
@@ -110,8 +110,8 @@ def saved(step: int, epoch: int | None, *, of: str = "terms") -> dict[str, bytes
             root="",
             epoch=epoch,
         )
-        name = records.terms(save_id) if of == "terms" else records.draft(save_id)
-        found[name] = msgspec.json.encode(draft)
+        name = records.pending_copy(save_id) if of == "copy" else records.pending(save_id)
+        found[name] = msgspec.json.encode(pending)
     return found
 
 
@@ -133,20 +133,20 @@ def chosen(nodes: list[dict[int, dict[str, bytes]]], lineage: Lineage) -> tuple[
     return found.step, str(found.newer)
 
 
-@pytest.mark.parametrize("of", ["draft", "terms"])
+@pytest.mark.parametrize("of", ["leader", "copy"])
 def test_abandoned_snapshots_of_idle_nodes_are_passed_over(of: str) -> None:
     idle = {step: saved(step, 0, of=of) for step in (19, 20, 35, 37)}
     busy = {step: saved(step, 1, of=of) for step in (21, 30)}
     lineage = Lineage(RUN)
     assert chosen([idle], lineage)[0] == 37
-    lineage = lineage.gone_on_from(20)
+    lineage = lineage.resumed_from(20)
     step, why = chosen([idle], lineage)
     assert step == 20
     assert why.count("abandoned: the run resumed from step 20") == 2
     assert chosen([idle, busy], lineage)[0] == 30
     again = {35: saved(35, 1, of=of)}
     assert chosen([idle, busy | again], lineage)[0] == 35
-    assert chosen([idle, busy], lineage.gone_on_from(None)) == (
+    assert chosen([idle, busy], lineage.resumed_from(None)) == (
         None,
         str([(s, "memory: abandoned: the run started anew") for s in (37, 35, 30, 21, 20, 19)]),
     )
@@ -155,14 +155,14 @@ def test_abandoned_snapshots_of_idle_nodes_are_passed_over(of: str) -> None:
 def test_one_of_which_nobody_can_tell_when_it_was_saved_is_passed_over() -> None:
     held = {step: saved(step, None) for step in (5, 7)}
     assert chosen([held], Lineage(RUN))[0] == 7
-    step, why = chosen([held], Lineage(RUN).gone_on_from(5))
+    step, why = chosen([held], Lineage(RUN).resumed_from(5))
     assert step == 5
     assert "no pending manifest says" in why
 
 
-def test_a_damaged_draft_is_made_up_for_by_anothers() -> None:
-    lineage = Lineage(RUN).gone_on_from(5)
-    whole, damaged = saved(7, 1), saved(7, 1, of="draft")
+def test_a_damaged_pending_manifest_is_made_up_for_by_anothers() -> None:
+    lineage = Lineage(RUN).resumed_from(5)
+    whole, damaged = saved(7, 1), saved(7, 1, of="leader")
     damaged = {name: data if "manifest" in name else b"\xff" for name, data in damaged.items()}
     assert chosen([{7: damaged}], lineage)[0] is None
     assert chosen([{7: damaged}, {7: whole}], lineage)[0] == 7

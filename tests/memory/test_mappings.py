@@ -68,10 +68,10 @@ def test_the_memory_of_a_file_that_was_removed_is_given_back(
     for each in (path, stays):
         each.write_bytes(bytes(MEGABYTE))
         mappings.find(each, MEGABYTE)
-    mappings.let_go()
+    mappings.unmap_removed()
     assert maps_of(path) == maps_of(stays) == 1
     path.unlink()
-    mappings.let_go()
+    mappings.unmap_removed()
     assert (maps_of(path), maps_of(stays)) == (0, 1)
     mappings.close()
     assert (maps_of(stays), descriptors()) == (0, fds)

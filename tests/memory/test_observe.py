@@ -95,7 +95,7 @@ def test_the_stages_of_a_save(
     place: Place, leads: bool, durable: bool, called: bool, commit: str | None
 ) -> None:
     """On the node that leads it, and on another."""
-    name = records.draft(SAVE) if leads else records.terms(SAVE)
+    name = records.pending(SAVE) if leads else records.pending_copy(SAVE)
     write_record(place.path / name, pending("here", durable=durable))
     if called:
         write_record(place.path / records.request("rescue", SAVE), {})

@@ -37,7 +37,7 @@ def place(tmp_path: Path) -> Place:
     return place
 
 
-def draft(save_id: str) -> PendingManifest:
+def pending(save_id: str) -> PendingManifest:
     return PendingManifest(
         save_id=save_id, step=1, manifest="", files=[], nodes=[], leader="a", root="/nowhere"
     )
@@ -54,8 +54,8 @@ def kept(save_id: str) -> Kept:
 @pytest.mark.parametrize(
     ("name", "note", "found"),
     [
-        (records.draft, draft, Place.drafts),
-        (records.terms, draft, Place.terms),
+        (records.pending, pending, Place.pending_manifests),
+        (records.pending_copy, pending, Place.pending_copies),
         (lambda save_id: records.staged(f"r00000-{save_id}.safetensors"), staged, Place.staged),
         (lambda save_id: records.kept(f"r00000-{save_id}.safetensors", 0), kept, Place.kept),
     ],
@@ -90,7 +90,7 @@ def test_a_damaged_outcome_is_a_failure(place: Place) -> None:
 
 
 @pytest.mark.parametrize("stage", ["persist", "protect"])
-def test_a_damaged_wish_ends_as_a_failure(place: Place, stage: str) -> None:
+def test_a_damaged_request_ends_as_a_failure(place: Place, stage: str) -> None:
     write_record(place.path / records.request(stage, ONE), DAMAGES[0])
     following = Following("a", Mappings())
     (action,) = decide_run(view_run(place.run), 0.0)
@@ -116,13 +116,13 @@ def test_a_damaged_note_of_a_file_keeps_no_other_from_being_sealed(place: Place)
     assert place.has(records.entry(f"r00000-{OTHER}.safetensors"))
 
 
-def test_a_draft_of_which_a_bit_has_flipped_is_not_committed(place: Place) -> None:
+def test_a_pending_manifest_of_which_a_bit_has_flipped_is_not_committed(place: Place) -> None:
     manifest = Manifest(
         save_id=ONE, step=1, created="now", world_size=1, files=(), objects=(), tensors=()
     )
     text = encode_manifest(manifest).decode().replace('"world_size":1', '"world_size":3')
-    damaged = msgspec.structs.replace(draft(ONE), manifest=text)
-    write_record(place.path / records.draft(ONE), damaged)
+    damaged = msgspec.structs.replace(pending(ONE), manifest=text)
+    write_record(place.path / records.pending(ONE), damaged)
     Leading("a").commit(Commit(place, ONE))
     ended = place.ended("commit", ONE)
     assert ended is not None
@@ -138,8 +138,10 @@ def test_a_commit_does_not_wait_for_a_node_whose_files_it_does_not_need(place: P
     with unreachable() as port:
         lost = AgentInfo("b", f"http://127.0.0.1:{port}", TOKEN)
         replaced = {"manifest": encode_manifest(manifest).decode(), "leader": "a", "wait": 2.0}
-        led = msgspec.structs.replace(draft(ONE), nodes=[AgentInfo("a", "", ""), lost], **replaced)
-        write_record(place.path / records.draft(ONE), led)
+        led = msgspec.structs.replace(
+            pending(ONE), nodes=[AgentInfo("a", "", ""), lost], **replaced
+        )
+        write_record(place.path / records.pending(ONE), led)
         with ThreadPoolExecutor(1) as pool:
             committing = pool.submit(Leading("a").commit, Commit(place, ONE))
             deadline = time.monotonic() + 1.5

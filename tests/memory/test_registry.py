@@ -17,7 +17,7 @@ from shardwise.memory import registry as registry_module
 from shardwise.memory.home import ROOT, Home, write_record
 from shardwise.memory.identity import node_name, run_token
 from shardwise.memory.records import AgentInfo
-from shardwise.memory.registry import KEPT_FOR, NODES, Enrolment, Registry, forget, reenter
+from shardwise.memory.registry import KEPT_FOR, NODES, Registration, Registry, forget, reenter
 from shardwise.memory.remote.client import AgentClient
 from shardwise.store import LocalStore
 from tests.faults.memory.scenario import end_agents
@@ -122,10 +122,10 @@ def test_a_root_that_cannot_be_written_to_costs_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / NODES).touch()
-    enrolment = Enrolment(Registry(LocalStore(tmp_path), RUN))
+    registration = Registration(Registry(LocalStore(tmp_path), RUN))
     with caplog.at_level(logging.WARNING, "shardwise"):
         for epoch in (0, 1):
-            enrolment.keep(HERE, epoch, prunes=True)
+            registration.keep(HERE, epoch, prunes=True)
     assert len(caplog.records) == 1
     assert "the address of this node cannot be written below the root" in caplog.text
 

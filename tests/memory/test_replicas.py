@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.memory import records
-from shardwise.memory.agent.guard import claim
+from shardwise.memory.agent.protect import claim
 from shardwise.memory.home import Place, Run, write_record
 from shardwise.memory.trainer.rings import peers_of, rings_of
 from shardwise.testing import Gang
@@ -137,7 +137,7 @@ def test_what_was_begun_to_be_completed_is_not_completed_again(
     (place.path / kept.file[1:]).rename(place.path / made)
     assert claim(place, note, kept.file[1:], kept.ring) is not None  # it was killed in between
     write_record(place.path / note, msgspec.structs.replace(kept, file=made))
-    place.beside(kept.file[1:]).rename(place.path / made)
+    place.temporary(kept.file[1:]).rename(place.path / made)
     assert claim(place, note, kept.file[1:], kept.ring) is not None
     assert claim(place, note, kept.file[1:], kept.ring) is None
 

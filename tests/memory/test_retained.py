@@ -76,14 +76,14 @@ def test_who_looks_for_leftovers_just_now_fails_no_save(
 ) -> None:
     """A Checkpointer that is opened has the lock of a save that is being persisted for a moment."""
     store = LocalStore(tmp_path / step_directory(1))
-    draft = PendingManifest(
+    pending = PendingManifest(
         save_id=SAVE, step=1, manifest="", files=[], nodes=[], leader="", root=str(tmp_path)
     )
     with ExitStack() as looking:
         assert looking.enter_context(store.hold(lock_file(SAVE), shared=False))
         done = SimpleNamespace(sleep=lambda seconds: looking.close())
         monkeypatch.setattr(publication_module, "time", done)
-        with publication(draft), store.hold(lock_file(SAVE), shared=False) as other:
+        with publication(pending), store.hold(lock_file(SAVE), shared=False) as other:
             assert not other
 
 
@@ -147,7 +147,7 @@ def test_what_cannot_go_is_told_though_the_last_snapshot_is_for_memory_only(
         cp.close()
 
 
-def draft_of(root: Path, step: int, keep: sw.Keep) -> PendingManifest:
+def pending_of(root: Path, step: int, keep: sw.Keep) -> PendingManifest:
     return PendingManifest(
         save_id=SAVE,
         step=step,
@@ -161,7 +161,7 @@ def draft_of(root: Path, step: int, keep: sw.Keep) -> PendingManifest:
 
 
 def test_where_all_are_kept_nothing_is_asked_for(tmp_path: Path) -> None:
-    assert retention_of(draft_of(tmp_path, 2, sw.Keep())) is None
+    assert retention_of(pending_of(tmp_path, 2, sw.Keep())) is None
 
 
 @pytest.fixture
@@ -172,8 +172,8 @@ def place(tmp_path: Path) -> Place:
         sw.save(root / step_directory(step), {"t": step})
     place = Place(Home(tmp_path / "home").run(new_run()), 3)
     place.path.mkdir(parents=True)
-    wish = retention_of(draft_of(root, 3, sw.Keep(last=1)))
-    write_record(place.path / records.request(records.RETAIN, SAVE), wish)
+    request = retention_of(pending_of(root, 3, sw.Keep(last=1)))
+    write_record(place.path / records.request(records.RETAIN, SAVE), request)
     for stage in ("commit", "persist"):
         done = Done(save_id=SAVE, stage=stage, node="here")
         write_record(place.path / records.outcome(stage, SAVE), done)

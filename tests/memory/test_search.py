@@ -32,7 +32,7 @@ EMPTY = Manifest(
 )
 
 
-@pytest.mark.parametrize("name", [records.draft(SAVE), records.terms(SAVE)])
+@pytest.mark.parametrize("name", [records.pending(SAVE), records.pending_copy(SAVE)])
 def test_nodes_are_found_that_only_others_know(tmp_path: Path, name: str) -> None:
     """A run that comes back to a node which was idle knows of the last nodes only in part."""
     with ExitStack() as served:
@@ -40,7 +40,7 @@ def test_nodes_are_found_that_only_others_know(tmp_path: Path, name: str) -> Non
         ports = {node: served.enter_context(serve(home.path)).port for node, home in homes.items()}
         infos = {node: AgentInfo(node, f"http://127.0.0.1:{ports[node]}", TOKEN) for node in homes}
         nowhere = AgentInfo("c", "http://127.0.0.1:1", TOKEN)  # where its agent was before
-        together = draft([AgentInfo("a", "", ""), infos["b"], infos["c"]])
+        together = pending([AgentInfo("a", "", ""), infos["b"], infos["c"]])
         for home in homes.values():
             place = Place(home.run(RUN), 3)
             place.path.mkdir(parents=True)
@@ -70,7 +70,7 @@ def committed(home: Home, step: int, epoch: int) -> Held:
     place = Place(home.run(RUN), step)
     place.path.mkdir(parents=True, exist_ok=True)
     (place.path / MANIFEST).write_bytes(encode_manifest(EMPTY))
-    write_record(place.path / records.draft(SAVE), replace(draft([]), epoch=epoch))
+    write_record(place.path / records.pending(SAVE), replace(pending([]), epoch=epoch))
     return held_here(home.run(RUN), "a")
 
 
@@ -98,7 +98,7 @@ def test_who_was_there_last_knows_of_all_that_is_newer(
     assert not is_enough(held_here(home.run(RUN), "a"))
 
 
-def draft(nodes: list[AgentInfo]) -> PendingManifest:
+def pending(nodes: list[AgentInfo]) -> PendingManifest:
     """Of step 3, on these nodes."""
     return PendingManifest(
         save_id=SAVE, step=3, manifest="", files=[], nodes=nodes, leader="a", root=""

@@ -345,7 +345,7 @@ def test_a_note_is_taken_and_the_agent_woken(served: Served) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "draft-0123456789abcdef.json",
+        "pending-0123456789abcdef.json",
         "r00000-0123456789abcdef.staged.json",
         "r00000-0123456789abcdef.kept-0.json",
         "r00000-0123456789abcdef.safetensors.entry.json",
@@ -363,8 +363,8 @@ def test_what_trainers_say_is_taken_from_nobody_else(served: Served, name: str) 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", ".x", "a/b", "a\n", ""])
 def test_only_files_of_the_snapshot_can_be_asked_for(tmp_path: Path, name: str) -> None:
-    wish = {"save_id": RUN, "place": "/", "files": [name], "wait": 1.0}
-    (tmp_path / "note").write_text(json.dumps(wish))
+    request = {"save_id": RUN, "place": "/", "files": [name], "wait": 1.0}
+    (tmp_path / "note").write_text(json.dumps(request))
     with pytest.raises(StoreError, match="regex"):
         read_record(tmp_path / "note", Persist)
 
@@ -610,17 +610,17 @@ def test_malformed_requests_are_counted_and_do_not_fill_the_log(
     assert not any("evil" in record.getMessage() for record in said)
 
 
-def test_complaints_are_logged_once_a_minute_with_their_number(
+def test_errors_are_logged_once_a_minute_with_their_number(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     seconds = iter((0.0, 1.0, 59.0, 61.0))
-    complaints = connections.Complaints(lambda: next(seconds))
+    errors = connections.RateLimitedLog(lambda: next(seconds))
 
     def fail() -> None:
         try:
             raise ValueError("a fault of ours")
         except ValueError as error:
-            complaints.exception("Error handling request from %s", "10.0.0.1", exc_info=error)
+            errors.exception("Error handling request from %s", "10.0.0.1", exc_info=error)
 
     for _ in range(4):
         fail()

@@ -278,7 +278,7 @@ def test_what_was_promised_to_storage_stays_until_it_is_there(run: Run) -> None:
     for step in (5, 6, 7):
         leave_committed(run, step, *stages[: 2 if step == 5 else 3], stages=stages)
     promised = Place(run, 5)
-    draft = PendingManifest(
+    pending = PendingManifest(
         save_id=f"{5:016x}",
         step=5,
         manifest="",
@@ -288,11 +288,11 @@ def test_what_was_promised_to_storage_stays_until_it_is_there(run: Run) -> None:
         root="",
         durable=True,
     )
-    write_record(promised.path / records.draft(draft.save_id), draft)
+    write_record(promised.path / records.pending(pending.save_id), pending)
     free_decided(run)
     assert run.steps() == [5, 7]
-    outcome = records.outcome("persist", draft.save_id)
-    write_record(promised.path / outcome, Done(save_id=draft.save_id, stage="persist"))
+    outcome = records.outcome("persist", pending.save_id)
+    write_record(promised.path / outcome, Done(save_id=pending.save_id, stage="persist"))
     leave_committed(run, 8, *stages, stages=stages)
     assert free_decided(run)
     assert run.steps() == [7, 8]

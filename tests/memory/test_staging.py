@@ -555,7 +555,7 @@ def test_what_could_not_be_staged_is_told_to_the_agent(trial: Trial) -> None:
 def test_a_save_that_the_leader_was_never_given_is_not_waited_for(
     trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 was killed before it left a draft, or had no memory for any note."""
+    """Rank 0 was killed before it wrote a pending manifest, or had no memory for any record."""
     now = [0.0]
     monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(Home, "has_agent", lambda home: True)
@@ -577,5 +577,5 @@ def test_a_save_that_the_leader_was_never_given_is_not_waited_for(
     assert 121 < seconds_waited() < 130
     (place.path / records.copying(data_file(0, save_id))).touch()
     assert 600 < seconds_waited() < 730
-    (place.path / records.draft(save_id)).touch()
+    (place.path / records.pending(save_id)).touch()
     assert seconds_waited() == 3600

@@ -99,10 +99,10 @@ def test_those_of_before_are_forgotten_once_others_have_come(run: Run) -> None:
 def test_of_several_in_a_process_the_last_one_counts(run: Run) -> None:
     first = RankLock(run, 0)
     second = RankLock(run, 0)
-    assert first.is_followed()
-    assert not second.is_followed()
+    assert first.is_replaced()
+    assert not second.is_replaced()
     first.end()
     assert is_present(run, 0)
     second.end()
-    assert not second.is_followed()
+    assert not second.is_replaced()
     assert lost_trainers(run) == []

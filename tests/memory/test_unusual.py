@@ -19,8 +19,8 @@ from shardwise.errors import CheckpointExistsError, StoreError
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import step_directory
 from shardwise.memory import decide, observe, records, spawn
-from shardwise.memory.agent.keeper import attendance, is_attended
 from shardwise.memory.agent.lead import Leading
+from shardwise.memory.agent.supervise import is_training, training_lock
 from shardwise.memory.home import ENDED, Home, Place, write_record
 from shardwise.memory.records import Done, PendingManifest, Staged
 from shardwise.memory.remote.search import held_here
@@ -73,23 +73,23 @@ def test_what_was_committed_of_another_save_of_a_step_is_not_published(
         handle.result(20.0)
         home = Home(shm)
         place = Place(home.run(home.runs()[0]), 1)
-        draft = PendingManifest(
+        pending = PendingManifest(
             save_id="0" * 16,
             step=1,
             manifest="",
             files=[],
-            nodes=place.drafts()[0].nodes,
-            leader=place.drafts()[0].leader,
+            nodes=place.pending_manifests()[0].nodes,
+            leader=place.pending_manifests()[0].leader,
             root=str(tmp_path / "root"),
             durable=True,
         )
         write_record(
-            place.path / records.outcome("commit", draft.save_id),
-            records.Done(save_id=draft.save_id, stage="commit"),
+            place.path / records.outcome("commit", pending.save_id),
+            records.Done(save_id=pending.save_id, stage="commit"),
         )
-        write_record(place.path / records.draft(draft.save_id), draft)
-        Leading(draft.leader).persist(decide.Persist(place, draft.save_id))
-        done = place.ended("persist", draft.save_id)
+        write_record(place.path / records.pending(pending.save_id), pending)
+        Leading(pending.leader).persist(decide.Persist(place, pending.save_id))
+        done = place.ended("persist", pending.save_id)
         assert done is not None
         assert "step 1 was saved again meanwhile" in done.failure
         assert cp.steps() == []
@@ -192,7 +192,7 @@ def test_a_checkpointer_is_refused_in_a_forked_child_and_stays_the_parents(
 
     assert forked(child) == signal.SIGTERM
     if is_in_memory:
-        assert is_attended(Home(shm))
+        assert is_training(Home(shm))
     handle.result(20.0)
     again = checkpointer.save(2, state)
     assert again is not None
@@ -211,9 +211,9 @@ def test_a_forked_child_waits_for_no_copy_and_keeps_no_lock(tmp_path: Path) -> N
         attending.close()
 
     with ExitStack() as attending:
-        attending.enter_context(attendance(home))
+        attending.enter_context(training_lock(home))
         assert forked(child) == 0
-        assert is_attended(home)
+        assert is_training(home)
 
 
 def test_of_several_checkpointers_of_a_root_the_last_one_saves(tmp_path: Path, shm: Path) -> None:

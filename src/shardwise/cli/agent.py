@@ -14,8 +14,8 @@ from shardwise.cli import formatting as fmt
 from shardwise.cli.agent_status import show_kept, show_status
 from shardwise.cli.terminal import AsJson, output, print_json
 from shardwise.errors import StoreError
-from shardwise.memory.agent.keeper import is_attended
 from shardwise.memory.agent.status import kept_run
+from shardwise.memory.agent.supervise import is_training
 from shardwise.memory.home import Home
 from shardwise.memory.interface import LOOPBACK
 from shardwise.memory.options import DIRECTORY
@@ -72,7 +72,7 @@ def run(
     or in a separate container, if the agent would otherwise be killed together with the training.
     On SIGTERM the agent finishes its current writes, within 20 seconds.
     """
-    from shardwise.memory.agent.service import Terms, run_agent
+    from shardwise.memory.agent.service import ServeOptions, run_agent
 
     logging.basicConfig(
         level=logging.INFO,
@@ -80,7 +80,7 @@ def run(
         handlers=[logging.StreamHandler() if log is None else log_to(log)],
         force=True,
     )
-    terms = Terms(
+    options = ServeOptions(
         interface=interface,
         port=port,
         domain=domain,
@@ -88,7 +88,7 @@ def run(
         secret=secret_file,
         until_idle=until_idle,
     )
-    if not run_agent(directory, terms):
+    if not run_agent(directory, options):
         logging.shutdown()
         os._exit(0)  # an ordinary exit would wait for threads that are still working
 
@@ -178,7 +178,7 @@ def stop(
         raise StoreError(f"no agent is running in {home}")
     if info is None:
         raise StoreError(f"the agent of {home} is starting or stopping: try again in a few seconds")
-    if is_attended(home) and not force:
+    if is_training(home) and not force:
         raise StoreError(
             "the agent was not stopped: training runs on this node, and would start another agent "
             f"in place of process {info.process}. Stop the training first, or pass --force"

@@ -17,7 +17,7 @@ from shardwise.memory.agent.status import (
     RunStatus,
     SnapshotStatus,
 )
-from shardwise.memory.agent.tensors import TensorsStatus, TensorStatus
+from shardwise.memory.agent.tensor_status import TensorsStatus, TensorStatus
 
 DONE = {"commit": "committed", "protect": "protected", "persist": "persisted"}
 STYLES = {"done": "green", "under way": "yellow", "failed": "bold red", "": "dim"}

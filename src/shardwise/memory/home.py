@@ -204,12 +204,12 @@ def new_run() -> str:
 
 def write_record(path: Path, record: object) -> None:
     """Have a record appear, whole, in place of what was there before."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        beside.write_bytes(record if isinstance(record, bytes) else msgspec.json.encode(record))
-        beside.replace(path)
+        temporary.write_bytes(record if isinstance(record, bytes) else msgspec.json.encode(record))
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def read_record(path: Path, kind: type[T]) -> T | None:
@@ -253,7 +253,7 @@ class Place:
         """Its directory."""
         return self.run.step(self.step)
 
-    def beside(self, name: str) -> Path:
+    def temporary(self, name: str) -> Path:
         """Where a file of it is made, before it has its name."""
         return self.path / f".{name}"
 
@@ -273,18 +273,15 @@ class Place:
         except FileNotFoundError:
             return []
 
-    def drafts(self) -> list[PendingManifest]:
-        """The drafts in it: one, unless the step was saved twice."""
-        return self._drafts("draft-")
+    def pending_manifests(self) -> list[PendingManifest]:
+        """Return the pending manifests of saves that this node leads: one for each save."""
+        saves = records.requested("pending", self.named(".json"))
+        return self._whole([records.pending(each) for each in saves], PendingManifest)
 
-    def terms(self) -> list[PendingManifest]:
-        """The drafts that other nodes lead, as those have told this one."""
-        return self._drafts("terms-")
-
-    def _drafts(self, prefix: str) -> list[PendingManifest]:
-        return self._whole(
-            [name for name in self.named(".json") if name.startswith(prefix)], PendingManifest
-        )
+    def pending_copies(self) -> list[PendingManifest]:
+        """Return the copies of pending manifests of saves that other nodes lead."""
+        saves = records.requested("pending-copy", self.named(".json"))
+        return self._whole([records.pending_copy(each) for each in saves], PendingManifest)
 
     def staged(self) -> list[Staged]:
         """The files in it that trainers have staged. A record whose file is not there does not
@@ -333,7 +330,7 @@ class Place:
     def log_damage(self, name: str, error: StoreError) -> None:
         """Once, whoever comes across it: a file that is made beside it says that it was told."""
         with suppress(OSError):
-            self.beside(f"{name}.damaged").touch(exist_ok=False)
+            self.temporary(f"{name}.damaged").touch(exist_ok=False)
             log.error("nothing comes of a record that is damaged: %s", error)
 
     def abandon(self) -> None:

@@ -79,9 +79,9 @@ def _kept(path: Path, new: str) -> str:
 
 def _write(path: Path, text: str) -> None:
     """Whole or not at all, and for nobody else."""
-    beside = path.with_name(f".{path.name}.new")
-    beside.unlink(missing_ok=True)
-    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "w") as file:
         file.write(text)
-    beside.rename(path)
+    temporary.rename(path)

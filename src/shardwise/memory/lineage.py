@@ -38,7 +38,7 @@ class Lineage(msgspec.Struct, frozen=True):
         """The one that the run is in."""
         return self.branches[-1].epoch if self.branches else 0
 
-    def gone_on_from(self, step: int | None) -> Lineage:
+    def resumed_from(self, step: int | None) -> Lineage:
         """The same run, which begins another epoch after a step, or from the beginning."""
         begins = BEGINNING if step is None else step
         kept = [each for each in self.branches if each.step < begins]
@@ -79,7 +79,7 @@ def known_lineage(root: Store) -> Lineage | None:
     return None
 
 
-def go_on_from(root: Store, run: str, step: int | None) -> Lineage:
+def resume_from(root: Store, run: str, step: int | None) -> Lineage:
     """Have a run go on from a step, or from the beginning, for good; what it is from then on.
 
     Raises:
@@ -91,7 +91,7 @@ def go_on_from(root: Store, run: str, step: int | None) -> Lineage:
         raise StoreError(f"{root}: {RUN} disappeared, though the run goes on") from error
     if before.run != run:
         raise StoreError(f"{root} was begun anew by run {before.run}, though run {run} goes on")
-    after = before.gone_on_from(step)
+    after = before.resumed_from(step)
     root.publish(RUN, msgspec.json.encode(after), replace=True)
     return after
 

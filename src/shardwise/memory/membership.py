@@ -26,7 +26,7 @@ class Membership(msgspec.Struct, array_like=True):
     node_of: list[str]
 
 
-def reaching(options: Memory, group: Group) -> Memory:
+def with_interface(options: Memory, group: Group) -> Memory:
     """The options, with the interface on which others reach this node, if they need it.
 
     All ranks together.
@@ -41,7 +41,7 @@ def reaching(options: Memory, group: Group) -> Memory:
     )
 
 
-def meet(root: Store, options: Memory, group: Group) -> tuple[Home, Membership]:
+def join(root: Store, options: Memory, group: Group) -> tuple[Home, Membership]:
     """Find this node's home and agent, which is started if there is none, and the others'.
 
     Raises:
@@ -58,8 +58,10 @@ def meet(root: Store, options: Memory, group: Group) -> tuple[Home, Membership]:
         infos = [msgspec.msgpack.decode(each, type=AgentInfo) for each in said]
         refuse_unreachable(infos)
         nodes = {info.node: info for info in infos}
-        meeting = Membership(lineage_of(root), list(nodes.values()), [info.node for info in infos])
-        return msgspec.msgpack.encode(meeting)
+        membership = Membership(
+            lineage_of(root), list(nodes.values()), [info.node for info in infos]
+        )
+        return msgspec.msgpack.encode(membership)
 
     reply = exchange(group, "finding the agents of the nodes", speak, answer)
     return homes[0], msgspec.msgpack.decode(reply, type=Membership)

@@ -218,8 +218,10 @@ class _Reader:
         staged = tuple(each for each in found if each and each.file.name in self.names)
         files = [each.file.name for each in staged]
         unsealed = tuple(name for name in files if records.entry(name) not in self.names)
-        has_pending = records.draft(save_id) in self.names
-        pending = self._pending(records.draft(save_id)) or self._pending(records.terms(save_id))
+        has_pending = records.pending(save_id) in self.names
+        pending = self._pending(records.pending(save_id)) or self._pending(
+            records.pending_copy(save_id)
+        )
         leads = has_pending and pending is not None
         epoch = next((each.epoch for each in staged), None) if pending is None else pending.epoch
         asked = {stage for each in staged for stage in each.stages}

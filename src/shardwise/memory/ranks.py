@@ -42,18 +42,18 @@ class RankLock:
         reference = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _leave(reference))
 
-    def is_followed(self) -> bool:
+    def is_replaced(self) -> bool:
         """Whether this process has become this rank again since, and never left."""
         said = self._said()
         return said.startswith(_this_process()) and said != self._mark
 
-    def refuse_followed(self) -> None:
+    def refuse_replaced(self) -> None:
         """Raise if this is no longer the presence that counts.
 
         Raises:
             StoreError: says so.
         """
-        if self.is_followed():
+        if self.is_replaced():
             raise StoreError(
                 "this process has made another Checkpointer of the same root since, whose memory "
                 "this is by now: save by that one"
@@ -61,13 +61,13 @@ class RankLock:
 
     def end(self) -> None:
         """Say goodbye."""
-        if not self.is_followed():
+        if not self.is_replaced():
             self._path.unlink(missing_ok=True)
         self.leave()
 
     def leave(self) -> None:
         """Go without a word, as if this process had ended."""
-        if self.is_followed():  # the lock is that of the next
+        if self.is_replaced():  # the lock is that of the next
             return
         fd, self._fd = self._fd, None
         if fd is not None:

@@ -166,7 +166,7 @@ def discard_superseded(
     discard(superseded_steps(view_run(run), step, lineage, nodes, slots))
 
 
-def refuse_to_go_back(run: Run, step: int, lineage: Lineage) -> None:
+def refuse_older_step(run: Run, step: int, lineage: Lineage) -> None:
     """Refuse a step before one that is in memory, unless the run was resumed from before that.
 
     Raises:
@@ -208,7 +208,7 @@ def remove_leftovers(home: Home) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def remove_predecessors(home: Home, run: Run, root: str) -> None:
+def remove_other_runs(home: Home, run: Run, root: str) -> None:
     """Remove other runs of the root of a run: it was emptied since, and nothing resumes from them.
 
     A run stays that has a trainer here, or whose snapshots an agent does not release.
@@ -345,7 +345,7 @@ def _remove(place: Place, names: list[str]) -> None:
 
 
 def _removal_order(name: str) -> int:
-    if name.startswith("draft-"):
+    if records.requested("pending", [name]):
         return 0
     return 2 if records.names_slot(name) or records.is_outcome(name) else 1
 

@@ -246,14 +246,14 @@ def entry(data_file: str) -> str:
     return f"{data_file}.entry.json"
 
 
-def draft(save_id: str) -> str:
-    """The name of the draft of a snapshot."""
-    return f"draft-{save_id}.json"
+def pending(save_id: str) -> str:
+    """Return the name of the pending manifest of a save, on the node that leads the save."""
+    return f"pending-{save_id}.json"
 
 
-def terms(save_id: str) -> str:
-    """The name of the draft of a snapshot, at the nodes that do not lead it."""
-    return request("terms", save_id)
+def pending_copy(save_id: str) -> str:
+    """Return the name of the followers' copy of the pending manifest of a save."""
+    return f"pending-copy-{save_id}.json"
 
 
 def request(stage: str, save_id: str) -> str:
@@ -267,11 +267,6 @@ def requested(stage: str, names: Iterable[str]) -> list[str]:
     named = [name for name in names if name.startswith(before) and name.endswith(after)]
     found = (name.removeprefix(before).removesuffix(after) for name in named)
     return sorted(save_id for save_id in found if _SAVE_ID.fullmatch(save_id))
-
-
-def undone(stage: str, names: Collection[str]) -> list[str]:
-    """Those for which this node is not done with it."""
-    return [each for each in requested(stage, names) if done(stage, each) not in names]
 
 
 def unended(stage: str, of: str, names: Collection[str]) -> list[str]:

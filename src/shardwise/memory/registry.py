@@ -163,7 +163,7 @@ class Registry:
         return isinstance(entry, str) or entry.run == self._run
 
 
-class Enrolment:
+class Registration:
     """Keeps the entry of a node what is true, while it saves. Never raises: it warns, once.
 
     Args:
@@ -246,8 +246,8 @@ def _file_of(node: str) -> str:
 
 def _write_private(path: Path, entry: Entry) -> None:
     """Write an entry, whole, that nobody else may read; without its token where others could."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "wb") as file:
             if not _is_private(os.fstat(fd)):
@@ -262,9 +262,9 @@ def _write_private(path: Path, entry: Entry) -> None:
             file.write(msgspec.json.encode(entry))
             file.flush()
             os.fsync(fd)
-        beside.replace(path)
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _read_private(path: Path) -> Entry | str:

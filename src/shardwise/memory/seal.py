@@ -1,6 +1,7 @@
-"""Files of a node as they lie in memory, mapped once: slots go round, and come back as they were.
+"""Computes and verifies the checksums of files in memory, and keeps these files mapped.
 
-Mapping a file anew costs more than a checksum of it, as each of its pages has to be found again.
+Slots are reused, so the same files return. Mapping a file again costs more than its checksums,
+because of a page fault for each page.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from shardwise.store.store import Buffer
 
 
 def mapped(path: Path, size: int, *, writable: bool = False) -> Buffer:
-    """A file's bytes, where they lie.
+    """Map a file and return its bytes.
 
     Raises:
-        CorruptionError: it has not this size.
+        CorruptionError: the file has a different size.
     """
     fd = _opened(path, size, writable=writable)
     try:
@@ -35,7 +36,7 @@ def mapped(path: Path, size: int, *, writable: bool = False) -> Buffer:
 
 @dataclass(frozen=True, slots=True)
 class _Mapping:
-    """A file, open and mapped, as long as it was when it was found first."""
+    """An open file and its mapping, of the size that it had when it was mapped."""
 
     fd: int
     data: Buffer
@@ -47,8 +48,7 @@ class _Mapping:
 class Mappings:
     """Files that stay mapped for as long as they exist. Threads may share them.
 
-    The memory of a file that was removed is given back only when its mapping is: `let_go` is to be
-    called often.
+    The memory of a removed file is freed only when it is unmapped: call `unmap_removed` often.
     """
 
     def __init__(self) -> None:
@@ -56,10 +56,10 @@ class Mappings:
         self._known: dict[tuple[int, int], _Mapping] = {}
 
     def find(self, path: Path, size: int) -> Buffer:
-        """A file's bytes, where they lie; they can be written.
+        """Return a file's bytes, mapped and writable.
 
         Raises:
-            CorruptionError: it has not this size.
+            CorruptionError: the file has a different size.
         """
         fd = _opened(path, size, writable=True)
         found = os.fstat(fd)
@@ -79,7 +79,7 @@ class Mappings:
                 known.close()
         return data
 
-    def let_go(self) -> None:
+    def unmap_removed(self) -> None:
         """Unmap files that were removed."""
         with self._lock:
             for key, known in list(self._known.items()):
@@ -88,7 +88,7 @@ class Mappings:
                     known.close()
 
     def close(self) -> None:
-        """Unmap all."""
+        """Unmap all files."""
         with self._lock:
             for known in self._known.values():
                 known.close()
@@ -100,7 +100,7 @@ def _opened(path: Path, size: int, *, writable: bool) -> int:
     found = os.fstat(fd).st_size
     if found != size:
         os.close(fd)
-        raise CorruptionError(f"{path} has {found} bytes where {size} were staged")
+        raise CorruptionError(f"{path} has {found} bytes; expected {size} bytes, as staged")
     return fd
 
 
@@ -108,9 +108,9 @@ AT_A_TIME = 4 << 20
 
 
 def seal(data: Buffer, entry: FileEntry) -> FileEntry:
-    """Write a staged file's checksums to its end; its entry, with the checksum of these.
+    """Write a staged file's checksums to its end, and return its entry with their checksum.
 
-    By one thread: blocks are so small that several would wait for each other all the time.
+    One thread computes them: blocks are so small that several threads would contend.
 
     Args:
         data: the file, mapped.
@@ -125,7 +125,7 @@ def seal(data: Buffer, entry: FileEntry) -> FileEntry:
 
 
 def is_intact(path: Path, entry: FileEntry) -> bool:
-    """Whether a sealed file is what it was when it was sealed."""
+    """Return whether a file still has the checksums that it was sealed with."""
     try:
         return is_sealed(mapped(path, entry.size), entry)
     except (OSError, CorruptionError):
@@ -133,7 +133,7 @@ def is_intact(path: Path, entry: FileEntry) -> bool:
 
 
 def is_sealed(data: Buffer, entry: FileEntry) -> bool:
-    """The same of a file that is mapped."""
+    """Return whether a mapped file still has the checksums that it was sealed with."""
     encoded = data[entry.checksums_at :]
     if crc32(encoded) != entry.checksums_crc32:
         return False

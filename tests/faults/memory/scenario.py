@@ -38,7 +38,7 @@ _TRAINER = re.compile(r"[a-z]?\d+(\.lock)?")
 _OUTCOME = re.compile(rf"(commit|protect|persist|retain)-all-{_SAVE}\.json")
 _SNAPSHOT = re.compile(
     rf"manifest\.json|{ABANDONED}|{_DATA}(\.entry\.json)?|r\d{{5}}-{_SAVE}\.staged\.json"
-    rf"|draft-{_SAVE}\.json|[a-z]+(-done|-all)?-{_SAVE}\.json|parity-{_SAVE}(-\d+)+\.bin"
+    rf"|pending-copy-{_SAVE}\.json|[a-z]+(-done|-all)?-{_SAVE}\.json|parity-{_SAVE}(-\d+)+\.bin"
 )
 
 Act = Callable[[], None]

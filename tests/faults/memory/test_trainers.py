@@ -39,8 +39,8 @@ NOTES: list[tuple[int, str, When, bool]] = [
     (0, r"\.staged\.json", "before", False),
     (0, r"\.staged\.json", "within", False),
     (0, r"\.staged\.json", "after", False),
-    (0, "draft-", "within", False),
-    (0, "draft-", "after", True),
+    (0, "pending-", "within", False),
+    (0, "pending-", "after", True),
     (1, r"\.staged\.json", "within", False),
     (1, r"\.staged\.json", "after", False),
 ]

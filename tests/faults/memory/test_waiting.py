@@ -147,7 +147,7 @@ def wait_for_what_cannot_be_staged(cluster: Cluster, failing: int) -> list[str]:
 def test_every_wait_ends_with_what_a_rank_could_not_stage(
     gang: Gang, root: Path, shm: Path, failing: int
 ) -> None:
-    """Rank 0 leads: without its draft, no agent would ever say what became of the save."""
+    """Rank 0 leads: without its pending manifest, no agent would end the save."""
     cluster = Cluster(root=root, shm=shm, nodes=2, every=1)
     for said in gang.run(wait_for_what_cannot_be_staged, cluster, failing, world=2):
         assert all("staging step 1: RuntimeError('out of memory')" in each for each in said), said

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from shardwise.errors import ShardwiseError, StoreError
 from shardwise.memory import decide, records
-from shardwise.memory.agent.guard import guard
 from shardwise.memory.agent.lead import agents_of, attempt, pending_manifest
 from shardwise.memory.agent.persist import Throttle, copy_to_store
+from shardwise.memory.agent.protect import guard
 from shardwise.memory.agent.publication import retain
 from shardwise.memory.decide import (
     REPLACED,
@@ -113,18 +113,18 @@ class Following:
         log.warning("%s: step %d is to be persisted", action.why, action.place.step)
         self._call_for_rescue(action.place, pending_manifest(action))
 
-    def _call_for_rescue(self, place: Place, draft: PendingManifest) -> None:
+    def _call_for_rescue(self, place: Place, pending: PendingManifest) -> None:
         """Tell the node that leads; or another, if that is lost; or do it here."""
-        call = Done(save_id=draft.save_id, stage="rescue", node=self.node)
-        infos = agents_of(draft, place.run)
+        call = Done(save_id=pending.save_id, stage="rescue", node=self.node)
+        infos = agents_of(pending, place.run)
         with closing(Nodes(place, infos, self.node, AT_ONCE, self.tls)) as nodes:
-            for node in dict.fromkeys([draft.leader, *(info.node for info in draft.nodes)]):
+            for node in dict.fromkeys([pending.leader, *(info.node for info in pending.nodes)]):
                 try:
-                    nodes.tell(node, records.request("rescue", draft.save_id), call)
+                    nodes.tell(node, records.request("rescue", pending.save_id), call)
                 except StoreError as error:
                     log.warning("node %s: %s", node, error)
                     continue
-                write_record(place.path / records.request("called", draft.save_id), call)
+                write_record(place.path / records.request("called", pending.save_id), call)
                 return
 
     def _copy(self, place: Place, request: Persist) -> int:

@@ -1,6 +1,6 @@
 """The connections of an agent's HTTP server: how many there may be, for how long, and from whom.
 
-Strangers can open connections and send what they like before they must show the secret. They
+Unauthenticated can open connections and send what they like before they must show the secret. They
 cannot keep others from being answered, or fill the log.
 """
 
@@ -21,16 +21,16 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 BACKLOG = 1024
 MOST_CONNECTIONS = 1024
-MOST_STRANGERS = 64
+MOST_UNAUTHENTICATED = 64
 FIRST_REQUEST = 5.0
 QUIET = 90.0
 HANDSHAKE = 5.0
 ENDING = 2.0
-BETWEEN_COMPLAINTS = 60.0
+LOG_INTERVAL = 60.0
 log = logging.getLogger("shardwise.agent")
 
 
-class Strangers:
+class Unauthenticated:
     """Connections over which the secret has not been shown yet.
 
     Each is closed after a few seconds. Where there are too many, the oldest makes room for the
@@ -55,11 +55,11 @@ class Strangers:
         address = str((transport.get_extra_info("peername") or ("",))[0])
         same = [each for each, (its, _) in self._timers.items() if its == address]
         if len(same) >= self._of_address:
-            self._turn_away(same[0])
+            self._close(same[0])
         elif len(self._timers) >= self._most:
-            self.turn_away_oldest()
+            self.close_oldest()
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(self._patience, self._turn_away, transport)
+        timer = loop.call_later(self._patience, self._close, transport)
         self._timers[transport] = (address, timer)
 
     def remove(self, transport: asyncio.BaseTransport | None) -> None:
@@ -68,23 +68,23 @@ class Strangers:
         if timer is not None:
             timer.cancel()
 
-    def turn_away_oldest(self) -> bool:
+    def close_oldest(self) -> bool:
         """Close the oldest; whether there was any."""
         oldest = next(iter(self._timers), None)
         if oldest is not None:
-            self._turn_away(oldest)
+            self._close(oldest)
         return oldest is not None
 
-    def _turn_away(self, transport: asyncio.BaseTransport) -> None:
+    def _close(self, transport: asyncio.BaseTransport) -> None:
         self.remove(transport)
         if isinstance(transport, asyncio.Transport):
             transport.abort()
 
 
-STRANGERS = web.AppKey("strangers", Strangers)
+UNAUTHENTICATED = web.AppKey("unauthenticated", Unauthenticated)
 
 
-class Complaints(logging.Logger):
+class RateLimitedLog(logging.Logger):
     """Logs what a server has to say about requests: each kind once a minute at most.
 
     Requests that are not HTTP are one line without their content. Other errors are faults of the
@@ -98,29 +98,29 @@ class Complaints(logging.Logger):
         super().__init__("shardwise.agent.requests", logging.WARNING)
         self._clock = clock
         self._counts: Counter[str] = Counter()
-        self._told: dict[str, float] = {}
+        self._logged: dict[str, float] = {}
 
     def handle(self, record: logging.LogRecord) -> None:
         """Count a record, and log it unless one of its kind was logged just now."""
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
-            self._tell("a request is not valid HTTP", error, with_trace=False)
+            self._report("a request is not valid HTTP", error, with_trace=False)
         else:
-            self._tell(str(record.msg).split(" from ")[0], error, with_trace=True)
+            self._report(str(record.msg).split(" from ")[0], error, with_trace=True)
 
     def of_loop(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """What an event loop calls where nobody handles an exception."""
-        self._tell(str(context.get("message")), context.get("exception"), with_trace=True)
+        self._report(str(context.get("message")), context.get("exception"), with_trace=True)
 
-    def _tell(self, what: str, error: BaseException | None, *, with_trace: bool) -> None:
+    def _report(self, what: str, error: BaseException | None, *, with_trace: bool) -> None:
         kind = f"{what} ({type(error).__name__})" if error is not None else what
         self._counts[kind] += 1
         now = self._clock()
-        told = self._told.get(kind)
-        if told is not None and now - told < BETWEEN_COMPLAINTS:
+        last = self._logged.get(kind)
+        if last is not None and now - last < LOG_INTERVAL:
             return
-        self._told[kind] = now
-        count, first = self._counts[kind], told is None
+        self._logged[kind] = now
+        count, first = self._counts[kind], last is None
         times = "" if count == 1 else f", {count} times by now"
         trace = error if first and with_trace else None
         log.warning("serving other nodes: %s%s", kind, times, exc_info=trace)
@@ -134,7 +134,7 @@ async def serving(
     tls: ssl.SSLContext | None = None,
     quiet: float = QUIET,
     most: int = MOST_CONNECTIONS,
-    complaints: Complaints | None = None,
+    errors: RateLimitedLog | None = None,
 ) -> AsyncIterator[None]:
     """Serve while the block runs.
 
@@ -144,15 +144,17 @@ async def serving(
         quiet: seconds until a connection is closed over which no whole request comes.
         most: as many connections at a time; half of them may be such over which the secret has not
             been shown. Further ones are closed at once.
-        complaints: what cannot be answered is logged there.
+        errors: what cannot be answered is logged there.
     """
-    complaints = complaints or Complaints()
-    strangers = Strangers(max(1, most // 2), MOST_STRANGERS, min(FIRST_REQUEST, quiet))
-    app[STRANGERS] = strangers
+    errors = errors or RateLimitedLog()
+    unauthenticated = Unauthenticated(
+        max(1, most // 2), MOST_UNAUTHENTICATED, min(FIRST_REQUEST, quiet)
+    )
+    app[UNAUTHENTICATED] = unauthenticated
     runner = web.AppRunner(
         app,
         access_log=None,
-        logger=complaints,
+        logger=errors,
         keepalive_timeout=quiet,
         lingering_time=ENDING,
         auto_decompress=False,
@@ -160,9 +162,9 @@ async def serving(
     )
     await runner.setup()
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(complaints.of_loop)
+    loop.set_exception_handler(errors.of_loop)
     server = await loop.create_server(
-        lambda: _Door(runner, strangers, most),
+        lambda: _Acceptor(runner, unauthenticated, most),
         sock=listener,
         backlog=BACKLOG,
         ssl=tls,
@@ -175,12 +177,12 @@ async def serving(
         await runner.cleanup()
 
 
-class _Door(asyncio.Protocol):
+class _Acceptor(asyncio.Protocol):
     """Hands a new connection to the server, or closes it."""
 
-    def __init__(self, runner: web.AppRunner, strangers: Strangers, most: int) -> None:
+    def __init__(self, runner: web.AppRunner, unauthenticated: Unauthenticated, most: int) -> None:
         self._runner = runner
-        self._strangers = strangers
+        self._unauthenticated = unauthenticated
         self._most = most
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -189,10 +191,10 @@ class _Door(asyncio.Protocol):
         if not isinstance(transport, asyncio.Transport):
             raise TypeError(f"{transport!r} is no connection")
         full = server is not None and len(server.connections) >= self._most
-        if server is None or (full and not self._strangers.turn_away_oldest()):
+        if server is None or (full and not self._unauthenticated.close_oldest()):
             transport.abort()
             return
-        self._strangers.add(transport)
+        self._unauthenticated.add(transport)
         handler = server()
         transport.set_protocol(handler)
         handler.connection_made(transport)

@@ -17,8 +17,8 @@ from shardwise.errors import ShardwiseError, StoreError
 from shardwise.manifest.manifest import FileEntry, complete_manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import decide, records
-from shardwise.memory.agent.guard import protection_of
 from shardwise.memory.agent.persist import Throttle
+from shardwise.memory.agent.protect import protection_of
 from shardwise.memory.agent.publication import publication, retention_of
 from shardwise.memory.agent.rescue import copy_lost
 from shardwise.memory.decide import (
@@ -75,28 +75,28 @@ class Leading:
         work: Callable[[Place, PendingManifest, Nodes], int],
     ) -> None:
         place = action.place
-        draft = pending_manifest(action)
+        pending = pending_manifest(action)
         start = time.monotonic()
-        infos = agents_of(draft, place.run)
-        rescuing = place.has(records.request("rescue", draft.save_id))
-        wait = min(draft.wait, PATIENCE) if rescuing else draft.wait
+        infos = agents_of(pending, place.run)
+        rescuing = place.has(records.request("rescue", pending.save_id))
+        wait = min(pending.wait, PATIENCE) if rescuing else pending.wait
         with closing(Nodes(place, infos, self.node, wait, self.tls)) as nodes:
-            nbytes, failure = attempt(place, lambda: work(place, draft, nodes))
+            nbytes, failure = attempt(place, lambda: work(place, pending, nodes))
             done = Done(
-                save_id=draft.save_id,
+                save_id=pending.save_id,
                 stage=stage,
                 seconds=time.monotonic() - start,
                 bytes=nbytes,
                 failure=failure,
                 node=self.node,
-                bytes_held=draft.bytes_held,
-                bytes_total=draft.bytes_total,
-                files=len(draft.files),
+                bytes_held=pending.bytes_held,
+                bytes_total=pending.bytes_total,
+                files=len(pending.files),
             )
-            nodes.tell_all(records.outcome(stage, draft.save_id), done)
+            nodes.tell_all(records.outcome(stage, pending.save_id), done)
 
-    def _commit(self, place: Place, draft: PendingManifest, nodes: Nodes) -> int:
-        by_node = _files_by_node(draft)
+    def _commit(self, place: Place, pending: PendingManifest, nodes: Nodes) -> int:
+        by_node = _files_by_node(pending)
 
         def entries_of(node: str) -> dict[str, FileEntry]:
             return {
@@ -107,71 +107,71 @@ class Leading:
             }
 
         found = of_each(by_node, entries_of)
-        entries = [found[node][name] for name, node in draft.files]
-        manifest = complete_manifest(draft.manifest.encode(), entries)
+        entries = [found[node][name] for name, node in pending.files]
+        manifest = complete_manifest(pending.manifest.encode(), entries)
         # Here first: a node that is lost, and none of whose files it needs, delays it nowhere else.
         nodes.tell(self.node, MANIFEST, manifest)
-        nodes.tell_others((records.terms(draft.save_id), draft), (MANIFEST, manifest))
+        nodes.tell_others((records.pending_copy(pending.save_id), pending), (MANIFEST, manifest))
         return sum(each.size for each in entries)
 
-    def _protect(self, place: Place, draft: PendingManifest, nodes: Nodes) -> int:
-        if not (draft.copies or draft.parity):
+    def _protect(self, place: Place, pending: PendingManifest, nodes: Nodes) -> int:
+        if not (pending.copies or pending.parity):
             return 0
-        manifest = decode_manifest(place.manifest_of(draft.save_id))
+        manifest = decode_manifest(place.manifest_of(pending.save_id))
         request = Protect(
-            save_id=draft.save_id,
-            protection=protection_of(draft, list(manifest.files)),
-            nodes=agents_of(draft, place.run),
-            wait=draft.wait,
-            rings=len(draft.rings),
+            save_id=pending.save_id,
+            protection=protection_of(pending, list(manifest.files)),
+            nodes=agents_of(pending, place.run),
+            wait=pending.wait,
+            rings=len(pending.rings),
         )
-        nodes.tell_all(records.request("protect", draft.save_id), request)
-        done, asked = (each("protect", draft.save_id) for each in (records.done, records.request))
-        named = [info.node for info in draft.nodes]
+        nodes.tell_all(records.request("protect", pending.save_id), request)
+        done, asked = (each("protect", pending.save_id) for each in (records.done, records.request))
+        named = [info.node for info in pending.nodes]
         ended = of_each(named, lambda node: nodes.expect(node, done, Done, asked=asked))
         for node, each in ended.items():
             if each.failure:
                 raise StoreError(f"node {node}: {each.failure}")
         return sum(each.bytes for each in ended.values())
 
-    def _persist(self, place: Place, draft: PendingManifest, nodes: Nodes) -> int:
-        with publication(draft) as publish:
-            copied = 0 if publish.is_published else self._copy(place, draft, nodes, publish.store)
-            publish.finish(place.manifest_of(draft.save_id))
-        if (request := retention_of(draft)) is not None:
-            write_record(place.path / records.request(records.RETAIN, draft.save_id), request)
+    def _persist(self, place: Place, pending: PendingManifest, nodes: Nodes) -> int:
+        with publication(pending) as publish:
+            copied = 0 if publish.is_published else self._copy(place, pending, nodes, publish.store)
+            publish.finish(place.manifest_of(pending.save_id))
+        if (request := retention_of(pending)) is not None:
+            write_record(place.path / records.request(records.RETAIN, pending.save_id), request)
         return copied
 
-    def _copy(self, place: Place, draft: PendingManifest, nodes: Nodes, to: Store) -> int:
+    def _copy(self, place: Place, pending: PendingManifest, nodes: Nodes, to: Store) -> int:
         """Each node copies its own files; this one those of nodes that are lost."""
-        by_node = _files_by_node(draft)
+        by_node = _files_by_node(pending)
 
         def ask(node: str) -> bool:
-            return self._ask_to_persist(place, draft, nodes, node, by_node[node], str(to))
+            return self._ask_to_persist(place, pending, nodes, node, by_node[node], str(to))
 
         heard = of_each(by_node, ask)  # all, before any is waited for
         hearing = [node for node in by_node if heard[node]]
-        ended = of_each(hearing, lambda node: self._persisted(place, draft, nodes, node))
+        ended = of_each(hearing, lambda node: self._persisted(place, pending, nodes, node))
         for node, done in ended.items():
             if done is not None and done.failure:
                 raise StoreError(f"node {node}: {done.failure}")
         nbytes = sum(done.bytes for done in ended.values() if done is not None)
         lost = [node for node in by_node if ended.get(node) is None]
-        commit = nodes.expect(self.node, records.outcome("commit", draft.save_id), Done)
+        commit = nodes.expect(self.node, records.outcome("commit", pending.save_id), Done)
         if commit.failure:
             raise StoreError(f"it was never committed: {commit.failure}")
         if lost:
             names = [name for node in lost for name in by_node[node]]
-            infos = agents_of(draft, place.run)
+            infos = agents_of(pending, place.run)
             nbytes += copy_lost(
-                place, names, infos, self.node, self.tls, to, Throttle(draft.budget)
+                place, names, infos, self.node, self.tls, to, Throttle(pending.budget)
             )
         return nbytes
 
     def _ask_to_persist(
         self,
         place: Place,
-        draft: PendingManifest,
+        pending: PendingManifest,
         nodes: Nodes,
         node: str,
         files: list[str],
@@ -179,10 +179,10 @@ class Leading:
     ) -> bool:
         """Ask a node to copy its files; whether it has heard."""
         request = Persist(
-            save_id=draft.save_id, place=to, files=files, budget=draft.budget, wait=draft.wait
+            save_id=pending.save_id, place=to, files=files, budget=pending.budget, wait=pending.wait
         )
         try:
-            nodes.tell(node, records.request("persist", draft.save_id), request)
+            nodes.tell(node, records.request("persist", pending.save_id), request)
         except StoreError as error:
             place.refuse_abandoned()
             log.warning("node %s is lost: %s", node, error)
@@ -190,10 +190,12 @@ class Leading:
         return True
 
     def _persisted(
-        self, place: Place, draft: PendingManifest, nodes: Nodes, node: str
+        self, place: Place, pending: PendingManifest, nodes: Nodes, node: str
     ) -> Done | None:
         """How a node has ended; None if it is lost."""
-        done, request = (each("persist", draft.save_id) for each in (records.done, records.request))
+        done, request = (
+            each("persist", pending.save_id) for each in (records.done, records.request)
+        )
         try:
             return nodes.expect(node, done, Done, asked=request)
         except StoreError as error:
@@ -204,27 +206,28 @@ class Leading:
 
 def pending_manifest(action: OfSave) -> PendingManifest:
     """The pending manifest of a save, or the followers' copy of it."""
-    for each in action.place.drafts() + action.place.terms():
+    for each in action.place.pending_manifests() + action.place.pending_copies():
         if each.save_id == action.save_id:
             return each
     raise StoreError(f"{action.place.path}: the pending manifest of {action.save_id} is gone")
 
 
-def _files_by_node(draft: PendingManifest) -> dict[str, list[str]]:
+def _files_by_node(pending: PendingManifest) -> dict[str, list[str]]:
     """The names of the files of each node that has any."""
     found: dict[str, list[str]] = {}
-    for name, node in draft.files:
+    for name, node in pending.files:
         found.setdefault(node, []).append(name)
     return found
 
 
-def agents_of(draft: PendingManifest, run: Run) -> list[AgentInfo]:
-    """The agents of a snapshot's nodes, as the newest of the run's drafts know them."""
-    if len(draft.nodes) == 1:  # this one
-        return draft.nodes
-    drafts = [draft, *(each for step in run.steps() for each in Place(run, step).drafts())]
-    known = {info.node: info for each in drafts for info in each.nodes}
-    return [known[info.node] for info in draft.nodes]
+def agents_of(pending: PendingManifest, run: Run) -> list[AgentInfo]:
+    """Return the agents of a snapshot's nodes, as the run's newest pending manifest lists them."""
+    if len(pending.nodes) == 1:  # this one
+        return pending.nodes
+    places = [Place(run, step) for step in run.steps()]
+    listings = [pending, *(each for place in places for each in place.pending_manifests())]
+    known = {info.node: info for each in listings for info in each.nodes}
+    return [known[info.node] for info in pending.nodes]
 
 
 def attempt(place: Place, work: Callable[[], int]) -> tuple[int, str]:

@@ -27,7 +27,7 @@ class Publication:
     """
 
     store: Store
-    draft: PendingManifest
+    pending: PendingManifest
     is_published: bool
 
     def finish(self, manifest: bytes) -> None:
@@ -36,44 +36,44 @@ class Publication:
         Raises:
             CheckpointExistsError: another save has published there meanwhile.
         """
-        missing = {name for name, _ in self.draft.files} - set(self.store.list())
+        missing = {name for name, _ in self.pending.files} - set(self.store.list())
         if missing:
             raise StoreError(f"{self.store}: {', '.join(sorted(missing))} disappeared again")
         if not self.is_published:
             self._publish(manifest)
-        if self.draft.overwrite:
-            collect_leftovers(self.store, own_lock=lock_file(self.draft.save_id))
+        if self.pending.overwrite:
+            collect_leftovers(self.store, own_lock=lock_file(self.pending.save_id))
 
     def _publish(self, manifest: bytes) -> None:
         try:
-            self.store.publish(MANIFEST, manifest, replace=self.draft.overwrite)
+            self.store.publish(MANIFEST, manifest, replace=self.pending.overwrite)
         except FileExistsError as error:
             raise CheckpointExistsError(f"{self.store} holds a checkpoint already") from error
 
 
 @contextmanager
-def publication(draft: PendingManifest) -> Iterator[Publication]:
+def publication(pending: PendingManifest) -> Iterator[Publication]:
     """Take possession of a step's place in storage while the block runs.
 
     Raises:
         CheckpointExistsError: there is another checkpoint, and it is not to be overwritten.
         StoreError: the place cannot be locked.
     """
-    store = open_store(draft.root).at(step_directory(draft.step))
+    store = open_store(pending.root).at(step_directory(pending.step))
     names = store.list()
-    published = MANIFEST in names and _save_at(store) == draft.save_id
-    if not draft.overwrite and MANIFEST in names and not published:
+    published = MANIFEST in names and _save_at(store) == pending.save_id
+    if not pending.overwrite and MANIFEST in names and not published:
         raise CheckpointExistsError(f"{store} holds a checkpoint already")
-    if not any(name in names for name, _ in draft.files):  # else an agent before has begun this
+    if not any(name in names for name, _ in pending.files):  # else an agent before has begun this
         collect_leftovers(store)
     with ExitStack() as cleanup:
-        if not _locked(store, lock_file(draft.save_id), cleanup):
+        if not _locked(store, lock_file(pending.save_id), cleanup):
             raise StoreError(f"{store}: another agent is persisting this save")
         try:
-            yield Publication(store, draft, published)
+            yield Publication(store, pending, published)
         finally:
             with suppress(OSError):
-                store.delete(lock_file(draft.save_id))
+                store.delete(lock_file(pending.save_id))
 
 
 def _locked(store: Store, lock: str, cleanup: ExitStack) -> bool:
@@ -87,21 +87,21 @@ def _locked(store: Store, lock: str, cleanup: ExitStack) -> bool:
     return False
 
 
-def retention_of(draft: PendingManifest) -> Retain | None:
+def retention_of(pending: PendingManifest) -> Retain | None:
     """What is to be removed once it is published; None if checkpoints below its root are kept for
     ever."""
-    if not decode_keep(draft.keep).removes:
+    if not decode_keep(pending.keep).removes:
         return None
     return Retain(
-        save_id=draft.save_id,
-        step=draft.step,
-        root=draft.root,
-        keep=draft.keep,
-        damaged=draft.damaged,
+        save_id=pending.save_id,
+        step=pending.step,
+        root=pending.root,
+        keep=pending.keep,
+        damaged=pending.damaged,
     )
 
 
-def retain(wish: Retain, is_wanted: Callable[[], bool]) -> int:
+def retain(request: Retain, is_wanted: Callable[[], bool]) -> int:
     """Remove what is no longer kept below a root; how many checkpoints.
 
     Freeing the blocks of a large file can take as long as a third of writing it, so this is no
@@ -111,10 +111,10 @@ def retain(wish: Retain, is_wanted: Callable[[], bool]) -> int:
         is_wanted: asked before each is removed; if it is not, all others stay.
     """
     removed = apply_retention(
-        open_store(wish.root),
-        decode_keep(wish.keep),
-        newest=wish.step,
-        damaged=frozenset(wish.damaged),
+        open_store(request.root),
+        decode_keep(request.keep),
+        newest=request.step,
+        damaged=frozenset(request.damaged),
         is_wanted=is_wanted,
     )
     return len(removed)

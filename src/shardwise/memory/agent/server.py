@@ -23,7 +23,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from shardwise.errors import FormatError
 from shardwise.manifest.names import MANIFEST, checked_file, step_of_directory
-from shardwise.memory.agent.connections import STRANGERS
+from shardwise.memory.agent.connections import UNAUTHENTICATED
 from shardwise.memory.home import LARGEST_RECORD
 from shardwise.memory.identity import run_token
 from shardwise.memory.remote.client import LONGEST_WAIT, Health, ListedFile, ListedStep
@@ -34,7 +34,7 @@ SLOWEST = 1 << 20
 SLICE = 1 << 23
 MOST_BODIES = LARGEST_RECORD
 RUN = "/runs/{run:[0-9a-f]{16}}"
-_TOLD = re.compile(r"(?!draft-|retain-)[a-z]+(-all)?-[0-9a-f]{16}\.json")
+_ACCEPTED = re.compile(r"(pending-copy|(?!pending-|retain-)[a-z]+(-all)?)-[0-9a-f]{16}\.json")
 """Requests and outcomes of other nodes. What trainers say, and what an agent asks itself for, it
 believes only if it appears on its node."""
 _LINK_OR_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENXIO)
@@ -53,18 +53,18 @@ def create_app(home: Path, token: str, wake: Callable[[], None]) -> web.Applicat
     """
     if not token:
         raise ValueError("an agent needs a token: without one, anybody could read its snapshots")
-    desk = _Desk(home, wake)
+    handlers = _Handlers(home, wake)
     app = web.Application(middlewares=[_only_with(token)])
-    app.router.add_get("/health", desk.health)
-    app.router.add_get(RUN, desk.listing)
-    app.router.add_get(f"{RUN}/{{step}}/{{name}}", desk.file)
-    app.router.add_put(f"{RUN}/{{step}}/{{name}}", desk.record)
-    app.router.add_post("/wake", desk.woken)
+    app.router.add_get("/health", handlers.health)
+    app.router.add_get(RUN, handlers.listing)
+    app.router.add_get(f"{RUN}/{{step}}/{{name}}", handlers.file)
+    app.router.add_put(f"{RUN}/{{step}}/{{name}}", handlers.record)
+    app.router.add_post("/wake", handlers.woken)
     app.on_response_prepare.append(_say_little)
     return app
 
 
-class _Desk:
+class _Handlers:
     """Answers requests, and knows who waits for a file to appear."""
 
     def __init__(self, home: Path, wake: Callable[[], None]) -> None:
@@ -96,7 +96,7 @@ class _Desk:
 
     async def record(self, request: web.Request) -> web.Response:
         run, step, name = _place(request)
-        if name != MANIFEST and not _TOLD.fullmatch(name):
+        if name != MANIFEST and not _ACCEPTED.fullmatch(name):
             raise web.HTTPBadRequest(text="no other node leaves a record of this name")
         async with self._body(request) as data:
             try:
@@ -164,7 +164,7 @@ def _only_with(token: str) -> Middleware:
             refusal = web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"})
             refusal.force_close()
             raise refusal
-        request.app[STRANGERS].remove(request.transport)
+        request.app[UNAUTHENTICATED].remove(request.transport)
         return await handler(request)
 
     return check
@@ -277,18 +277,18 @@ def _open(home: Path, run: str, step: str, name: str) -> BinaryIO | None:
 
 
 def _write(home: Path, run: str, step: str, name: str, data: bytearray) -> None:
-    """Write beside, then rename into place."""
-    beside = f".{name}.{secrets.token_hex(4)}"
+    """Write temporary, then rename into place."""
+    temporary = f".{name}.{secrets.token_hex(4)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with _directory(home, "runs", run, step, make=True) as directory:
-        fd = os.open(beside, flags, 0o600, dir_fd=directory)
+        fd = os.open(temporary, flags, 0o600, dir_fd=directory)
         try:
             with os.fdopen(fd, "wb") as file:
                 file.write(data)
-            os.rename(beside, name, src_dir_fd=directory, dst_dir_fd=directory)
+            os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
         except BaseException:
             with suppress(FileNotFoundError):
-                os.unlink(beside, dir_fd=directory)
+                os.unlink(temporary, dir_fd=directory)
             raise
 
 

@@ -23,9 +23,9 @@ from shardwise.memory import decide
 from shardwise.memory.agent.actions import Following, Sealing, free, look_up_root
 from shardwise.memory.agent.agent import Agent, Perform, listen
 from shardwise.memory.agent.connections import BACKLOG, serving
-from shardwise.memory.agent.keeper import is_attended
 from shardwise.memory.agent.lead import Leading
 from shardwise.memory.agent.server import create_app
+from shardwise.memory.agent.supervise import is_training
 from shardwise.memory.home import Home, write_record
 from shardwise.memory.identity import last_port, node_name, remember_port, secret_of
 from shardwise.memory.interface import LOOPBACK, address_of
@@ -43,7 +43,7 @@ log = logging.getLogger("shardwise.agent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class ServeOptions:
     """How an agent is to serve.
 
     Args:
@@ -63,7 +63,7 @@ class Terms:
     until_idle: bool = False
 
 
-def run_agent(directory: Path, terms: Terms) -> bool:
+def run_agent(directory: Path, options: ServeOptions) -> bool:
     """Be the agent of a node until told to end (SIGTERM, SIGINT), or until it is idle.
 
     Args:
@@ -77,7 +77,7 @@ def run_agent(directory: Path, terms: Terms) -> bool:
         StoreError: another agent lives there, or it cannot serve as it is told to.
     """
     home = Home(directory)
-    address = address_of(terms.interface)
+    address = address_of(options.interface)
     with _alone(home):
         home.info.unlink(missing_ok=True)
         _open_many_files()
@@ -85,18 +85,18 @@ def run_agent(directory: Path, terms: Terms) -> bool:
         mappings = Mappings()
         remove_leftovers(home)
         observer = Observer(home, node)
-        actions = _actions(home, node, observer, mappings, terms.tls)
-        agent = Agent(observer, actions, around=mappings.let_go)
+        actions = _actions(home, node, observer, mappings, options.tls)
+        agent = Agent(observer, actions, around=mappings.unmap_removed)
         info = AgentInfo(
             node=node,
             url="",
-            token=secret_of(home, terms.secret),
+            token=secret_of(home, options.secret),
             process=os.getpid(),
-            domain=terms.domain,
+            domain=options.domain,
             host=socket.gethostname(),
             schema=schema(),
         )
-        return asyncio.run(_serve(home, agent, info, terms, address))
+        return asyncio.run(_serve(home, agent, info, options, address))
 
 
 def _actions(
@@ -119,13 +119,15 @@ def _actions(
     }
 
 
-async def _serve(home: Home, agent: Agent, info: AgentInfo, terms: Terms, address: str) -> bool:
+async def _serve(
+    home: Home, agent: Agent, info: AgentInfo, options: ServeOptions, address: str
+) -> bool:
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
-    tls = None if terms.tls is None else terms.tls.for_server()
-    listener = _listener(home, address, terms.port)
+    tls = None if options.tls is None else options.tls.for_server()
+    listener = _listener(home, address, options.port)
     port = listener.getsockname()[1]
     remember_port(home, port)
     scheme, host = "http" if tls is None else "https", f"[{address}]" if ":" in address else address
@@ -138,7 +140,7 @@ async def _serve(home: Home, agent: Agent, info: AgentInfo, terms: Terms, addres
         threading.Thread(target=_reenter, args=(home, info), daemon=True).start()
         log.info("agent of node %s serves %s at %s", info.node, home, info.url)
         try:
-            await _until_ended(home, ended, until_idle=terms.until_idle)
+            await _until_ended(home, ended, until_idle=options.until_idle)
         finally:
             log.info("the agent ends, within %.0f s", ENDING)
             finished = await asyncio.to_thread(agent.stop, ENDING)
@@ -158,7 +160,7 @@ def _reenter(home: Home, info: AgentInfo) -> None:
 async def _until_ended(home: Home, ended: asyncio.Event, *, until_idle: bool) -> None:
     busy_at = time.monotonic()
     while not ended.is_set():
-        if not until_idle or home.runs() or is_attended(home):
+        if not until_idle or home.runs() or is_training(home):
             busy_at = time.monotonic()
         elif time.monotonic() - busy_at > IDLE:
             log.info("nothing is kept here any more, and nobody trains")

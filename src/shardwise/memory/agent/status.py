@@ -10,8 +10,8 @@ from pathlib import Path
 
 from shardwise.errors import StoreError
 from shardwise.memory import records
-from shardwise.memory.agent.keeper import is_attended
-from shardwise.memory.agent.tensors import TensorsStatus, tensors_of
+from shardwise.memory.agent.supervise import is_training
+from shardwise.memory.agent.tensor_status import TensorsStatus, tensors_of
 from shardwise.memory.home import ROOT, Home, Place, Run, read_record
 from shardwise.memory.observe import RecordCache, read_snapshots
 from shardwise.memory.ranks import has_trainers
@@ -176,7 +176,7 @@ def status_of(home: Home, tls: Tls | None = None, tensors: str | None = None) ->
         alive=home.has_agent(),
         answers=_answers(info, tls) if info else None,
         agent_bytes=_memory_of(info.process) if info else None,
-        training=is_attended(home),
+        training=is_training(home),
         directory=str(home),
         bytes=sum(_size(path) for path in home.path.rglob("*") if path.is_file()),
         bytes_left=room.f_bavail * room.f_frsize,
@@ -246,8 +246,8 @@ def _protectors(place: Place, node: str) -> list[str]:
     found: set[str] = set()
     for save_id in records.requested("protect", place.named(".json")):
         with suppress(StoreError):
-            wish = read_record(place.path / records.request("protect", save_id), Protect)
-            found |= _protecting(wish.protection, node) if wish is not None else set()
+            request = read_record(place.path / records.request("protect", save_id), Protect)
+            found |= _protecting(request.protection, node) if request is not None else set()
     return sorted(found)
 
 

@@ -228,7 +228,7 @@ class Nodes:
         run = self._place.run
         for step in reversed([step for step in run.steps() if step > self._place.step]):
             newer = Place(run, step)
-            pending = newer.drafts() + newer.terms()
+            pending = newer.pending_manifests() + newer.pending_copies()
             if pending:
                 present = {info.node for each in pending for info in each.nodes}
                 gone = sorted(set(nodes) - present)

@@ -57,7 +57,7 @@ def held_here(run: Run, node: str) -> Held:
         with suppress(FileNotFoundError):
             steps[step] = _sizes(place)
         with suppress(StoreError):  # a damaged manifest names no nodes
-            for pending in place.drafts() + place.terms():
+            for pending in place.pending_manifests() + place.pending_copies():
                 knows |= {info.node: info for info in pending.nodes}
     return Held(node, steps, list(knows.values()))
 
@@ -263,7 +263,7 @@ class Search:
     def _epoch(self, step: int, save_id: str) -> int | None:
         """Return the epoch of a save, from the first node with a readable pending manifest."""
         for each in self.held:
-            for record in (records.draft(save_id), records.terms(save_id)):
+            for record in (records.pending(save_id), records.pending_copy(save_id)):
                 if record in each.steps.get(step, {}):
                     with suppress(*UNREADABLE):
                         return msgspec.json.decode(
@@ -331,9 +331,9 @@ def _nodes_of_newest(
 ) -> list[AgentInfo]:
     """Return the nodes of the newest snapshot whose pending manifest a node can provide."""
     for step in sorted(steps, reverse=True):
-        drafts = map(records.draft, records.requested("draft", steps[step]))
-        terms = map(records.terms, records.requested("terms", steps[step]))
-        for name in (*drafts, *terms):
+        own = map(records.pending, records.requested("pending", steps[step]))
+        copies = map(records.pending_copy, records.requested("pending-copy", steps[step]))
+        for name in (*own, *copies):
             with suppress(*UNREADABLE):
                 data = client.read(run, step, name, limit=LARGEST_MANIFEST)
                 return msgspec.json.decode(data, type=PendingManifest).nodes

@@ -107,7 +107,7 @@ class AgentWatch:
         now = time.monotonic()
         copied = records.copying(f"-{self._save_id}.safetensors")
         is_copied = any(name.endswith(copied) for name in names)
-        asked = (records.draft(self._save_id), records.request(records.RETAIN, self._save_id))
+        asked = (records.pending(self._save_id), records.request(records.RETAIN, self._save_id))
         if any(record in names for record in asked) or (
             is_copied and now - self._begun < LONGEST_COPY
         ):

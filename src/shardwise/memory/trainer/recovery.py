@@ -164,7 +164,8 @@ def _complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
             with suppress(StoreError):  # a record is damaged, so the save will not be committed
                 staged += [each.file.name for each in place.staged()]
                 begun += [
-                    (each.save_id, [name for name, _ in each.files]) for each in place.drafts()
+                    (each.save_id, [name for name, _ in each.files])
+                    for each in place.pending_manifests()
                 ]
         return msgspec.msgpack.encode((staged, begun))
 

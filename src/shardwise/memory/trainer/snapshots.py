@@ -17,21 +17,21 @@ from shardwise.engine.save import SaveReport, refuse_existing, refuse_if_full
 from shardwise.errors import StoreError
 from shardwise.events import Recorder
 from shardwise.manifest.names import new_save_id
-from shardwise.memory.agent.guard import gaps
-from shardwise.memory.agent.keeper import Keeper
+from shardwise.memory.agent.protect import gaps
+from shardwise.memory.agent.supervise import Supervisor
 from shardwise.memory.home import Place, Run
-from shardwise.memory.lineage import Lineage, go_on_from
-from shardwise.memory.membership import meet, reaching
+from shardwise.memory.lineage import Lineage, resume_from
+from shardwise.memory.membership import join, with_interface
 from shardwise.memory.options import Memory
 from shardwise.memory.ranks import RankLock, forget_lost
 from shardwise.memory.reclaim import (
     discard_superseded,
     evict,
-    refuse_to_go_back,
-    remove_predecessors,
+    refuse_older_step,
+    remove_other_runs,
 )
 from shardwise.memory.records import AgentInfo
-from shardwise.memory.registry import Enrolment, Registry, remember_nodes
+from shardwise.memory.registry import Registration, Registry, remember_nodes
 from shardwise.memory.remote.watch import Agents
 from shardwise.memory.spawn import ensure_agent
 from shardwise.memory.tls import Tls
@@ -57,14 +57,14 @@ class Snapshots:
 
     def __init__(self, root: Store, options: Memory, group: Group) -> None:
         self._root = root
-        self._options = options = reaching(options, group)
+        self._options = options = with_interface(options, group)
         self._group = group
         self._pending = PendingSaves()
         self.skipped = 0
-        self.home, self.membership = meet(root, options, group)
+        self.home, self.membership = join(root, options, group)
         self.run: Run = self.home.run(self.membership.lineage.run)
         self.registry = Registry(root, self.run.name)
-        self._enrolment = Enrolment(self.registry)
+        self._registration = Registration(self.registry)
         self._rank_lock = run_on_all(
             group, "taking the locks of ranks", lambda: RankLock(self.run, group.rank)
         )
@@ -79,7 +79,7 @@ class Snapshots:
             nodes=len(set(self.membership.node_of)),
             ranks_here=self.membership.node_of.count(self.node),
         )
-        self._keeper = Keeper(self.home, options) if self.is_first_of_node else None
+        self._supervisor = Supervisor(self.home, options) if self.is_first_of_node else None
         if group.rank == 0:
             self._warn_of_gaps()
 
@@ -93,7 +93,7 @@ class Snapshots:
         """Delete from this node the data of runs and ranks that have moved elsewhere."""
         if self.is_first_of_node:
             forget_lost(self.run)
-            remove_predecessors(self.home, self.run, str(self._root))
+            remove_other_runs(self.home, self.run, str(self._root))
             remember_nodes(self.run, self.membership.nodes)
             node_of = self.membership.node_of
             evict(self.run, lambda rank: node_of[rank : rank + 1] == [self.node])
@@ -138,7 +138,7 @@ class Snapshots:
             info = self._check_before_save()
             job = prepare()
             step = job.options.step or 0
-            refuse_to_go_back(self.run, step, self.membership.lineage)
+            refuse_older_step(self.run, step, self.membership.lineage)
             self._pending.wait_until_ended(step=step)  # this save replaces one of the same step
             staging = self._staging
             free = not staging.is_prepared or storing.durable or staging.has_free()
@@ -171,13 +171,15 @@ class Snapshots:
 
     def _check_before_save(self) -> AgentInfo:
         """Raise earlier failures, and return this node's agent, which is started if necessary."""
-        self._rank_lock.refuse_followed()
+        self._rank_lock.refuse_replaced()
         self._raise_failures()
-        if self._keeper is not None:
-            self._keeper.check()
+        if self._supervisor is not None:
+            self._supervisor.check()
         info = ensure_agent(self.home, self._options)
         if self.is_first_of_node:
-            self._enrolment.keep(info, self.membership.lineage.epoch, prunes=self._group.rank == 0)
+            self._registration.keep(
+                info, self.membership.lineage.epoch, prunes=self._group.rank == 0
+            )
         return info
 
     def prepare(self, prepare: Callable[[], Save], plans: PlanCache, recorder: Recorder) -> int:
@@ -209,7 +211,7 @@ class Snapshots:
         """
 
         def answer(_: list[bytes]) -> bytes:
-            lineage = go_on_from(self._root, self.membership.lineage.run, step)
+            lineage = resume_from(self._root, self.membership.lineage.run, step)
             return msgspec.msgpack.encode(lineage)
 
         reply = exchange(
@@ -243,8 +245,8 @@ class Snapshots:
         finally:
             self._rank_lock.leave()
             self._staging.close()
-            if self._keeper is not None:
-                self._keeper.stop()
+            if self._supervisor is not None:
+                self._supervisor.stop()
 
     def _finish(self) -> None:
         """Wait until all saves have ended. All ranks call this together."""
@@ -254,7 +256,7 @@ class Snapshots:
             self._raise_failures()
             self._pending.wait_until_ended()
             self._pending.await_removal()
-            followed, held = self._rank_lock.is_followed(), bool(self.run.steps())
+            followed, held = self._rank_lock.is_replaced(), bool(self.run.steps())
             return msgspec.msgpack.encode((followed, held, self._pending.ends_durable()))
 
         def answer(said: list[bytes]) -> bytes:
@@ -320,7 +322,7 @@ class Snapshots:
         def delete() -> None:
             if self.is_first_of_node:
                 shutil.rmtree(self.run.path, ignore_errors=True)
-                self._enrolment.end(self.node)
+                self._registration.end(self.node)
 
         for work in (lambda: self._discard(None), self._staging.remove, delete):
             run_on_all(self._group, "deleting snapshots", work)

@@ -265,7 +265,7 @@ class Staging:
         if part.content is not None:
             self._fill(part, part.content, copying)
         if part.pending is not None:
-            write_record(part.place.path / records.draft(part.planned.save_id), part.pending)
+            write_record(part.place.path / records.pending(part.planned.save_id), part.pending)
         self._wake()
 
     def _attempt(self, part: Part, work: Callable[[], object]) -> str:
@@ -293,7 +293,7 @@ class Staging:
         try:
             write_record(place.path / records.failed(planned.key), done)
             if part.pending is not None:
-                write_record(place.path / records.draft(planned.save_id), part.pending)
+                write_record(place.path / records.pending(planned.save_id), part.pending)
         except OSError as error:  # then the commit times out
             log.warning("cannot record for the agents that %s: %s", failure, error)
 

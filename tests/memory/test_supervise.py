@@ -18,7 +18,7 @@ import pytest
 import shardwise as sw
 from shardwise.memory import spawn
 from shardwise.memory.agent import keeper as keepers
-from shardwise.memory.agent.keeper import Keeper, is_attended
+from shardwise.memory.agent.supervise import Supervisor, is_training
 from shardwise.memory.home import Home, new_run, write_record
 from shardwise.memory.options import Memory
 from shardwise.memory.ranks import RankLock
@@ -37,9 +37,9 @@ def home(tmp_path: Path) -> Iterator[Home]:
 
 
 @contextmanager
-def kept(home: Home, options: Memory) -> Iterator[Keeper]:
+def kept(home: Home, options: Memory) -> Iterator[Supervisor]:
     """A keeper that is stopped afterwards."""
-    keeper = Keeper(home, options)
+    keeper = Supervisor(home, options)
     try:
         yield keeper
     finally:
@@ -66,7 +66,7 @@ def test_an_agent_that_dies_is_followed_by_one_that_is_the_same_to_others(
     first = ensure_agent(home, options)
     with closing(AgentClient(first)) as client, kept(home, options):
         assert client.health().pid == first.process
-        until(lambda: is_attended(home))
+        until(lambda: is_training(home))
         start = time.monotonic()
         kill(first)
         until(lambda: (info := running_agent(home)) and info.process != first.process)
@@ -77,7 +77,7 @@ def test_an_agent_that_dies_is_followed_by_one_that_is_the_same_to_others(
         assert client.health().pid == second.process
         until(lambda: "lives again" in caplog.text)
         assert "is gone; starting another" in caplog.text
-    assert not is_attended(home)
+    assert not is_training(home)
     kill(second)
     until(lambda: not home.has_agent())
     time.sleep(1.5)
@@ -211,8 +211,8 @@ def test_a_home_that_disappears_is_no_harm(
 
 def test_a_keeper_that_is_forgotten_stops(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepers, "LOOK_AROUND", 0.05)
-    keeper = Keeper(home, Memory(dir=str(home.path.parent), start_agent=False))
-    until(lambda: is_attended(home))
+    keeper = Supervisor(home, Memory(dir=str(home.path.parent), start_agent=False))
+    until(lambda: is_training(home))
     with home.lock():
         del keeper
-        until(lambda: not is_attended(home))
+        until(lambda: not is_training(home))

@@ -42,29 +42,29 @@ POLL = 0.002
 log = logging.getLogger("shardwise.agent")
 
 
-def protection_of(draft: PendingManifest, files: list[FileEntry]) -> Protection:
+def protection_of(pending: PendingManifest, files: list[FileEntry]) -> Protection:
     """Who protects whom: rings first, then every node with its other files; by failure domains."""
     size_of = {entry.name: entry.size for entry in files}
-    domain_of = {info.node: info.domain for info in draft.nodes}
-    node_of = dict(draft.files)
+    domain_of = {info.node: info.domain for info in pending.nodes}
+    node_of = dict(pending.files)
     groups = [
         group_of_files(
             [(node_of[name], domain_of[node_of[name]], name, size_of[name]) for name in ring],
-            copies=draft.copies,
-            parity=draft.parity,
+            copies=pending.copies,
+            parity=pending.parity,
         )
-        for ring in draft.rings
+        for ring in pending.rings
     ]
-    in_rings = {name for ring in draft.rings for name in ring}
+    in_rings = {name for ring in pending.rings for name in ring}
     by_node: dict[str, list[tuple[str, int]]] = {node: [] for node in domain_of}
-    for name, node in draft.files:
+    for name, node in pending.files:
         if name not in in_rings:
             by_node[node].append((name, size_of[name]))
     if any(by_node.values()) or not groups:
         members = [Member(node, domain_of[node], tuple(sorted(f))) for node, f in by_node.items()]
-        wanted = {"copies": draft.copies, "parity": draft.parity, "group_size": draft.group}
-        groups += form_groups(members, draft.save_id, **wanted).groups
-    return combine_groups(draft.save_id, groups, copies=draft.copies, parity=draft.parity)
+        wanted = {"copies": pending.copies, "parity": pending.parity, "group_size": pending.group}
+        groups += form_groups(members, pending.save_id, **wanted).groups
+    return combine_groups(pending.save_id, groups, copies=pending.copies, parity=pending.parity)
 
 
 def gaps(nodes: list[AgentInfo], *, copies: int, parity: int, group: int) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ def gaps(nodes: list[AgentInfo], *, copies: int, parity: int, group: int) -> tup
     return made.gaps
 
 
-def guard(snapshot: Place, wish: Protect, nodes: Nodes, node: str, mappings: Mappings) -> int:
+def guard(snapshot: Place, request: Protect, nodes: Nodes, node: str, mappings: Mappings) -> int:
     """Make what a node keeps for others; the bytes of it.
 
     Args:
@@ -86,8 +86,8 @@ def guard(snapshot: Place, wish: Protect, nodes: Nodes, node: str, mappings: Map
     """
     manifest = decode_manifest((snapshot.path / MANIFEST).read_bytes())
     entries = {entry.name: entry for entry in manifest.files}
-    guarding = _Guarding(snapshot, wish, nodes, entries, mappings)
-    return sum(guarding.keep(group, at) for group, at in memberships(wish.protection, node))
+    guarding = _Guarding(snapshot, request, nodes, entries, mappings)
+    return sum(guarding.keep(group, at) for group, at in memberships(request.protection, node))
 
 
 class _Guarding:
@@ -96,15 +96,15 @@ class _Guarding:
     def __init__(
         self,
         snapshot: Place,
-        wish: Protect,
+        request: Protect,
         nodes: Nodes,
         entries: Mapping[str, FileEntry],
         mappings: Mappings,
     ) -> None:
         self._place = snapshot
-        self._save_id = wish.save_id
-        self._rings = wish.protection.groups[: wish.rings]
-        self._deadline = time.monotonic() + wish.wait
+        self._save_id = request.save_id
+        self._rings = request.protection.groups[: request.rings]
+        self._deadline = time.monotonic() + request.wait
         self._nodes = nodes
         self._entries = entries
         self._mappings = mappings
@@ -195,9 +195,9 @@ class _Guarding:
 
     def _open(self, name: str, size: int) -> int:
         """A file of this size beside its place, with all its pages, of a spare one if there is."""
-        beside = self._place.beside(name)
-        take_spare(self._place.run, size, beside)
-        fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        temporary = self._place.temporary(name)
+        take_spare(self._place.run, size, temporary)
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.ftruncate(fd, size)
             allocate_pages(fd, size)
@@ -207,10 +207,10 @@ class _Guarding:
         return fd
 
     def _mapped(self, name: str, size: int) -> Buffer:
-        return self._mappings.find(self._place.beside(name), size)
+        return self._mappings.find(self._place.temporary(name), size)
 
     def _finish(self, name: str) -> None:
-        self._place.beside(name).rename(self._place.path / name)
+        self._place.temporary(name).rename(self._place.path / name)
 
 
 def _write(fd: int, offset: int, data: Buffer) -> None:
@@ -238,9 +238,9 @@ def claim(place: Place, record: str, name: str, group: Group) -> Kept | None:
     made = records.kept_file(record)
     if kept is None or not same or not place.has(made):
         return None
-    beside = place.beside(name)
-    write_record(place.path / record, msgspec.structs.replace(kept, file=beside.name))
-    (place.path / made).rename(beside)
+    temporary = place.temporary(name)
+    write_record(place.path / record, msgspec.structs.replace(kept, file=temporary.name))
+    (place.path / made).rename(temporary)
     return kept
 
 

@@ -25,7 +25,7 @@ MOST_STARTS, WITHIN = 5, 60.0
 log = logging.getLogger("shardwise")
 
 
-class Keeper:
+class Supervisor:
     """A thread of one rank of each node, which starts the agent again if it is gone.
 
     What it sees it logs as warnings; it never raises, but for `check`. It ends with this object.
@@ -36,11 +36,11 @@ class Keeper:
     """
 
     def __init__(self, home: Home, options: Memory) -> None:
-        self._round = _Round(home, options)
+        self._round = _Checks(home, options)
         stopping = self._stopping = threading.Event()
         weakref.finalize(self, stopping.set)
         attending = ExitStack()
-        attending.enter_context(attendance(home))
+        attending.enter_context(training_lock(home))
         self._thread = threading.Thread(
             target=_go_round,
             args=(self._round, stopping, attending),
@@ -65,13 +65,13 @@ class Keeper:
         self._thread.join(LOOK_AROUND + NO_ANSWER)
 
 
-def _go_round(each: _Round, stopping: threading.Event, attending: ExitStack) -> None:
+def _go_round(each: _Checks, stopping: threading.Event, attending: ExitStack) -> None:
     with attending:
         while not stopping.wait(LOOK_AROUND):
             each.look()
 
 
-class _Round:
+class _Checks:
     """What is looked at again and again.
 
     Attributes:
@@ -143,7 +143,7 @@ class _Round:
 
 
 @contextmanager
-def attendance(home: Home) -> Iterator[None]:
+def training_lock(home: Home) -> Iterator[None]:
     """Have the agent know, while the block runs, that training runs beside it."""
     process = os.getpid()
     with _attending(home) as fd:
@@ -155,7 +155,7 @@ def attendance(home: Home) -> Iterator[None]:
                 fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def is_attended(home: Home) -> bool:
+def is_training(home: Home) -> bool:
     """Whether training runs beside an agent."""
     with _attending(home) as fd:
         try:

@@ -107,18 +107,22 @@ def _tensors(place: Place, manifest: Manifest, pattern: str) -> list[TensorStatu
 
 def _nodes(place: Place, save_id: str) -> dict[str, str]:
     """The node of each data file, as the leader of the snapshot said."""
-    drafts = [each for each in place.drafts() + place.terms() if each.save_id == save_id]
-    return dict(drafts[0].files) if drafts else {}
+    found = [
+        each
+        for each in place.pending_manifests() + place.pending_copies()
+        if each.save_id == save_id
+    ]
+    return dict(found[0].files) if found else {}
 
 
 def _guards(place: Place, save_id: str) -> dict[str, Guard]:
     """What protects each data file; nothing does before all that was asked for is made."""
     done = place.ended("protect", save_id)
-    wish = read_record(place.path / records.request("protect", save_id), Protect)
-    if done is None or done.failure or wish is None:
+    request = read_record(place.path / records.request("protect", save_id), Protect)
+    if done is None or done.failure or request is None:
         return {}
     found: dict[str, Guard] = {}
-    for group in wish.protection.groups:
+    for group in request.protection.groups:
         for at, member in enumerate(group.members):
             guard = _guard(group, at)
             if guard is not None:
