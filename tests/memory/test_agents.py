@@ -164,7 +164,7 @@ def test_a_second_agent_is_refused(shm: Path) -> None:
         with started(shm) as second:
             assert second.stderr is not None
             assert second.wait(20) == 2
-            assert "another agent lives in" in second.stderr.read()
+            assert "another agent runs in" in second.stderr.read()
 
 
 def test_tls_takes_three_files(shm: Path) -> None:

@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 
 import torch
-from tests.memory.test_keeper import until
 
 import shardwise as sw
 from shardwise.memory.agent.actions import Following
@@ -20,6 +19,7 @@ from tests.cli.conftest import Run as RunCommand
 from tests.cli.conftest import run as run_command
 from tests.memory.reconciling import Attendant
 from tests.memory.test_snapshots import shm, signal_agents
+from tests.memory.test_supervise import until
 
 __all__ = ["run_command", "shm"]
 LINGER, LONGEST = DEFAULT_PERIODS.linger, DEFAULT_PERIODS.longest

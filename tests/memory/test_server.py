@@ -627,7 +627,7 @@ def test_errors_are_logged_once_a_minute_with_their_number(
     first, second = caplog.records
     assert first.exc_info is not None
     assert second.exc_info is None
-    assert second.getMessage().endswith("Error handling request (ValueError), 4 times by now")
+    assert second.getMessage().endswith("Error handling request (ValueError) (4 times so far)")
 
 
 def assert_answers_again(one: Served) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 import shardwise as sw
 from shardwise.memory import spawn
-from shardwise.memory.agent import keeper as keepers
+from shardwise.memory.agent import supervise
 from shardwise.memory.agent.supervise import Supervisor, is_training
 from shardwise.memory.home import Home, new_run, write_record
 from shardwise.memory.options import Memory
@@ -38,12 +38,12 @@ def home(tmp_path: Path) -> Iterator[Home]:
 
 @contextmanager
 def kept(home: Home, options: Memory) -> Iterator[Supervisor]:
-    """A keeper that is stopped afterwards."""
-    keeper = Supervisor(home, options)
+    """A supervisor that is stopped afterwards."""
+    supervisor = Supervisor(home, options)
     try:
-        yield keeper
+        yield supervisor
     finally:
-        keeper.stop()
+        supervisor.stop()
 
 
 def until(seen: Callable[[], object], seconds: float = 30.0) -> None:
@@ -75,7 +75,7 @@ def test_an_agent_that_dies_is_followed_by_one_that_is_the_same_to_others(
         assert second is not None
         assert (second.node, second.url, second.token) == (first.node, first.url, first.token)
         assert client.health().pid == second.process
-        until(lambda: "lives again" in caplog.text)
+        until(lambda: "was restarted" in caplog.text)
         assert "is gone; starting another" in caplog.text
     assert not is_training(home)
     kill(second)
@@ -117,16 +117,16 @@ def test_a_port_that_is_taken_meanwhile_is_given_up(home: Home) -> None:
 def test_an_agent_that_is_stopped_is_told_of_and_left_alone(
     home: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(keepers, "LOOK_AROUND", 0.05)
-    monkeypatch.setattr(keepers, "BETWEEN_QUESTIONS", 0.1)
-    monkeypatch.setattr(keepers, "NO_ANSWER", 0.3)
+    monkeypatch.setattr(supervise, "LOOK_AROUND", 0.05)
+    monkeypatch.setattr(supervise, "BETWEEN_QUESTIONS", 0.1)
+    monkeypatch.setattr(supervise, "NO_ANSWER", 0.3)
     options = Memory(dir=str(home.path.parent))
     info = ensure_agent(home, options)
-    with kept(home, options) as keeper:
+    with kept(home, options) as supervisor:
         os.kill(info.process, signal.SIGSTOP)
-        until(lambda: "lives, but does not answer" in caplog.text)
+        until(lambda: "runs, but does not answer" in caplog.text)
         time.sleep(1.0)
-        keeper.check()
+        supervisor.check()
         assert running_agent(home) == info
         os.kill(info.process, signal.SIGCONT)
         until(lambda: "answers again" in caplog.text)
@@ -137,18 +137,18 @@ def test_an_agent_that_is_stopped_is_told_of_and_left_alone(
 def test_an_agent_that_cannot_live_is_given_up(
     home: Home, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(keepers, "LOOK_AROUND", 0.05)
-    monkeypatch.setattr(keepers, "MOST_STARTS", 2)
+    monkeypatch.setattr(supervise, "LOOK_AROUND", 0.05)
+    monkeypatch.setattr(supervise, "MOST_STARTS", 2)
     absent = str(tmp_path / "absent")
     tls = sw.Tls(certificate=absent, key=absent, ca=absent)
-    with kept(home, Memory(dir=str(home.path.parent), tls=tls)) as keeper:
-        until(lambda: keeper._round.failure)
+    with kept(home, Memory(dir=str(home.path.parent), tls=tls)) as supervisor:
+        until(lambda: supervisor._round.failure)
         with pytest.raises(sw.StoreError, match="ended 2 times within 60 s"):
-            keeper.check()
+            supervisor.check()
         assert home.log.read_text().count("absent): [Errno 2]") == 2
         with home.lock():
-            until(lambda: not keeper._round.failure)
-            keeper.check()
+            until(lambda: not supervisor._round.failure)
+            supervisor.check()
 
 
 def test_training_can_wait_for_an_agent_that_others_start(
@@ -171,7 +171,7 @@ def test_an_agent_that_is_another_than_is_asked_for_is_refused(home: Home, tmp_p
     for options, wrong in (
         (Memory(dir=directory, domain="rack-2"), "its domain is 'rack-1', not 'rack-2'"),
         (Memory(dir=directory, interface="127.0.0.2"), r"it serves 127\.0\.0\.1, not 127\.0\.0\.2"),
-        (Memory(dir=directory, tls=tls), "it speaks no TLS"),
+        (Memory(dir=directory, tls=tls), "it does not use TLS"),
     ):
         with pytest.raises(sw.StoreError, match=wrong) as caught:
             ensure_agent(home, options)
@@ -185,7 +185,7 @@ def test_agents_speak_tls_if_asked(home: Home, tmp_path: Path) -> None:
     assert info.url.startswith("https://127.0.0.1:")
     with closing(AgentClient(info, tls=authority.issue("other").for_client())) as client:
         assert client.health().pid == info.process
-    with pytest.raises(sw.StoreError, match="it speaks TLS, and tls= is not given"):
+    with pytest.raises(sw.StoreError, match="it requires TLS, and tls= is not given"):
         ensure_agent(home, Memory(dir=str(home.path.parent)))
 
 
@@ -201,18 +201,18 @@ def test_agents_serve_ipv6(home: Home) -> None:
 def test_a_home_that_disappears_is_no_harm(
     home: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(keepers, "LOOK_AROUND", 0.05)
+    monkeypatch.setattr(supervise, "LOOK_AROUND", 0.05)
     with kept(home, Memory(dir=str(home.path.parent), start_agent=False)), home.lock():
         home.path.rename(home.path.with_name("away"))
-        until(lambda: "looking after the agent" in caplog.text)
+        until(lambda: "checking the agent" in caplog.text)
         time.sleep(0.3)
-        assert caplog.text.count("looking after the agent") == 1
+        assert caplog.text.count("checking the agent") == 1
 
 
-def test_a_keeper_that_is_forgotten_stops(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keepers, "LOOK_AROUND", 0.05)
-    keeper = Supervisor(home, Memory(dir=str(home.path.parent), start_agent=False))
+def test_a_supervisor_that_is_deleted_stops(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "LOOK_AROUND", 0.05)
+    supervisor = Supervisor(home, Memory(dir=str(home.path.parent), start_agent=False))
     until(lambda: is_training(home))
     with home.lock():
-        del keeper
+        del supervisor
         until(lambda: not is_training(home))

@@ -1,1 +1,1 @@
-"""Snapshots in the memory of the nodes: staged, guarded, served, and recovered from."""
+"""Snapshots in the memory of the nodes: stages, protection, recovery, and the agents."""

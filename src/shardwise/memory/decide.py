@@ -1,33 +1,34 @@
-"""What an agent has to do, as a pure function of what lies on its node.
+"""The actions of an agent, as a pure function of what its node stores.
 
 Each save goes through these stages; every arrow is an action of `decide`:
 
                     ranks copy          a node is lost, or the run has ended
                         │                               │ Rescue
                      staged                             ▼
-                        │ Seal        ┌───────▶ persist is asked for ──┐
-                        ▼             │ (or it was from the start)     │ Persist (leader)
-                     sealed           │                                ▼ Copy    (each node)
-                        │ Commit      │                            persisted
-                        ▼ (leader)    │                                │ Retain: old checkpoints
-                    committed ────────┘                                ▼         leave storage
-                        │ Protect (leader), Guard (each node)      retained
+                        │ Seal        ┌───────▶ persisting is requested ─┐
+                        ▼             │ (or it was from the start)       │ Persist (leader)
+                     sealed           │                                  ▼ Copy    (each node)
+                        │ Commit      │                              persisted
+                        ▼ (leader)    │                                  │ Retain: remove old
+                    committed ────────┘                                  ▼         checkpoints
+                        │ Protect (leader), Guard (each node)        retained
                         ▼
                     protected
 
 A stage is NOT_ASKED, WAITING, RUNNING, DONE or FAILED (`view.State`); only RUNNING stages have an
-action. The leader is the node of rank 0, which has the pending manifest. It asks the other nodes
-for their parts by records, and writes the outcome of each stage to all of them.
+action. The leader is the node of rank 0, which has the pending manifest. It requests the stages
+from the other nodes by records, and writes the outcome of each stage to all nodes.
 
-Memory is freed by mark and sweep. These snapshots of a run are kept; Free takes all others that
-are older than the newest committed one:
+Memory is freed by mark and sweep. These snapshots of a run are kept:
 
-    the newest committed · the newest protected · those that something is still to become of
-    (see `is_pinned`) · as many more as the run has slots
+    the newest committed · the newest protected · those with open stages (see `is_pinned`) ·
+    as many more as the run has slots
 
-A run without trainers here gives its memory back when its root says that it resumed from an older
-step, when storage has all of it, or after a day. LookUpRoot reads the root, FreeRun removes a run
-of which nothing is left.
+Free removes all others that are older than the newest committed one.
+
+A run without trainers on this node is freed when its root says that it was resumed from an older
+step, when storage has all of it, or after a day. LookUpRoot reads the root; FreeRun removes a run
+without snapshots.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from shardwise.memory.lineage import Lineage
 from shardwise.memory.records import RETAIN
 from shardwise.memory.view import NodeView, RunView, SaveView, SnapshotView, State
 
-LOST = "a trainer is lost"
-ENDED = "its run has ended"
-REPLACED = "newer snapshots have replaced it"
+LOST = "a trainer was lost"
+ENDED = "the run has ended"
+REPLACED = "replaced by newer snapshots"
 RESUMED = "the run was resumed from an older step"
-UNATTENDED = "no trainer of its run has been here for long"
+UNATTENDED = "no trainer of the run has been on this node for a long time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +59,13 @@ class OfSave:
 
 @dataclass(frozen=True, slots=True)
 class Seal(OfSave):
-    """Take the checksums of files that this node's ranks staged."""
+    """Compute the checksums of files that this node's ranks staged."""
 
     files: tuple[str, ...]
 
 
 class Commit(OfSave):
-    """Gather the entries of all files, and give all nodes the manifest."""
+    """Collect the entries of all files, and write the manifest to all nodes."""
 
 
 class Protect(OfSave):
@@ -89,17 +90,17 @@ class Retain(OfSave):
 
 @dataclass(frozen=True, slots=True)
 class Rescue(OfSave):
-    """Have a save for memory only persisted after all."""
+    """Have a save persisted that was for memory only."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Give the memory of a snapshot back.
+    """Free the memory of a snapshot.
 
     Attributes:
-        saves: only what belongs to these saves of the step; all of the snapshot if empty.
+        saves: the saves of the step to free; all of the snapshot if empty.
     """
 
     place: Place
@@ -119,7 +120,7 @@ class LookUpRoot:
     """Read the root of a run without trainers.
 
     Attributes:
-        stored: read its newest step too.
+        stored: whether to read its newest step too.
     """
 
     run: Run
@@ -135,8 +136,8 @@ class Periods:
 
     Attributes:
         look_up: between two looks at the root of a run without trainers.
-        linger: until a run without trainers leaves memory, if storage has all of it.
-        longest: until it does in any case.
+        linger: until a run without trainers is freed, if storage has all of it.
+        longest: until it is freed in any case.
         vacant: until a run without trainers and snapshots is removed.
     """
 
@@ -158,16 +159,16 @@ _WORK = {
 
 
 def decide(node: NodeView, now: float, periods: Periods = DEFAULT_PERIODS) -> list[Action]:
-    """Return what is to be done on a node, in the order in which it should be.
+    """Return the actions for a node, in the order in which to perform them.
 
     Args:
-        now: by the clock of the observer.
+        now: the time on the observer's clock.
     """
     return [action for run in node.runs for action in decide_run(run, now, periods)]
 
 
 def decide_run(run: RunView, now: float, periods: Periods = DEFAULT_PERIODS) -> list[Action]:
-    """Return what is to be done for one run."""
+    """Return the actions for one run."""
     found: list[Action] = []
     for snapshot in run.snapshots:
         for save in snapshot.saves.values():
@@ -182,7 +183,7 @@ def decide_run(run: RunView, now: float, periods: Periods = DEFAULT_PERIODS) -> 
 
 
 def _work_on(snapshot: SnapshotView, save: SaveView) -> Iterator[Action]:
-    """What this node has to do for the stages of a save."""
+    """Yield the actions of this node for the stages of a save."""
     if save.state("seal") is State.RUNNING and not snapshot.is_abandoned:
         yield Seal(snapshot.place, save.save_id, save.unsealed)
     for stage, action in _WORK.items():
@@ -191,7 +192,7 @@ def _work_on(snapshot: SnapshotView, save: SaveView) -> Iterator[Action]:
 
 
 def _rescue(run: RunView, why: str) -> Iterator[Action]:
-    """Have the newest committed snapshot persisted, unless it is or must not be."""
+    """Yield a rescue of the newest committed snapshot, unless it is persisted or must not be."""
     newest = run.newest_committed
     save = None if newest is None else newest.saves.get(newest.committed or "")
     if newest is None or save is None or save.pending is None or newest.is_abandoned:
@@ -202,7 +203,7 @@ def _rescue(run: RunView, why: str) -> Iterator[Action]:
 
 
 def _free_replaced(run: RunView) -> Iterator[Free]:
-    """Free what the newest committed snapshot has replaced, and older saves of the steps kept."""
+    """Free what the newest committed snapshot replaces, and replaced saves of the steps kept."""
     newest = run.newest_committed
     if newest is None:
         return
@@ -232,11 +233,12 @@ def kept_steps(run: RunView) -> set[int]:
 
 
 def is_pinned(run: RunView, snapshot: SnapshotView) -> bool:
-    """Return whether something is still to become of a snapshot that no newer one has achieved.
+    """Return whether a snapshot has an open stage that no newer snapshot has reached.
 
-    A save that the agent promised to persist stays until it is, whatever becomes of newer ones;
-    also one without data files, of which no rank has staged anything. Nothing becomes of a
-    snapshot that was abandoned.
+    A save that the agent promised to persist is pinned until it is persisted, whatever newer saves
+    reach; also one without data files, of which no rank has staged anything. Abandoned snapshots
+    are
+    not pinned.
     """
     if snapshot.is_abandoned:
         return False
@@ -248,7 +250,7 @@ def is_pinned(run: RunView, snapshot: SnapshotView) -> bool:
 
 
 def _only_retains(snapshot: SnapshotView) -> bool:
-    """Whether nothing is left of it but the request to remove old checkpoints from storage."""
+    """Return whether only requests to remove old checkpoints from storage remain."""
     open_requests = {
         f"{RETAIN}-{save.save_id}.json"
         for save in snapshot.saves.values()
@@ -258,7 +260,7 @@ def _only_retains(snapshot: SnapshotView) -> bool:
 
 
 def _replaced_saves(snapshot: SnapshotView) -> tuple[str, ...]:
-    """The saves of a step whose commit has ended, and that another save has replaced."""
+    """Return the saves whose commit has ended, and that another save of the step has replaced."""
     staged = [save for save in snapshot.saves.values() if save.has_staged]
     if len(staged) < 2 or not snapshot.committed:
         return ()
@@ -267,7 +269,7 @@ def _replaced_saves(snapshot: SnapshotView) -> tuple[str, ...]:
 
 
 def _free_unattended(run: RunView, now: float, periods: Periods) -> Iterator[Action]:
-    """Give back the memory of a run that has no trainer on this node."""
+    """Free the memory of a run that has no trainer on this node."""
     since, root = run.unattended or 0.0, run.root
     idle = now - since
     if not run.snapshots:
@@ -289,7 +291,7 @@ def _free_unattended(run: RunView, now: float, periods: Periods) -> Iterator[Act
 
 
 def _is_in_storage(run: RunView) -> bool:
-    """Whether storage has everything of a run that could be needed."""
+    """Return whether storage has everything of a run that could be needed."""
     root, newest = run.root, run.newest_committed
     if root is None or not root.reached:
         return False
@@ -299,9 +301,10 @@ def _is_in_storage(run: RunView) -> bool:
 
 
 def is_superseded(snapshot: SnapshotView, lineage: Lineage) -> bool:
-    """Return whether the run was resumed from before a snapshot since it was saved.
+    """Return whether the run was resumed from a step before this snapshot, after it was saved.
 
-    False if the epoch of any save in it is unknown: the run may be resumed from that one.
+    False if the epoch of any of its saves is unknown, because the run may be resumed from that
+    save.
     """
     branch = lineage.newest_before(snapshot.step)
     saves = [each for each in snapshot.saves.values() if _exists(snapshot, each)]
@@ -319,14 +322,15 @@ def superseded_steps(
 ) -> list[Place]:
     """Return what a node need not keep when the run is resumed from a step.
 
-    Newer snapshots go; what the run abandoned before, as this node may have been away then; and
-    older ones that are not finished, as one that waits for a node that is gone would hold its slot.
+    These are newer snapshots; snapshots that the run abandoned before, while this node may have
+    been
+    away; and older unfinished ones, which would occupy slots while they wait for a lost node.
 
     Args:
-        step: None for the beginning.
-        lineage: where the run was resumed until now.
-        nodes: those that the run is resumed on.
-        slots: how many snapshots are to be kept.
+        step: the step; None for the beginning.
+        lineage: the lineage before this resumption.
+        nodes: the nodes that the run is resumed on.
+        slots: how many snapshots to keep.
     """
     valid = [
         each
@@ -341,7 +345,7 @@ def superseded_steps(
 
 
 def _is_being_persisted(snapshot: SnapshotView, nodes: Collection[str]) -> bool:
-    """Whether a node that is there leads a save that must still be persisted."""
+    """Return whether a live node leads a save that must still be persisted."""
     return snapshot.is_committed and any(
         save.pending is not None
         and save.pending.durable
@@ -352,7 +356,7 @@ def _is_being_persisted(snapshot: SnapshotView, nodes: Collection[str]) -> bool:
 
 
 def _is_finished(snapshot: SnapshotView) -> bool:
-    """Whether it is committed, and nothing is still to become of it."""
+    """Return whether a snapshot is committed and has no open stages."""
     return snapshot.is_committed and not any(
         save.wanted
         or (save.state("copy") is not State.NOT_ASKED and not save.state("persist").has_ended)
@@ -361,13 +365,13 @@ def _is_finished(snapshot: SnapshotView) -> bool:
 
 
 def hopeless_steps(run: RunView, now: float, patience: float) -> list[Place]:
-    """Return the steps that will never be committed, the newest step aside.
+    """Return the steps that will never be committed, except the newest step.
 
-    Those are the ones whose commit has failed; and, of those for memory alone, the ones of which
-    nothing was heard for so many seconds.
+    Their commit has failed; or they are for memory only, and nothing was staged for `patience`
+    seconds.
 
     Args:
-        now: in seconds since 1970.
+        now: the time in seconds since 1970.
     """
     found = []
     for each in run.snapshots[:-1]:

@@ -1,13 +1,13 @@
-"""Where a node keeps its snapshots, and how all in there is named.
+"""The directory in which a node keeps its snapshots, and the names of the files in it.
 
 <dir>/shardwise-<user>/
   agent.json  agent.lock  agent.bell  agent.log  agent.secret  agent.port  node
-  runs/<run>/free/r00003-0.slot            memory that waits to be staged into
-  runs/<run>/free/<id>.spare               memory that the agent takes for others again
+  runs/<run>/free/r00003-0.slot            a free slot
+  runs/<run>/free/<id>.spare               a file that the agent reuses for copies and parity
   runs/<run>/step-00000010/                a snapshot
     r00003-<save>.safetensors              data files of this node's ranks
-    r00003-<save>.staged.json  …           records: how far each of them has come
-    manifest.json                          committed for the cluster
+    r00003-<save>.staged.json  …           records: the stages that were requested and reached
+    manifest.json                          written when the snapshot is committed
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ T = TypeVar("T")
 
 
 class Home:
-    """The directory of one node, made if it is not there; nobody else may look into it.
+    """The directory of one node, created if necessary. Other users cannot read it.
 
     Raises:
-        StoreError: it cannot be made, or belongs to somebody else.
+        StoreError: the directory cannot be created, or belongs to another user.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -56,63 +56,65 @@ class Home:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             found = os.lstat(self.path)
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-                raise StoreError(f"{self.path} is a link, or somebody else's: remove it")
+                raise StoreError(f"{self.path} is a link, or belongs to another user: remove it")
             os.chmod(self.path, 0o700)
             (self.path / "runs").mkdir(exist_ok=True)
         except StoreError:
             raise
         except OSError as error:
-            raise StoreError(f"{self.path}: snapshots cannot be kept there: {error}") from error
+            raise StoreError(
+                f"cannot create the directory for snapshots {self.path}: {error}"
+            ) from error
 
     def __str__(self) -> str:
         return str(self.path)
 
     @property
     def info(self) -> Path:
-        """Who the agent is, and how to talk to it."""
+        """The file with the agent's `AgentInfo`."""
         return self.path / "agent.json"
 
     @property
     def bell(self) -> Path:
-        """A pipe that wakes the agent."""
+        """The named pipe that wakes the agent."""
         return self.path / "agent.bell"
 
     @property
     def log(self) -> Path:
-        """What the agent has to say."""
+        """The agent's log file."""
         return self.path / "agent.log"
 
     def runs(self) -> list[str]:
-        """The runs of which something is kept."""
+        """Return the ids of the runs on this node."""
         return sorted(each.name for each in (self.path / "runs").iterdir())
 
     def run(self, run: str) -> Run:
-        """What is kept of a run.
+        """Return the run with this id.
 
         Raises:
-            StoreError: this is no run's id.
+            StoreError: `run` is not a run id.
         """
         if not _RUN.fullmatch(run):
-            raise StoreError(f"{run!r} is no id of a run")
+            raise StoreError(f"{run!r} is not a run id: expected 16 hexadecimal digits")
         return Run(self.path / "runs" / run)
 
     def open_lock(self, name: str) -> int:
-        """Open a file by which processes of the node know of each other.
+        """Open a lock file that the processes of the node share.
 
         Raises:
-            StoreError: the home is gone.
+            StoreError: the home was removed.
         """
         try:
             return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileNotFoundError as error:
             raise StoreError(
-                f"{self} was removed while it is in use, and the snapshots in it: start the "
-                "training again, and see what cleans up there (systemd's RemoveIPC=, a batch job)"
+                f"{self} was removed while it is in use, with all snapshots in it: restart the "
+                "training, and find out what removes files there (systemd's RemoveIPC=, batch jobs)"
             ) from error
 
     @contextmanager
     def lock(self) -> Iterator[bool]:
-        """Be the agent while the block runs; yields False if another is."""
+        """Hold the agent's lock while the block runs; yield False if another agent holds it."""
         fd = self.open_lock("agent.lock")
         try:
             with suppress(BlockingIOError):
@@ -124,7 +126,7 @@ class Home:
             os.close(fd)
 
     def wake(self) -> None:
-        """Have the agent look at the records, if one lives here."""
+        """Wake the agent, if one runs."""
         with suppress(OSError):
             fd = os.open(self.bell, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
@@ -133,10 +135,12 @@ class Home:
                 os.close(fd)
 
     def has_agent(self) -> bool:
-        """Whether an agent lives here."""
+        """Return whether an agent runs on this node."""
         fd = self.open_lock("agent.lock")
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two who look see no agent
+            fcntl.flock(
+                fd, fcntl.LOCK_SH | fcntl.LOCK_NB
+            )  # shared, so that two callers do not take each other for an agent
         except BlockingIOError:
             return True
         finally:
@@ -146,22 +150,22 @@ class Home:
 
 @dataclass(frozen=True)
 class Run:
-    """What a node keeps of one run."""
+    """One run on this node."""
 
     path: Path
 
     @property
     def name(self) -> str:
-        """Its id."""
+        """The run's id."""
         return self.path.name
 
     @property
     def free(self) -> Path:
-        """Where slots wait."""
+        """The directory of the free slots."""
         return self.path / FREE
 
     def steps(self) -> list[int]:
-        """The steps of which there is anything, ascending."""
+        """Return the steps that have a directory, in ascending order."""
         try:
             names = os.listdir(self.path)
         except FileNotFoundError:
@@ -169,16 +173,18 @@ class Run:
         return sorted(step for name in names if (step := step_of_directory(name)) is not None)
 
     def step(self, step: int) -> Path:
-        """The directory of a snapshot."""
+        """Return the directory of a step's snapshot."""
         return self.path / step_directory(step)
 
 
 @contextmanager
 def hold(directory: Path, *, shared: bool) -> Iterator[bool]:
-    """Lock a directory, while the block runs, against those who would remove it; or, not shared,
-    against all.
+    """Lock a directory while the block runs.
 
-    Yields False, at once, where that cannot be had. It is let go also if the process dies.
+    A shared lock keeps the directory from being removed; an exclusive lock excludes all other
+    users.
+    Yields False, without waiting, if the lock is not available. The system releases the lock if the
+    process dies.
     """
     fd = -1
     with suppress(FileNotFoundError):
@@ -198,12 +204,12 @@ def hold(directory: Path, *, shared: bool) -> Iterator[bool]:
 
 
 def new_run() -> str:
-    """An id that no other run has."""
+    """Return a new random run id."""
     return secrets.token_hex(8)
 
 
 def write_record(path: Path, record: object) -> None:
-    """Have a record appear, whole, in place of what was there before."""
+    """Write a record atomically, and replace an existing one."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         temporary.write_bytes(record if isinstance(record, bytes) else msgspec.json.encode(record))
@@ -213,10 +219,10 @@ def write_record(path: Path, record: object) -> None:
 
 
 def read_record(path: Path, kind: type[T]) -> T | None:
-    """A record, or None if there is none.
+    """Return a record, or None if the file does not exist.
 
     Raises:
-        StoreError: it is not what its name says.
+        StoreError: the file is not a record of this kind.
     """
     try:
         with path.open("rb") as file:
@@ -226,7 +232,7 @@ def read_record(path: Path, kind: type[T]) -> T | None:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise StoreError(f"{path}: {error}") from error
+        raise StoreError(f"{path}: the record is damaged: {error}") from error
 
 
 ABANDONED = "abandoned"
@@ -235,39 +241,43 @@ log = logging.getLogger("shardwise.agent")
 
 
 class SnapshotHeld(Exception):  # noqa: N818
-    """Others work on a snapshot, or use it: what was to be done can be later."""
+    """The snapshot is locked by another process or thread; the caller can try again later."""
 
     def __init__(self, place: Place) -> None:
-        super().__init__(f"{place.path} is held")
+        super().__init__(f"{place.path} is locked by another process")
 
 
 @dataclass(frozen=True)
 class Place:
-    """A snapshot on this node."""
+    """The place of a snapshot on this node."""
 
     run: Run
     step: int
 
     @cached_property
     def path(self) -> Path:
-        """Its directory."""
+        """The snapshot's directory."""
         return self.run.step(self.step)
 
     def temporary(self, name: str) -> Path:
-        """Where a file of it is made, before it has its name."""
+        """Return the path at which a file is written before it is renamed to `name`."""
         return self.path / f".{name}"
 
     @contextmanager
     def hold(self, *, shared: bool) -> Iterator[bool]:
-        """Keep it from being retired while the block runs; or, not shared, from all other work.
+        """Lock the snapshot while the block runs.
 
-        Yields False, at once, where that cannot be had. It is let go also if the process dies.
+        A shared lock keeps the snapshot from being freed; an exclusive lock excludes all other
+        users.
+        Yields False, without waiting, if the lock is not available. The system releases the lock if
+        the
+        process dies.
         """
         with hold(self.path, shared=shared) as held:
             yield held
 
     def named(self, suffix: str) -> list[str]:
-        """The names in it that end so."""
+        """Return the sorted names of the files that end with `suffix`."""
         try:
             return sorted(name for name in os.listdir(self.path) if name.endswith(suffix))
         except FileNotFoundError:
@@ -284,13 +294,15 @@ class Place:
         return self._whole([records.pending_copy(each) for each in saves], PendingManifest)
 
     def staged(self) -> list[Staged]:
-        """The files in it that trainers have staged. A record whose file is not there does not
-        count: the trainer was killed before it moved the file here."""
+        """Return the records of the files that this node's ranks have staged.
+
+        A record without its file is ignored: the rank was killed before it moved the file here.
+        """
         found = self._whole(self.named(".staged.json"), Staged)
         return [each for each in found if self.has(each.file.name)]
 
     def age(self) -> float:
-        """Seconds since something was staged in it for the last time; 0 if nothing was."""
+        """Return the seconds since a rank last staged a file; 0 if none has."""
         times = []
         for name in self.named(".staged.json"):
             with suppress(FileNotFoundError):
@@ -298,24 +310,31 @@ class Place:
         return max(0.0, time.time() - max(times)) if times else 0.0
 
     def saves(self) -> set[str]:
-        """The ids of the saves of which trainers have staged something in it."""
+        """Return the ids of the saves of which ranks have staged files."""
         return {records.save_of(name) for name in self.named(".staged.json")}
 
     def kept(self) -> list[Kept]:
-        """What trainers have made for others from their replicas."""
+        """Return the records of copies and parity that ranks made from their replicas."""
         return self._whole([name for name in self.named(".json") if records.is_kept(name)], Kept)
 
     def ended(self, stage: str, save_id: str) -> Done | None:
-        """How a stage has ended for the cluster, if it has; badly, if nobody can tell any more."""
+        """Return how a stage has ended for the cluster, or None if it has not.
+
+        A damaged record counts as a failure.
+        """
         name = records.outcome(stage, save_id)
         try:
             return read_record(self.path / name, Done)
         except StoreError as error:
             self.log_damage(name, error)
-            return Done(save_id=save_id, stage=stage, failure=f"its outcome is damaged: {error}")
+            return Done(
+                save_id=save_id,
+                stage=stage,
+                failure=f"the record of the outcome is damaged: {error}",
+            )
 
     def _whole(self, names: list[str], kind: type[T]) -> list[T]:
-        """The records of these names, but for those that are damaged: nothing comes of them."""
+        """Return the records of these names; log damaged ones, and leave them out."""
         found = []
         for name in names:
             try:
@@ -328,38 +347,40 @@ class Place:
         return found
 
     def log_damage(self, name: str, error: StoreError) -> None:
-        """Once, whoever comes across it: a file that is made beside it says that it was told."""
+        """Log a damaged record, once on this node: a marker file prevents repetition."""
         with suppress(OSError):
             self.temporary(f"{name}.damaged").touch(exist_ok=False)
-            log.error("nothing comes of a record that is damaged: %s", error)
+            log.error("ignoring a damaged record: %s", error)
 
     def abandon(self) -> None:
-        """Have whoever waits for something to become of it cease to."""
+        """Mark the snapshot as abandoned, so that nothing waits for it any longer."""
         with suppress(FileNotFoundError):
             (self.path / ABANDONED).touch()
 
     def refuse_abandoned(self) -> None:
-        """Raise if nothing is to become of it any more.
+        """Raise if the snapshot is abandoned.
 
         Raises:
-            StoreError: the run has gone on from an older step.
+            StoreError: the run was resumed from an older step.
         """
         if self.has(ABANDONED):
-            raise StoreError(f"step {self.step} is abandoned: the run went on from an older one")
+            raise StoreError(
+                f"step {self.step} is abandoned: the run was resumed from an older step"
+            )
 
     def has_ended(self, stage: str) -> bool:
-        """Whether a stage has ended for any save of it."""
+        """Return whether a stage has ended for any save of the step."""
         return any(name.startswith(f"{stage}-all-") for name in self.named(".json"))
 
     def is_committed(self) -> bool:
-        """Whether it has a manifest."""
+        """Return whether the snapshot has a manifest."""
         return self.has(MANIFEST)
 
     def manifest_of(self, save_id: str) -> bytes:
-        """The manifest that a save was committed by.
+        """Return the manifest that a save was committed with.
 
         Raises:
-            StoreError: another save of the step is committed by now.
+            StoreError: another save of the step has been committed since.
         """
         manifest = (self.path / MANIFEST).read_bytes()
         if decode_manifest(manifest).save_id != save_id:
@@ -367,23 +388,24 @@ class Place:
         return manifest
 
     def expect(self, name: str, deadline: float, *, failed: str = "") -> None:
-        """Wait until there is a file of this name.
+        """Wait until a file of this name exists.
 
         Args:
-            deadline: until when, as `time.monotonic` has it.
-            failed: the record, a `Done`, that says that it will never come, and why.
+            deadline: when to stop waiting, on the clock of `time.monotonic`.
+            failed: the name of a `Done` record. If it exists, the file will never appear.
 
         Raises:
-            StoreError: it did not appear in time, or never will, or the snapshot is abandoned.
+            StoreError: the file did not appear in time or will never appear, or the snapshot is
+                abandoned.
         """
         while not self.has(name):
             self.refuse_abandoned()
             if failed and (why := read_record(self.path / failed, Done)) is not None:
                 raise StoreError(why.failure)
             if time.monotonic() > deadline:
-                raise StoreError(f"{self.path / name} did not appear in time")
+                raise StoreError(f"timed out waiting for {self.path / name}")
             time.sleep(POLL)
 
     def has(self, name: str) -> bool:
-        """Whether there is a file of this name."""
+        """Return whether a file of this name exists."""
         return (self.path / name).exists()

@@ -1,6 +1,7 @@
-"""Who the agent of a home is to others. It lies in the home, so that the next one is the same.
+"""The name, secret and port of a node's agent.
 
-What other nodes and older records know of an agent is then true of its successor too.
+They are stored in the home. So the next agent has the same, and what other nodes and older records
+say about the previous agent stays true.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ _SECRET = re.compile(rf"[!-~]{{{SHORTEST_SECRET},{LONGEST_SECRET}}}")
 
 
 def node_name(home: Home) -> str:
-    """The name of a node, which no other has."""
+    """Return the unique name of the node; create one if it has none."""
     return _kept(home.path / "node", f"{socket.gethostname()}-{secrets.token_hex(4)}")
 
 
 def secret_of(home: Home, given: Path | None) -> str:
-    """What others must know to be served: the content of the file that was given, or one's own.
+    """Return the secret that clients must present: from the given file, or the home's own.
 
     Raises:
-        StoreError: the file cannot be read, or has no secret that can be sent.
+        StoreError: the file cannot be read, or does not contain a valid secret.
     """
     if given is None:
         return _kept(home.path / "agent.secret", secrets.token_urlsafe(32))
@@ -37,22 +38,22 @@ def secret_of(home: Home, given: Path | None) -> str:
         with given.open("rb") as file:
             secret = file.read(LONGEST_SECRET + 2).decode(errors="replace").strip()
     except OSError as error:
-        raise StoreError(f"the secret in {given} cannot be read: {error}") from error
+        raise StoreError(f"{given}: the secret cannot be read: {error}") from error
     if not _SECRET.fullmatch(secret):
         raise StoreError(
             f"{given} holds no secret: {SHORTEST_SECRET} to {LONGEST_SECRET} characters of ASCII "
-            "without spaces, such as `openssl rand -hex 32` prints"
+            "without spaces. Create one with `openssl rand -hex 32`"
         )
     return secret
 
 
 def run_token(secret: str, run: str) -> str:
-    """What others must know to be served the snapshots of one run; the secret does not follow."""
+    """Return the token that gives access to one run; it does not reveal the secret."""
     return hmac.new(secret.encode(), f"run {run}".encode(), "sha256").hexdigest()
 
 
 def last_port(home: Home) -> int:
-    """The port of the agent before, 0 if there was none."""
+    """Return the port of the previous agent, or 0 if there was none."""
     with suppress(FileNotFoundError, ValueError):
         port = int(_port(home).read_text())
         return port if 0 < port < 1 << 16 else 0
@@ -60,7 +61,7 @@ def last_port(home: Home) -> int:
 
 
 def remember_port(home: Home, port: int) -> None:
-    """Have the next agent take the same port, if it is free then."""
+    """Record the port, so that the next agent uses it if it is free."""
     _write(_port(home), str(port))
 
 
@@ -69,7 +70,7 @@ def _port(home: Home) -> Path:
 
 
 def _kept(path: Path, new: str) -> str:
-    """What a file says; `new`, from now on, if there is none."""
+    """Return the content of a file; write `new` first if the file does not exist."""
     with suppress(FileNotFoundError):
         if said := path.read_text():
             return said
@@ -78,7 +79,7 @@ def _kept(path: Path, new: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all, and for nobody else."""
+    """Write a file atomically, readable by its owner only."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -20,10 +20,11 @@ _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
 def address_of(interface: str) -> str:
-    """The address that is meant: it itself, or that of a network interface of this name.
+    """Return an address as it is, or the address of the network interface of this name.
 
     Raises:
-        StoreError: there is no such interface, it has no address, or others could not use it.
+        StoreError: no such interface exists, it has no address, or other nodes cannot use the
+            address.
     """
     try:
         address = ipaddress.ip_address(interface)
@@ -35,22 +36,22 @@ def address_of(interface: str) -> str:
         or (address.version == 6 and address.is_link_local)
     ):
         raise StoreError(
-            f"interface {interface!r}: other nodes cannot connect to this address: give a unicast "
-            "address, or a network interface such as 'eth0'"
+            f"interface {interface!r}: other nodes cannot connect to this address: pass a unicast "
+            "address, or a network interface, for example 'eth0'"
         )
     return str(address)
 
 
 def served_address(info: AgentInfo) -> str:
-    """The address in the URL of a info."""
+    """Return the address in an agent's URL."""
     return urlsplit(info.url).hostname or ""
 
 
 def refuse_unreachable(infos: Sequence[AgentInfo]) -> None:
-    """Raise if the agents of several hosts cannot be reached by each other.
+    """Raise if the run has several hosts and an agent serves only its own.
 
     Raises:
-        StoreError: some serve only their own host; says what to do.
+        StoreError: an agent serves only its own host; the message says what to do.
     """
     hosts = sorted({info.host for info in infos})
     alone = [info for info in infos if serves_own_host_only(info)]
@@ -60,13 +61,13 @@ def refuse_unreachable(infos: Sequence[AgentInfo]) -> None:
             f"{', …' if len(hosts) > 4 else ''}), but the agent of node {alone[0].node} serves "
             f"{served_address(alone[0])}, which no other host can reach: "
             "set Memory(interface=…) to this node's address in the network of the hosts, or to a "
-            "network interface (such as 'eth0'), and end the agent that runs already: "
+            "network interface (for example 'eth0'), and stop the running agent: "
             f"kill {alone[0].process} on {alone[0].host}"
         )
 
 
 def serves_own_host_only(info: AgentInfo) -> bool:
-    """Whether the agent of a info can be reached from its own host alone."""
+    """Return whether only its own host can reach an agent."""
     try:
         return ipaddress.ip_address(served_address(info)).is_loopback
     except ValueError:
@@ -90,9 +91,10 @@ def _address_of_device(name: str) -> str:
 
 
 def _ipv6_of_device(name: str) -> str:
-    """What the kernel lists: address, index, prefix, scope, flags, name."""
+    """Return an interface's IPv6 address from the kernel's list: address, index, prefix, scope,
+    flags, name."""
     lines = _IPV6_ADDRESSES.read_text().splitlines() if _IPV6_ADDRESSES.exists() else []
     for address, _, _, scope, _, device in map(str.split, lines):
         if device == name and scope == GLOBAL_SCOPE:
             return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
-    raise StoreError(f"interface {name!r} has no address that other nodes could reach")
+    raise StoreError(f"interface {name!r} has no address that other nodes could reach: use another")

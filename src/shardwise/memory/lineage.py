@@ -1,4 +1,4 @@
-"""Which run a root is of, and where that has gone back: what `run.json` in the root says."""
+"""A root's `run.json`: the run it belongs to, and the steps from which the run was resumed."""
 
 from __future__ import annotations
 
@@ -21,58 +21,63 @@ Step = Annotated[int, msgspec.Meta(ge=BEGINNING, le=2**62)]
 
 
 class Branch(msgspec.Struct, array_like=True, frozen=True):
-    """In this epoch, the run goes on from this step: newer ones of epochs before are abandoned."""
+    """A point where a run was resumed: `epoch` begins after `step` and abandons newer steps of
+    earlier epochs."""
 
     epoch: Epoch
     step: Step
 
 
 class Lineage(msgspec.Struct, frozen=True):
-    """A run, and its branches: later ones begin at later steps, or would say all by themselves."""
+    """A run and its branches, by ascending step: a branch replaces those at its step or later."""
 
     run: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
     branches: tuple[Branch, ...] = ()
 
     @property
     def epoch(self) -> int:
-        """The one that the run is in."""
+        """The current epoch of the run."""
         return self.branches[-1].epoch if self.branches else 0
 
     def resumed_from(self, step: int | None) -> Lineage:
-        """The same run, which begins another epoch after a step, or from the beginning."""
+        """Return the lineage with another epoch, which begins after `step`, or at the beginning if
+        None."""
         begins = BEGINNING if step is None else step
         kept = [each for each in self.branches if each.step < begins]
-        if len(kept) >= MOST_BRANCHES:  # as one they abandon more, of what is long gone
+        if len(kept) >= MOST_BRANCHES:  # merged, they abandon more steps, but those are long gone
             kept[:2] = [Branch(kept[1].epoch, kept[0].step)]
         return Lineage(self.run, (*kept, Branch(self.epoch + 1, begins)))
 
     def newest_before(self, step: int) -> Branch | None:
-        """The last branch that abandons this step, of epochs before it."""
+        """Return the newest branch that abandons this step in earlier epochs, or None."""
         return next((each for each in reversed(self.branches) if each.step < step), None)
 
 
 def lineage_of(root: Store) -> Lineage:
-    """The run that persists to a root; a new one, if the root is new.
+    """Return the lineage of the run that saves to a root; begin a new run if there is none.
 
-    It lies in the root, so that a run that is begun anew, in a root that was emptied, never takes
-    snapshots of the one before for its own.
+    The root stores the run's id. So a new run in a root that was emptied never uses the snapshots
+    of
+    the previous run.
 
     Raises:
-        StoreError: what the root says is damaged.
+        StoreError: the file in the root is damaged.
     """
     for _ in range(2):
         with suppress(FileNotFoundError):
             return _read(root)
         with suppress(FileExistsError):
             root.publish(RUN, msgspec.json.encode(Lineage(new_run())), replace=False)
-    raise StoreError(f"{root}: {RUN} comes and goes")
+    raise StoreError(
+        f"{root}: {RUN} appears and disappears: another process creates and removes it"
+    )
 
 
 def known_lineage(root: Store) -> Lineage | None:
-    """The run that persists to a root; None if none does.
+    """Return the lineage of the run that saves to a root, or None if there is none.
 
     Raises:
-        StoreError: what the root says is damaged.
+        StoreError: the file in the root is damaged.
     """
     with suppress(FileNotFoundError, NotADirectoryError):
         return _read(root)
@@ -80,17 +85,20 @@ def known_lineage(root: Store) -> Lineage | None:
 
 
 def resume_from(root: Store, run: str, step: int | None) -> Lineage:
-    """Have a run go on from a step, or from the beginning, for good; what it is from then on.
+    """Record in the root that a run is resumed from a step; return its new lineage.
+
+    Args:
+        step: None for the beginning.
 
     Raises:
-        StoreError: that cannot be written down, or the root is another run's by now.
+        StoreError: the file in the root is missing, damaged, or belongs to another run.
     """
     try:
         before = _read(root)
     except FileNotFoundError as error:
-        raise StoreError(f"{root}: {RUN} disappeared, though the run goes on") from error
+        raise StoreError(f"{root}: {RUN} disappeared while run {run} is in use") from error
     if before.run != run:
-        raise StoreError(f"{root} was begun anew by run {before.run}, though run {run} goes on")
+        raise StoreError(f"{root} was begun anew by run {before.run} while run {run} is in use")
     after = before.resumed_from(step)
     root.publish(RUN, msgspec.json.encode(after), replace=True)
     return after

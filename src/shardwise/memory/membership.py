@@ -1,4 +1,4 @@
-"""The ranks of a run find their nodes, and the run that they are."""
+"""How the ranks of a run find their nodes, agents and lineage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.store import Store
 
 
 class Membership(msgspec.Struct, array_like=True):
-    """Which run this is, its nodes, and the node of each rank."""
+    """The run's lineage, its nodes, and the node of each rank."""
 
     lineage: Lineage
     nodes: list[AgentInfo]
@@ -27,9 +27,10 @@ class Membership(msgspec.Struct, array_like=True):
 
 
 def with_interface(options: Memory, group: Group) -> Memory:
-    """The options, with the interface on which others reach this node, if they need it.
+    """Return the options with an interface that other hosts can reach, if the run has several
+    hosts.
 
-    All ranks together.
+    All ranks call this together.
     """
 
     def answer(said: list[bytes]) -> bytes:
@@ -42,11 +43,11 @@ def with_interface(options: Memory, group: Group) -> Memory:
 
 
 def join(root: Store, options: Memory, group: Group) -> tuple[Home, Membership]:
-    """Find this node's home and agent, which is started if there is none, and the others'.
+    """Return this node's home and the membership; start the node's agent if none runs.
 
     Raises:
-        StoreError: the root cannot be read; or an agent does not come to life, or cannot be
-            reached by the others.
+        StoreError: the root cannot be read, an agent does not start, or other nodes cannot reach
+            one.
     """
     homes: list[Home] = []
 

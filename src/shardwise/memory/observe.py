@@ -1,4 +1,4 @@
-"""Reads what lies on a node into the values of `view.py`."""
+"""Reads what a node stores into the values of `view.py`."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _SAVE = re.compile(r"-([0-9a-f]{16})[.]")
 
 
 class RecordCache:
-    """Reads records, each version once: a file that was replaced has another inode or time.
+    """Reads each version of a record once: a file that was replaced has another inode or time.
 
     Args:
-        logs: log records that are damaged, each once on a node.
+        logs: whether to log damaged records, each once on a node.
     """
 
     def __init__(self, *, logs: bool = True) -> None:
@@ -47,7 +47,8 @@ class RecordCache:
         self._used: set[tuple[Path, object]] = set()
 
     def read(self, path: Path, read: Callable[[Path], T]) -> tuple[T, float] | None:
-        """Return what `read` makes of a file, and when it was written; None if it is not there."""
+        """Return the result of `read` for a file, and when the file was written; None without a
+        file."""
         try:
             found = os.stat(path)
         except FileNotFoundError:
@@ -69,12 +70,12 @@ class RecordCache:
 
 
 class Observer:
-    """Reads what lies on a node. Threads may share one.
+    """Reads the state of a node. Threads may share it.
 
     Args:
-        home: of the node.
-        node: its name; "" where no work is decided.
-        clock: seconds, monotonic.
+        home: the home of the node.
+        node: the node's name; "" if the caller decides no actions.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -106,13 +107,13 @@ class Observer:
             return self._run(run)
 
     def set_root(self, run: Run, root: RootView) -> None:
-        """Keep what the root of a run said."""
+        """Store the result of a look at the root of a run."""
         with self._lock:
             self._roots[run.name] = root
 
     def _runs(self) -> Iterator[Run]:
         for name in self._home.runs():
-            with suppress(StoreError):  # not a run of ours
+            with suppress(StoreError):  # not a run
                 yield self._home.run(name)
 
     def _run(self, run: Run) -> RunView:
@@ -135,10 +136,10 @@ class Observer:
 
 
 def view_run(run: Run, cache: RecordCache | None = None) -> RunView:
-    """Read the snapshots of a run, as its trainers do; who lives does not matter.
+    """Read the snapshots of a run without the liveness of its trainers.
 
     Args:
-        cache: of this run alone, if it is read again and again.
+        cache: a cache for this run alone, if it is read repeatedly.
     """
     cache = cache or RecordCache()
     snapshots = read_snapshots(run, "", cache)
@@ -157,20 +158,21 @@ def read_snapshots(
 def read_snapshot(place: Place, node: str = "", cache: RecordCache | None = None) -> SnapshotView:
     """Read one snapshot.
 
-    The manifest is read after the names of the outcomes: a save that is committed in between has
-    its manifest here already, and is not taken for one that another save of the step replaced.
+    The names of the outcomes are listed before the manifest is read. So if a save is committed in
+    between, its manifest is already seen, and the save does not look replaced by another one.
 
     Args:
-        node: the name of this node, to see which saves it leads.
+        node: the name of this node, which determines the saves that it leads.
     """
     reader = _Reader(place, node, cache or RecordCache())
     return reader.snapshot()
 
 
 def ended(place: Place, stage: str, save_id: str) -> Done | None:
-    """Return how a stage of a save ended, also after its snapshot was removed; None if it has not.
+    """Return how a stage of a save has ended; None if it has not. Works after the snapshot was
+    freed.
 
-    A save that is polled for reads nothing else.
+    It reads only the outcome, so that polling is cheap.
     """
     done = place.ended(stage, save_id)
     if done is None:
@@ -180,7 +182,7 @@ def ended(place: Place, stage: str, save_id: str) -> Done | None:
 
 
 class _SaveId(msgspec.Struct):
-    """The part of a manifest that tells its save."""
+    """The save id of a manifest."""
 
     save_id: str
 
@@ -288,7 +290,7 @@ class _Reader:
         return State.WAITING if self._is_copied(save_id) else State.RUNNING
 
     def _part(self, stage: str, save_id: str) -> State:
-        """What a leader asked of this node alone."""
+        """Return the state of what a leader requests from this node alone."""
         if records.request(stage, save_id) not in self.names:
             return State.NOT_ASKED
         if records.done(stage, save_id) in self.names:
@@ -301,15 +303,15 @@ class _Reader:
         return State.RUNNING if named else State.NOT_ASKED
 
     def _rescue(self, save_id: str) -> State:
-        """Whether it was called for, here or at the node that leads it."""
+        """Return whether the rescue was requested, on this node or from the leader."""
         called = [records.request(each, save_id) for each in ("rescue", "called")]
         called.append(records.outcome("persist", save_id))
         return State.DONE if any(name in self.names for name in called) else State.NOT_ASKED
 
     def _is_copied(self, save_id: str) -> bool:
-        """Whether a rank of this node still copies a file of the save into memory.
+        """Return whether a rank of this node is still copying a file of the save into memory.
 
-        A rank that was lost, or is stuck for so long that the commit has failed, does not count.
+        A rank that is lost, or that has not finished when the commit has failed, does not count.
         """
         if records.outcome("commit", save_id) in self.names:
             return False
@@ -326,7 +328,11 @@ class _Reader:
         done, at = found
         if isinstance(done, StoreError):
             self._log_damage(name, done)
-            done = Done(save_id=save_id, stage=stage, failure=f"its outcome is damaged: {done}")
+            done = Done(
+                save_id=save_id,
+                stage=stage,
+                failure=f"the record of the outcome is damaged: {done}",
+            )
         return Stage(State.FAILED if done.failure else State.DONE, done, at)
 
     def _pending(self, name: str) -> PendingManifest | None:
@@ -353,7 +359,7 @@ class _Reader:
 
 
 def _read_save_id(path: Path) -> str:
-    """The save of a manifest; "" if it is damaged."""
+    """Return the save id of a manifest; "" if it is damaged."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=_SaveId).save_id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -369,7 +375,7 @@ def _read_staged(path: Path) -> Staged | StoreError:
 
 
 def _read_pending(path: Path) -> PendingManifest | StoreError:
-    """Without the text of the manifest, which can be large."""
+    """Read a pending manifest without the text of the manifest, which can be large."""
     found = _or_error(path, PendingManifest)
     return found if isinstance(found, StoreError) else msgspec.structs.replace(found, manifest="")
 

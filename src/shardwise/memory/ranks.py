@@ -1,4 +1,4 @@
-"""Which trainers of a node live: each holds a lock for as long as it does."""
+"""The locks by which the processes of a node see which ranks are alive."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ POLL = 0.02
 
 
 class RankLock:
-    """A trainer lives, until it says goodbye or ends in whatever way.
+    """The lock that a rank holds while it is alive.
 
-    Children that are forked let go of the lock, so that none keeps it when this process is gone. A
-    process that is this rank already, as it never said goodbye, stays so: its last presence counts.
+    A rank ends by removing the file; if only the lock is free, the rank was lost. Forked children
+    close
+    the lock, so that it does not outlive this process. If the process already holds the lock of
+    this
+    rank, the new object takes it over.
 
     Raises:
-        StoreError: another process is this rank of this run, on this node.
+        StoreError: another process holds the lock of this rank of the run on this node.
     """
 
     def __init__(self, run: Run, rank: int) -> None:
@@ -34,8 +37,8 @@ class RankLock:
         while (fd := self._lock()) is None and not self._take_over():
             if time.monotonic() > deadline:
                 raise StoreError(
-                    f"another process is rank {rank} of run {run.name} on this node, and has been "
-                    f"for {PATIENCE:.0f} s: end it, or save to another root"
+                    f"another process is rank {rank} of run {run.name} on this node, and has "
+                    f"not ended within {PATIENCE:.0f} s: end it, or save to another root"
                 )
             time.sleep(POLL)
         self._fd: int | None = fd
@@ -43,39 +46,38 @@ class RankLock:
         os.register_at_fork(after_in_child=lambda: _leave(reference))
 
     def is_replaced(self) -> bool:
-        """Whether this process has become this rank again since, and never left."""
-        said = self._said()
-        return said.startswith(_this_process()) and said != self._mark
+        """Return whether a newer `RankLock` of this process owns the lock."""
+        content = self._content()
+        return content.startswith(_this_process()) and content != self._mark
 
     def refuse_replaced(self) -> None:
-        """Raise if this is no longer the presence that counts.
+        """Raise if a newer `RankLock` of this process has taken over the lock.
 
         Raises:
-            StoreError: says so.
+            StoreError: it has.
         """
         if self.is_replaced():
             raise StoreError(
-                "this process has made another Checkpointer of the same root since, whose memory "
-                "this is by now: save by that one"
+                "this process has opened another Checkpointer of the same root since, which now "
+                "owns the snapshots: save with that one"
             )
 
     def end(self) -> None:
-        """Say goodbye."""
+        """Remove the file and release the lock: the rank has ended normally."""
         if not self.is_replaced():
             self._path.unlink(missing_ok=True)
         self.leave()
 
     def leave(self) -> None:
-        """Go without a word, as if this process had ended."""
-        if self.is_replaced():  # the lock is that of the next
+        """Release the lock and keep the file, as if this process had died."""
+        if self.is_replaced():  # the newer object owns the lock
             return
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
 
     def _lock(self) -> int | None:
-        """A lock of the file that lies there now; None if another has it, or the agent removes the
-        run just now, as it was vacant."""
+        """Lock the file; return None if it is locked, or the agent is removing the run."""
         with suppress(FileNotFoundError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with hold(self._path.parent.parent, shared=True) as held:
@@ -89,19 +91,20 @@ class RankLock:
             if os.fstat(fd).st_ino == self._path.stat().st_ino:
                 os.pwrite(fd, self._mark, 0)
                 return fd
-        except OSError:  # it is locked, or was removed meanwhile
+        except OSError:  # locked by another process, or just removed
             pass
         os.close(fd)
         return None
 
     def _take_over(self) -> bool:
-        """Follow another presence of this process, if that has the lock."""
-        if not (_is_locked(self._path) and self._said().startswith(_this_process())):
+        """Take over the lock from an older `RankLock` of this process; return whether it had the
+        lock."""
+        if not (_is_locked(self._path) and self._content().startswith(_this_process())):
             return False
         self._path.write_bytes(self._mark)
         return True
 
-    def _said(self) -> bytes:
+    def _content(self) -> bytes:
         try:
             return self._path.read_bytes()
         except FileNotFoundError:
@@ -109,32 +112,32 @@ class RankLock:
 
 
 def _this_process() -> bytes:
-    """What no other process is called, nor one in another namespace."""
+    """Return an identifier of this process that is unique across PID namespaces."""
     started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     namespace = os.stat("/proc/self/ns/pid").st_ino
     return f"{namespace}:{os.getpid()}:{started}".ljust(60).encode()
 
 
 def _leave(reference: weakref.ref[RankLock]) -> None:
-    presence = reference()
-    if presence is not None:
-        presence.leave()
+    lock = reference()
+    if lock is not None:
+        lock.leave()
 
 
 def is_present(run: Run, rank: int) -> bool:
-    """Whether the trainer of a rank lives on this node."""
+    """Return whether a rank is alive on this node."""
     return _is_locked(_path(run, rank))
 
 
 def has_trainers(run: Run) -> bool:
-    """Whether any trainer lives on this node."""
+    """Return whether any rank is alive on this node."""
     with suppress(FileNotFoundError):
         return any(_is_locked(path) for path in _directory(run).iterdir())
     return False
 
 
 def lost_trainers(run: Run) -> list[int]:
-    """The ranks that ended on this node without saying goodbye."""
+    """Return the ranks that died on this node without ending normally."""
     with suppress(FileNotFoundError):
         names = os.listdir(_directory(run))
         paths = [_directory(run) / name for name in names]
@@ -143,9 +146,9 @@ def lost_trainers(run: Run) -> list[int]:
 
 
 def forget_lost(run: Run) -> None:
-    """Forget those who ended before the trainers of this node came, which all have their places.
+    """Remove the files of lost ranks, once all current ranks of this node hold their locks.
 
-    Ranks may live elsewhere by now; they would count as lost here for ever.
+    Otherwise a rank that now runs on another node would count as lost here for ever.
     """
     for rank in lost_trainers(run):
         _path(run, rank).unlink(missing_ok=True)

@@ -1,10 +1,9 @@
-"""Memory is given back: slots return to their pool, everything else is deleted.
+"""Frees memory: slots return to the pool, and everything else is deleted.
 
-What may be freed is decided in `decide.py`; this module frees it, for the agent and for trainers.
-
-A snapshot is freed under an exclusive lock of its directory, so never while anybody works on it.
-Pending manifests go first, so that no work resumes; records that say what a slot is called go last,
-so that a process that is killed in between loses no memory.
+`decide.py` decides what to free; this module frees it, for agents and for trainers. A snapshot is
+freed under an exclusive lock of its directory, so never while it is in use. Pending manifests are
+removed first, so that no work resumes. Records that name slots are removed last, so that a process
+that is killed in between loses no memory.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ log = logging.getLogger("shardwise")
 
 
 def free(place: Place, patience: float = AT_ONCE, *, wholly: bool = True) -> bool:
-    """Free a snapshot; return whether nobody held it, or released it within so many seconds.
+    """Free a snapshot; return False if it is still in use after `patience` seconds.
 
     Args:
-        wholly: also remove the request to remove old checkpoints from storage after it.
+        wholly: whether to remove a pending request to remove old checkpoints from storage, too.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -83,10 +82,10 @@ def _free(place: Place, wholly: bool) -> bool:
 
 
 def free_replaced(place: Place) -> None:
-    """Free a snapshot that newer ones have replaced, and the part of the pool nobody needs then.
+    """Free a snapshot that newer ones have replaced, and slots that are no longer needed.
 
     Raises:
-        SnapshotHeld: others use it. It is abandoned: unfinished work on it has become useless.
+        SnapshotHeld: the snapshot is in use. It is marked as abandoned.
     """
     if not free(place, wholly=False):
         if not place.path.exists():
@@ -96,7 +95,7 @@ def free_replaced(place: Place) -> None:
     run = place.run
     newest = next((p for s in reversed(run.steps()) if (p := Place(run, s)).is_committed()), None)
     if newest is not None:
-        # Ranks whose part of the newest snapshot lies here are expected back, if none lives now.
+        # If no rank is alive, those with a share of the newest snapshot here may return.
         expected = {rank_of(name) for name in newest.named(records.STAGED)}
         evict(run, lambda rank: rank in expected or is_present(run, rank))
     made = [len(_made_by_agent(Place(run, each).named(""))) for each in run.steps()]
@@ -104,10 +103,10 @@ def free_replaced(place: Place) -> None:
 
 
 def free_unattended(place: Place) -> None:
-    """Free a snapshot of a run without trainers here, and all slots that wait for them.
+    """Free a snapshot of a run without trainers on this node, and all its free slots.
 
     Raises:
-        SnapshotHeld: others use it; it is abandoned.
+        SnapshotHeld: the snapshot is in use. It is marked as abandoned.
     """
     place.abandon()
     if not free(place):
@@ -118,10 +117,10 @@ def free_unattended(place: Place) -> None:
 
 
 def free_saves(place: Place, saves: Collection[str]) -> None:
-    """Remove what is left of saves of a step that another save has replaced.
+    """Remove the files of saves that another save of the same step has replaced.
 
     Raises:
-        SnapshotHeld: others use the snapshot.
+        SnapshotHeld: the snapshot is in use.
     """
     with place.hold(shared=False) as held:
         if not held:
@@ -131,18 +130,18 @@ def free_saves(place: Place, saves: Collection[str]) -> None:
 
 
 def discard(places: Sequence[Place]) -> None:
-    """Free snapshots, whatever was still to become of them.
+    """Free snapshots, even if stages are open.
 
     Raises:
-        StoreError: an agent does not cease to work on one.
+        StoreError: the agent does not release a snapshot.
     """
     for place in places:
         place.abandon()
     for place in places:
         if not free(place, PATIENCE) and place.path.exists():
             raise StoreError(
-                f"timed out after {PATIENCE:.0f} s waiting for the lock on snapshot {place.path}: "
-                "the agent of this node works on it; look at its log, and try again"
+                f"timed out after {PATIENCE:.0f} s waiting for the lock of {place.path}: "
+                "the agent of this node is using the snapshot; see its log, and try again"
             )
 
 
@@ -150,7 +149,7 @@ def discard_all(run: Run) -> None:
     """Free all snapshots of a run.
 
     Raises:
-        StoreError: an agent does not cease to work on one.
+        StoreError: the agent does not release a snapshot.
     """
     discard([Place(run, each) for each in run.steps()])
 
@@ -161,16 +160,16 @@ def discard_superseded(
     """Free what this node need not keep when a run is resumed from a step (`superseded_steps`).
 
     Raises:
-        StoreError: an agent does not cease to work on it.
+        StoreError: the agent does not release a snapshot.
     """
     discard(superseded_steps(view_run(run), step, lineage, nodes, slots))
 
 
 def refuse_older_step(run: Run, step: int, lineage: Lineage) -> None:
-    """Refuse a step before one that is in memory, unless the run was resumed from before that.
+    """Raise if memory holds a newer step that the run has not abandoned.
 
     Raises:
-        StateError: it is one; what is in memory would be taken for newer than what is saved now.
+        StateError: it does; the newer snapshots would be taken for newer than the save.
     """
     snapshots = [read_snapshot(Place(run, each)) for each in run.steps() if each > step]
     newer = [
@@ -178,9 +177,9 @@ def refuse_older_step(run: Run, step: int, lineage: Lineage) -> None:
     ]
     if newer:
         raise StateError(
-            f"step {step}: memory holds step {newer[-1]} of this run, which is newer. To go "
-            f"on from that, restore() first; to go back, restore(state, step=…); to begin anew, "
-            "save to another root, or remove this one"
+            f"step {step}: memory holds step {newer[-1]} of this run, which is newer. To "
+            "resume from that step, restore() first; to go back, restore(state, step=…); to start "
+            "over, save to another root, or remove this one"
         )
 
 
@@ -194,7 +193,7 @@ def free_hopeless(run: Run, patience: float, cache: RecordCache) -> None:
 def remove_if_vacant(home: Home, run: Run) -> None:
     """Remove a run that has neither trainers nor snapshots.
 
-    A trainer that starts at this moment takes its place before that, or in a new directory.
+    A trainer that starts at the same time locks the directory first, or begins a new one.
     """
     with hold(run.path, shared=False) as alone:
         if alone and _is_vacant(run):
@@ -203,15 +202,15 @@ def remove_if_vacant(home: Home, run: Run) -> None:
 
 
 def remove_leftovers(home: Home) -> None:
-    """Remove runs that an agent was killed over as it removed them."""
+    """Finish removing runs whose removal was interrupted."""
     for left in home.path.glob(f"{ASIDE}*"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 def remove_other_runs(home: Home, run: Run, root: str) -> None:
-    """Remove other runs of the root of a run: it was emptied since, and nothing resumes from them.
+    """Remove other runs of the same root, which was emptied since: nothing can resume from them.
 
-    A run stays that has a trainer here, or whose snapshots an agent does not release.
+    A run is kept if it has a trainer on this node, or if the agent does not release its snapshots.
     """
     write_record(run.path / ROOT, root)
     for name in home.runs():
@@ -222,19 +221,19 @@ def remove_other_runs(home: Home, run: Run, root: str) -> None:
             try:
                 discard_all(other)
             except StoreError as error:
-                log.warning("run %s of the same root is not removed: %s", name, error)
+                log.warning("cannot remove run %s of the same root: %s", name, error)
                 continue
             shutil.rmtree(other.path, ignore_errors=True)
 
 
 def clear_run(home: Home, run: Run, *, force: bool) -> None:
-    """Remove everything that a node keeps of a run.
+    """Remove everything that a node stores for a run.
 
     Args:
-        force: also if a trainer of the run lives on the node.
+        force: whether to remove it even if a trainer of the run is alive on the node.
 
     Raises:
-        StoreError: a trainer lives, or the agent does not stop working on a snapshot.
+        StoreError: a trainer is alive, or the agent does not release a snapshot.
     """
     _refuse_trainers(run, force)
     discard_all(run)
@@ -243,11 +242,13 @@ def clear_run(home: Home, run: Run, *, force: bool) -> None:
         if alone:
             _remove_run(home, run)
         elif run.path.exists():
-            raise StoreError(f"run {run.name}: a trainer starts just now: nothing more is removed")
+            raise StoreError(
+                f"run {run.name}: a trainer has just started; kept the rest of the run"
+            )
 
 
 def evict(run: Run, stays: Callable[[int], bool]) -> None:
-    """Delete the free slots of ranks that do not stay on this node."""
+    """Delete the free slots of ranks that have left this node."""
     with suppress(FileNotFoundError):
         for name in os.listdir(run.free):
             if name.endswith(SLOT) and not stays(rank_of(name)):
@@ -255,12 +256,12 @@ def evict(run: Run, stays: Callable[[int], bool]) -> None:
 
 
 def spare(run: Run, path: Path) -> None:
-    """Put the memory of a file that the agent made into the pool."""
+    """Move a file that the agent made into the pool of spare files."""
     path.rename(run.free / f"{secrets.token_hex(8)}{SPARE}")
 
 
 def spares(run: Run) -> list[tuple[int, Path]]:
-    """Return the agent's files in the pool and their sizes, ascending."""
+    """Return the spare files and their sizes, in ascending order of size."""
     found = []
     with suppress(FileNotFoundError), os.scandir(run.free) as entries:
         for entry in entries:
@@ -271,10 +272,11 @@ def spares(run: Run) -> list[tuple[int, Path]]:
 
 
 def take_spare(run: Run, size: int, to: Path) -> None:
-    """Move a file of the pool to where the agent makes one of so many bytes.
+    """Move a spare file to the path at which the agent writes a file of `size` bytes.
 
-    The smallest that is large enough is taken, or else the largest. Does nothing if the pool is
-    empty or a file is there already.
+    It takes the smallest file that is large enough, or else the largest. It does nothing if the
+    pool is
+    empty or the path exists.
     """
     waiting = spares(run)
     large = [path for nbytes, path in waiting if nbytes >= size]
@@ -282,21 +284,21 @@ def take_spare(run: Run, size: int, to: Path) -> None:
     for path in (*large, *small):
         if to.exists():
             return
-        with suppress(FileNotFoundError):  # it was removed with all of the run
+        with suppress(FileNotFoundError):  # the whole run was removed
             path.rename(to)
 
 
 def trim_spares(run: Run, most: int) -> None:
-    """Delete all but so many of the agent's files in the pool; the largest stay."""
+    """Delete all but the `most` largest spare files."""
     waiting = spares(run)
     for _, path in waiting[: max(0, len(waiting) - most)]:
         path.unlink(missing_ok=True)
 
 
 def needed_for_others(share: int, options: Memory, *, nodes: int) -> int:
-    """Return the bytes agents make, over the network, for each rank that stages so many bytes.
+    """Return how many bytes agents store for other nodes, per rank that stages `share` bytes.
 
-    A node keeps as much for others as others keep for it, where all shares are of similar size.
+    A node stores as much for others as others store for it, if all shares are of similar size.
     """
     if nodes < 2:
         return 0
@@ -307,7 +309,7 @@ def needed_for_others(share: int, options: Memory, *, nodes: int) -> int:
 
 
 def taken_for_others(run: Run) -> int:
-    """Return the bytes a node has for that already: those that are in no slot."""
+    """Return how many bytes a node already stores for others, not counting slots."""
     total = sum(nbytes for nbytes, _ in spares(run))
     for step in run.steps():
         place = Place(run, step)
@@ -322,7 +324,7 @@ def taken_for_others(run: Run) -> int:
 
 
 def _remove(place: Place, names: list[str]) -> None:
-    """Return slots and the agent's files to the pool, keep outcomes, and delete the rest."""
+    """Return slots and the agent's files to the pool, keep outcomes, and delete everything else."""
     slots = {staged.file.name: staged.slot for staged in place.staged()}
     for kept in place.kept():
         slots |= {kept.file: kept.slot, kept.file.removeprefix("."): kept.slot}
@@ -351,7 +353,7 @@ def _removal_order(name: str) -> int:
 
 
 def _made_by_agent(names: Collection[str]) -> set[str]:
-    """The data files that the agent made for other nodes: no rank of this node staged them."""
+    """Return the data files that the agent made for other nodes: no rank here staged them."""
     return {
         name
         for name in names
@@ -362,7 +364,7 @@ def _made_by_agent(names: Collection[str]) -> set[str]:
 
 
 def _trim_outcomes(ended: Path) -> None:
-    """Keep the newest outcomes only."""
+    """Delete all but the newest outcomes."""
     with os.scandir(ended) as found:
         by_age = sorted(found, key=lambda each: each.stat().st_mtime, reverse=True)
     for each in by_age[REMEMBERED:]:
@@ -371,7 +373,7 @@ def _trim_outcomes(ended: Path) -> None:
 
 
 def _remove_run(home: Home, run: Run) -> None:
-    """Under a name that nobody looks for, so that a trainer can begin the run anew meanwhile."""
+    """Rename the run's directory before removing it, so that a trainer can begin the run again."""
     aside = home.path / f"{ASIDE}{secrets.token_hex(4)}"
     run.path.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
@@ -390,6 +392,6 @@ def _is_of(home: Home, name: str, root: str) -> bool:
 def _refuse_trainers(run: Run, force: bool) -> None:
     if not force and has_trainers(run):
         raise StoreError(
-            f"run {run.name} has a trainer on this node, which would lose its snapshots: end the "
+            f"run {run.name} has a trainer on this node, which would lose its snapshots: stop the "
             "training first, or pass --force"
         )

@@ -1,7 +1,7 @@
-"""The records that trainers and agents leave beside the files of a snapshot, and their names.
+"""The records that trainers and agents write next to the files of a snapshot, and their names.
 
-Each is written once, whole, by one process; what an agent has to do next follows from the records
-that are there. So an agent that is killed needs nobody to tell its successor anything.
+One process writes each record once, atomically. The records on a node determine what its agent does
+next. So an agent that was killed needs no other state to be replaced.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from shardwise.retention import PlainKeep
 
 PlainName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")]
 DATA = (".safetensors", ".bin")
-"""How the names of files end that are no records."""
+"""The suffixes of files that are not records."""
 RETAIN = "retain"
-"""What comes after the last stage, and only the end of a run waits for: old checkpoints go."""
+"""The action after the last stage: remove old checkpoints. Only closing a run waits for it."""
 STAGES = ("commit", "protect", "persist", RETAIN)
 """The stages whose outcome is recorded for the cluster."""
 STAGED = ".staged.json"
@@ -33,10 +33,10 @@ _RECORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.json")
 
 
 class AgentInfo(msgspec.Struct, frozen=True):
-    """How to talk to the agent of a node; whoever has it may.
+    """The address and token of a node's agent. Whoever has them can use the agent.
 
     Attributes:
-        schema: what `schema()` is in its version of shardwise.
+        schema: the result of `schema()` in the agent's version of shardwise.
     """
 
     node: str
@@ -52,16 +52,16 @@ class AgentInfo(msgspec.Struct, frozen=True):
 
 
 class Staged(msgspec.Struct, frozen=True):
-    """A rank's file lies in memory, but for its checksums.
+    """A rank's file is in memory, complete except for its checksums.
 
-    The record is written before the file is moved to its place: it counts once the file is there.
+    The record is written before the file is moved to its place. It is valid once the file is there.
 
     Attributes:
-        file: its entry in the manifest, but for its checksums.
-        slot: the name of its memory when it is free.
-        slots: how many committed snapshots are to be kept.
-        stages: what is to become of the snapshot.
-        epoch: of the run, when it was saved.
+        file: the file's entry in the manifest, without checksums.
+        slot: the name of the free slot that the file becomes.
+        slots: the number of committed snapshots to keep.
+        stages: the stages that the rank requested.
+        epoch: the epoch of the run at the save.
     """
 
     file: FileEntry
@@ -72,17 +72,17 @@ class Staged(msgspec.Struct, frozen=True):
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """A rank has made, from its own replicas, what its node keeps for others, as far as it can.
+    """A rank has made a copy or parity for other nodes from its own replicas, as far as it could.
 
     The record is written before the file is moved to its place.
 
     Attributes:
-        ring: those who protect each other, with their files.
-        file: its name beside this record.
-        slot: the name of its memory when it is free.
-        block: the number of the block of parity that it is; None if it is a copy.
-        of: the bytes of each data file that went into it, in whole blocks of checksums.
-        sums: for parity, the checksums of these blocks as they were here, 4 bytes each.
+        ring: the ranks that protect each other, with their files.
+        file: the name of the file, in the same directory.
+        slot: the name of the free slot that the file becomes.
+        block: the number of the parity block; None for a copy.
+        of: the byte range of each data file that is included, in whole blocks.
+        sums: for parity, the checksums of the included blocks as this rank read them, 4 bytes each.
     """
 
     ring: Group
@@ -94,22 +94,26 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the node of rank 0 knows of a snapshot, whose agent leads it to its end.
+    """The manifest of a save that is not committed yet, and everything else that its leader needs.
+
+    The leader is the agent of rank 0's node.
 
     Attributes:
-        manifest: the manifest, its files left out; text.
+        manifest: the manifest as text, without its files.
         files: the names of the files, in the manifest's order, and the node of each.
-        nodes: of all nodes of the run.
-        epoch: of the run, when it was saved.
-        root: where it belongs in storage.
-        durable: whether it is to be persisted in any case.
-        rescue: whether it is to be persisted if a trainer is lost.
-        keep: rules of retention in storage.
-        damaged: steps in storage that are known to be damaged, and do not count as kept.
-        copies, parity, group: how to protect it.
-        rings: names of files whose ranks hold the same, and protect each other without the network.
+        nodes: the agents of all nodes of the run.
+        leader: the name of the leader's node.
+        root: the root to which the checkpoint is persisted.
+        epoch: the epoch of the run at the save.
+        durable: whether to persist the save in any case.
+        rescue: whether to persist the save if a trainer is lost.
+        overwrite: whether to replace a checkpoint of the same step.
+        keep: the retention rules of the root.
+        damaged: steps in the root that are known to be damaged, and do not count as kept.
+        copies, parity, group: how to protect the save.
+        rings: for each ring, the names of its ranks' files.
         wait: seconds to wait for a node that does not answer.
-        budget: bytes a second that each node may copy.
+        budget: bytes per second that each node may copy to storage.
         bytes_held, bytes_total: tensor bytes on all ranks, and of the snapshot.
     """
 
@@ -137,7 +141,11 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Persist(msgspec.Struct, frozen=True, kw_only=True):
-    """Copy these files of this node to a place."""
+    """A request to copy files of this node to storage.
+
+    Attributes:
+        place: the directory of the checkpoint.
+    """
 
     save_id: str
     place: str
@@ -147,10 +155,10 @@ class Persist(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Protect(msgspec.Struct, frozen=True, kw_only=True):
-    """Keep for other nodes what this says.
+    """A request to store copies or parity for other nodes.
 
     Attributes:
-        rings: so many groups, the first ones, are rings.
+        rings: how many of the groups, from the first, are rings.
     """
 
     save_id: str
@@ -161,13 +169,13 @@ class Protect(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Retain(msgspec.Struct, frozen=True, kw_only=True):
-    """Remove from storage what is no longer kept there.
+    """A request to remove old checkpoints from storage.
 
     Attributes:
-        step: the one that was published; newer ones are left alone.
-        root: where checkpoints are.
-        keep: rules of retention.
-        damaged: steps there that are known to be damaged: they do not count, and stay.
+        step: the step that was published. Newer ones are not touched.
+        root: the directory of the checkpoints.
+        keep: the retention rules.
+        damaged: steps that are known to be damaged: they do not count as kept, and are not removed.
     """
 
     save_id: str
@@ -178,7 +186,12 @@ class Retain(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """A stage has ended: well, or with what went wrong, and where."""
+    """A stage has ended.
+
+    Attributes:
+        failure: why it failed; "" if it succeeded.
+        node: the node that failed.
+    """
 
     save_id: str
     stage: str
@@ -193,7 +206,8 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 
 @cache
 def schema() -> str:
-    """Equal for versions of shardwise that read each other's records: a digest of their fields."""
+    """Return a digest of the records' fields: versions of shardwise with the same digest are
+    compatible."""
     kinds = [each for each in globals().values() if isinstance(each, type)]
     structs = [each for each in kinds if issubclass(each, msgspec.Struct)]
     _, components = msgspec.json.schema_components(structs)
@@ -202,47 +216,47 @@ def schema() -> str:
 
 
 def save_of(data_file: str) -> str:
-    """The id of the save that a data file, or a record of it, is of."""
+    """Return the save id in the name of a data file, or of a record of one."""
     return data_file.split("-")[1].split(".")[0]
 
 
 def rank_of(name: str) -> int:
-    """The rank that a slot, or a record of a data file, is of."""
+    """Return the rank in the name of a slot, or of a record of a data file."""
     return int(name[1:].split("-")[0])
 
 
 def staged(data_file: str) -> str:
-    """The name of the record that a data file is staged."""
+    """Return the name of the record that a data file is staged."""
     return data_file.removesuffix(".safetensors") + STAGED
 
 
 def failed(data_file: str) -> str:
-    """The name of the record that a data file will never be staged: `Done`, with the reason."""
+    """Return the name of the `Done` record that says why a data file will never be staged."""
     return f"{data_file.removesuffix('.safetensors')}.failed.json"
 
 
 def copying(data_file: str) -> str:
-    """The name of the mark that a rank copies its data file into memory now."""
+    """Return the name of the marker that a rank is copying its data file into memory."""
     return data_file.removesuffix(".safetensors") + _COPYING
 
 
 def being_copied(names: Iterable[str]) -> list[str]:
-    """The marks that ranks of this node copy data files now."""
+    """Return the markers of data files that ranks of this node are copying."""
     return [name for name in names if name.endswith(_COPYING)]
 
 
 def kept(data_file: str, number: int) -> str:
-    """The name of the record that the rank of a data file has made what it keeps for others."""
+    """Return the name of the record of what a data file's rank has made for other nodes."""
     return f"{data_file.removesuffix('.safetensors')}.kept-{number}.json"
 
 
 def kept_file(record: str) -> str:
-    """The name of the file that a rank has made for others, until the agent claims it."""
+    """Return the name of the file that the rank has made, until the agent claims it."""
     return f"{record.removesuffix('.json')}.bin"
 
 
 def entry(data_file: str) -> str:
-    """The name of the record that a data file has its checksums: its entry in the manifest."""
+    """Return the name of the record of a sealed data file: its entry in the manifest."""
     return f"{data_file}.entry.json"
 
 
@@ -257,12 +271,12 @@ def pending_copy(save_id: str) -> str:
 
 
 def request(stage: str, save_id: str) -> str:
-    """The name of the record by which a leader asks a node for a stage."""
+    """Return the name of the record by which a leader requests a stage from a node."""
     return f"{stage}-{save_id}.json"
 
 
 def requested(stage: str, names: Iterable[str]) -> list[str]:
-    """The saves for which a leader has asked for a stage, by the names of the records."""
+    """Return the saves for which `names` has a request of a stage, sorted."""
     before, after = f"{stage}-", ".json"
     named = [name for name in names if name.startswith(before) and name.endswith(after)]
     found = (name.removeprefix(before).removesuffix(after) for name in named)
@@ -270,47 +284,47 @@ def requested(stage: str, names: Iterable[str]) -> list[str]:
 
 
 def unended(stage: str, of: str, names: Collection[str]) -> list[str]:
-    """The saves that have a record `of` something, and for which a stage has not ended."""
+    """Return the saves that have a request of `of`, and no outcome of `stage`."""
     return [each for each in requested(of, names) if outcome(stage, each) not in names]
 
 
 def unsealed(names: Collection[str]) -> list[str]:
-    """The data files that are staged, and have no checksums."""
+    """Return the data files that are staged but not sealed."""
     files = [f"{name.removesuffix(STAGED)}.safetensors" for name in names if name.endswith(STAGED)]
     return sorted(file for file in files if file in names and entry(file) not in names)
 
 
 def done(stage: str, save_id: str) -> str:
-    """The name of the record that a stage has ended on this node."""
+    """Return the name of the record that a stage has ended on this node."""
     return f"{stage}-done-{save_id}.json"
 
 
 def outcome(stage: str, save_id: str) -> str:
-    """The name of the record that a stage has ended for the cluster."""
+    """Return the name of the record that a stage has ended for the cluster."""
     return f"{stage}-all-{save_id}.json"
 
 
 def names_slot(name: str) -> bool:
-    """Whether this is the name of a record that says what a file's memory is called when free."""
+    """Return whether the record of this name names a slot."""
     return name.endswith(STAGED) or is_kept(name)
 
 
 def is_kept(name: str) -> bool:
-    """Whether this is the name of a record that a rank has made what it keeps for others."""
+    """Return whether this is the name of a `Kept` record."""
     return ".kept-" in name and name.endswith(".json")
 
 
 def is_outcome(name: str) -> bool:
-    """Whether this is the name of a record that a stage has ended for the cluster."""
+    """Return whether this is the name of a record that a stage has ended for the cluster."""
     return "-all-" in name and name.endswith(".json")
 
 
 def checked_record(name: str) -> str:
-    """The name of a record, if it is one plain component.
+    """Return the name of a record if it is a valid, plain file name.
 
     Raises:
         FormatError: it is not.
     """
     if not _RECORD.fullmatch(name):
-        raise FormatError(f"{name!r} is no name of a record")
+        raise FormatError(f"{name!r} is not the name of a record")
     return name

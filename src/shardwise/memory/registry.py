@@ -1,9 +1,9 @@
-"""The nodes of a run, written down in its root, so that any node that comes back finds them.
+"""The agents of a run's nodes, stored in its root, so that a restart on any nodes finds them.
 
-<root>/nodes/<node>.json    one file a node, which that node alone writes
+<root>/nodes/<node>.json    one file for each node, written by that node alone
 
-A file says where the agent of its node is, and holds a token for the snapshots of this run alone.
-Only its owner may read it. Where the file system has no such permissions, the file has no token,
+Each file contains the address of a node's agent, and a token for the snapshots of this run alone.
+Only its owner may read it. If the file system does not enforce that, the file contains no token,
 and the node is not asked.
 """
 
@@ -48,10 +48,11 @@ class Entry(msgspec.Struct, frozen=True, rename={"info": "card"}):
     """A node that may hold snapshots of a run.
 
     Attributes:
-        info: where its agent is. The token is for this run alone; "" if there is none.
+        info: the address of its agent, with a token for this run alone; the token is "" if there is
+            none.
         run: the run's id.
-        epoch: of the run, when the node last saved.
-        at: when that was, in seconds since 1970.
+        epoch: the epoch of the run when the node last saved.
+        at: when the node last saved, in seconds since 1970.
     """
 
     info: AgentInfo
@@ -62,11 +63,11 @@ class Entry(msgspec.Struct, frozen=True, rename={"info": "card"}):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a root says about the nodes of a run.
+    """The nodes of a run according to its root.
 
     Attributes:
-        infos: those that can be asked.
-        unknown: those that cannot, and why.
+        infos: the nodes that can be asked.
+        unknown: the nodes that cannot be asked, and why.
     """
 
     infos: list[AgentInfo]
@@ -77,9 +78,9 @@ class Registry:
     """The entries of one run.
 
     Args:
-        root: where the run persists its checkpoints.
+        root: the store that contains the run's checkpoints.
         run: the run's id.
-        clock: seconds since 1970.
+        clock: a function that returns seconds since 1970.
     """
 
     def __init__(self, root: Store, run: str, clock: Callable[[], float] = time.time) -> None:
@@ -89,13 +90,13 @@ class Registry:
         self._clock = clock
 
     def enter(self, info: AgentInfo, epoch: int) -> None:
-        """Write down where a node is, in place of what was known of it.
+        """Write the entry of a node, and replace an earlier one.
 
         Args:
-            info: as the agent gives it, with its secret, which is not written down.
+            info: the agent with its secret, which is not written.
 
         Raises:
-            OSError: the root cannot be written to.
+            OSError: the root is not writable.
         """
         if self._path is None:
             return
@@ -105,19 +106,19 @@ class Registry:
         _write_private(self._path / _file_of(info.node), entry)
 
     def leave(self, node: str) -> None:
-        """Forget a node, which holds nothing of the run any more.
+        """Remove the entry of a node that holds no snapshots of the run any more.
 
         Raises:
-            OSError: the root cannot be written to.
+            OSError: the root is not writable.
         """
         if self._path is not None:
             (self._path / _file_of(node)).unlink(missing_ok=True)
 
     def prune(self) -> None:
-        """Remove entries of other runs of this root, those that are old, and all beyond `MOST`.
+        """Remove entries of other runs, old entries, and all but the `MOST` newest.
 
         Raises:
-            OSError: the root cannot be written to.
+            OSError: the root is not writable.
         """
         if self._path is None or not self._path.is_dir():
             return
@@ -131,7 +132,7 @@ class Registry:
                 path.unlink(missing_ok=True)
 
     def read(self, besides: Collection[str] = ()) -> Known:
-        """The nodes that may hold snapshots of the run, but for those of these names."""
+        """Return the nodes that may hold snapshots of the run, except those named in `besides`."""
         found = Known([])
         if self._path is None:
             return found
@@ -140,7 +141,7 @@ class Registry:
         except FileNotFoundError:
             return found
         except OSError as error:
-            return Known([], {"all": f"{self._path} cannot be read: {error.strerror}"})
+            return Known([], {"all": f"cannot read {self._path}: {error.strerror}"})
         known = {_file_of(node) for node in besides}
         wanted = [name for name in names if name.endswith(".json") and name not in known][:MOST]
         with ThreadPoolExecutor(AT_A_TIME, "shardwise-registry") as pool:
@@ -158,16 +159,16 @@ class Registry:
         return found
 
     def _is_ours(self, path: Path) -> bool:
-        """Whether it is an entry of this run, or of somebody else, who alone can tell."""
+        """Return whether an entry belongs to this run, or to another user and cannot be read."""
         entry = _read_private(path)
         return isinstance(entry, str) or entry.run == self._run
 
 
 class Registration:
-    """Keeps the entry of a node what is true, while it saves. Never raises: it warns, once.
+    """Keeps a node's entry up to date while the node saves. Logs failures once, and never raises.
 
     Args:
-        registry: of its run.
+        registry: the entries of the run.
     """
 
     def __init__(self, registry: Registry) -> None:
@@ -176,11 +177,11 @@ class Registration:
         self._warned = False
 
     def keep(self, info: AgentInfo, epoch: int, *, prunes: bool) -> None:
-        """Write down where the node is, if that is not what was written last.
+        """Write the node's entry if it has changed.
 
         Args:
-            epoch: of the run, in which it saves.
-            prunes: remove what is old, too.
+            epoch: the current epoch of the run.
+            prunes: whether to remove old entries too.
         """
         if self._entered == (info, epoch):
             return
@@ -194,7 +195,7 @@ class Registration:
         self._attempt(work)
 
     def end(self, node: str) -> None:
-        """The node holds nothing of the run any more."""
+        """Remove the node's entry: the node holds no snapshots of the run any more."""
         self._entered = None
         self._attempt(lambda: self._registry.leave(node))
 
@@ -212,7 +213,7 @@ class Registration:
 
 
 def reenter(run: Run, info: AgentInfo) -> None:
-    """Write down where an agent is now, in the entry that its run has of it."""
+    """Update an agent's address in its entry in the root of a run."""
     with suppress(OSError, ValueError):
         path = _entry_of(run, info.node)
         entry = None if path is None else _read_private(path)
@@ -223,7 +224,7 @@ def reenter(run: Run, info: AgentInfo) -> None:
 
 
 def forget(run: Run, node: str) -> None:
-    """Remove the entry of a node that holds nothing of a run any more."""
+    """Remove the entry of a node that holds no snapshots of a run any more."""
     with suppress(OSError, ValueError):
         path = _entry_of(run, node)
         entry = None if path is None else _read_private(path)
@@ -232,20 +233,21 @@ def forget(run: Run, node: str) -> None:
 
 
 def _entry_of(run: Run, node: str) -> Path | None:
-    """Where the root of a run on this node has the entry of a node, if that is known."""
+    """Return the path of a node's entry in the root of a run; None if the root is unknown."""
     root = read_record(run.path / ROOT, str)
     path = None if root is None else local_path(open_store(root))
     return None if path is None else path / NODES / _file_of(node)
 
 
 def _file_of(node: str) -> str:
-    """The name of the entry of a node."""
+    """Return the file name of a node's entry."""
     name = node if _PLAIN.fullmatch(node) else hashlib.blake2b(node.encode()).hexdigest()[:32]
     return f"{name}.json"
 
 
 def _write_private(path: Path, entry: Entry) -> None:
-    """Write an entry, whole, that nobody else may read; without its token where others could."""
+    """Write an entry atomically, readable by its owner only; omit the token if that is not
+    enforced."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -268,7 +270,7 @@ def _write_private(path: Path, entry: Entry) -> None:
 
 
 def _read_private(path: Path) -> Entry | str:
-    """An entry, or why it cannot be used. One that others can write could name any address."""
+    """Return an entry, or why it cannot be used. An entry that others can write is not trusted."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as file:
@@ -276,7 +278,7 @@ def _read_private(path: Path) -> Entry | str:
                 return f"{path} belongs to another user, or others may read or write it"
             return msgspec.json.decode(file.read(LARGEST_ENTRY), type=Entry)
     except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
+        return f"cannot read {path}: {error.strerror}"
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return f"{path} is damaged: {error}"
 
@@ -287,10 +289,10 @@ def _is_private(found: os.stat_result) -> bool:
 
 
 def remember_nodes(run: Run, nodes: Iterable[AgentInfo]) -> None:
-    """Record on this node which nodes the run is on; of earlier ones, keep the most recent.
+    """Record on this node which nodes the run uses, and the most recent of the earlier ones.
 
-    Ranks that return to this node after others ran elsewhere find those nodes by this record: the
-    records of old snapshots do not name them.
+    Ranks may return to this node after others ran elsewhere. They find those nodes by this record,
+    because the records of old snapshots do not name them.
     """
     known = {info.node: info for info in known_nodes(run)}
     for info in nodes:
@@ -300,7 +302,7 @@ def remember_nodes(run: Run, nodes: Iterable[AgentInfo]) -> None:
 
 
 def known_nodes(run: Run) -> list[AgentInfo]:
-    """Return the recorded nodes; none, if the record is damaged."""
+    """Return the recorded nodes; none if the record is damaged."""
     with suppress(StoreError):
         return read_record(run.path / KNOWN_NODES, list[AgentInfo]) or []
     return []

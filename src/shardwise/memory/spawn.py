@@ -29,14 +29,16 @@ LONGER = 10.0
 
 
 def ensure_agent(home: Home, options: Memory) -> AgentInfo:
-    """The info of the node's agent, which is started if none lives there.
+    """Return the node's agent; start one if none runs.
 
-    An agent of another version of shardwise, which may not read our records, is replaced by one of
-    ours, unless a training uses it.
+    An agent of another version of shardwise may not be able to read our records. It is replaced,
+    unless
+    a training uses it.
 
     Raises:
-        StoreError: it does not come to life, and what it logged; or it is another than is asked
-            for.
+        StoreError: the agent does not start (the message includes its log), or a running one does
+            not
+            match the options.
     """
     address = None if options.interface is None else address_of(options.interface)
     with _alone(home):
@@ -50,31 +52,31 @@ def ensure_agent(home: Home, options: Memory) -> AgentInfo:
 
 
 def running_agent(home: Home) -> AgentInfo | None:
-    """The info of the agent that lives here, if one does."""
+    """Return the agent that runs on this node, or None."""
     return read_record(home.info, AgentInfo) if home.has_agent() else None
 
 
 def end_agent(home: Home, info: AgentInfo) -> None:
-    """End the agent that lives here: it finishes what it is writing, for 20 seconds at most.
+    """Stop the agent of this node. It completes current writes, for at most 20 seconds.
 
     Raises:
-        StoreError: it cannot be ended from here, or does not end.
+        StoreError: the agent runs in another container, or does not stop.
     """
     try:
         command = Path(f"/proc/{info.process}/cmdline").read_bytes().split(b"\0")
         if info.host != socket.gethostname() or b"agent" not in command:
             raise StoreError(
-                f"process {info.process} is not the agent of {home}: it may run in another "
-                f"container (of host {info.host}); end it there"
+                f"process {info.process} is not the agent of {home}: the agent may run in another "
+                f"container (of host {info.host}); stop it there"
             )
         os.kill(info.process, signal.SIGTERM)
     except (FileNotFoundError, ProcessLookupError):
-        pass  # it has ended just now
+        pass  # the agent has just ended
     deadline = time.monotonic() + PATIENCE
     while home.has_agent():
         if time.monotonic() > deadline:
             raise StoreError(
-                f"the agent of {home} (process {info.process}) has not ended in {PATIENCE:.0f} s; "
+                f"the agent of {home} (process {info.process}) did not end in {PATIENCE:.0f} s; "
                 f"its log: {home.log}"
             )
         time.sleep(POLL)
@@ -90,13 +92,13 @@ def _end_other_version(home: Home, info: AgentInfo, options: Memory) -> None:
         raise StoreError(
             f"the agent of {home} (process {info.process}) belongs to another version of "
             "shardwise, and a training uses it: wait until that training has ended, or choose "
-            "another directory by Memory(dir=...)"
+            "another directory with Memory(dir=…)"
         )
     end_agent(home, info)
 
 
 def _await(home: Home, command: list[str], options: Memory) -> AgentInfo:
-    """Start an agent, unless others are to, and wait until it is there."""
+    """Start an agent if the options say so, and wait until one runs."""
     deadline = time.monotonic() + PATIENCE
     process: subprocess.Popen[bytes] | None = None
     while (info := running_agent(home)) is None:
@@ -109,11 +111,11 @@ def _await(home: Home, command: list[str], options: Memory) -> AgentInfo:
         if time.monotonic() > deadline:
             if not options.start_agent:
                 raise StoreError(
-                    f"no agent lives in {home}, and Memory(start_agent=False) waited for one for "
+                    f"no agent runs in {home}, and Memory(start_agent=False) waited for one for "
                     f"{PATIENCE:.0f} s: start `shardwise agent run --dir {home.path.parent}`"
                 )
             raise StoreError(
-                f"the agent of {home} did not start in {PATIENCE:.0f} s:\n{log_tail(home.log)}"
+                f"the agent of {home} did not start within {PATIENCE:.0f} s:\n{log_tail(home.log)}"
             )
         time.sleep(POLL)
     return info
@@ -121,10 +123,10 @@ def _await(home: Home, command: list[str], options: Memory) -> AgentInfo:
 
 @contextmanager
 def _alone(home: Home) -> Iterator[None]:
-    """One rank of the node at a time.
+    """Hold the lock for starting an agent: one rank of the node at a time.
 
     Raises:
-        StoreError: another has the lock for longer than it takes to start an agent.
+        StoreError: another process holds the lock for longer than an agent takes to start.
     """
     fd = home.open_lock("start.lock")
     deadline = time.monotonic() + PATIENCE + LONGER
@@ -133,8 +135,8 @@ def _alone(home: Home) -> Iterator[None]:
             if time.monotonic() > deadline:
                 raise StoreError(
                     f"another process has been starting the agent of {home} for "
-                    f"{PATIENCE + LONGER:.0f} s: end it, if it is stopped (it holds "
-                    f"{home.path / 'start.lock'}), and start again"
+                    f"{PATIENCE + LONGER:.0f} s: end that process if it is suspended (it holds "
+                    f"{home.path / 'start.lock'}), and try again"
                 )
             time.sleep(POLL)
         yield
@@ -143,7 +145,7 @@ def _alone(home: Home) -> Iterator[None]:
 
 
 def _locked(fd: int) -> bool:
-    """Whether this process has the lock now."""
+    """Try to take the lock; return whether this process holds it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -163,7 +165,7 @@ def _command(home: Home, options: Memory, address: str) -> list[str]:
 
 
 def _start(home: Home, command: list[str]) -> subprocess.Popen[bytes]:
-    """In a session of its own: what ends the trainers does not end it."""
+    """Start an agent in a session of its own, so that signals to the trainers do not reach it."""
     with open_log(home.log) as log:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -171,10 +173,10 @@ def _start(home: Home, command: list[str]) -> subprocess.Popen[bytes]:
 
 
 def _refuse_other(home: Home, info: AgentInfo, options: Memory, address: str | None) -> None:
-    """Raise if an agent that runs is another than would be started.
+    """Raise if a running agent does not match the options.
 
     Raises:
-        StoreError: says in what, and how to end it.
+        StoreError: it does not; the message lists the differences, and says how to stop it.
     """
     wrong = []
     served = served_address(info)
@@ -184,12 +186,14 @@ def _refuse_other(home: Home, info: AgentInfo, options: Memory, address: str | N
         wrong.append(f"its domain is {info.domain!r}, not {options.domain!r}")
     encrypted = info.url.startswith("https:")
     if encrypted != (options.tls is not None):
-        wrong.append("it speaks TLS, and tls= is not given" if encrypted else "it speaks no TLS")
+        wrong.append(
+            "it requires TLS, and tls= is not given" if encrypted else "it does not use TLS"
+        )
     if wrong:
         raise StoreError(
-            f"the agent that runs in {home} does not match the options of Memory: "
-            f"{'; '.join(wrong)}. Change the options, or end the agent (kill {info.process}): the "
-            "next one takes over its snapshots"
+            f"the running agent of {home} does not match the options of Memory: "
+            f"{'; '.join(wrong)}. Change the options, or stop the agent (kill {info.process}): the "
+            "next agent takes over its snapshots"
         )
 
 
@@ -197,12 +201,12 @@ LARGEST = 1 << 20
 
 
 def log_to(path: Path) -> logging.Handler:
-    """A handler that writes to a file, as do stdout and stderr of this process from now on."""
+    """Return a handler that writes to a file; redirect this process's stdout and stderr there."""
     return _Bounded(path)
 
 
 def open_log(path: Path) -> BinaryIO:
-    """The file, for a process that is about to start; set aside if it is full."""
+    """Open the log file for a process that is about to start; rotate it first if it is full."""
     with suppress(FileNotFoundError):
         if path.stat().st_size > LARGEST:
             path.replace(_older(path))
@@ -210,7 +214,7 @@ def open_log(path: Path) -> BinaryIO:
 
 
 def log_tail(path: Path) -> str:
-    """The last that was said."""
+    """Return the last lines of a log."""
     said: list[str] = []
     for each in (_older(path), path):
         with suppress(OSError):
@@ -219,7 +223,7 @@ def log_tail(path: Path) -> str:
 
 
 class _Bounded(RotatingFileHandler):
-    """Sets the file aside when it is full, and stdout and stderr follow to the new one."""
+    """Rotates the file when it is full, and redirects stdout and stderr to the new one."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, maxBytes=LARGEST, backupCount=1, encoding="utf-8")

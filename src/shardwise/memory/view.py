@@ -1,9 +1,9 @@
-"""What lies on a node, as frozen values: how far each save has come, and what it still needs.
+"""What a node stores, as frozen values: how far each save has come, and what it still needs.
 
     observe.py (read)  →  decide.py (pure)  →  agent/actions.py, reclaim.py (act)
 
-The agent, a trainer's handle, recovery, reclamation and `shardwise agent status` all learn from
-these values which state a stage of a save is in. Nothing else derives it from names of records.
+Agents, handles of saves, recovery, reclamation and `shardwise agent status` all use these values.
+Nothing else derives the state of a stage from the names of records.
 """
 
 from __future__ import annotations
@@ -59,11 +59,12 @@ class SaveView:
         staged: the data files of this node's ranks that are in place.
         unsealed: the names of those files that have no checksums yet.
         has_staged: whether a rank of this node has recorded a file, in place or not.
-        pending: the pending manifest, or the followers' copy of it; without its text.
+        pending: the pending manifest, or the followers' copy of it, without the text of the
+            manifest.
         leads: whether this node has the pending manifest itself.
-        epoch: of the run, when it was saved; None if no record tells.
-        stages: by name. `copy` and `guard` are this node's parts in persisting and protecting;
-            `rescue` is whether a save for memory only is to be persisted after all.
+        epoch: the epoch of the run at the save; None if no record contains it.
+        stages: the stages by name. `copy` and `guard` are this node's parts in persisting and
+            protecting; `rescue` is persisting a save that was for memory only.
     """
 
     save_id: str
@@ -87,7 +88,7 @@ class SaveView:
 
     @property
     def is_promised(self) -> bool:
-        """Whether this node leads it and must persist it, whatever becomes of newer ones."""
+        """Whether this node leads the save and must persist it, whatever newer saves reach."""
         durable = self.leads and self.pending is not None and self.pending.durable
         is_open = self.state("persist") is State.RUNNING or "persist" in self.wanted
         return durable and is_open
@@ -98,8 +99,10 @@ class SnapshotView:
     """All saves of a step on this node.
 
     Attributes:
-        names: of all files.
-        committed: the save whose manifest it has; "" if the manifest is damaged, None without one.
+        names: the names of all files.
+        committed: the save that the manifest belongs to; "" if the manifest is damaged, None
+            without
+            one.
         staged_at: when a rank last recorded a file, in seconds since 1970; None if none has.
     """
 
@@ -111,17 +114,17 @@ class SnapshotView:
 
     @property
     def step(self) -> int:
-        """The step."""
+        """The snapshot's step."""
         return self.place.step
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether nothing is to become of it any more."""
+        """Whether the snapshot is marked as abandoned."""
         return ABANDONED in self.names
 
     @property
     def is_committed(self) -> bool:
-        """Whether it has a manifest."""
+        """Whether the snapshot has a manifest."""
         return self.committed is not None
 
     def has_ended(self, stage: str) -> bool:
@@ -135,14 +138,14 @@ class SnapshotView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootView:
-    """What the root of a run said when it was last read.
+    """What the root of a run contained when it was last read.
 
     Attributes:
-        looked: when that was, by the observer's clock.
-        reached: whether it could be read then.
-        lineage: of the run; None if the root is gone, or another run's by now.
+        looked: when it was read, by the observer's clock.
+        reached: whether it could be read.
+        lineage: the lineage of the run; None if the root is gone, or belongs to another run now.
         stored: its newest step; None if it has none.
-        knows_stored: whether `stored` was asked for.
+        knows_stored: whether `stored` was read.
     """
 
     looked: float
@@ -157,11 +160,11 @@ class RunView:
     """A run on this node.
 
     Attributes:
-        snapshots: by step, ascending.
-        lost: ranks that ended on this node without saying goodbye.
-        unattended: since when no trainer of it is here, by the observer's clock; None if one is.
+        snapshots: the snapshots by step, ascending.
+        lost: ranks of this node that died without ending normally.
+        unattended: since when no trainer is on this node, by the observer's clock; None if one is.
         vacant: since when it has neither trainers nor snapshots; None if it has either.
-        root: what its root said, if no trainer is here.
+        root: the last look at its root, if no trainer is on this node.
     """
 
     run: Run
@@ -179,10 +182,10 @@ class RunView:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """Everything that lies on a node.
+    """Everything on a node.
 
     Attributes:
-        node: its name.
+        node: the node's name.
     """
 
     node: str

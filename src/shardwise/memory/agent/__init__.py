@@ -1,1 +1,1 @@
-"""The process of a node that outlives its trainers: seals, protects, persists, serves."""
+"""The process of a node that outlives the trainers: it seals, protects, persists and serves."""

@@ -1,4 +1,4 @@
-"""How an agent does what `decide` decides on, but for leading a save: see `lead.py`."""
+"""The actions of an agent, except leading a save (`lead.py`)."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ AT_ONCE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Sealing:
-    """The duty of every node towards the files of its ranks.
+    """Sealing the files of this node's ranks.
 
     Attributes:
-        mappings: of these files.
+        mappings: the mappings of these files.
     """
 
     mappings: Mappings
 
     def seal(self, action: Seal) -> None:
-        """Take the checksums of files that were staged."""
+        """Compute the checksums of staged files."""
         for staged in action.place.staged():
             name = staged.file.name
             if name in action.files and not action.place.has(records.entry(name)):
@@ -72,12 +72,12 @@ class Sealing:
 
 @dataclass(frozen=True, slots=True)
 class Following:
-    """Actions of every node: what the leader of a save asks it for.
+    """The actions that the leader of a save requests from every node.
 
     Attributes:
         node: the name of this node.
-        mappings: of its files.
-        tls: by what nodes know each other.
+        mappings: the mappings of its files.
+        tls: certificates for connections to other nodes.
     """
 
     node: str
@@ -90,7 +90,7 @@ class Following:
         self._follow(action, "persist", Persist, lambda request: self._copy(place, request))
 
     def guard(self, action: Guard) -> None:
-        """Make what this node keeps for others."""
+        """Make the copies or parity that this node stores for others."""
         place = action.place
 
         def work(request: Protect) -> int:
@@ -100,7 +100,7 @@ class Following:
         self._follow(action, "protect", Protect, work)
 
     def retain(self, action: decide.Retain) -> None:
-        """Remove what storage no longer keeps, as long as the request is there."""
+        """Remove old checkpoints from storage, while the request exists."""
         name = records.request(records.RETAIN, action.save_id)
 
         def work(request: records.Retain) -> int:
@@ -109,12 +109,12 @@ class Following:
         self._follow(action, records.RETAIN, records.Retain, work, ends=records.outcome)
 
     def rescue(self, action: Rescue) -> None:
-        """Have a snapshot persisted that was for memory only."""
-        log.warning("%s: step %d is to be persisted", action.why, action.place.step)
+        """Have a snapshot persisted that was meant for memory only."""
+        log.warning("%s: persisting step %d", action.why, action.place.step)
         self._call_for_rescue(action.place, pending_manifest(action))
 
     def _call_for_rescue(self, place: Place, pending: PendingManifest) -> None:
-        """Tell the node that leads; or another, if that is lost; or do it here."""
+        """Request the rescue from the leader, or if it is lost, from another node or this one."""
         call = Done(save_id=pending.save_id, stage="rescue", node=self.node)
         infos = agents_of(pending, place.run)
         with closing(Nodes(place, infos, self.node, AT_ONCE, self.tls)) as nodes:
@@ -128,13 +128,15 @@ class Following:
                 return
 
     def _copy(self, place: Place, request: Persist) -> int:
-        """Copy files to storage, each as soon as it is staged; those of several ranks at a time."""
+        """Copy files to storage, each as soon as it is staged, several at a time."""
         throttle = Throttle(request.budget)
         store = open_store(request.place)
 
         def copy(name: str) -> int:
             deadline = time.monotonic() + request.wait
-            place.expect(name, deadline, failed=records.failed(name))  # only then its record counts
+            place.expect(
+                name, deadline, failed=records.failed(name)
+            )  # its record is valid from then on
             staged = _read(place.path / records.staged(name), Staged).file
             data = self.mappings.find(place.path / name, staged.size)
 
@@ -157,7 +159,7 @@ class Following:
         work: Callable[[W], int],
         ends: Callable[[str, str], str] = records.done,
     ) -> None:
-        """Do what a leader asks for, and record how it ended."""
+        """Carry out a leader's request, and record how it ended."""
         place, save_id = action.place, action.save_id
         request = place.path / records.request(stage, save_id)
         start = time.monotonic()
@@ -174,18 +176,18 @@ class Following:
 
 
 def _read(path: Path, kind: type[W]) -> W:
-    """A record that is there."""
+    """Return a record that must exist."""
     record = read_record(path, kind)
     if record is None:
-        raise StoreError(f"{path} is gone")
+        raise StoreError(f"{path} was removed")
     return record
 
 
 def free(action: Free) -> None:
-    """Give the memory of a snapshot back, or that of some of its saves.
+    """Free the memory of a snapshot, or of some of its saves.
 
     Raises:
-        SnapshotHeld: others use it.
+        SnapshotHeld: the snapshot is in use.
     """
     if action.saves:
         free_saves(action.place, action.saves)
@@ -194,11 +196,11 @@ def free(action: Free) -> None:
     else:
         free_unattended(action.place)
         step = action.place.step
-        log.info("run %s: step %d is freed: %s", action.place.run.name, step, action.why)
+        log.info("run %s: freed step %d: %s", action.place.run.name, step, action.why)
 
 
 def look_up_root(action: LookUpRoot, observer: Observer) -> None:
-    """Read the root of a run without trainers; what was known of it stays if it is out of reach."""
+    """Read the root of a run without trainers; keep the earlier result if it is unreachable."""
     run, now = action.run, observer.clock()
     known = observer.run(run).root or RootView(looked=now)
     try:
@@ -216,6 +218,6 @@ def look_up_root(action: LookUpRoot, observer: Observer) -> None:
             knows_stored=asks,
         )
     except (ShardwiseError, OSError, ValueError) as error:
-        log.info("run %s: its root cannot be read: %s", run.name, error)
+        log.info("run %s: cannot read its root: %s", run.name, error)
         found = replace(known, looked=now, reached=False)
     observer.set_root(run, found)

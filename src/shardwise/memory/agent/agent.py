@@ -1,7 +1,7 @@
-"""The agent of a node: observes it, decides what to do, and does it, one worker for each kind.
+"""The agent of a node: observes it, decides what to do, and does it with one worker for each kind.
 
-It has no state that matters: an agent that is killed is followed by one that observes the same
-records and decides the same.
+An agent keeps no state that matters. If it is killed, the next one observes the same records and
+makes the same decisions.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ FORGOTTEN = 600.0
 log = logging.getLogger("shardwise.agent")
 
 Perform = Callable[..., object]
-"""Does an action. May raise `SnapshotHeld`: then it is tried again at the next look."""
+"""Performs an action. If it raises `SnapshotHeld`, the action is tried again later."""
 
 
 class Agent:
-    """Threads that look after snapshots: one that observes, and one for each kind of action.
+    """The threads of an agent: one that observes, and one for each kind of action.
 
     Args:
-        observer: of the node; the caller holds its lock.
-        perform: what does each kind of action.
-        around: called at each look.
+        observer: the observer of the node; the caller holds the agent's lock.
+        perform: the function that performs each kind of action.
+        around: a function to call before each observation.
     """
 
     def __init__(
@@ -65,22 +65,22 @@ class Agent:
         self._looking = threading.Thread(target=self._look_around, name="look", daemon=True)
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the threads."""
         for worker in self._workers.values():
             worker.thread.start()
         self._looking.start()
 
     @property
     def is_stopping(self) -> bool:
-        """Whether nothing more is to be begun."""
+        """Whether no further action may begin."""
         return self._stopping.is_set()
 
     def wake(self) -> None:
-        """There may be something to do."""
+        """Make the agent observe the node soon."""
         self._bell.set()
 
     def stop(self, timeout: float) -> bool:
-        """End the threads between two actions; return whether all ended within so many seconds."""
+        """Stop the threads between two actions; return whether all ended within the timeout."""
         self._stopping.set()
         self.wake()
         deadline = self._observer.clock() + timeout
@@ -97,10 +97,10 @@ class Agent:
         return [each for each in actions if self._retries.is_due(each)]
 
     def do(self, action: Action) -> bool:
-        """Do an action if it is still to be done; return whether to look again at once.
+        """Perform an action if it is still decided on; return whether to observe again at once.
 
-        The node is observed again: what has been decided on can be done by now, or undone, such as
-        when trainers have resumed from an older step meanwhile.
+        The node is observed again first: the action may have been done, or become pointless because
+        trainers have resumed from an older step.
         """
         try:
             if not self._is_decided(action):
@@ -108,7 +108,7 @@ class Agent:
             if isinstance(action, (Free, FreeRun, LookUpRoot, Retain)):
                 self._perform[type(action)](action)
             else:
-                with action.place.hold(shared=True) as held:  # nobody frees it meanwhile
+                with action.place.hold(shared=True) as held:  # so that it is not freed meanwhile
                     if not held:
                         return False
                     self._perform[type(action)](action)
@@ -152,7 +152,7 @@ class _Worker:
         self.thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     def offer(self, actions: Sequence[Action]) -> None:
-        """Replace what it is to do next; what it does now is not begun again."""
+        """Replace the queued actions. The action in progress is not queued again."""
         with self._changed:
             self._queue = [each for each in actions if each != self._running]
             self._changed.notify()
@@ -175,7 +175,7 @@ class _Worker:
 
 
 def run_of(action: Action) -> Run:
-    """Return the run that an action is about."""
+    """Return the run of an action."""
     return action.run if isinstance(action, (FreeRun, LookUpRoot)) else action.place.run
 
 
@@ -187,24 +187,25 @@ class _Count:
     at: float = 0.0
 
     def add(self, now: float) -> None:
-        """Once more; from the beginning, if it is long ago."""
+        """Count one more; start again from zero if the last time is long ago."""
         self.times = self.times + 1 if now - self.at < FORGOTTEN else 1
         self.at = now
 
     def is_due(self, now: float) -> bool:
-        """Whether to try again: at once after the first time, then ever later."""
+        """Return whether to try again: at once after the first time, then with growing delays."""
         pause = min(2.0 ** (self.times - 2), LATEST) if self.times > 1 else 0.0
         return now - self.at >= pause
 
 
 class Retries:
-    """When each action is tried again, and which failures are logged. Threads may share it.
+    """When to retry each action, and which failures to log. Threads may share it.
 
-    Actions that have succeeded and are decided on all the same wait like those that fail. Failures
-    of one kind are logged ever more rarely, the first with its traceback.
+    An action that succeeded but is still decided on is delayed like one that failed. Failures of
+    one
+    kind are logged with decreasing frequency, the first with its traceback.
 
     Args:
-        clock: seconds, monotonic.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -254,7 +255,7 @@ class Retries:
 
 
 def _kind_of(error: Exception) -> tuple[str, int]:
-    """What is the same when the same fails again: its type, and the line that raised it."""
+    """Return what repeated failures have in common: the type, and the line that raised it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -263,13 +264,14 @@ def _kind_of(error: Exception) -> tuple[str, int]:
 
 def _give_way() -> None:
     """Lower the priority of this thread, and of those that it starts: training goes first. The
-    threads that serve other nodes keep theirs, as a restore waits for them."""
+    threads that serve other nodes keep theirs, because a restore waits for them.
+    """
     with suppress(OSError):
         os.nice(NICE)  # of this thread alone, on Linux
 
 
 def listen(bell: Path, wake: Callable[[], None]) -> None:
-    """Call `wake` whenever something is written to a named pipe, which is made. Never returns."""
+    """Create a named pipe, and call `wake` whenever something is written to it. Never returns."""
     with suppress(FileExistsError):
         os.mkfifo(bell, 0o600)
     fd = os.open(bell, os.O_RDWR | os.O_CLOEXEC)

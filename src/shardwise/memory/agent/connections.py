@@ -1,7 +1,7 @@
-"""The connections of an agent's HTTP server: how many there may be, for how long, and from whom.
+"""The connections of an agent's HTTP server: how many, for how long, and from whom.
 
-Unauthenticated can open connections and send what they like before they must show the secret. They
-cannot keep others from being answered, or fill the log.
+Anybody can open connections and send data before presenting the secret. They can neither keep
+others from being served nor fill the log.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ log = logging.getLogger("shardwise.agent")
 
 
 class Unauthenticated:
-    """Connections over which the secret has not been shown yet.
+    """Connections on which the secret has not been presented yet.
 
-    Each is closed after a few seconds. Where there are too many, the oldest makes room for the
-    newest: whoever knows the secret shows it at once.
+    Each is closed after a few seconds. If there are too many, the oldest is closed: clients that
+    know
+    the secret present it at once.
 
     Args:
-        most: how many there may be.
-        of_address: how many of these from one address.
-        patience: seconds until one is closed.
+        most: the largest number of such connections.
+        of_address: the largest number from one address.
+        patience: seconds until a connection is closed.
     """
 
     def __init__(self, most: int, of_address: int, patience: float) -> None:
@@ -49,7 +50,7 @@ class Unauthenticated:
         self._timers: dict[asyncio.BaseTransport, tuple[str, asyncio.TimerHandle]] = {}
 
     def add(self, transport: asyncio.Transport) -> None:
-        """A connection was opened."""
+        """Add a new connection."""
         for each in [each for each in self._timers if each.is_closing()]:
             self.remove(each)
         address = str((transport.get_extra_info("peername") or ("",))[0])
@@ -63,13 +64,13 @@ class Unauthenticated:
         self._timers[transport] = (address, timer)
 
     def remove(self, transport: asyncio.BaseTransport | None) -> None:
-        """The secret was shown over a connection, or it was closed."""
+        """Remove a connection that was authenticated or closed."""
         _, timer = self._timers.pop(transport, ("", None)) if transport else ("", None)
         if timer is not None:
             timer.cancel()
 
     def close_oldest(self) -> bool:
-        """Close the oldest; whether there was any."""
+        """Close the oldest connection; return whether there was one."""
         oldest = next(iter(self._timers), None)
         if oldest is not None:
             self._close(oldest)
@@ -85,13 +86,14 @@ UNAUTHENTICATED = web.AppKey("unauthenticated", Unauthenticated)
 
 
 class RateLimitedLog(logging.Logger):
-    """Logs what a server has to say about requests: each kind once a minute at most.
+    """Logs a server's errors about requests, each kind at most once a minute.
 
-    Requests that are not HTTP are one line without their content. Other errors are faults of the
-    agent: the first of a kind has its traceback.
+    Requests that are not valid HTTP take one line, without their content. Other errors are faults
+    of
+    the agent: the first of each kind is logged with its traceback.
 
     Args:
-        clock: seconds, monotonic.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -101,7 +103,7 @@ class RateLimitedLog(logging.Logger):
         self._logged: dict[str, float] = {}
 
     def handle(self, record: logging.LogRecord) -> None:
-        """Count a record, and log it unless one of its kind was logged just now."""
+        """Count a record, and log it unless one of its kind was logged recently."""
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
             self._report("a request is not valid HTTP", error, with_trace=False)
@@ -109,7 +111,7 @@ class RateLimitedLog(logging.Logger):
             self._report(str(record.msg).split(" from ")[0], error, with_trace=True)
 
     def of_loop(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What an event loop calls where nobody handles an exception."""
+        """Handle an exception of the event loop that nothing else handles."""
         self._report(str(context.get("message")), context.get("exception"), with_trace=True)
 
     def _report(self, what: str, error: BaseException | None, *, with_trace: bool) -> None:
@@ -121,7 +123,7 @@ class RateLimitedLog(logging.Logger):
             return
         self._logged[kind] = now
         count, first = self._counts[kind], last is None
-        times = "" if count == 1 else f", {count} times by now"
+        times = "" if count == 1 else f" ({count} times so far)"
         trace = error if first and with_trace else None
         log.warning("serving other nodes: %s%s", kind, times, exc_info=trace)
 
@@ -136,15 +138,16 @@ async def serving(
     most: int = MOST_CONNECTIONS,
     errors: RateLimitedLog | None = None,
 ) -> AsyncIterator[None]:
-    """Serve while the block runs.
+    """Serve an application while the block runs.
 
     Args:
-        listener: where connections come in; it is closed in the end.
-        tls: certificate and key, to serve https.
-        quiet: seconds until a connection is closed over which no whole request comes.
-        most: as many connections at a time; half of them may be such over which the secret has not
-            been shown. Further ones are closed at once.
-        errors: what cannot be answered is logged there.
+        listener: the listening socket; it is closed at the end.
+        tls: certificate and key for https; None for http.
+        quiet: seconds until a connection without a complete request is closed.
+        most: the largest number of connections. Further ones are closed at once. Half of them may
+            be
+            unauthenticated.
+        errors: the logger for requests that cannot be answered.
     """
     errors = errors or RateLimitedLog()
     unauthenticated = Unauthenticated(
@@ -186,10 +189,10 @@ class _Acceptor(asyncio.Protocol):
         self._most = most
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Decide."""
+        """Accept or close the connection."""
         server = self._runner.server
         if not isinstance(transport, asyncio.Transport):
-            raise TypeError(f"{transport!r} is no connection")
+            raise TypeError(f"{transport!r} is not a connection")
         full = server is not None and len(server.connections) >= self._most
         if server is None or (full and not self._unauthenticated.close_oldest()):
             transport.abort()

@@ -1,8 +1,9 @@
-"""What the agent of rank 0's node does for a save: it leads the save through its stages.
+"""How the agent of rank 0's node leads a save through its stages.
 
-It has the pending manifest, asks the other nodes for their part in each stage by a record, waits
-for the records that they have done it, and gives all nodes the outcome. Outcomes are recorded for
-stages that failed too: only what raises is tried again.
+It has the pending manifest. It requests each stage from the other nodes by a record, waits for
+their
+records that the stage is done, and writes the outcome to all nodes. Failed stages have outcomes
+too. An action is retried only if it raises.
 """
 
 from __future__ import annotations
@@ -38,33 +39,33 @@ from shardwise.memory.tls import Tls
 from shardwise.store import Store
 
 log = logging.getLogger("shardwise.agent")
-PATIENCE = 5.0  # with nodes that do not answer, when others are lost
+PATIENCE = 5.0  # seconds to wait for a node that does not answer, during a rescue
 
 
 @dataclass(frozen=True, slots=True)
 class Leading:
-    """Actions of the node that leads a save.
+    """The actions of the node that leads a save.
 
     Attributes:
         node: the name of this node.
-        tls: by what nodes know each other.
+        tls: certificates for connections to other nodes.
     """
 
     node: str
     tls: Tls | None = None
 
     def commit(self, action: Commit) -> None:
-        """Gather the entries of all files, and give all nodes the manifest."""
+        """Collect the entries of all files, and write the manifest to all nodes."""
         self._finish(action, "commit", self._commit)
 
     def protect(self, action: decide.Protect) -> None:
-        """Have all nodes make the redundancy that was asked for."""
+        """Have all nodes make the copies or parity that were requested."""
         self._finish(action, "protect", self._protect)
 
     def persist(self, action: decide.Persist) -> None:
         """Have all nodes copy their files to storage, and publish the manifest there.
 
-        A snapshot that is rescued may be persisted by another node than that of rank 0.
+        If the snapshot is rescued, another node than that of rank 0 may do this.
         """
         self._finish(action, "persist", self._persist)
 
@@ -109,7 +110,7 @@ class Leading:
         found = of_each(by_node, entries_of)
         entries = [found[node][name] for name, node in pending.files]
         manifest = complete_manifest(pending.manifest.encode(), entries)
-        # Here first: a node that is lost, and none of whose files it needs, delays it nowhere else.
+        # First on this node: a lost node whose files are not needed must not delay the commit here.
         nodes.tell(self.node, MANIFEST, manifest)
         nodes.tell_others((records.pending_copy(pending.save_id), pending), (MANIFEST, manifest))
         return sum(each.size for each in entries)
@@ -143,15 +144,15 @@ class Leading:
         return copied
 
     def _copy(self, place: Place, pending: PendingManifest, nodes: Nodes, to: Store) -> int:
-        """Each node copies its own files; this one those of nodes that are lost."""
+        """Have each node copy its own files; copy those of lost nodes here; return the bytes."""
         by_node = _files_by_node(pending)
 
         def ask(node: str) -> bool:
             return self._ask_to_persist(place, pending, nodes, node, by_node[node], str(to))
 
-        heard = of_each(by_node, ask)  # all, before any is waited for
-        hearing = [node for node in by_node if heard[node]]
-        ended = of_each(hearing, lambda node: self._persisted(place, pending, nodes, node))
+        reached = of_each(by_node, ask)  # request from all nodes before waiting for any
+        following = [node for node in by_node if reached[node]]
+        ended = of_each(following, lambda node: self._persisted(place, pending, nodes, node))
         for node, done in ended.items():
             if done is not None and done.failure:
                 raise StoreError(f"node {node}: {done.failure}")
@@ -159,7 +160,7 @@ class Leading:
         lost = [node for node in by_node if ended.get(node) is None]
         commit = nodes.expect(self.node, records.outcome("commit", pending.save_id), Done)
         if commit.failure:
-            raise StoreError(f"it was never committed: {commit.failure}")
+            raise StoreError(f"the save was never committed: {commit.failure}")
         if lost:
             names = [name for node in lost for name in by_node[node]]
             infos = agents_of(pending, place.run)
@@ -177,7 +178,7 @@ class Leading:
         files: list[str],
         to: str,
     ) -> bool:
-        """Ask a node to copy its files; whether it has heard."""
+        """Request that a node copies its files; return False if the node is lost."""
         request = Persist(
             save_id=pending.save_id, place=to, files=files, budget=pending.budget, wait=pending.wait
         )
@@ -192,7 +193,7 @@ class Leading:
     def _persisted(
         self, place: Place, pending: PendingManifest, nodes: Nodes, node: str
     ) -> Done | None:
-        """How a node has ended; None if it is lost."""
+        """Return how copying has ended on a node; None if the node is lost."""
         done, request = (
             each("persist", pending.save_id) for each in (records.done, records.request)
         )
@@ -205,15 +206,15 @@ class Leading:
 
 
 def pending_manifest(action: OfSave) -> PendingManifest:
-    """The pending manifest of a save, or the followers' copy of it."""
+    """Return the pending manifest of a save, or the followers' copy of it."""
     for each in action.place.pending_manifests() + action.place.pending_copies():
         if each.save_id == action.save_id:
             return each
-    raise StoreError(f"{action.place.path}: the pending manifest of {action.save_id} is gone")
+    raise StoreError(f"{action.place.path}: the pending manifest of {action.save_id} was removed")
 
 
 def _files_by_node(pending: PendingManifest) -> dict[str, list[str]]:
-    """The names of the files of each node that has any."""
+    """Return the names of each node's files."""
     found: dict[str, list[str]] = {}
     for name, node in pending.files:
         found.setdefault(node, []).append(name)
@@ -222,7 +223,7 @@ def _files_by_node(pending: PendingManifest) -> dict[str, list[str]]:
 
 def agents_of(pending: PendingManifest, run: Run) -> list[AgentInfo]:
     """Return the agents of a snapshot's nodes, as the run's newest pending manifest lists them."""
-    if len(pending.nodes) == 1:  # this one
+    if len(pending.nodes) == 1:  # only this node
         return pending.nodes
     places = [Place(run, step) for step in run.steps()]
     listings = [pending, *(each for place in places for each in place.pending_manifests())]
@@ -231,7 +232,7 @@ def agents_of(pending: PendingManifest, run: Run) -> list[AgentInfo]:
 
 
 def attempt(place: Place, work: Callable[[], int]) -> tuple[int, str]:
-    """What some work on a snapshot gives, or why it cannot be done."""
+    """Return the result of `work`, or why it failed."""
     try:
         return work(), ""
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Files of a snapshot to storage: straight from the memory that they lie in."""
+"""Copies files of a snapshot to storage, straight from memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ THREADS = 4
 
 
 class Throttle:
-    """Spreads bytes over time: at most `budget` a second, or as many as there are if None.
-
-    Threads may share it.
-    """
+    """Limits copying to `budget` bytes per second; no limit if None. Threads may share it."""
 
     def __init__(self, budget: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._budget = budget
@@ -30,7 +27,7 @@ class Throttle:
         self._lock = threading.Lock()
 
     def seconds_for(self, nbytes: int) -> float:
-        """Account for so many bytes; how long to wait before they may go."""
+        """Account for `nbytes`, and return how long to wait before copying them."""
         if self._budget is None:
             return 0.0
         with self._lock:
@@ -43,14 +40,15 @@ class Throttle:
 def copy_to_store(
     data: Buffer, staged: FileEntry, store: Store, throttle: Throttle, sealed: Callable[[], None]
 ) -> None:
-    """Copy a staged file, and make it durable. One of this name that was begun before goes first.
+    """Copy a staged file durably. An incomplete file of the same name is replaced.
 
     Args:
-        data, staged: the file, mapped, and its entry: checksums may be missing from both.
-        sealed: returns when the file has its checksums, which lie at its end and are copied last.
+        data, staged: the mapped file and its entry; both may lack the checksums.
+        sealed: a function that returns once the checksums are at the file's end. They are copied
+            last.
 
     Raises:
-        OSError: the storage refused; what was written is removed again where that is possible.
+        OSError: the storage failed. What was written is removed if possible.
     """
     with (
         made_durable(store, staged) as file,
@@ -70,10 +68,10 @@ def copy_to_store(
 
 @contextmanager
 def made_durable(store: Store, entry: FileEntry) -> Iterator[WritableFile]:
-    """A file that the block writes, in place of one that was begun before.
+    """Create a file for the block to write, replacing an incomplete one; sync it at the end.
 
     Raises:
-        OSError: the storage refused; what was written is removed again where that is possible.
+        OSError: the storage failed. What was written is removed if possible.
     """
     store.delete(entry.name)
     file = store.create(entry.name, entry.size)
@@ -89,7 +87,7 @@ def made_durable(store: Store, entry: FileEntry) -> Iterator[WritableFile]:
 
 
 def aligned(part: Buffer, alignment: int) -> Buffer:
-    """The part itself, or a copy with zeros after it where it ends unaligned."""
+    """Return the part, or a zero-padded copy if its end is not aligned."""
     whole = -(-len(part) // alignment) * alignment
     if whole == len(part):
         return part

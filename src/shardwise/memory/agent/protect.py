@@ -1,4 +1,4 @@
-"""What a node keeps for others: copies of their files, or parity over them."""
+"""Makes what a node stores for others: copies of their files, or parity over them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ log = logging.getLogger("shardwise.agent")
 
 
 def protection_of(pending: PendingManifest, files: list[FileEntry]) -> Protection:
-    """Who protects whom: rings first, then every node with its other files; by failure domains."""
+    """Return who protects whom: first the rings, then all other files, by failure domain."""
     size_of = {entry.name: entry.size for entry in files}
     domain_of = {info.node: info.domain for info in pending.nodes}
     node_of = dict(pending.files)
@@ -68,21 +68,21 @@ def protection_of(pending: PendingManifest, files: list[FileEntry]) -> Protectio
 
 
 def gaps(nodes: list[AgentInfo], *, copies: int, parity: int, group: int) -> tuple[str, ...]:
-    """What of these nodes would be protected less than is asked for, and why."""
+    """Return what of these nodes would be protected less than requested, and why."""
     members = [Member(info.node, info.domain, ()) for info in nodes]
     made = form_groups(members, "0" * 16, copies=copies, parity=parity, group_size=group)
     return made.gaps
 
 
 def guard(snapshot: Place, request: Protect, nodes: Nodes, node: str, mappings: Mappings) -> int:
-    """Make what a node keeps for others; the bytes of it.
+    """Make what a node stores for others; return its bytes.
 
     Args:
-        mappings: of the files of this node.
+        mappings: the mappings of this node's files.
 
     Raises:
-        StoreError: a node that has to be read from does not answer.
-        CorruptionError: what it gave is not what it sealed.
+        StoreError: a node that must be read from does not answer.
+        CorruptionError: the bytes of a node differ from those that it sealed.
     """
     manifest = decode_manifest((snapshot.path / MANIFEST).read_bytes())
     entries = {entry.name: entry for entry in manifest.files}
@@ -91,7 +91,7 @@ def guard(snapshot: Place, request: Protect, nodes: Nodes, node: str, mappings: 
 
 
 class _Guarding:
-    """What a node keeps of one snapshot."""
+    """Making what a node stores of one snapshot."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class _Guarding:
         self._mappings = mappings
 
     def keep(self, group: Group, at: int) -> int:
-        """Make copies and parity of a group, as its member there."""
+        """Make the copies and parity of one group; `at` is this node's position in it."""
         total = 0
         for number, (owner, name, size) in enumerate(copied_files(group, at)):
             if not self._place.has(name):
@@ -132,7 +132,8 @@ class _Guarding:
         return complete_copy(data, kept, entry, owner, self._nodes)
 
     def _fetch(self, owner: str, entry: FileEntry) -> None:
-        """Copy a file over the network: its checksums first, each piece verified as it comes."""
+        """Copy a file over the network: its checksums first, then each piece, verified as it
+        arrives."""
         os.close(self._open(entry.name, entry.size))
         data = self._mapped(entry.name, entry.size)
         encoded = data[entry.checksums_at :]
@@ -144,7 +145,9 @@ class _Guarding:
             self._nodes.read_range(owner, entry.name, low, part)
             intact = intact and not table.damaged(low // BLOCK, part)
         if not intact:
-            raise CorruptionError(f"{entry.name} of node {owner} is not what was sealed there")
+            raise CorruptionError(
+                f"{entry.name} of node {owner} differs from what that node sealed"
+            )
 
     def _parity(self, group: Group, at: int, names: list[str]) -> None:
         made = [self._made(group, at, q, name) for q, name in enumerate(names)]
@@ -165,7 +168,7 @@ class _Guarding:
             self._finish(name)
 
     def _encode(self, group: Group, at: int, names: list[str]) -> None:
-        """Make parity out of what is read over the network."""
+        """Compute parity from data that is read over the network."""
         size = parity_file_size(group.chunk)
         files = {name: self._open(name, size) for name in names}
 
@@ -179,7 +182,7 @@ class _Guarding:
                 os.close(fd)
 
     def _made(self, group: Group, at: int, number: int, name: str) -> Kept | None:
-        """What the rank of a ring has made of it, once it has."""
+        """Return what the ring's rank has made of the file, once it has."""
         if group not in self._rings:
             return None
         ((mine, _),) = group.members[at].files
@@ -194,7 +197,7 @@ class _Guarding:
         return claim(self._place, record, name, group)
 
     def _open(self, name: str, size: int) -> int:
-        """A file of this size beside its place, with all its pages, of a spare one if there is."""
+        """Open a temporary file with all its pages allocated, from a spare file if there is one."""
         temporary = self._place.temporary(name)
         take_spare(self._place.run, size, temporary)
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -218,20 +221,21 @@ def _write(fd: int, offset: int, data: Buffer) -> None:
     while view:
         written = os.pwrite(fd, view, offset)
         if not written:
-            raise StoreError("memory takes no more bytes")
+            raise StoreError("cannot write to memory: no bytes were accepted")
         offset += written
         view = view[written:]
 
 
 def claim(place: Place, record: str, name: str, group: Group) -> Kept | None:
-    """What a rank has made of a file, if it can be completed: nobody has begun to before.
+    """Claim the file that a rank has made, and return its record; None if no such file can be
+    claimed.
 
-    From then on it lies beside where the file will be, under which name its memory is known.
+    The file is renamed to the temporary name of `name`, and its record is updated.
 
     Args:
         record: the name of the rank's record.
-        name: of the file.
-        group: those who protect each other, as the snapshot has them.
+        name: the final name of the file.
+        group: the nodes that protect each other, according to the snapshot.
     """
     kept = read_record(place.path / record, Kept)
     same = kept is not None and msgspec.structs.replace(kept.ring, name=group.name) == group
@@ -245,13 +249,13 @@ def claim(place: Place, record: str, name: str, group: Group) -> Kept | None:
 
 
 def is_made(place: Place, record: str) -> bool:
-    """Whether a rank has made what a record is about: the file is there, or was claimed."""
+    """Return whether a rank has made the file of a record, claimed or not."""
     kept = read_record(place.path / record, Kept)
     return kept is not None and (kept.file.startswith(".") or place.has(kept.file))
 
 
 def complete_copy(data: Buffer, kept: Kept, entry: FileEntry, owner: str, nodes: Nodes) -> bool:
-    """Add what is missing of a copy, which is mapped; whether it is what its owner has sealed.
+    """Add the missing bytes of a mapped copy; return whether it equals what its owner sealed.
 
     Raises:
         StoreError: the owner's node does not answer.
@@ -260,7 +264,11 @@ def complete_copy(data: Buffer, kept: Kept, entry: FileEntry, owner: str, nodes:
     for first, last in ((0, low), (high, entry.size)):
         nodes.read_range(owner, entry.name, first, data[first:last])
     if not is_sealed(data, entry):
-        log.warning("%s on node %s is no copy of what this node holds", entry.name, owner)
+        log.warning(
+            "%s on node %s differs from the replica here; reading it over the network",
+            entry.name,
+            owner,
+        )
         return False
     return True
 
@@ -268,7 +276,7 @@ def complete_copy(data: Buffer, kept: Kept, entry: FileEntry, owner: str, nodes:
 def complete_parity(
     data: Buffer, kept: Kept, at: int, entries: Mapping[str, FileEntry], nodes: Nodes
 ) -> bool:
-    """Add what is missing of a block of parity, which is mapped; whether its data was as sealed.
+    """Add the missing data to a mapped parity block; return whether its data was as sealed.
 
     Raises:
         StoreError: another node does not answer.
@@ -277,7 +285,11 @@ def complete_parity(
     owner_of = {file: member.node for member in group.members for file, _ in member.files}
     for file in kept.of:
         if not _was_sealed(kept, entries[file], owner_of[file], nodes):
-            log.warning("%s on node %s is not what this node holds", file, owner_of[file])
+            log.warning(
+                "%s on node %s differs from the replica here; reading it over the network",
+                file,
+                owner_of[file],
+            )
             return False
 
     def read(node: str, file: str, offset: int, out: Buffer) -> Buffer:
@@ -299,18 +311,18 @@ def complete_parity(
 
 
 def _was_sealed(kept: Kept, entry: FileEntry, owner: str, nodes: Nodes) -> bool:
-    """Whether what was read of a file here has the checksums that it has where it belongs."""
+    """Return whether the bytes of a file that were read here have the owner's checksums."""
     table = np.empty(entry.size - entry.checksums_at, np.uint8)
     nodes.read_range(owner, entry.name, entry.checksums_at, table)
     if crc32(table) != entry.checksums_crc32:
-        raise CorruptionError(f"{entry.name} of node {owner}: its checksums were altered")
+        raise CorruptionError(f"{entry.name} of node {owner}: its table of checksums was altered")
     low, high = kept.of[entry.name]
     here = np.frombuffer(kept.sums[entry.name], "<u4")
     return np.array_equal(here, table.view("<u4")[low // BLOCK : high // BLOCK])
 
 
 def _unknown(kept: Kept, entry: FileEntry, low: int, high: int) -> Iterator[tuple[int, int]]:
-    """The parts of a range of a file that the rank did not have."""
+    """Yield the parts of a range of a file that the rank did not have."""
     known = kept.of[entry.name]
     for first, last in ((0, known[0]), (known[1], entry.size)):
         if max(low, first) < min(high, last):
@@ -320,7 +332,7 @@ def _unknown(kept: Kept, entry: FileEntry, low: int, high: int) -> Iterator[tupl
 def _incomplete(
     kept: Kept, group: Group, at: int, entries: Mapping[str, FileEntry]
 ) -> Iterator[int]:
-    """Where the pieces of the block begin into which something unknown goes."""
+    """Yield the offsets of the pieces of the block that include unknown data."""
     stripe = owned(group, at)[kept.block or 0]
     for low in range(0, group.chunk, PIECE):
         high = min(low + PIECE, group.chunk)

@@ -1,4 +1,4 @@
-"""A snapshot becomes a checkpoint in storage: its step taken possession of, and published."""
+"""Publishes a snapshot as a checkpoint in storage, and removes old checkpoints."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ LOCK_ATTEMPTS, BETWEEN_ATTEMPTS = 20, 0.05
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A step's place in storage, locked for one save.
+    """The locked place of a save in storage.
 
     Attributes:
-        is_published: whether an agent before has published this save, and could not tell of it.
+        is_published: whether a previous agent has published this save without recording it.
     """
 
     store: Store
@@ -31,14 +31,16 @@ class Publication:
     is_published: bool
 
     def finish(self, manifest: bytes) -> None:
-        """Publish, if that is not done.
+        """Publish the checkpoint, unless it is published.
 
         Raises:
-            CheckpointExistsError: another save has published there meanwhile.
+            CheckpointExistsError: another save was published there meanwhile.
         """
         missing = {name for name, _ in self.pending.files} - set(self.store.list())
         if missing:
-            raise StoreError(f"{self.store}: {', '.join(sorted(missing))} disappeared again")
+            raise StoreError(
+                f"{self.store}: removed after they were copied: {', '.join(sorted(missing))}"
+            )
         if not self.is_published:
             self._publish(manifest)
         if self.pending.overwrite:
@@ -48,23 +50,23 @@ class Publication:
         try:
             self.store.publish(MANIFEST, manifest, replace=self.pending.overwrite)
         except FileExistsError as error:
-            raise CheckpointExistsError(f"{self.store} holds a checkpoint already") from error
+            raise CheckpointExistsError(f"{self.store} already contains a checkpoint") from error
 
 
 @contextmanager
 def publication(pending: PendingManifest) -> Iterator[Publication]:
-    """Take possession of a step's place in storage while the block runs.
+    """Lock a step's place in storage while the block runs.
 
     Raises:
-        CheckpointExistsError: there is another checkpoint, and it is not to be overwritten.
-        StoreError: the place cannot be locked.
+        CheckpointExistsError: the place holds another checkpoint, which must not be overwritten.
+        StoreError: another agent holds the lock.
     """
     store = open_store(pending.root).at(step_directory(pending.step))
     names = store.list()
     published = MANIFEST in names and _save_at(store) == pending.save_id
     if not pending.overwrite and MANIFEST in names and not published:
-        raise CheckpointExistsError(f"{store} holds a checkpoint already")
-    if not any(name in names for name, _ in pending.files):  # else an agent before has begun this
+        raise CheckpointExistsError(f"{store} already contains a checkpoint")
+    if not any(name in names for name, _ in pending.files):  # otherwise a previous agent has begun
         collect_leftovers(store)
     with ExitStack() as cleanup:
         if not _locked(store, lock_file(pending.save_id), cleanup):
@@ -77,8 +79,10 @@ def publication(pending: PendingManifest) -> Iterator[Publication]:
 
 
 def _locked(store: Store, lock: str, cleanup: ExitStack) -> bool:
-    """Lock a save until `cleanup` is closed; whether that could be. A Checkpointer that is opened
-    just now looks for leftovers, and has the lock for a moment."""
+    """Lock a save until `cleanup` is closed; return False if the lock is taken. A Checkpointer that
+    is
+    being opened holds the lock for a moment, while it looks for leftovers.
+    """
     for attempt in range(LOCK_ATTEMPTS):
         if attempt:
             time.sleep(BETWEEN_ATTEMPTS)
@@ -88,8 +92,7 @@ def _locked(store: Store, lock: str, cleanup: ExitStack) -> bool:
 
 
 def retention_of(pending: PendingManifest) -> Retain | None:
-    """What is to be removed once it is published; None if checkpoints below its root are kept for
-    ever."""
+    """Return the request to remove old checkpoints; None if the root keeps all checkpoints."""
     if not decode_keep(pending.keep).removes:
         return None
     return Retain(
@@ -102,13 +105,14 @@ def retention_of(pending: PendingManifest) -> Retain | None:
 
 
 def retain(request: Retain, is_wanted: Callable[[], bool]) -> int:
-    """Remove what is no longer kept below a root; how many checkpoints.
+    """Remove the checkpoints that a root no longer keeps; return how many.
 
-    Freeing the blocks of a large file can take as long as a third of writing it, so this is no
-    part of publishing.
+    Freeing the blocks of a large file can take a third of the time of writing it, so this is not
+    part
+    of publishing.
 
     Args:
-        is_wanted: asked before each is removed; if it is not, all others stay.
+        is_wanted: called before each removal; if it returns False, the remaining ones are kept.
     """
     removed = apply_retention(
         open_store(request.root),
@@ -121,7 +125,7 @@ def retain(request: Retain, is_wanted: Callable[[], bool]) -> int:
 
 
 def _save_at(store: Store) -> str | None:
-    """The save that is published in a place; None if it cannot be told."""
+    """Return the save that is published in a place; None if its manifest is unreadable."""
     try:
         return decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST)).save_id
     except (FileNotFoundError, FormatError):

@@ -1,4 +1,4 @@
-"""Files of nodes that are lost, to storage: from copies, or decoded from what is left."""
+"""Copies files of lost nodes to storage: from copies on other nodes, or decoded from parity."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def copy_lost(
     to: Store,
     throttle: Throttle,
 ) -> int:
-    """Copy these files of a committed snapshot; the bytes of them.
+    """Copy files of a committed snapshot to storage; return the bytes copied.
 
     Args:
-        infos: the agents of the snapshot's nodes, as far as they are known.
+        infos: the known agents of the snapshot's nodes.
         here: the name of this node.
 
     Raises:
-        StoreError: they cannot be had any more; says why.
-        CorruptionError: what is left of them is not what was committed.
+        StoreError: the files can no longer be read; says why.
+        CorruptionError: the bytes differ from those that were committed.
     """
     manifest = decode_manifest((place.path / MANIFEST).read_bytes())
     entries = {entry.name: entry for entry in manifest.files}
@@ -60,7 +60,7 @@ def copy_lost(
 
 
 def _copy(source: Store, entry: FileEntry, to: Store, throttle: Throttle) -> None:
-    """Copy a file, whatever it is put together of; verified, and its checksums last."""
+    """Copy a file, verify it, and write its checksums last."""
     buffer = aligned_buffer(CHUNK)
     with (
         closing(DataReader(source, entry)) as verified,

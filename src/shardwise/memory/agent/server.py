@@ -1,6 +1,6 @@
-"""Serves a node's snapshots to other nodes over HTTP, and takes their records.
+"""Serves a node's snapshots to other nodes over HTTP, and receives their records.
 
-All of it lies in files below one directory; no name from outside leaves it, by a link or otherwise.
+All files are below one directory. No name in a request can lead outside it, by a link or otherwise.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ SLICE = 1 << 23
 MOST_BODIES = LARGEST_RECORD
 RUN = "/runs/{run:[0-9a-f]{16}}"
 _ACCEPTED = re.compile(r"(pending-copy|(?!pending-|retain-)[a-z]+(-all)?)-[0-9a-f]{16}\.json")
-"""Requests and outcomes of other nodes. What trainers say, and what an agent asks itself for, it
-believes only if it appears on its node."""
+"""The records that other nodes may write: requests and outcomes. All others are
+written only by the trainers and the agent of this node."""
 _LINK_OR_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENXIO)
 
 
 def create_app(home: Path, token: str, wake: Callable[[], None]) -> web.Application:
-    """What an agent answers.
+    """Return the application that an agent serves.
 
     Args:
-        home: the node's directory, which has a directory `runs`.
-        token: what others have to know; each request is refused without it.
-        wake: called from the event loop when there may be something to do; must not block.
+        home: the node's directory, which contains the directory `runs`.
+        token: the secret that every request must present.
+        wake: called from the event loop when there may be work; must not block.
 
     Raises:
         ValueError: the token is empty.
     """
     if not token:
-        raise ValueError("an agent needs a token: without one, anybody could read its snapshots")
+        raise ValueError("the token is empty: without one, anybody could read the snapshots")
     handlers = _Handlers(home, wake)
     app = web.Application(middlewares=[_only_with(token)])
     app.router.add_get("/health", handlers.health)
@@ -65,7 +65,7 @@ def create_app(home: Path, token: str, wake: Callable[[], None]) -> web.Applicat
 
 
 class _Handlers:
-    """Answers requests, and knows who waits for a file to appear."""
+    """The request handlers, and the requests that wait for a file to appear."""
 
     def __init__(self, home: Path, wake: Callable[[], None]) -> None:
         self._home = home
@@ -97,12 +97,12 @@ class _Handlers:
     async def record(self, request: web.Request) -> web.Response:
         run, step, name = _place(request)
         if name != MANIFEST and not _ACCEPTED.fullmatch(name):
-            raise web.HTTPBadRequest(text="no other node leaves a record of this name")
+            raise web.HTTPBadRequest(text="other nodes may not write a record of this name")
         async with self._body(request) as data:
             try:
                 await asyncio.to_thread(_write, self._home, run, step, name, data)
             except OSError as error:
-                text = f"the record cannot be written: {error.strerror}"
+                text = f"cannot write the record: {error.strerror}"
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise web.HTTPInsufficientStorage(text=text) from error
                 raise web.HTTPInternalServerError(text=text) from error
@@ -110,9 +110,9 @@ class _Handlers:
 
     @asynccontextmanager
     async def _body(self, request: web.Request) -> AsyncIterator[bytearray]:
-        """All of a request's body, which is as long as was stated, and no longer than a record.
+        """Return a request's body, which must have the stated length and fit into a record.
 
-        All bodies together have a limit too: whoever exceeds it may ask again later.
+        The total of all bodies has a limit too; a client that exceeds it may try again later.
         """
         size = request.content_length
         if size is None:
@@ -127,7 +127,9 @@ class _Handlers:
                 if not chunk:
                     return
                 if self._bytes + len(chunk) > MOST_BODIES:
-                    raise web.HTTPServiceUnavailable(text="too many records are being sent")
+                    raise web.HTTPServiceUnavailable(
+                        text="too many records are being received; try again later"
+                    )
                 self._bytes += len(chunk)
                 body.extend(chunk)
 
@@ -137,9 +139,11 @@ class _Handlers:
             except asyncio.TimeoutError as error:
                 raise web.HTTPRequestTimeout from error
             except (ConnectionError, web.RequestPayloadError) as error:
-                raise web.HTTPBadRequest(text="the body was cut off") from error
+                raise web.HTTPBadRequest(
+                    text="the connection was closed before the end of the body"
+                ) from error
             if len(body) != size:
-                raise web.HTTPBadRequest(text=f"the body has not the {size} bytes that were stated")
+                raise web.HTTPBadRequest(text=f"the body does not have the stated {size} bytes")
             yield body
         finally:
             self._bytes -= len(body)
@@ -152,7 +156,7 @@ class _Handlers:
 
 
 def _only_with(token: str) -> Middleware:
-    """Serve whoever knows the secret; and what is of one run, whoever knows the token of that."""
+    """Serve requests with the secret, and requests about one run with that run's token."""
     expected = f"Bearer {token}".encode()
 
     @web.middleware
@@ -179,16 +183,16 @@ def _json(value: object) -> web.Response:
 
 
 def _place(request: web.Request) -> tuple[str, str, str]:
-    """Run, step directory and file name that a request asks for, each one plain component."""
+    """Return run, step directory and file name of a request, each one plain path component."""
     info = request.match_info
     name = info["name"]
     try:
         if name != MANIFEST:
             checked_file(name)
     except FormatError as error:
-        raise web.HTTPBadRequest(text="this is no plain file name") from error
+        raise web.HTTPBadRequest(text="not a plain file name") from error
     if step_of_directory(info["step"]) is None:
-        raise web.HTTPBadRequest(text="this is no directory of a step")
+        raise web.HTTPBadRequest(text="not a step directory")
     return info["run"], info["step"], name
 
 
@@ -198,7 +202,7 @@ def _wait(request: web.Request) -> float:
     except ValueError:
         wait = -1.0
     if not wait >= 0.0:
-        raise web.HTTPBadRequest(text="wait is a number of seconds")
+        raise web.HTTPBadRequest(text="wait must be a number of seconds")
     return min(wait, LONGEST_WAIT)
 
 
@@ -207,7 +211,7 @@ def _is_gone(request: web.Request) -> bool:
 
 
 async def _send(request: web.Request, file: BinaryIO) -> web.StreamResponse:
-    """All of a file, or the one range of it that was asked for."""
+    """Send a file, or the requested range of it."""
     size = os.fstat(file.fileno()).st_size
     ranged = "Range" in request.headers
     try:
@@ -229,14 +233,14 @@ async def _send(request: web.Request, file: BinaryIO) -> web.StreamResponse:
 
 
 async def _transmit(request: web.Request, file: BinaryIO, low: int, high: int) -> None:
-    """Bytes `low:high` of a file; hangs up if they cannot be had, or are not taken."""
+    """Send bytes `low:high` of a file; close the connection if reading or sending fails."""
     loop = asyncio.get_running_loop()
     transport = request.transport
     while low < high and transport is not None:
         sending = loop.sendfile(transport, file, low, min(SLICE, high - low))
         try:
             sent = await asyncio.wait_for(sending, STALLED)
-        except (OSError, RuntimeError, asyncio.TimeoutError):  # RuntimeError: it was closed before
+        except (OSError, RuntimeError, asyncio.TimeoutError):  # RuntimeError: already closed
             sent = 0
         if sent == 0:
             transport.abort()
@@ -246,7 +250,7 @@ async def _transmit(request: web.Request, file: BinaryIO, low: int, high: int) -
 
 @contextmanager
 def _directory(home: Path, *names: str, make: bool = False) -> Iterator[int]:
-    """A directory below the home, as a descriptor; none of these names may be a link."""
+    """Open a directory below the home. None of the names may be a link."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     with ExitStack() as stack:
         fd = os.open(home, flags)
@@ -261,7 +265,7 @@ def _directory(home: Path, *names: str, make: bool = False) -> Iterator[int]:
 
 
 def _open(home: Path, run: str, step: str, name: str) -> BinaryIO | None:
-    """A plain file, or None if there is none."""
+    """Open a regular file; return None if there is none."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         with _directory(home, "runs", run, step) as directory:
@@ -277,7 +281,7 @@ def _open(home: Path, run: str, step: str, name: str) -> BinaryIO | None:
 
 
 def _write(home: Path, run: str, step: str, name: str, data: bytearray) -> None:
-    """Write temporary, then rename into place."""
+    """Write a file atomically."""
     temporary = f".{name}.{secrets.token_hex(4)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with _directory(home, "runs", run, step, make=True) as directory:
@@ -293,7 +297,7 @@ def _write(home: Path, run: str, step: str, name: str, data: bytearray) -> None:
 
 
 def _steps(home: Path, run: str) -> list[ListedStep]:
-    """The steps of a run, ascending, and their files; nothing that is hidden or no plain file."""
+    """Return the steps of a run in ascending order, with their regular, not hidden files."""
     found = []
     try:
         with _directory(home, "runs", run) as directory:

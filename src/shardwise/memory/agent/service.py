@@ -1,4 +1,4 @@
-"""A node's agent as a process: alone in its home, known by its info, working and serving."""
+"""The agent as a process: it locks the home, publishes its address, works and serves."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ log = logging.getLogger("shardwise.agent")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """How an agent is to serve.
+    """Options of an agent.
 
     Args:
-        interface: an address, or the name of a network interface.
-        port: 0 is that of the agent before, or any that is free.
-        domain: what fails together with this node; the node itself if "".
-        tls: by what nodes know each other; in clear if None.
-        secret: a file with what others must know; one that the home keeps if None.
-        until_idle: end when nothing is kept and no training runs.
+        interface: the address to serve, or the name of a network interface.
+        port: the port to serve. 0: the previous agent's port, or any free one.
+        domain: the failure domain of this node; "" for the node itself.
+        tls: certificates for connections between nodes; None for unencrypted ones.
+        secret: the file with the secret that clients must present; None for one stored in the home.
+        until_idle: whether to exit when the node stores nothing and no training runs.
     """
 
     interface: str = LOOPBACK
@@ -64,17 +64,16 @@ class ServeOptions:
 
 
 def run_agent(directory: Path, options: ServeOptions) -> bool:
-    """Be the agent of a node until told to end (SIGTERM, SIGINT), or until it is idle.
+    """Run the agent of a node until SIGTERM or SIGINT, or until it is idle.
 
     Args:
-        directory: where the node keeps its snapshots.
+        directory: the directory of the node's snapshots.
 
     Returns:
-        Whether all that was begun is finished. If not, threads still work; the next agent does
-        that work again.
+        Whether all actions have finished. If not, the next agent repeats the others.
 
     Raises:
-        StoreError: another agent lives there, or it cannot serve as it is told to.
+        StoreError: another agent runs on the node, or the address cannot be served.
     """
     home = Home(directory)
     address = address_of(options.interface)
@@ -102,7 +101,7 @@ def run_agent(directory: Path, options: ServeOptions) -> bool:
 def _actions(
     home: Home, node: str, observer: Observer, mappings: Mappings, tls: Tls | None
 ) -> dict[type, Perform]:
-    """What does each kind of action."""
+    """Return the function that performs each kind of action."""
     leading, following = Leading(node, tls), Following(node, mappings, tls)
     return {
         decide.Seal: Sealing(mappings).seal,
@@ -142,18 +141,18 @@ async def _serve(
         try:
             await _until_ended(home, ended, until_idle=options.until_idle)
         finally:
-            log.info("the agent ends, within %.0f s", ENDING)
+            log.info("stopping the agent, within %.0f s", ENDING)
             finished = await asyncio.to_thread(agent.stop, ENDING)
             home.info.unlink(missing_ok=True)
     if not finished:
-        log.warning("work is left unfinished; the next agent does it again")
+        log.warning("some work is unfinished; the next agent repeats it")
     return finished
 
 
 def _reenter(home: Home, info: AgentInfo) -> None:
-    """Write down where this agent is now, in the roots of the runs that it keeps."""
+    """Write this agent's address to the roots of the runs that it stores."""
     for name in home.runs():
-        with contextlib.suppress(StoreError):  # it is none of ours
+        with contextlib.suppress(StoreError):  # not a run
             reenter(home.run(name), info)
 
 
@@ -163,14 +162,14 @@ async def _until_ended(home: Home, ended: asyncio.Event, *, until_idle: bool) ->
         if not until_idle or home.runs() or is_training(home):
             busy_at = time.monotonic()
         elif time.monotonic() - busy_at > IDLE:
-            log.info("nothing is kept here any more, and nobody trains")
+            log.info("nothing is stored and no training runs: exiting")
             return
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(ended.wait(), 1.0)
 
 
 def _listener(home: Home, address: str, port: int) -> socket.socket:
-    """A socket at this port; if it is 0 at that of the agent before, which others know."""
+    """Return a listening socket. Port 0 means the previous agent's port, which others know."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     bind = partial(socket.create_server, family=family, backlog=BACKLOG)
     if not port:
@@ -179,11 +178,11 @@ def _listener(home: Home, address: str, port: int) -> socket.socket:
     try:
         return bind((address, port))
     except OSError as error:
-        raise StoreError(f"nothing can be served at {address}, port {port}: {error}") from error
+        raise StoreError(f"cannot serve at {address}, port {port}: {error}") from error
 
 
 def _open_many_files() -> None:
-    """Connections and snapshots take descriptors: as many as the system lets this process have."""
+    """Raise this process's limit of open files: connections and snapshots need many."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -198,5 +197,5 @@ def _alone(home: Home) -> Iterator[None]:
                 yield
                 return
         if time.monotonic() > deadline:
-            raise StoreError(f"another agent lives in {home}")
+            raise StoreError(f"another agent runs in {home}")
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What a node keeps, and how far each snapshot has come, as the files in its home tell."""
+"""The status of a node: what it stores, and how far each snapshot has come."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class StageStatus:
     """How far a stage of a snapshot has come.
 
     Attributes:
-        state: "done", "under way", "failed", or "" if it is not asked for.
-        seconds: from when the snapshot was staged until the stage ended, or until now.
-        failure: what it failed with.
+        state: "done", "under way", "failed", or "" if it was not requested.
+        seconds: from staging until the stage ended, or until now.
+        failure: why it failed.
     """
 
     state: str = ""
@@ -46,10 +46,10 @@ class SnapshotStatus:
     """A snapshot on this node.
 
     Attributes:
-        bytes: of this node's files.
-        bytes_for_others: of copies and parity that this node keeps for others.
-        age: seconds since this node staged it; None if it keeps nothing of its own.
-        protected_by: nodes that keep something for this one.
+        bytes: bytes of this node's files.
+        bytes_for_others: bytes of copies and parity that this node stores for others.
+        age: seconds since this node staged it; None if it stores no files of its own.
+        protected_by: the nodes that store copies or parity for this one.
     """
 
     step: int
@@ -64,11 +64,12 @@ class SnapshotStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Behind:
-    """How far a stage is behind the newest snapshot that was staged.
+    """How far a stage lags behind the newest staged snapshot.
 
     Attributes:
-        step: the newest for which the stage has ended well; None if there is none in memory.
-        steps, seconds: what would be lost if all that the stage protects from happened now.
+        step: the newest step in memory for which the stage succeeded; None if there is none.
+        steps, seconds: the training that a failure would cost now, if the stage protects against
+            it.
     """
 
     step: int | None
@@ -78,10 +79,10 @@ class Behind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """A run on this node. Slots are files that hold a rank's share, or wait to.
+    """A run on this node. A slot is a file that holds a rank's share, or is free.
 
     Attributes:
-        tensors: how those that were asked for are protected; None if none were.
+        tensors: the protection of the requested tensors; None if none were requested.
     """
 
     run: str
@@ -95,14 +96,14 @@ class RunStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
-    """A node, and its agent.
+    """A node and its agent.
 
     Attributes:
-        alive: whether an agent lives there.
-        answers: whether it answers; None if it lives not, or speaks TLS and none was given.
-        agent_bytes: memory of the agent's own; None if that cannot be told from here.
-        training: whether training runs beside it.
-        bytes, bytes_left: of all that is kept; and what the file system still has.
+        alive: whether an agent runs.
+        answers: whether it answers; None if none runs, or it requires TLS and none was given.
+        agent_bytes: the agent's own memory; None if it is unknown.
+        training: whether a training runs on this node.
+        bytes, bytes_left: bytes stored, and bytes free in the file system.
     """
 
     node: str | None
@@ -121,15 +122,15 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptRun:
-    """What a node keeps of a run.
+    """What a node stores for a run.
 
     Attributes:
-        run: its id.
-        root: where the run saves its checkpoints; None if that is not known.
-        bytes: of all files, free slots included.
-        steps: of its snapshots, ascending.
-        persisted: the newest of them that is in storage too; None if none is.
-        training: whether a trainer of the run lives on the node.
+        run: the run's id.
+        root: the root of the run's checkpoints; None if it is unknown.
+        bytes: bytes of all files, free slots included.
+        steps: the steps of its snapshots, ascending.
+        persisted: the newest of these steps that is in storage too; None if none is.
+        training: whether a trainer of the run is alive on the node.
     """
 
     run: str
@@ -141,7 +142,7 @@ class KeptRun:
 
 
 def kept_run(run: Run) -> KeptRun:
-    """What a node keeps of a run."""
+    """Return what a node stores for a run."""
     root: str | None = None
     with suppress(StoreError):
         root = read_record(run.path / ROOT, str)
@@ -157,13 +158,13 @@ def kept_run(run: Run) -> KeptRun:
 
 
 def status_of(home: Home, tls: Tls | None = None, tensors: str | None = None) -> NodeStatus:
-    """All that can be told of a node, without asking other nodes.
+    """Return the status of a node, without asking other nodes.
 
     Args:
-        tensors: a pattern of the names of those that are to be told of, such as "model.*".
+        tensors: a pattern of tensor names, for example "model.*": report their protection too.
 
     Raises:
-        ShardwiseError: tensors were asked for, and what tells of them is damaged.
+        ShardwiseError: tensors were requested, and their snapshot is damaged.
     """
     info = running_agent(home)
     known = info or read_record(home.info, AgentInfo)
@@ -216,7 +217,7 @@ def _snapshot(view: SnapshotView, node: str, now: float) -> SnapshotStatus:
 
 
 def _stage(view: SnapshotView, stage: str, now: float) -> StageStatus:
-    """The state of a stage; of several saves of the step, of one that has ended."""
+    """Return the state of a stage; if the step has several saves, prefer one that has ended."""
     ended = [s.stages[stage] for s in view.saves.values() if s.state(stage).has_ended]
     if not ended:
         wanted = any(stage in save.wanted for save in view.saves.values())
@@ -242,7 +243,7 @@ def _behind(snapshots: list[SnapshotStatus], stage: str) -> Behind:
 
 
 def _protectors(place: Place, node: str) -> list[str]:
-    """The nodes that keep something for a node, once all that was asked for is made."""
+    """Return the nodes that store something for a node, once protection is complete."""
     found: set[str] = set()
     for save_id in records.requested("protect", place.named(".json")):
         with suppress(StoreError):
@@ -274,7 +275,7 @@ def _answers(info: AgentInfo, tls: Tls | None) -> bool | None:
 
 
 def _memory_of(process: int) -> int | None:
-    """Memory that is a process's own: what it maps of snapshots is not counted."""
+    """Return a process's private memory, without mapped snapshots."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:

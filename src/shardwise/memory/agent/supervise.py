@@ -1,4 +1,4 @@
-"""Keeps a node's agent alive while training runs beside it."""
+"""Restarts a node's agent if it dies during the training."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ log = logging.getLogger("shardwise")
 
 
 class Supervisor:
-    """A thread of one rank of each node, which starts the agent again if it is gone.
+    """A thread in one rank of each node that restarts the agent if it is gone.
 
-    What it sees it logs as warnings; it never raises, but for `check`. It ends with this object.
+    It logs warnings, and raises only from `check`. It ends when this object is deleted.
 
     Args:
-        home: the node's directory.
-        options: how the agent is to be.
+        home: the node's home.
+        options: the options for a new agent.
     """
 
     def __init__(self, home: Home, options: Memory) -> None:
@@ -42,40 +42,40 @@ class Supervisor:
         attending = ExitStack()
         attending.enter_context(training_lock(home))
         self._thread = threading.Thread(
-            target=_go_round,
+            target=_check_repeatedly,
             args=(self._round, stopping, attending),
-            name="shardwise-keeper",
+            name="shardwise-supervisor",
             daemon=True,
         )
         self._thread.start()
 
     def check(self) -> None:
-        """Raise if there is no agent, and it was given up.
+        """Raise if no agent runs and the supervisor has stopped restarting it.
 
         Raises:
-            StoreError: says why.
+            StoreError: why it has.
         """
         failure = self._round.failure
         if failure and not self._round.home.has_agent():
             raise StoreError(failure)
 
     def stop(self) -> None:
-        """Leave the agent alone from now on; nothing if done before."""
+        """Stop the thread. Further calls do nothing."""
         self._stopping.set()
         self._thread.join(LOOK_AROUND + NO_ANSWER)
 
 
-def _go_round(each: _Checks, stopping: threading.Event, attending: ExitStack) -> None:
+def _check_repeatedly(each: _Checks, stopping: threading.Event, attending: ExitStack) -> None:
     with attending:
         while not stopping.wait(LOOK_AROUND):
             each.look()
 
 
 class _Checks:
-    """What is looked at again and again.
+    """The repeated checks of the agent.
 
     Attributes:
-        failure: why the agent was given up; "" if it was not.
+        failure: why the agent is not restarted any more; "" while it is.
     """
 
     def __init__(self, home: Home, options: Memory) -> None:
@@ -88,7 +88,7 @@ class _Checks:
         self._trouble = ""
 
     def look(self) -> None:
-        """Look once; whatever is found, the training goes on."""
+        """Check the agent once. Failures are logged, never raised: the training must continue."""
         try:
             if not self.home.has_agent():
                 self._start_again()
@@ -99,7 +99,7 @@ class _Checks:
                 self._asked = time.monotonic()
         except Exception as error:
             if str(error) != self._trouble:
-                log.exception("looking after the agent of %s", self.home)
+                log.exception("checking the agent of %s failed", self.home)
             self._trouble = str(error)
 
     def _start_again(self) -> None:
@@ -109,7 +109,7 @@ class _Checks:
         if len(self._starts) == MOST_STARTS and now - self._starts[0] < WITHIN:
             self.failure = (
                 f"the agent of {self.home} ended {MOST_STARTS} times within {WITHIN:.0f} s, and "
-                f"is not started any more; its log ends so:\n{log_tail(self.home.log)}"
+                f"is not restarted; the end of its log:\n{log_tail(self.home.log)}"
             )
             log.error("%s", self.failure)
             return
@@ -121,18 +121,18 @@ class _Checks:
         except StoreError as error:
             log.warning("%s", error)
         else:
-            log.warning("the agent of %s lives again (process %d)", self.home, info.process)
+            log.warning("the agent of %s was restarted (process %d)", self.home, info.process)
 
     def _ask(self) -> None:
-        """Have it answer; one that is stopped or starved lives, so no other may be started."""
+        """Check that the agent answers. A suspended or overloaded agent is not replaced."""
         info = running_agent(self.home)
         if info is None:
             return
         failure = silence(info, self._options.tls, NO_ANSWER)
         if failure and not self._is_silent and self.home.has_agent():
             log.warning(
-                "the agent of %s (process %d) lives, but does not answer: %s; snapshots wait until "
-                "it does, or is ended",
+                "the agent of %s (process %d) runs, but does not answer: %s; snapshots wait until "
+                "it answers or is killed",
                 self.home,
                 info.process,
                 failure,
@@ -144,20 +144,20 @@ class _Checks:
 
 @contextmanager
 def training_lock(home: Home) -> Iterator[None]:
-    """Have the agent know, while the block runs, that training runs beside it."""
+    """Hold the lock that shows the agent that a training runs on this node."""
     process = os.getpid()
-    with _attending(home) as fd:
+    with _lock_file(home) as fd:
         fcntl.flock(fd, fcntl.LOCK_SH)
         try:
             yield
         finally:
-            if os.getpid() == process:  # forked children hold the same lock, and do not let it go
+            if os.getpid() == process:  # a forked child shares the lock, and must not release it
                 fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def is_training(home: Home) -> bool:
-    """Whether training runs beside an agent."""
-    with _attending(home) as fd:
+    """Return whether a training runs on this node."""
+    with _lock_file(home) as fd:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -166,7 +166,7 @@ def is_training(home: Home) -> bool:
 
 
 @contextmanager
-def _attending(home: Home) -> Iterator[int]:
+def _lock_file(home: Home) -> Iterator[int]:
     fd = home.open_lock("training.lock")
     try:
         yield fd

@@ -1,4 +1,4 @@
-"""How each tensor of a snapshot is protected, as its manifest and the records beside it tell."""
+"""How each tensor of a snapshot is protected, according to its manifest and records."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from shardwise.memory.redundancy.placement import Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """What protects some of a tensor.
+    """The protection of part of a tensor.
 
     Attributes:
         kind: "copies" or "parity".
-        survives: how many of the nodes may be lost, those that hold it among them.
-        nodes: that hold it, and that keep what protects it.
+        survives: how many of `nodes` may be lost.
+        nodes: the nodes that hold the part, and those that store its copies or parity.
     """
 
     kind: str
@@ -38,11 +38,10 @@ class TensorStatus:
     """A tensor of a snapshot.
 
     Attributes:
-        bytes: of all of it.
-        nodes: where it lies.
-        survives: the loss of so many nodes, whichever they are, costs none of it; 0: it is not
-            protected, or not all of it.
-        guards: what protects it.
+        bytes: the tensor's size.
+        nodes: the nodes that hold it.
+        survives: how many nodes may be lost, whichever they are; 0 if any part is not protected.
+        guards: the protection of its parts.
     """
 
     name: str
@@ -54,18 +53,18 @@ class TensorStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorsStatus:
-    """The newest snapshot of a run that is committed, and tensors of it."""
+    """The newest committed snapshot of a run, and some of its tensors."""
 
     step: int
     tensors: list[TensorStatus]
 
 
 def tensors_of(run: Run, pattern: str) -> TensorsStatus | None:
-    """How the tensors whose names match a pattern are protected; None if there is no snapshot.
+    """Return how the tensors whose names match a pattern are protected; None without a snapshot.
 
     Raises:
-        FormatError: its manifest cannot be trusted.
-        StoreError: a record of it is damaged.
+        FormatError: the manifest is invalid.
+        StoreError: a record is damaged.
     """
     for step in reversed(run.steps()):
         place = Place(run, step)
@@ -106,7 +105,7 @@ def _tensors(place: Place, manifest: Manifest, pattern: str) -> list[TensorStatu
 
 
 def _nodes(place: Place, save_id: str) -> dict[str, str]:
-    """The node of each data file, as the leader of the snapshot said."""
+    """Return the node of each data file, from the pending manifest."""
     found = [
         each
         for each in place.pending_manifests() + place.pending_copies()
@@ -116,7 +115,7 @@ def _nodes(place: Place, save_id: str) -> dict[str, str]:
 
 
 def _guards(place: Place, save_id: str) -> dict[str, Guard]:
-    """What protects each data file; nothing does before all that was asked for is made."""
+    """Return the protection of each data file; none until protection is complete."""
     done = place.ended("protect", save_id)
     request = read_record(place.path / records.request("protect", save_id), Protect)
     if done is None or done.failure or request is None:
@@ -141,6 +140,6 @@ def _guard(group: Group, at: int) -> Guard | None:
 
 
 def _distinct(guards: Iterable[Guard | None]) -> list[Guard]:
-    """Each once, in their order."""
+    """Return each once, in order."""
     by_nodes = {(each.kind, *each.nodes): each for each in guards if each is not None}
     return list(by_nodes.values())
