@@ -75,7 +75,7 @@ def test_an_agent_that_dies_is_followed_by_one_that_is_the_same_to_others(
         assert second is not None
         assert (second.node, second.url, second.token) == (first.node, first.url, first.token)
         assert client.health().pid == second.process
-        until(lambda: "was restarted" in caplog.text)
+        until(lambda: "runs again" in caplog.text)
         assert "is gone; starting another" in caplog.text
     assert not is_training(home)
     kill(second)

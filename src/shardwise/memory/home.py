@@ -138,9 +138,8 @@ class Home:
         """Return whether an agent runs on this node."""
         fd = self.open_lock("agent.lock")
         try:
-            fcntl.flock(
-                fd, fcntl.LOCK_SH | fcntl.LOCK_NB
-            )  # shared, so that two callers do not take each other for an agent
+            # Shared, so that two callers do not take each other for an agent.
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
         finally:

@@ -134,9 +134,8 @@ class Following:
 
         def copy(name: str) -> int:
             deadline = time.monotonic() + request.wait
-            place.expect(
-                name, deadline, failed=records.failed(name)
-            )  # its record is valid from then on
+            # A rank's record is valid only once its file exists.
+            place.expect(name, deadline, failed=records.failed(name))
             staged = _read(place.path / records.staged(name), Staged).file
             data = self.mappings.find(place.path / name, staged.size)
 

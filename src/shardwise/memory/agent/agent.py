@@ -133,7 +133,7 @@ class Agent:
                 self._around()
                 due = self.look()
             except Exception:
-                log.exception("looking around on this node")
+                log.exception("observing this node failed")
                 continue
             for kind, worker in self._workers.items():
                 worker.offer([each for each in due if type(each) is kind])

@@ -141,7 +141,7 @@ async def _serve(
         try:
             await _until_ended(home, ended, until_idle=options.until_idle)
         finally:
-            log.info("stopping the agent, within %.0f s", ENDING)
+            log.info("stopping the agent; actions in progress have %.0f s to finish", ENDING)
             finished = await asyncio.to_thread(agent.stop, ENDING)
             home.info.unlink(missing_ok=True)
     if not finished:

@@ -121,7 +121,7 @@ class _Checks:
         except StoreError as error:
             log.warning("%s", error)
         else:
-            log.warning("the agent of %s was restarted (process %d)", self.home, info.process)
+            log.warning("the agent of %s runs again (process %d)", self.home, info.process)
 
     def _ask(self) -> None:
         """Check that the agent answers. A suspended or overloaded agent is not replaced."""
