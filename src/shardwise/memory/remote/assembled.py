@@ -131,7 +131,7 @@ class AssembledStore:
         return _RemoteFile(self._assembly.sizes[key], f"{key} of {self}", ways, self._count)
 
     def is_mapped(self, key: str) -> bool:
-        """Whether a file is in this node's memory."""
+        """Return whether a file is in this node's memory."""
         return self._node in self._assembly.holders.get(key, ())
 
     def read(self, key: str, *, limit: int) -> bytes:

@@ -258,7 +258,7 @@ class Nodes:
         return ""
 
     def _has(self, node: str, name: str) -> bool:
-        """Whether a node has a record."""
+        """Return whether a node has a record."""
         if node == self._here:
             return self._place.has(name)
         try:

@@ -183,7 +183,7 @@ class Search:
         return Assembly(None, {}, {}, {}, b"", newer)
 
     def is_complete(self, step: int | None) -> bool:
-        """Whether no other node can hold a newer snapshot than these nodes do.
+        """Return whether no other node can hold a newer snapshot than these nodes do.
 
         That is so if the newest step they know is complete among them, and was saved after the run
         was last restored. A node that took part in that step knows every later step of the same
