@@ -285,19 +285,19 @@ class Place:
     def pending_manifests(self) -> list[PendingManifest]:
         """Return the pending manifests of saves that this node leads: one for each save."""
         saves = records.requested("pending", self.named(".json"))
-        return self._whole([records.pending(each) for each in saves], PendingManifest)
+        return self._read_all([records.pending(each) for each in saves], PendingManifest)
 
     def pending_copies(self) -> list[PendingManifest]:
         """Return the copies of pending manifests of saves that other nodes lead."""
         saves = records.requested("pending-copy", self.named(".json"))
-        return self._whole([records.pending_copy(each) for each in saves], PendingManifest)
+        return self._read_all([records.pending_copy(each) for each in saves], PendingManifest)
 
     def staged(self) -> list[Staged]:
         """Return the records of the files that this node's ranks have staged.
 
         A record without its file is ignored: the rank was killed before it moved the file here.
         """
-        found = self._whole(self.named(".staged.json"), Staged)
+        found = self._read_all(self.named(".staged.json"), Staged)
         return [each for each in found if self.has(each.file.name)]
 
     def age(self) -> float:
@@ -314,7 +314,7 @@ class Place:
 
     def kept(self) -> list[Kept]:
         """Return the records of copies and parity that ranks made from their replicas."""
-        return self._whole([name for name in self.named(".json") if records.is_kept(name)], Kept)
+        return self._read_all([name for name in self.named(".json") if records.is_kept(name)], Kept)
 
     def ended(self, stage: str, save_id: str) -> Done | None:
         """Return how a stage has ended for the cluster, or None if it has not.
@@ -332,7 +332,7 @@ class Place:
                 failure=f"the record of the outcome is damaged: {error}",
             )
 
-    def _whole(self, names: list[str], kind: type[T]) -> list[T]:
+    def _read_all(self, names: list[str], kind: type[T]) -> list[T]:
         """Return the records of these names; log damaged ones, and leave them out."""
         found = []
         for name in names:

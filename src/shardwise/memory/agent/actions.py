@@ -95,7 +95,9 @@ class Following:
 
         def work(request: Protect) -> int:
             with closing(Nodes(place, request.nodes, self.node, request.wait, self.tls)) as nodes:
-                return nodes.insist(lambda: guard(place, request, nodes, self.node, self.mappings))
+                return nodes.retrying(
+                    lambda: guard(place, request, nodes, self.node, self.mappings)
+                )
 
         self._follow(action, "protect", Protect, work)
 

@@ -62,7 +62,7 @@ class Agent:
         self._bell = threading.Event()
         self._stopping = threading.Event()
         self._workers = {kind: _Worker(kind.__name__.lower(), self) for kind in perform}
-        self._looking = threading.Thread(target=self._look_around, name="look", daemon=True)
+        self._looking = threading.Thread(target=self._observe_repeatedly, name="look", daemon=True)
 
     def start(self) -> None:
         """Start the threads."""
@@ -124,8 +124,8 @@ class Agent:
         run = self._observer.run(run_of(action))
         return action in decide_run(run, self._observer.clock(), self._periods)
 
-    def _look_around(self) -> None:
-        _give_way()
+    def _observe_repeatedly(self) -> None:
+        _lower_priority()
         while not self.is_stopping:
             self._bell.wait(LOOK_AROUND)
             self._bell.clear()
@@ -158,7 +158,7 @@ class _Worker:
             self._changed.notify()
 
     def _work(self) -> None:
-        _give_way()
+        _lower_priority()
         while (action := self._next()) is not None:
             if self._agent.do(action):
                 self._agent.wake()
@@ -262,7 +262,7 @@ def _kind_of(error: Exception) -> tuple[str, int]:
     return type(error).__name__, 0 if trace is None else trace.tb_lineno
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Lower the priority of this thread, and of those that it starts: training goes first. The
     threads that serve other nodes keep theirs, because a restore waits for them.
     """

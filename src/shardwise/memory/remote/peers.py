@@ -45,7 +45,7 @@ def of_each(nodes: Iterable[str], work: Callable[[str], T]) -> dict[str, T]:
                 job.cancel()
 
 
-class _GoneError(StoreError):
+class _NoRetryError(StoreError):
     """A retry is pointless: the run continued without a node, or a node without the snapshot."""
 
 
@@ -124,12 +124,12 @@ class Nodes:
             try:
                 found = self._look(node, name, kind, last_news + self._wait - time.monotonic())
                 if found is None and failed and (why := self._look(node, failed, Done, 0.0)):
-                    raise _GoneError(f"node {node}: {why.failure}")
+                    raise _NoRetryError(f"node {node}: {why.failure}")
                 if found is None and asked:
                     if not self._has(node, asked):
-                        raise _GoneError(f"node {node} has discarded the snapshot")
+                        raise _NoRetryError(f"node {node} has discarded the snapshot")
                     last_news = time.monotonic()
-            except _GoneError:
+            except _NoRetryError:
                 raise
             except StoreError:
                 self._refuse_gone([node])
@@ -146,7 +146,7 @@ class Nodes:
         Raises:
             StoreError: the node does not answer, or the snapshot was abandoned.
         """
-        self.insist(lambda: self._put(node, name, record))
+        self.retrying(lambda: self._put(node, name, record))
 
     def tell_others(self, *named: tuple[str, object]) -> None:
         """Write records, given with their names, on all other nodes, on each in this order.
@@ -158,13 +158,13 @@ class Nodes:
         left = list(self._clients)
 
         def tell() -> None:
-            said = of_each(left, lambda node: self._try_to_tell(node, named))
+            said = of_each(left, lambda node: self._try_to_write(node, named))
             left[:] = [node for node in left if said[node]]
             self._refuse_gone(left)
             if left:
                 raise StoreError("; ".join(said[node] for node in left))
 
-        self.insist(tell)
+        self.retrying(tell)
 
     def tell_all(self, name: str, record: object) -> None:
         """Write a record on all nodes, on this one last: then the others have it, or are lost.
@@ -178,7 +178,7 @@ class Nodes:
         finally:
             self._put(self._here, name, record)
 
-    def insist(self, work: Callable[[], T]) -> T:
+    def retrying(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, and retry while other nodes do not answer.
 
         An agent that has died is replaced within seconds.
@@ -191,7 +191,7 @@ class Nodes:
             self._place.refuse_abandoned()
             try:
                 return work()
-            except _GoneError:
+            except _NoRetryError:
                 raise
             except StoreError:
                 if time.monotonic() > deadline:
@@ -233,7 +233,7 @@ class Nodes:
                 present = {info.node for each in pending for info in each.nodes}
                 gone = sorted(set(nodes) - present)
                 if gone:
-                    raise _GoneError(f"the run continued without node {', '.join(gone)}")
+                    raise _NoRetryError(f"the run continued without node {', '.join(gone)}")
                 return
 
     def _client(self, node: str) -> AgentClient:
@@ -249,7 +249,7 @@ class Nodes:
         else:
             self._client(node).put(self._place.run.name, self._place.step, name, data)
 
-    def _try_to_tell(self, node: str, named: Sequence[tuple[str, object]]) -> str:
+    def _try_to_write(self, node: str, named: Sequence[tuple[str, object]]) -> str:
         try:
             for name, record in named:
                 self._put(node, name, record)
