@@ -545,7 +545,7 @@ def test_silent_strangers_keep_nobody_from_being_answered(tmp_path: Path) -> Non
 def test_an_address_has_few_connections_before_it_shows_the_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "MOST_STRANGERS", 3)
+    monkeypatch.setattr(connections, "MOST_UNAUTHENTICATED", 3)
     with serve(tmp_path) as one, ExitStack() as stack:
         (other,) = strangers(stack, one, 1, "127.0.0.3")
         *older, _, _, newest = strangers(stack, one, 8, "127.0.0.2")

@@ -178,12 +178,9 @@ class Run:
 
 @contextmanager
 def hold(directory: Path, *, shared: bool) -> Iterator[bool]:
-    """Lock a directory while the block runs.
+    """Lock a directory while the block runs, and yield whether it is locked; never wait.
 
-    A shared lock keeps the directory from being removed; an exclusive lock excludes all other
-    users.
-    Yields False, without waiting, if the lock is not available. The system releases the lock if the
-    process dies.
+    A shared lock keeps others from removing the directory.
     """
     fd = -1
     with suppress(FileNotFoundError):
@@ -264,14 +261,7 @@ class Place:
 
     @contextmanager
     def hold(self, *, shared: bool) -> Iterator[bool]:
-        """Lock the snapshot while the block runs.
-
-        A shared lock keeps the snapshot from being freed; an exclusive lock excludes all other
-        users.
-        Yields False, without waiting, if the lock is not available. The system releases the lock if
-        the
-        process dies.
-        """
+        """Lock the snapshot (see `hold`) while the block runs; yield whether it is locked."""
         with hold(self.path, shared=shared) as held:
             yield held
 
@@ -284,19 +274,18 @@ class Place:
 
     def pending_manifests(self) -> list[PendingManifest]:
         """Return the pending manifests of saves that this node leads: one for each save."""
-        saves = records.requested("pending", self.named(".json"))
-        return self._read_all([records.pending(each) for each in saves], PendingManifest)
+        return self._pending("pending")
 
     def pending_copies(self) -> list[PendingManifest]:
         """Return the copies of pending manifests of saves that other nodes lead."""
-        saves = records.requested("pending-copy", self.named(".json"))
-        return self._read_all([records.pending_copy(each) for each in saves], PendingManifest)
+        return self._pending("pending-copy")
+
+    def _pending(self, kind: str) -> list[PendingManifest]:
+        names = [records.request(kind, each) for each in records.requested(kind, self.named(""))]
+        return self._read_all(names, PendingManifest)
 
     def staged(self) -> list[Staged]:
-        """Return the records of the files that this node's ranks have staged.
-
-        A record without its file is ignored: the rank was killed before it moved the file here.
-        """
+        """Return the records of staged files; one whose file was never moved here does not count."""
         found = self._read_all(self.named(".staged.json"), Staged)
         return [each for each in found if self.has(each.file.name)]
 
@@ -317,10 +306,8 @@ class Place:
         return self._read_all([name for name in self.named(".json") if records.is_kept(name)], Kept)
 
     def ended(self, stage: str, save_id: str) -> Done | None:
-        """Return how a stage has ended for the cluster, or None if it has not.
-
-        A damaged record counts as a failure.
-        """
+        """Return how a stage has ended for the cluster, or None. A damaged record counts as a
+        failure."""
         name = records.outcome(stage, save_id)
         try:
             return read_record(self.path / name, Done)
