@@ -285,7 +285,7 @@ class Place:
         return self._read_all(names, PendingManifest)
 
     def staged(self) -> list[Staged]:
-        """Return the records of staged files; one whose file was never moved here does not count."""
+        """Return the records of staged files; a record without its file does not count."""
         found = self._read_all(self.named(".staged.json"), Staged)
         return [each for each in found if self.has(each.file.name)]
 
