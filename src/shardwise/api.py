@@ -49,7 +49,7 @@ def save(
     plans: PlanCache | None = None,
     on_event: Sink | None = None,
 ) -> SaveReport:
-    """Save a state as one checkpoint. It is durable when this returns. All ranks call it.
+    """Save a state as one checkpoint, which is durable on return. All ranks call this function.
 
     If the save fails, all ranks raise, and nothing is published.
 
@@ -58,7 +58,7 @@ def save(
         state: a dict of modules, optimizers, tensors, objects with `state_dict` and
             `load_state_dict`, plain values, and dicts of these.
         step: the training step of the state.
-        overwrite: replace an existing checkpoint. Without it, that is an error.
+        overwrite: replace an existing checkpoint, which is an error otherwise.
         check_replicas: compare tensors that several ranks hold, and raise if they differ.
         metrics: numbers to store with the checkpoint, such as a loss.
         allow_pickle: pickle values that have no plain form; loading them needs it too.
@@ -113,7 +113,7 @@ def load(
     group: dist.ProcessGroup | Group | None = None,
     on_event: Sink | None = None,
 ) -> LoadReport:
-    """Load a checkpoint into a state in place, with any sharding. All ranks call it.
+    """Load a checkpoint into a state, with any sharding. All ranks call this function.
 
     Tensors are filled in place, missing optimizer state is created, and plain values are set in
     the dict. A state with fewer keys than the checkpoint loads only those.
@@ -121,11 +121,11 @@ def load(
     Args:
         place: a directory or store with a checkpoint (ours or foreign), or the root of a run.
         state: the state to fill; see `save`.
-        strict: raise if the checkpoint lacks names of the state, or has more names below the keys
-            of the state. If False, report both; a module that gets nothing at all still raises.
+        strict: raise if the checkpoint lacks names of the state, or has further names below the
+            keys of the state. If False, report both; a module that gets nothing still raises.
         only, skip: shell patterns of the target's names to load, and to leave unchanged.
         rename: maps target names to checkpoint names: a function, or a mapping of prefixes.
-        cast: convert tensors whose dtypes differ. Without it, that is an error.
+        cast: convert tensors whose dtypes differ, which is an error otherwise.
         resize: maps names or shell patterns to "keep-common": load what both shapes share.
         allow_pickle: unpickle values that were pickled. Only for files that you trust.
         step, verify, spec, skip_unknown, format, index: see `open`. All others: see `save`.
@@ -172,13 +172,13 @@ def open(  # noqa: A001 - shardwise.open
         step: which checkpoint of a root: a step number, `"newest"`, or `sw.Best("loss")`.
         verify: check the checksum of every byte that is read. A foreign checkpoint is not
             checked; if it stores a tensor several times, a sample of the copies is compared.
-        spec: how to assemble its tensors, in the language of docs/language.md; see
+        spec: how to assemble the tensors, in the language of docs/language.md; see
             `shardwise.spec`.
-        skip_unknown: skip pickled values of unknown classes, and list them in `left_out`. Without
-            it, they are an error.
+        skip_unknown: skip pickled values of unknown classes, which are an error otherwise, and
+            list them in `left_out`.
         format: `"dcp"`, `"hf"` …: the format to read, if the directory has several.
-        index: a file that caches what was found in a foreign checkpoint, so that it opens faster
-            the next time.
+        index: a file that caches the description of a foreign checkpoint, so that the checkpoint
+            opens faster the next time.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or the root lacks the selected one.
@@ -193,7 +193,7 @@ def open(  # noqa: A001 - shardwise.open
 def entered(place: Place, step: Choice, group: Group) -> Callable[[], Store]:
     """Return a function that opens the store of a checkpoint: the place, or a step below it.
 
-    All ranks call it together.
+    All ranks call this function together.
 
     Raises:
         ShardwiseError: as for `place_below`.
@@ -205,13 +205,15 @@ def entered(place: Place, step: Choice, group: Group) -> Callable[[], Store]:
 
 @contextmanager
 def resolved_group(group: dist.ProcessGroup | Group | None) -> Iterator[Group]:
-    """Provide the ranks to talk to: the given ones, or those of the default process group.
+    """Provide the group of ranks: the given one, or the default process group.
 
     If the process group has no backend for CPU tensors, a gloo group of the same ranks is created
     and destroyed at the end of the block.
     """
     if isinstance(group, int):  # torch.distributed's value for ranks that are not in a new group
-        raise StateError("this rank is not in the group: only its members save and load with it")
+        raise StateError(
+            "group: this rank is not in the process group; call save and load on its members only"
+        )
     if group is None and not (dist.is_available() and dist.is_initialized()):
         yield SoloGroup()
     elif group is None or isinstance(group, dist.ProcessGroup):

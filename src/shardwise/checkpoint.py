@@ -52,7 +52,7 @@ class SavedTensor:
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
+        """The number of dimensions."""
         return len(self.shape)
 
     @property
@@ -100,7 +100,7 @@ class SavedTensor:
     def tensor(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        """Read the whole tensor, converted to `dtype` if that is given."""
+        """Read the whole tensor; convert it to `dtype` if given."""
         return self[...].to(device, dtype or self.dtype)
 
     def __array__(
@@ -122,7 +122,7 @@ class SavedTensor:
         except TypeError as error:
             if dtype is None:
                 raise TypeError(
-                    f"{self.name}: numpy has no {self.dtype}: pass a dtype, such as "
+                    f"{self.name}: numpy has no dtype {self.dtype}: pass a dtype, for example "
                     "numpy.float32, or use .tensor()"
                 ) from error
             known = torch.complex64 if self.dtype.is_complex else torch.float32
@@ -134,7 +134,7 @@ class SavedTensor:
         return self[...].__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """The CPU: tensors are read into host memory."""
+        """Return the CPU, because tensors are read into host memory."""
         return 1, 0
 
 
@@ -201,7 +201,7 @@ class Checkpoint(Mapping[str, Any]):
         )
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The tensor or value of this name, or `default`."""
+        """Return the tensor or value of this name, or `default`."""
         return self[name] if name in self else default  # noqa: SIM401
 
     def __iter__(self) -> Iterator[str]:
@@ -211,7 +211,7 @@ class Checkpoint(Mapping[str, Any]):
         return len(self.manifest.tensors) + len(self.manifest.objects)
 
     def tensors(self) -> dict[str, SavedTensor]:
-        """All tensors, by name."""
+        """Return all tensors, by name."""
         return {entry.name: SavedTensor(self, entry) for entry in self.manifest.tensors}
 
     def state_dict(self, key: str) -> dict[str, Any]:
@@ -228,14 +228,19 @@ class Checkpoint(Mapping[str, Any]):
         if key in self:
             value = self[key]
             if not isinstance(value, dict):
-                raise StateError(f"{key}: its value is a {type(value).__name__}, not a dict")
+                raise StateError(
+                    f"{key}: the value is a {type(value).__name__}, not a dict; read it with "
+                    f"checkpoint[{key!r}]"
+                )
             return value
         start = f"{key}."
         names = [name for name in self if name.startswith(start)]
         if not names:
             raise self._unknown(key)
         if f"{start}{GROUPS}" in names:
-            raise StateError(f"{key}: this is an optimizer: create one, and load it with sw.load")
+            raise StateError(
+                f"{key}: the key belongs to an optimizer; load an optimizer with sw.load"
+            )
         return {name.removeprefix(start): value for name, value in self._read(names).items()}
 
     def to_dict(self, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> dict[str, Any]:
@@ -260,7 +265,7 @@ class Checkpoint(Mapping[str, Any]):
         return nested
 
     def boxes(self, name: str) -> list[tuple[Box, int]]:
-        """The boxes that a tensor is stored in, each with the rank that wrote it.
+        """Return the boxes that a tensor is stored in, each with the rank that wrote the box.
 
         Raises:
             KeyError: there is no tensor of this name; the message suggests similar ones.
@@ -312,8 +317,8 @@ class Checkpoint(Mapping[str, Any]):
             raise StateError(f"{name}: {box} is not inside a tensor of shape {list(entry.shape)}")
         if tuple(out.shape) != box.shape or str(out.dtype) != f"torch.{entry.dtype}":
             raise StateError(
-                f"{name}: {box} of it is {entry.dtype} of shape {list(box.shape)}, which "
-                f"{out.dtype} of shape {list(out.shape)} is not"
+                f"{name}: the box {box} has dtype {entry.dtype} and shape {list(box.shape)}, but "
+                f"out has {out.dtype} and {list(out.shape)}"
             )
         self._fill([TensorLeaf(name, out.dtype, entry.shape, (Fragment(box, out),))])
 
@@ -335,7 +340,7 @@ class Checkpoint(Mapping[str, Any]):
         return verify_all(self._opened, self._arena, Recorder(on_event))
 
     def _read(self, names: Sequence[str]) -> dict[str, Any]:
-        """Tensors and plain values, read together; tensors that are tied share their memory."""
+        """Read tensors and plain values; tied tensors share memory."""
         values = {name: self._saved.object(name) for name in names if self._saved.has_object(name)}
         inside = {each for value in values.values() for each in saved_tensors(value)}
         wanted = [name for name in names if name not in values and name not in inside]
@@ -345,7 +350,7 @@ class Checkpoint(Mapping[str, Any]):
             entry = self._saved.tensor(name)
             if entry is None:
                 raise StateError(
-                    f"{name}: a plain value refers to this tensor, which does not exist"
+                    f"{name}: a plain value refers to this tensor, which the checkpoint lacks"
                 )
             number = self._saved.stored_index(name)
             if number not in tensors:
@@ -378,9 +383,9 @@ class Checkpoint(Mapping[str, Any]):
         return entry
 
     def _unknown(self, name: str) -> KeyError:
-        """The error for a name that is not there, with what may have been meant."""
+        """Return the error for an unknown name, with a suggestion."""
         if self._saved.below(name):
-            hint = f"; it is a prefix of names: state_dict({name!r}) reads them"
+            hint = f"; other names begin with it: state_dict({name!r}) reads them"
         elif name in self.manifest.per_rank:
             hint = "; its value differs between ranks, so only sw.load restores it"
         else:
@@ -390,7 +395,10 @@ class Checkpoint(Mapping[str, Any]):
 
 
 def _keys(name: str, names: Collection[str]) -> list[str]:
-    """The keys of nested dicts that lead to a name: a dot opens one unless a value is there."""
+    """Return the keys of the nested dicts that lead to a name.
+
+    A dot separates two keys, unless the name up to the dot is also the name of a value.
+    """
     keys = [""]
     parts = name.split(".")
     for i, part in enumerate(parts):

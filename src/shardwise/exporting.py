@@ -50,7 +50,7 @@ def export(
     group: dist.ProcessGroup | Group | None = None,
     on_event: Sink | None = None,
 ) -> ConversionReport:
-    """Write a checkpoint in another format. All ranks call it and share the work.
+    """Write a checkpoint in another format. All ranks call this function and share the work.
 
     The same call resumes an interrupted export. Written files are read back and compared.
 

@@ -1,4 +1,4 @@
-"""What a notebook shows of a checkpoint: tables in HTML, and the boxes of a tensor as a picture."""
+"""Show a checkpoint in a notebook: tables in HTML, and plots of the boxes of a tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLOT = "plot() needs matplotlib: pip install 'shardwise[plot]'"
 
 
 def checkpoint_html(path: str, manifest: Manifest) -> str:
-    """A checkpoint in brief: a row for each key of the state."""
+    """Return a summary of a checkpoint as HTML, with a row for each key of the state."""
     tensors: dict[str, list[TensorEntry]] = {}
     values: dict[str, list[ObjectEntry]] = {}
     for tensor in manifest.tensors:
@@ -48,7 +48,7 @@ def checkpoint_html(path: str, manifest: Manifest) -> str:
 
 
 def tensor_html(entry: TensorEntry, boxes: Sequence[tuple[Box, int]]) -> str:
-    """A tensor in brief."""
+    """Return a summary of a tensor as HTML."""
     facts = {
         "dtype": entry.dtype,
         "shape": str(list(entry.shape)),
@@ -67,11 +67,14 @@ def draw_boxes(
     noun: str,
     axes: Axes | None,
 ) -> Axes:
-    """Draw where the boxes of a tensor lie, in the colours of the ranks or files they belong to.
+    """Draw the boxes of a tensor, each in the colour of its rank or file.
 
     Args:
-        boxes: each with the number of the rank or file (`noun`) that it belongs to.
-        axes: where to draw; None for a new figure.
+        title: the title of the plot.
+        shape: the global shape of the tensor.
+        boxes: the boxes, each with the number of its rank or file.
+        noun: "rank" or "file", for labels.
+        axes: the matplotlib axes to draw on; None for a new figure.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -116,7 +119,10 @@ def _cell(text: str) -> str:
 def _table(
     title: str, facts: Mapping[str, str], columns: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> str:
-    """A title, a line of facts, and a table. All texts are escaped, long ones and tables cut."""
+    """Return a title, a line of facts and a table as HTML.
+
+    All texts are escaped. Long texts and long tables are truncated.
+    """
     line = " · ".join(f"{_cell(name)} {_cell(value)}" for name, value in facts.items())
     head = "".join(f"<th style='text-align:left'>{_cell(each)}</th>" for each in columns)
     body = "".join(

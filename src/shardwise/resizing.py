@@ -1,4 +1,4 @@
-"""Tensors that a load resizes, such as the embedding of a vocabulary that has grown since."""
+"""Resize tensors while they are loaded, for example the embedding of a larger vocabulary."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Target(msgspec.Struct, frozen=True, array_like=True):
     """A tensor of the target that may be resized.
 
     Attributes:
-        shape: its global shape in the target.
-        within: its name within its module.
-        is_meta: some rank has it on the meta device.
+        shape: the global shape in the target.
+        within: the name within the module.
+        is_meta: whether the tensor is on the meta device on any rank.
     """
 
     shape: Shape
@@ -39,7 +39,12 @@ class Target(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Resizing:
-    """The tensors that a load resizes, by their names in the target; the same on all ranks."""
+    """The tensors that a load resizes; the same on all ranks.
+
+    Attributes:
+        targets: the tensors, by their names in the target.
+        optimizers: the names of the optimizers of the target.
+    """
 
     targets: Mapping[str, Target] = field(default_factory=dict)
     optimizers: Collection[str] = ()
@@ -51,10 +56,12 @@ class Resizing:
         """Find the tensors that `resize` names, on all ranks together.
 
         Args:
-            resize: shell patterns of names, to `"keep-common"`; the same on all ranks.
+            resize: a mapping of shell patterns to `"keep-common"`; the same on all ranks.
+            state: the target.
+            group: the ranks.
 
         Raises:
-            StateError: it is not such a mapping.
+            StateError: `resize` is not such a mapping.
             MismatchError: a pattern matches no tensor.
         """
         if not resize:
@@ -76,10 +83,10 @@ class Resizing:
                     other = found.get(name, target)
                     is_meta = target.is_meta or other.is_meta
                     found[name] = Target(target.shape, target.within, is_meta)
-            idle = [each for each in resize if not any(fnmatchcase(n, each) for n in found)]
-            if idle:
+            unmatched = [each for each in resize if not any(fnmatchcase(n, each) for n in found)]
+            if unmatched:
                 raise MismatchError(
-                    "resize= has names or patterns that match nothing in the state:", idle
+                    "resize= has names or patterns that match no tensor of the state:", unmatched
                 )
             return msgspec.msgpack.encode((found, [*optimizers]))
 
@@ -87,7 +94,7 @@ class Resizing:
         return cls(*msgspec.msgpack.decode(reply, type=tuple[dict[str, Target], list[str]]))
 
     def order_before(self, order: ParameterOrder, saved: SavedState) -> ParameterOrder:
-        """The order of an optimizer's parameters, with the shapes that the checkpoint has."""
+        """Return the order of an optimizer's parameters with the shapes of the checkpoint."""
         before: dict[tuple[str, Shape], Shape] = {}
         for name, target in self.targets.items():
             entry = saved.tensor(name)
@@ -96,30 +103,32 @@ class Resizing:
         return [[(n, before.get((n, shape), shape)) for n, shape in group] for group in order]
 
     def applied(self, opened: Opened, saved: SavedState, selection: Selection) -> Opened:
-        """The checkpoint as if it had been saved with the target's shapes.
+        """Return a view of the checkpoint in which the resized tensors have the target's shapes.
 
-        What it lacks of a tensor is not read, and what it has beyond the target's shape neither.
-        Moments of a parameter are resized with it.
+        Only elements that both shapes contain are read. The moments of a parameter are resized with
+        the parameter.
 
         Args:
-            saved: the checkpoint by the target's names.
+            opened: the checkpoint.
+            saved: the names of the checkpoint, found by the target's names.
             selection: the names that are loaded.
 
         Raises:
-            StateError: what the checkpoint lacks of a tensor would have no value, or an optimizer
-                has state of it in another shape, such as factored moments.
+            StateError: new elements of a tensor would have no value, an optimizer's state has
+                another shape than the parameter (for example factored moments), or the tensor is a
+                mean of several copies.
         """
         shapes: dict[str, Shape] = {}
         for name, target in self.targets.items():
             entry = saved.tensor(name)
             if entry is None or len(entry.shape) != len(target.shape):
-                continue  # as any other misfit, it is reported when names are matched
+                continue  # reported when names are matched
             if target.is_meta and any(
                 a > b for a, b in zip(target.shape, entry.shape, strict=True)
             ):
                 raise StateError(
-                    f"{name}: it is larger than in the checkpoint and on the meta device, so its "
-                    "new elements have no values: initialize it before loading"
+                    f"{name}: the tensor is larger than in the checkpoint and on the meta device, "
+                    "so its new elements have no values: initialize the tensor before loading"
                 )
             shapes[entry.name] = target.shape
             for moment in self._moments(name, target, saved, selection):
@@ -130,8 +139,8 @@ class Resizing:
         means = [tensors[i].name for i in opened.means if tensors[i].name in shapes]
         if means:
             raise StateError(
-                f"{means[0]}: the load averages several versions of this tensor, so it "
-                "cannot be resized"
+                f"{means[0]}: the load averages several copies of this tensor, so the tensor "
+                "cannot be resized; remove its name from resize="
             )
         changed = tuple(
             msgspec.structs.replace(each, shape=shapes[each.name]) if each.name in shapes else each
@@ -142,7 +151,7 @@ class Resizing:
     def _moments(
         self, name: str, target: Target, saved: SavedState, selection: Selection
     ) -> Iterator[str]:
-        """What optimizers have of a parameter, to be resized with it."""
+        """Yield the names of the optimizers' moments of a parameter, which are resized with it."""
         parameter = saved.tensor(name)
         if parameter is None or parameter.shape == target.shape:
             return
@@ -151,11 +160,11 @@ class Resizing:
             names = [f"{each}.{key}" for each in start for key in saved.below(each)]
             for entry in map(saved.tensor, filter(selection.chooses, names)):
                 if entry is None or (math.prod(entry.shape) == 1 != math.prod(parameter.shape)):
-                    continue  # a plain value, or a number such as the count of steps
+                    continue  # a plain value, or a single number, for example the count of steps
                 if entry.shape != parameter.shape:
                     raise StateError(
-                        f"{entry.name}: it has shape {list(entry.shape)} and cannot be resized, "
-                        f"because its parameter has shape {list(parameter.shape)}: load "
+                        f"{entry.name}: the shape {list(entry.shape)} cannot be resized, because "
+                        f"the parameter has the shape {list(parameter.shape)}: load "
                         f"without the optimizer's state, with skip=[{f'{optimizer}.*'!r}]"
                     )
                 yield entry.name
@@ -164,7 +173,7 @@ class Resizing:
 def _check(resize: object) -> None:
     if not isinstance(resize, Mapping) or not all(isinstance(each, str) for each in resize):
         raise StateError(
-            f"resize={resize!r}: expected a mapping of names, such as "
+            f"resize={resize!r}: expected a mapping of names, for example "
             f'{{"model.embed.weight": "{KEEP_COMMON}"}}'
         )
     wrong = [name for name, how in resize.items() if how != KEEP_COMMON]
@@ -175,7 +184,7 @@ def _check(resize: object) -> None:
 def _named(
     patterns: Mapping[str, str], state: MutableMapping[str, object]
 ) -> tuple[dict[str, Target], list[str]]:
-    """What patterns name on this rank, with what shares its memory; and all optimizers."""
+    """Return this rank's optimizers, and its tensors that match a pattern or are tied to such."""
     bindings = bind_state(state, allow_pickle=True)
     leaves = [
         (binding.name, leaf)

@@ -88,13 +88,13 @@ def test_much_waste_is_said_to_be_more(run: Run) -> None:
     [
         ((), "--failures-per-day or --node-mtbf-days"),
         (("--failures-per-day", 1, "--node-mtbf-days", 1), "give either"),
-        (("--failures-per-day", 0), "rate of failures is 0: more than 0 is needed"),
-        (("--failures-per-day", -1), "more than 0 is needed"),
+        (("--failures-per-day", 0), "rate of failures is 0: must be more than 0"),
+        (("--failures-per-day", -1), "must be more than 0"),
         (("--node-mtbf-days", 0), "--node-mtbf-days 0: must be more than 0"),
-        ((*FAILURES, "--snapshot-cost", -1), "cost of a snapshot is -1: 0 or more is needed"),
+        ((*FAILURES, "--snapshot-cost", -1), "cost of a snapshot is -1: must be 0 or more"),
         ((*FAILURES, "--step-time", "nan"), "time of a step is nan"),
         ((*FAILURES, "--group", 1), "cannot survive the loss of 1 of its nodes"),
-        ((*FAILURES, "--nodes", 0), "0 nodes: at least one is needed"),
+        ((*FAILURES, "--nodes", 0), "number of nodes is 0: must be at least 1"),
         (("--failures-per-day", 1, "--parity", 0), "survives none of these failures"),
     ],
 )

@@ -87,7 +87,7 @@ def test_wrong_use_is_said(tmp_path: Path) -> None:
         sw.load(tmp_path, made(9), resize={"model.embed.weight": "pad"})
     with pytest.raises(sw.StateError, match="expected a mapping of names"):
         sw.load(tmp_path, made(9), resize="keep-common")  # type: ignore[arg-type]
-    with pytest.raises(sw.MismatchError, match=r"match nothing in the state:\n  - model.embd"):
+    with pytest.raises(sw.MismatchError, match=r"match no tensor of the state:\n  - model.embd"):
         sw.load(tmp_path, made(9), resize={"model.embd": "keep-common"})
     with torch.device("meta"):
         empty = made(9)
@@ -106,7 +106,7 @@ def test_factored_moments_are_not_resized(tmp_path: Path) -> None:
     old, new = states
     sw.save(tmp_path, trained(old))
     resize = {"model.*": "keep-common"}
-    with pytest.raises(sw.StateError, match=r"embed\.weight\.row_var: it has shape \[6, 1\]"):
+    with pytest.raises(sw.StateError, match=r"embed\.weight\.row_var: the shape \[6, 1\]"):
         sw.load(tmp_path, new, resize=resize)
     sw.load(tmp_path, new, resize=resize, skip=["optimizer.*"])
     for name in ("embed", "head"):

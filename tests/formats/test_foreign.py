@@ -178,12 +178,12 @@ FILE = ForeignFile("a.bin", 24)
     [
         (ENTRY, [], FILE, "holes"),
         (ENTRY, [GOOD, GOOD], FILE, "overlap"),
-        (ENTRY, [dataclasses.replace(GOOD, start=4)], FILE, "outside of its file"),
-        (ENTRY, [dataclasses.replace(GOOD, start=-4)], FILE, "outside of its file"),
-        (ENTRY, [dataclasses.replace(GOOD, stride=(2**61, 1))], FILE, "outside of its file"),
+        (ENTRY, [dataclasses.replace(GOOD, start=4)], FILE, "outside its file"),
+        (ENTRY, [dataclasses.replace(GOOD, start=-4)], FILE, "outside its file"),
+        (ENTRY, [dataclasses.replace(GOOD, stride=(2**61, 1))], FILE, "outside its file"),
         (ENTRY, [dataclasses.replace(GOOD, stride=(2, 1))], FILE, "share bytes"),
         (ENTRY, [dataclasses.replace(GOOD, stride=(0, 0))], FILE, "share bytes"),
-        (ENTRY, [dataclasses.replace(GOOD, offset=(1, 0))], FILE, "outside of the tensor"),
+        (ENTRY, [dataclasses.replace(GOOD, offset=(1, 0))], FILE, "outside the tensor"),
         (ENTRY, [dataclasses.replace(GOOD, file=1)], FILE, "does not exist; there are 1"),
         (ENTRY, [dataclasses.replace(GOOD, tensor=-1)], FILE, "does not exist; there are 1"),
         (ENTRY, [GOOD], ForeignFile("../a.bin", 24), "not a path below"),
@@ -203,7 +203,9 @@ def test_what_does_not_hold_together_is_refused(
 
 def test_a_place_of_no_known_format_says_what_it_has(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(sw.CheckpointNotFoundError, match=r"known format \(.*it has notes\.txt"):
+    with pytest.raises(
+        sw.CheckpointNotFoundError, match=r"known format \(.*it contains notes\.txt"
+    ):
         sw.open(tmp_path)
 
 

@@ -207,7 +207,7 @@ def test_a_step_of_torchtitan(tmp_path: Path) -> None:
     found = sw.open(tmp_path / "step-3")
     assert found["lr_scheduler"] == {"last_epoch": 3}
     assert found["train_state"] == {"step": 3, "ntokens_seen": 96}
-    with pytest.raises(sw.CheckpointNotFoundError, match=r"Open what is below: step-3$"):
+    with pytest.raises(sw.CheckpointNotFoundError, match=r"Open a checkpoint below: step-3$"):
         sw.open(tmp_path)
 
 

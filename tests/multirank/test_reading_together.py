@@ -193,5 +193,5 @@ def test_waiting_for_a_rank_ends_and_names_it(gang: Gang, saved: str) -> None:
     )
     assert time.monotonic() - start < 20
     said = [str(each.exception) for each in outcomes[:2]]
-    assert any("rank 2: it has not made read" in each and "within 2 s" in each for each in said)
+    assert any("rank 2: it did not finish read" in each and "within 2 s" in each for each in said)
     assert all("reading together failed" in each for each in said)  # the other may hear of it

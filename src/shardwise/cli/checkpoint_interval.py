@@ -2,13 +2,13 @@
 
 All times are in seconds and all rates per second, unless a name says otherwise.
 
-A snapshot costs time, and saves time after a failure: training resumes from the last one, and loses
+Each snapshot delays training. After a failure, training resumes from the last snapshot, and repeats
 half an interval on average. Young's interval (1974), refined by Daly (2006), minimizes the sum of
-both. With two tiers there is an interval for each: snapshots in memory serve most failures, and
-those in storage serve the few that memory does not survive, for example the loss of more nodes of a
-group than its redundancy allows. The rate of these is that of data loss in disk arrays: Patterson,
-Gibson and Katz (1988) for single redundancy; Chen, Lee, Gibson, Katz and Patterson (1994) for
-double.
+the two costs. Each of the two tiers has an interval. Snapshots in memory serve most failures.
+Checkpoints in storage serve the failures that memory does not survive, for example the loss of more
+nodes of a group than its redundancy allows. The rate of these failures follows the rate of data
+loss in disk arrays: Patterson, Gibson and Katz (1988) for single redundancy; Chen, Lee, Gibson,
+Katz and Patterson (1994) for double redundancy.
 
     Young: A first order approximation to the optimum checkpoint interval. CACM 17(9).
     Daly: A higher order estimate of the optimum checkpoint interval for restart dumps. FGCS 22(3).
@@ -64,15 +64,16 @@ class Failures:
     Args:
         nodes: the number of nodes that train.
         rate: failures of single nodes per second, in the whole cluster.
-        lost: the fraction of these that lose the node's memory. The others only end processes.
-        correlated: failures per second that memory never survives, in addition to `rate`: they take
-            several nodes at once, for example a rack.
+        lost: the fraction of these failures that lose the node's memory. The others only end
+            processes.
+        correlated: further failures per second, which memory never survives because several nodes
+            fail at once, for example a rack.
         group: how many nodes protect each other.
         survives: how many nodes of a group may be lost at once; 0 without redundancy.
         rebuild: seconds from the loss of a node until its data is protected again.
 
     Raises:
-        ValueError: a value is out of range, or they contradict each other.
+        ValueError: a value is out of range, or values contradict each other.
     """
 
     nodes: int
@@ -85,12 +86,15 @@ class Failures:
 
     def __post_init__(self) -> None:
         if self.nodes < 1:
-            raise ValueError(f"{self.nodes} nodes: at least one is needed")
+            raise ValueError(f"the number of nodes is {self.nodes}: must be at least 1")
         _more_than_zero("the rate of failures", self.rate)
         _not_negative("the rate of correlated failures", self.correlated)
         _more_than_zero("the time to rebuild", self.rebuild)
         if not 0 < self.lost <= 1:
-            raise ValueError(f"{self.lost} of the failures lose a node: more than 0, at most 1")
+            raise ValueError(
+                f"the fraction of failures that lose a node's memory is {self.lost}: must be more "
+                "than 0 and at most 1"
+            )
         if not 1 <= self.group <= self.nodes:
             raise ValueError(f"a group of {self.group} nodes: must be from 1 to {self.nodes}")
         if not 0 <= self.survives < self.group:
@@ -118,9 +122,9 @@ class Waste:
     """Fractions of the time that are not spent on training.
 
     Attributes:
-        snapshots: taking snapshots, C/T.
-        lost: repeating work after a failure, λT/2.
-        restores: from a failure until training resumes, λR.
+        snapshots: the fraction for taking snapshots, C/T.
+        lost: the fraction for repeating work after failures, λT/2.
+        restores: the fraction from failures until training resumes, λR.
     """
 
     snapshots: float
@@ -172,7 +176,7 @@ def optimal_interval(cost: float, rate: float, *, least: float = 0.0) -> float:
         rate: λ, failures per second.
         least: the shortest possible interval: a step, or a snapshot with its redundancy.
 
-    Source: Young (1974). Daly (2006) shows that it is good while C is well below 1/λ.
+    Source: Young (1974). Daly (2006) shows that the result is accurate while C is well below 1/λ.
 
     Raises:
         ValueError: a cost or a bound is negative, or the rate is not positive.
@@ -220,7 +224,7 @@ def group_loss_rate(
         survives: m, how many losses a group survives.
 
     Source: the mean time to data loss of RAID (Patterson et al. 1988) for m = 1, and of P + Q
-    redundancy (Chen et al. 1994) for m = 2. Good while μnr is well below 1.
+    redundancy (Chen et al. 1994) for m = 2. The rate is accurate while μnr is well below 1.
 
     Raises:
         ValueError: a group cannot survive so many losses, or a rate or a time is not positive.
@@ -274,9 +278,9 @@ def _in_steps(unit: float, least: float, tier: tuple[float, float, float]) -> In
 
 def _not_negative(what: str, value: float) -> None:
     if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{what} is {value:g}: 0 or more is needed")
+        raise ValueError(f"{what} is {value:g}: must be 0 or more")
 
 
 def _more_than_zero(what: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{what} is {value:g}: more than 0 is needed")
+        raise ValueError(f"{what} is {value:g}: must be more than 0")

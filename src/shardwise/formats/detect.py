@@ -31,11 +31,11 @@ class Reader:
     """A foreign format.
 
     Attributes:
-        key: its name as an option: `format="dcp"`.
-        name: its name in messages.
-        recognise: whether a tree looks like this format.
-        read: reads a tree.
-        covers: keys of formats that its files look like too, and that it takes precedence over.
+        key: the name of the format as an option: `format="dcp"`.
+        name: the name of the format in messages.
+        recognise: a function that returns whether a tree looks like this format.
+        read: a function that reads a tree.
+        covers: the keys of formats that the same files look like, and that this format overrides.
     """
 
     key: str
@@ -62,7 +62,7 @@ READERS: tuple[Reader, ...] = (
         deepspeed.FORMAT,
         deepspeed.recognise,
         deepspeed.read,
-        # Its converter and trainers write further files into the same directory.
+        # Its converter and trainers write files of other formats into the same directory.
         ("deepspeed-universal", "torch", "torch-ranks", "accelerate", "hf"),
     ),
     Reader(
@@ -113,13 +113,13 @@ def read_foreign(tree: Tree, format: str | None = None) -> Foreign:  # noqa: A00
         format: the key of a reader; None to detect the format.
 
     Raises:
-        CheckpointNotFoundError: no reader recognises the files, or not the one of `format`.
+        CheckpointNotFoundError: no reader recognises the files, or the reader of `format` does not.
         FormatError: the checkpoint is malformed.
         StateError: several readers recognise the files, or `format` is unknown.
     """
     if format is not None and format not in {reader.key for reader in READERS}:
         known = ", ".join(reader.key for reader in READERS)
-        raise StateError(f"format={format!r} is unknown; known formats are {known}")
+        raise StateError(f"format={format!r}: unknown format; known formats are {known}")
     found = recognised(tree)
     wanted = [
         reader
@@ -141,17 +141,17 @@ def read_foreign(tree: Tree, format: str | None = None) -> Foreign:  # noqa: A00
 def _unknown(tree: Tree, found: list[Reader]) -> str:
     if found:
         names = " and ".join(f"{reader.name} (format={reader.key!r})" for reader in found)
-        return f"{tree} is not of this format, but of {names}"
+        return f"{tree}: the checkpoint is not of the given format, but of {names}"
     known = ", ".join(reader.name for reader in READERS)
     files = ", ".join(list(tree.sizes)[:5]) or "no file"
     return (
-        f"{tree} is not a checkpoint of a known format ({known}): it has {files}"
+        f"{tree} is not a checkpoint of a known format ({known}): it contains {files}"
         f"{', …' if len(tree.sizes) > 5 else ''}{_below(tree)}"
     )
 
 
 def _below(tree: Tree) -> str:
-    """Suggest checkpoints one level below."""
+    """Return a suggestion of checkpoints one level below; "" if there are none."""
     names = [] if tree.only is not None else sorted({name.partition("/")[0] for name in tree.sizes})
     trees = [Tree(tree.path / name) for name in names[-MOST_HINTS:]]
     meant = [each for each in trees if recognised(each)]
@@ -160,7 +160,7 @@ def _below(tree: Tree) -> str:
     names = [each.path.name for each in meant]
     if sum(each.only is not None for each in meant) > 1:
         return (
-            f". Open one of {', '.join(names)}; or, if they are parts of one checkpoint, read all "
-            "of them with a specification (spec=)"
+            f". Open one of {', '.join(names)}; or, if these files are parts of one checkpoint, "
+            "read all of them with a specification (spec=)"
         )
-    return f". Open what is below: {', '.join(names)}"
+    return f". Open a checkpoint below: {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""The index of a foreign checkpoint: its description as bytes, and the file that caches it."""
+"""The index of a foreign checkpoint: the encoded description, and the file that caches it."""
 
 from __future__ import annotations
 
@@ -80,22 +80,22 @@ def encode_index(foreign: Foreign) -> bytes:
 
 
 def is_index(data: bytes) -> bool:
-    """Whether `encode_index` made these bytes, and they are intact."""
+    """Return whether these bytes are an intact result of `encode_index`."""
     sum_ = crc32(memoryview(data)[_START:])
     return data.startswith(MAGIC) and data[len(MAGIC) : _START] == sum_.to_bytes(4, "little")
 
 
 def decode_index(data: bytes) -> Foreign:
-    """Decode the result of `encode_index`. `validate.checked` checks what it says.
+    """Decode the result of `encode_index`. Check the description with `validate.checked`.
 
     Raises:
         FormatError: the data is not an index, or is damaged.
     """
     if not data.startswith(MAGIC):
-        raise FormatError("not an index of a foreign checkpoint")
+        raise FormatError("the data is not an index of a foreign checkpoint")
     if not is_index(data):
         raise FormatError(
-            "the index is damaged or cut off: delete the file and open the checkpoint again"
+            "the index is damaged or truncated: delete the file and open the checkpoint again"
         )
     try:
         index = msgspec.msgpack.decode(memoryview(data)[_START:], type=_Index)
@@ -142,7 +142,7 @@ def _unpack(table: _Table) -> PieceTable:
 
 
 def _pack_names(names: tuple[str, ...]) -> tuple[tuple[str, ...], bytes]:
-    """Return the distinct names, and for each row the index of its name."""
+    """Return the distinct names, and for each row the position of its name."""
     number = {name: i for i, name in enumerate(dict.fromkeys(names))}
     column = np.array([number[name] for name in names], "<i8")
     return tuple(number), zlib.compress(column.tobytes(), 1) if names else b""
@@ -182,7 +182,7 @@ def read_indexed(
         index: the index file. It is rewritten if it is damaged, or if the size or modification time
             of a file of the checkpoint changed.
         read: reads the checkpoint.
-        options: anything else that the result of `read` depends on.
+        options: text that identifies all other inputs of `read`.
 
     Raises:
         StateError: the file exists and is not an index.
@@ -201,7 +201,7 @@ def read_indexed(
         os.replace(temporary, path)
     except OSError as error:
         raise StoreError(
-            f"index={str(path)!r}: it cannot be written: {error.strerror}; name a file in a "
+            f"index={str(path)!r}: the file cannot be written: {error.strerror}; name a file in a "
             "writable directory, or open the checkpoint without index="
         ) from error
     finally:
@@ -211,7 +211,7 @@ def read_indexed(
 
 
 def _is_index(path: Path) -> bool:
-    """Whether an index file exists at a path.
+    """Return whether an index file exists at a path.
 
     Raises:
         StateError: the path exists and is not an index file.
@@ -229,7 +229,7 @@ def _is_index(path: Path) -> bool:
 
 
 def _stamp(tree: Tree, index: Path, options: str) -> bytes:
-    """Return a digest of the names, sizes and times of all files except the index itself."""
+    """Return a digest of the options, and of the name, size and time of every other file."""
     own = index.resolve()
     lines = [options]
     for name, size in tree.sizes.items():

@@ -1,4 +1,4 @@
-"""A checkpoint under other names and shapes: a specification laid over its global tensors."""
+"""Apply a specification to the global tensors of a checkpoint, to change names and shapes."""
 
 from __future__ import annotations
 
@@ -21,20 +21,32 @@ from shardwise.manifest.table import Int, Pieces, padded_rows
 
 
 def remap(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
-    """The same checkpoint as a specification has it, whose arrays are its global tensors.
+    """Return a checkpoint with the names and shapes that a specification gives its tensors.
+
+    The global tensors of the checkpoint are the arrays that the specification describes.
+
+    Args:
+        opened: the checkpoint.
+        spec: the specification.
+        sizes: the sizes of the axes of the specification.
 
     Raises:
-        MismatchError: the specification does not fit.
-        StateError: the checkpoint has means of several versions, or the specification reshapes a
-            tensor in a way that its shards have not.
+        MismatchError: the specification does not match the checkpoint.
+        StateError: the checkpoint has tensors that are means of several copies, or the
+            specification reshapes a tensor across the borders of its shards.
     """
     if opened.means:
-        raise StateError(f"{opened.store}: no specification fits tensors that are means of others")
+        raise StateError(
+            f"{opened.store}: a specification cannot be applied, because tensors of this "
+            "checkpoint are means of several copies; export the checkpoint first, and open the export"
+        )
     catalogue = catalogue_of(opened.manifest.tensors)
-    held = _held(opened)
-    upper = _without_means(apply_spec(spec, _rows(catalogue, np.flatnonzero(~held)), sizes=sizes))
-    upper = _with(upper, catalogue, np.flatnonzero(held).tolist())
-    laid, _ = _composed(upper, upper.table, catalogue, opened, (opened.pieces, opened.stride))
+    held = _inside_values(opened)
+    upper = _without_means(
+        apply_spec(spec, _select_rows(catalogue, np.flatnonzero(~held)), sizes=sizes)
+    )
+    upper = _add_arrays(upper, catalogue, np.flatnonzero(held).tolist())
+    built, _ = _compose(upper, upper.table, catalogue, opened, (opened.pieces, opened.stride))
     objects = tuple(
         _renamed(each, upper, opened.manifest.tensors) for each in opened.manifest.objects
     )
@@ -43,15 +55,15 @@ def remap(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
     return replace(
         opened,
         manifest=manifest,
-        pieces=laid.pieces,
-        stride=laid.stride,
+        pieces=built.pieces,
+        stride=built.stride,
         left_out=left_out,
         replicas=_replicas(upper, catalogue, opened),
     )
 
 
 def _replicas(upper: Foreign, catalogue: Catalogue, opened: Opened) -> Replicas | None:
-    """Copies of new tensors: old ones that the specification says are equal, and their copies."""
+    """Return the copies of new tensors: old tensors that the specification equates, and copies."""
     held = (opened.pieces, opened.stride)
     tables: list[tuple[PieceTable, tuple[str, ...], tuple[Pieces, Int], tuple[str, ...]]]
     tables = [(upper.replicas, upper.replica_names, held, ())]
@@ -64,8 +76,8 @@ def _replicas(upper: Foreign, catalogue: Catalogue, opened: Opened) -> Replicas 
     for table, of_table, below, of_below in tables:
         if not len(table) or not len(below[0]):
             continue
-        laid, (left, right) = _composed(upper, table, catalogue, opened, below)
-        found.append(laid)
+        built, (left, right) = _compose(upper, table, catalogue, opened, below)
+        found.append(built)
         for row, below_row in zip(left.tolist(), right.tolist(), strict=True):
             name = opened.manifest.tensors[int(below[0].tensor[below_row])].name
             names.append(of_table[row] if of_table else of_below[below_row] if of_below else name)
@@ -75,8 +87,8 @@ def _replicas(upper: Foreign, catalogue: Catalogue, opened: Opened) -> Replicas 
     return Replicas(united.pieces, united.stride, tuple(names))
 
 
-def _held(opened: Opened) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which tensors are parts of plain values, of which a specification says nothing."""
+def _inside_values(opened: Opened) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Return which tensors are parts of plain values; a specification does not apply to them."""
     values = {entry.name for entry in opened.manifest.objects}
 
     def above(name: str) -> Iterator[str]:
@@ -90,35 +102,36 @@ def _held(opened: Opened) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
 
 
 def _without_means(upper: Foreign) -> Foreign:
-    """Means of one value each, as global tensors are of no ranks, as that value."""
+    """Replace each mean by its only value: global tensors have no ranks to average over."""
     mean_of = {own: mean for mean, parts in upper.averages.items() for own in parts}
     tensors = tuple(
         msgspec.structs.replace(entry, name=mean_of.get(entry.name, entry.name))
         for entry in upper.tensors
-        if entry.name not in upper.averages  # these stand behind all that have pieces
+        if entry.name
+        not in upper.averages  # means follow all tensors with pieces, so numbers stay valid
     )
     return replace(upper, tensors=tensors, averages={})
 
 
-def _rows(catalogue: Catalogue, rows: Int) -> Catalogue:
+def _select_rows(catalogue: Catalogue, rows: Int) -> Catalogue:
     columns = ("name", "dtype", "file", "start", "ndim", "shape", "stride", "coordinate")
     return replace(catalogue, **{name: getattr(catalogue, name)[rows] for name in columns})
 
 
-def _with(upper: Foreign, catalogue: Catalogue, rows: Sequence[int]) -> Foreign:
-    """What was laid, and beside it arrays as they are."""
+def _add_arrays(upper: Foreign, catalogue: Catalogue, rows: Sequence[int]) -> Foreign:
+    """Return the result of a specification together with unchanged arrays of a catalogue."""
     arrays, entries = [], []
     for number, row in enumerate(rows, len(upper.tensors)):
         ndim, dtype = catalogue.ndim[row], catalogue.dtypes[int(catalogue.dtype[row])]
         shape, stride = (tuple(c[row, :ndim].tolist()) for c in (catalogue.shape, catalogue.stride))
         arrays.append((number, StoredArray(int(catalogue.file[row]), 0, dtype, shape, stride)))
         entries.append(TensorEntry(catalogue.names[row], dtype, shape))
-    laid = joined(upper.table, table_of_arrays(arrays))
-    return replace(upper, tensors=(*upper.tensors, *entries), table=laid)
+    built = joined(upper.table, table_of_arrays(arrays))
+    return replace(upper, tensors=(*upper.tensors, *entries), table=built)
 
 
 def catalogue_of(tensors: Sequence[TensorEntry]) -> Catalogue:
-    """Global tensors as arrays, each whole and in a file of its own; of no ranks."""
+    """Return global tensors as a catalogue of whole arrays without ranks, one in each file."""
     number = {tensor.name: i for i, tensor in enumerate(tensors)}
     dims = max((len(tensor.shape) for tensor in tensors), default=0)
     shape = padded_rows([tensor.shape for tensor in tensors], dims, 1)
@@ -148,25 +161,25 @@ def catalogue_of(tensors: Sequence[TensorEntry]) -> Catalogue:
     )
 
 
-def _composed(
+def _compose(
     upper: Foreign,
     table: PieceTable,
     catalogue: Catalogue,
     opened: Opened,
     below: tuple[Pieces, Int],
 ) -> tuple[PieceTable, tuple[Int, Int]]:
-    """Pieces of new tensors over old ones, whose pieces lie in files, as pieces in files.
+    """Translate pieces of new tensors, which refer to old tensors, into pieces in files.
 
     Args:
         table: the pieces of new tensors.
-        below: pieces of old tensors, and their strides.
+        below: the pieces of old tensors in files, and their strides.
 
     Returns:
-        The pieces, and for each the row of `table` and of `below` that it is of.
+        The pieces, and for each the row of `table` and the row of `below` that it comes from.
     """
     new, (old, old_strides) = table.pieces, below
     dims = max(catalogue.shape.shape[1], old.offset.shape[1])
-    shapes = _wide(catalogue.shape, dims, 1)
+    shapes = _padded(catalogue.shape, dims, 1)
     strides = row_major(shapes)
     itemsize = np.array([DTYPES[t.dtype].itemsize for t in opened.manifest.tensors], np.int64)
     first = new.start // itemsize[new.file]
@@ -175,14 +188,14 @@ def _composed(
     extent = np.ones((len(new), dims), np.int64)
     rows, at = np.nonzero(source >= 0)
     extent[rows, source[rows, at]] = new.shape[rows, at]
-    _refuse_beyond(upper, table, corner + extent > shapes[new.file])
+    _refuse_reshapes(upper, table, corner + extent > shapes[new.file])
     found = find_overlaps(
         (new.file, corner, extent),
-        (old.tensor, _wide(old.offset, dims, 0), _wide(old.shape, dims, 1)),
+        (old.tensor, _padded(old.offset, dims, 0), _padded(old.shape, dims, 1)),
     )
     left, right = found.left, found.right
-    old_stride = _wide(old_strides, dims, 0)[right]
-    within = found.offset - _wide(old.offset, dims, 0)[right]
+    old_stride = _padded(old_strides, dims, 0)[right]
+    within = found.offset - _padded(old.offset, dims, 0)[right]
     start = old.start[right] + (within * old_stride).sum(axis=1) * itemsize[new.file[left]]
     along = source[left]
 
@@ -196,39 +209,39 @@ def _composed(
 
 
 def _source_dims(upper: Foreign, table: PieceTable, shapes: Int, strides: Int) -> Int:
-    """Of each dimension of each piece the dimension of the old tensor that it runs along, or -1.
+    """Return, for each dimension of each piece, the matching dimension of the old tensor, or -1.
 
     Raises:
-        StateError: it runs along none.
+        StateError: a dimension with several elements matches no dimension of the old tensor.
     """
     pieces, stride = table.pieces, table.stride
     runs = pieces.shape > 1
     matches = stride[:, :, None] == strides[pieces.file][:, None, :]
     matches &= (shapes[pieces.file] > 1)[:, None, :]
-    _refuse_beyond(upper, table, (runs & ~matches.any(axis=2)))
+    _refuse_reshapes(upper, table, (runs & ~matches.any(axis=2)))
     found: Int = np.where(runs, matches.argmax(axis=2), -1)
     return found
 
 
-def _refuse_beyond(
+def _refuse_reshapes(
     upper: Foreign, table: PieceTable, wrong: np.ndarray[tuple[int, int], np.dtype[np.bool_]]
 ) -> None:
     rows = np.flatnonzero(wrong.any(axis=1))
     if len(rows):
         name = upper.tensors[int(table.pieces.tensor[rows[0]])].name
         raise StateError(
-            f"{name}: the specification joins or splits dimensions of a stored tensor in a way "
-            "that its shards have not; load it as it is, and reshape it then"
+            f"{name}: the specification joins or splits dimensions of a stored tensor across the "
+            "borders of its shards; load the tensor without this rule, and reshape it afterwards"
         )
 
 
-def _wide(columns: Int, dims: int, fill: int) -> Int:
+def _padded(columns: Int, dims: int, fill: int) -> Int:
     missing = dims - columns.shape[1]
     return np.pad(columns, ((0, 0), (0, missing)), constant_values=fill) if missing else columns
 
 
 def _renamed(entry: ObjectEntry, upper: Foreign, old: Sequence[TensorEntry]) -> ObjectEntry:
-    """Groups of parameters, by the new names of their states; any other value as it is."""
+    """Return parameter groups with the new names of their members, or any other value unchanged."""
     root, _, last = entry.name.rpartition(".")
     if last != "param_groups" or not isinstance(entry.value, list):
         return entry
@@ -236,7 +249,10 @@ def _renamed(entry: ObjectEntry, upper: Foreign, old: Sequence[TensorEntry]) -> 
     pairs = np.unique(np.column_stack([pieces.file, pieces.tensor]), axis=0).tolist()
     names: dict[str, dict[str, None]] = {}  # in order, each once
     for source, target in pairs:
-        before, after = _owner(old[source].name, root), _owner(upper.tensors[target].name, root)
+        before, after = (
+            _parameter_of(old[source].name, root),
+            _parameter_of(upper.tensors[target].name, root),
+        )
         if before is not None and after is not None:
             names.setdefault(before, {})[after] = None
     groups = [
@@ -246,6 +262,6 @@ def _renamed(entry: ObjectEntry, upper: Foreign, old: Sequence[TensorEntry]) -> 
     return ObjectEntry(entry.name, groups)
 
 
-def _owner(name: str, root: str) -> str | None:
-    """The parameter that a state below `root` is of."""
+def _parameter_of(name: str, root: str) -> str | None:
+    """Return the parameter to which a state below `root` belongs; None for other names."""
     return name[len(root) + 1 :].rpartition(".")[0] if name.startswith(f"{root}.") else None

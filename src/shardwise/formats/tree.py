@@ -26,11 +26,11 @@ Value = TypeVar("Value")
 
 
 class Tree:
-    """The files below a directory, by relative path with `/`; or a single file.
+    """The files below a directory, named by relative paths with `/`, or a single file.
 
-    Links are followed, because caches of published models consist of links. The file system is
-    first accessed when a method or property is used, so that an error occurs where other ranks
-    learn of it.
+    Links are followed, because caches of published models consist of links. The constructor does
+    not access the file system, so that errors occur inside an exchange, which reports them to all
+    ranks.
 
     Args:
         place: the directory or file.
@@ -75,7 +75,10 @@ class Tree:
                 if path.is_file():
                     found[path.relative_to(self.path).as_posix()] = path.stat().st_size
             if len(found) > MOST_FILES:
-                raise FormatError(f"{self.path} contains more than {MOST_FILES} files")
+                raise FormatError(
+                    f"{self.path}: the directory contains more than the supported {MOST_FILES} "
+                    "files; open the directory of one checkpoint"
+                )
         return dict(sorted(found.items()))
 
     def file(self, name: str) -> ForeignFile:
@@ -86,7 +89,8 @@ class Tree:
         """
         if name not in self.sizes:
             raise FormatError(
-                f"{self.path} has no file {name[:200]!r}, to which the checkpoint refers"
+                f"{self.path}: the checkpoint refers to the file {name[:200]!r}, which does not "
+                "exist; copy it from a complete copy of the checkpoint"
             )
         return ForeignFile(name, self.sizes[name])
 
@@ -160,14 +164,15 @@ class Tree:
         """
         if self.file(name).size > limit:
             raise FormatError(
-                f"{self.path}/{name} has {self.sizes[name]} bytes; at most {limit} are read"
+                f"{self.path}/{name}: the file has {self.sizes[name]} bytes, more than the "
+                f"supported {limit}"
             )
         path = self.path if self.only is not None else self.path / name
         return path.read_bytes()
 
 
 def _raise(error: OSError) -> None:
-    """Raise the error of a directory that cannot be listed, which `os.walk` would ignore."""
+    """Raise an error that `os.walk` would ignore: a directory cannot be listed."""
     raise error
 
 
@@ -192,7 +197,7 @@ class ForeignFiles:
 
 
 class BytesFile:
-    """Bytes in memory as a file, of which they are the part from `offset`."""
+    """Bytes in memory that act as the part of a file from `offset` on."""
 
     def __init__(self, data: bytes, offset: int = 0) -> None:
         self._data = np.frombuffer(data, np.uint8)

@@ -1,4 +1,4 @@
-"""From wanted boxes and a manifest's pieces to the bytes to read, each once."""
+"""Plan a load: find the bytes of wanted boxes in the pieces of a manifest, each byte once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Transfers:
     """Boxes to copy out of files, in columns.
 
     Row i copies the box `offset[i]`, `shape[i]` (global coordinates) of piece `piece[i]` into
-    wanted fragment `fragment[i]`; its bytes lie in `[low[i], high[i])` of file `file[i]`.
+    the wanted fragment `fragment[i]`. The bytes of the box are in `[low[i], high[i])` of file
+    `file[i]`.
     """
 
     piece: Int
@@ -49,10 +50,10 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Byte ranges to read, each in one piece: `[low[i], high[i])` of file `file[i]`.
+    """Byte ranges, each read at once: `[low[i], high[i])` of file `file[i]`.
 
-    They are whole checksum blocks, disjoint, and ordered. Span i serves the transfers
-    `rows[first[i]:first[i + 1]]`; a transfer may need several spans.
+    Spans consist of whole checksum blocks, are disjoint, and are sorted by file and start. Span i
+    holds bytes of the transfers `rows[first[i]:first[i + 1]]`. A transfer may need several spans.
     """
 
     file: Int
@@ -67,7 +68,13 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What one rank reads, and where it copies it; `bytes_needed` counts the wanted elements."""
+    """The reads and copies of one rank.
+
+    Attributes:
+        transfers: the boxes to copy.
+        spans: the byte ranges to read.
+        bytes_needed: the size of the wanted elements in bytes.
+    """
 
     transfers: Transfers
     spans: Spans
@@ -75,16 +82,21 @@ class LoadPlan:
 
     @property
     def bytes_read(self) -> int:
-        """The bytes that are read from files."""
+        """The number of bytes that are read from files."""
         return int((self.spans.high - self.spans.low).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A manifest's pieces, and where their bytes are.
+    """The pieces of a manifest, and the places of their bytes.
 
-    `stride` is by piece, `(n, D)`, in elements: in files of our own, that of row-major boxes.
-    `itemsize` is by tensor; `data_at` and `covered` (the end of what may be read) by file.
+    Attributes:
+        pieces: the pieces.
+        stride: the strides of each piece in elements, `(n, D)`. In native checkpoints, these are
+            the strides of row-major boxes.
+        itemsize: the size of an element of each tensor in bytes.
+        data_at: the offset of the data in each file.
+        covered: the end of the bytes that may be read from each file.
     """
 
     pieces: Pieces
@@ -100,11 +112,11 @@ def plan_load(
     """Intersect wanted boxes with pieces, and choose what to read.
 
     Args:
-        source: where the pieces lie.
-        wanted: columns `(tensor, offset, shape)` of the wanted fragments; `tensor` counts as the
-            manifest does.
-        largest_read: no span is longer, in bytes: one number, or one for each file.
-        block: what one checksum covers, in bytes.
+        source: the pieces.
+        wanted: columns `(tensor, offset, shape)` of the wanted fragments; `tensor` is the number
+            of a tensor in the manifest.
+        largest_read: the greatest length of a span in bytes: one number, or one for each file.
+        block: the number of bytes that one checksum covers.
     """
     pieces = source.pieces
     found = find_overlaps(wanted, (pieces.tensor, pieces.offset, pieces.shape))
@@ -129,7 +141,7 @@ def _locate(source: Source, piece: Int, fragment: Int, offset: Int, shape: Int) 
 
 
 def _without_gaps(source: Source, transfers: Transfers, block: int) -> Transfers:
-    """Cut transfers whose rows are so far apart that whole blocks between them are not needed."""
+    """Cut transfers into rows where whole blocks between the rows are not needed."""
     pieces = source.pieces
     for dim in range(transfers.shape.shape[1]):
         stride = source.stride[transfers.piece, dim]
@@ -164,12 +176,17 @@ def _single_rows(transfers: Transfers, dim: int, stride: Int, extent: Int) -> Tr
 
 
 def _choose_spans(transfers: Transfers, covered: Int, largest_read: int | Int, block: int) -> Spans:
-    """Unite the blocks that transfers touch, and cut the union; transfers are in file order."""
+    """Unite the blocks that transfers touch, and cut the union into spans.
+
+    Args:
+        transfers: sorted by file and start.
+    """
     file, low, high = transfers.file, transfers.low // block, -(-transfers.high // block)
     if not len(file):
         none = np.zeros(0, np.int64)
         return Spans(none, none, none, np.zeros(1, np.int64), none)
-    # Blocks of all files on one axis, a gap between files: a running maximum then finds the ends.
+    # Number the blocks of all files on one axis, with a gap after each file, so that a running
+    # maximum finds the ends of unions.
     width = int(high.max()) + 2
     a, b = file * width + low, file * width + high
     reach = np.maximum.accumulate(b)
@@ -191,21 +208,21 @@ def _choose_spans(transfers: Transfers, covered: Int, largest_read: int | Int, b
 
 
 def longest_reads(largest_read: int | Int, file: Int) -> Int:
-    """Return the longest read of each of these files, given one number or one for each file."""
+    """Return the greatest read length of each file in `file`, from one number or one per file."""
     given = np.asarray(largest_read, np.int64)
     return given[file] if given.ndim else np.full(len(file), given)
 
 
 def assign_transfers(transfers: Transfers, file: Int, low: Int, high: Int) -> Spans:
-    """Return spans with the transfers that each of them serves.
+    """Return spans, each with the transfers that need its bytes.
 
     Args:
-        transfers: ordered by file and start.
-        file, low, high: of the spans, disjoint and ordered by file and start.
+        transfers: the transfers, sorted by file and start.
+        file, low, high: columns of the spans, which are disjoint, and sorted by file and start.
     """
     if not len(transfers):
         return Spans(file, low, high, np.zeros(len(file) + 1, np.int64), np.zeros(0, np.int64))
-    # Bytes of all files on one axis, so that one search finds both file and position.
+    # Number the bytes of all files on one axis, so that one search finds both file and offset.
     width = int(max(high.max(initial=0), transfers.high.max())) + 1
     base = transfers.file * width
     from_span = np.searchsorted(file * width + high, base + transfers.low, side="right")
@@ -226,7 +243,7 @@ def _count_up(counts: Int) -> Int:
 def wanted_columns(
     tensor: Sequence[int], offset: Int, shape: Int, dims: int
 ) -> tuple[Int, Int, Int]:
-    """Return columns of wanted boxes, cut or padded to the dimensions of a manifest's pieces."""
+    """Return columns of wanted boxes, cut or padded to the `dims` dimensions of the pieces."""
     missing = dims - offset.shape[1]
     if missing > 0:
         offset = np.pad(offset, ((0, 0), (0, missing)))
@@ -236,10 +253,10 @@ def wanted_columns(
 
 @dataclass(frozen=True, slots=True)
 class SharedReads:
-    """Disjoint reads, in the order in which all ranks take them.
+    """Disjoint reads, in the order in which all ranks process them.
 
-    Read i is `[low[i], high[i])` of file `file[i]`; rank `reader[i]` makes it, and ranks r with
-    `wanted[i, r]` use it.
+    Read i is `[low[i], high[i])` of file `file[i]`. Rank `reader[i]` makes the read, and each rank
+    r with `wanted[i, r]` uses it.
     """
 
     file: Int
@@ -253,12 +270,12 @@ class SharedReads:
 
 
 def share_reads(spans: Sequence[Spans], *, largest_read: int | Int) -> SharedReads:
-    """Unite what each of some ranks would read, and divide it among them by bytes.
+    """Unite the spans of several ranks, and divide the reads evenly among the ranks by bytes.
 
     Args:
-        spans: of each rank, as `plan_load` made them.
-        largest_read: no read is longer, in bytes, a multiple of the block size: one number, or one
-            for each file.
+        spans: the spans of each rank, from `plan_load`.
+        largest_read: the greatest length of a read in bytes, a multiple of the block size: one
+            number, or one for each file.
     """
     marks = [
         np.stack([np.concatenate([s.file, s.file]), np.concatenate([s.low, s.high])]) for s in spans
@@ -267,7 +284,7 @@ def share_reads(spans: Sequence[Spans], *, largest_read: int | Int) -> SharedRea
     file, low, high = cuts[0, :-1], cuts[1, :-1], cuts[1, 1:]
     inside = file == cuts[0, 1:]
     file, low, high = file[inside], low[inside], high[inside]
-    wanted = np.stack([_covers(each, file, low) for each in spans], axis=1)
+    wanted = np.stack([_are_covered(each, file, low) for each in spans], axis=1)
     used = wanted.any(axis=1)
     file, low, high, wanted = file[used], low[used], high[used], wanted[used]
     file, low, high, wanted = _joined(file, low, high, wanted)
@@ -281,13 +298,13 @@ def share_reads(spans: Sequence[Spans], *, largest_read: int | Int) -> SharedRea
 
 
 def bytes_saved(spans: Sequence[Spans], shared: SharedReads) -> float:
-    """Return the fraction of bytes that sharing saves, of those that all ranks would read alone."""
+    """Return the fraction of the bytes that ranks would read alone which sharing saves."""
     alone = sum(int((each.high - each.low).sum()) for each in spans)
     return 1 - int((shared.high - shared.low).sum()) / alone if alone else 0.0
 
 
-def _covers(spans: Spans, file: Int, low: Int) -> npt.NDArray[np.bool_]:
-    """Return whether a rank's spans cover the intervals that begin here."""
+def _are_covered(spans: Spans, file: Int, low: Int) -> npt.NDArray[np.bool_]:
+    """Return for each interval, given by its start, whether a rank's spans cover the interval."""
     if not len(spans):
         return np.zeros(len(file), bool)
     width = int(max(spans.high.max(), low.max(initial=0))) + 1
@@ -300,7 +317,7 @@ def _covers(spans: Spans, file: Int, low: Int) -> npt.NDArray[np.bool_]:
 def _joined(
     file: Int, low: Int, high: Int, wanted: npt.NDArray[np.bool_]
 ) -> tuple[Int, Int, Int, npt.NDArray[np.bool_]]:
-    """Join neighbouring intervals that the same ranks want."""
+    """Join adjacent intervals that the same ranks want."""
     begins = np.ones(len(file), bool)
     same = (file[1:] == file[:-1]) & (low[1:] == high[:-1])
     begins[1:] = ~(same & (wanted[1:] == wanted[:-1]).all(axis=1))
@@ -310,7 +327,7 @@ def _joined(
 
 
 def _readers(sizes: Int, wanted: npt.NDArray[np.bool_]) -> Int:
-    """Assign each read to the rank among its users with the fewest bytes so far."""
+    """Assign each read to the user that has the fewest bytes to read so far."""
     readers = np.zeros(len(sizes), np.int64)
     loads = np.zeros(wanted.shape[1])
     alone = wanted.sum(axis=1) == 1
