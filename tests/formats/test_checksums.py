@@ -64,7 +64,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path, write: Callable[[Path], None], b
     assert (checked.bytes_compared, checked.bytes_unchecked) == (0, 0)
     assert len(events) == 1
     flip(place, lambda content: content.index(WEIGHTS.numpy().tobytes()) + byte)
-    with pytest.raises(sw.CorruptionError, match=r"bytes \d+:\d+ do not match .* \(.*w\)$"):
+    with pytest.raises(sw.CorruptionError, match=r"bytes \d+:\d+ do not match .* \(.*w\); copy"):
         opened(place).verify()
 
 
@@ -90,5 +90,5 @@ def test_a_file_that_is_gone_is_told(tmp_path: Path) -> None:
     as_dcp(tmp_path / "saved")
     found = sw.open(tmp_path / "saved")
     (tmp_path / "saved" / "__0_0.distcp").unlink()
-    with pytest.raises(sw.CorruptionError, match="has no file"):
+    with pytest.raises(sw.CorruptionError, match="which does not exist"):
         found.verify()

@@ -70,7 +70,7 @@ def test_what_is_below_is_what_was_meant(foreign: Path, tmp_path: Path) -> None:
 def test_files_that_may_be_parts_are_not_offered_as_wholes(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save({"w": torch.ones(2)}, tmp_path / f"consolidated.0{rank}.pth")
-    said = r"Open one of consolidated\.00\.pth, consolidated\.01\.pth; or, if they are parts of one"
+    said = r"Open one of consolidated\.00\.pth, consolidated\.01\.pth; or, if these files are parts"
     with pytest.raises(sw.CheckpointNotFoundError, match=said):
         sw.open(tmp_path)
 

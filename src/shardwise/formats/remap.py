@@ -38,7 +38,7 @@ def remap(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
     if opened.means:
         raise StateError(
             f"{opened.store}: a specification cannot be applied, because tensors of this "
-            "checkpoint are means of several copies; export the checkpoint first, and open the export"
+            "checkpoint are means of several copies; export it first, and open the export"
         )
     catalogue = catalogue_of(opened.manifest.tensors)
     held = _inside_values(opened)
