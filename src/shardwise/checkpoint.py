@@ -228,10 +228,7 @@ class Checkpoint(Mapping[str, Any]):
         if key in self:
             value = self[key]
             if not isinstance(value, dict):
-                raise StateError(
-                    f"{key}: the value is a {type(value).__name__}, not a dict; read it with "
-                    f"checkpoint[{key!r}]"
-                )
+                raise StateError(f"{key}: the value is a {type(value).__name__}, not a dict")
             return value
         start = f"{key}."
         names = [name for name in self if name.startswith(start)]
@@ -395,10 +392,7 @@ class Checkpoint(Mapping[str, Any]):
 
 
 def _keys(name: str, names: Collection[str]) -> list[str]:
-    """Return the keys of the nested dicts that lead to a name.
-
-    A dot separates two keys, unless the name up to the dot is also the name of a value.
-    """
+    """Return the keys of nested dicts for a name, split at dots except those within a value's key."""
     keys = [""]
     parts = name.split(".")
     for i, part in enumerate(parts):

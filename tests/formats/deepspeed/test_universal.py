@@ -68,7 +68,7 @@ def test_a_root_with_universal_ones_only_is_recognised(
         ("zero/first.weight/fp32.pt", "1 is missing: zero/first.weight/fp32.pt"),
         ("zero/first.weight/exp_avg.pt", "1 is missing: zero/first.weight/exp_avg.pt"),
         ("zero/first.weight/step.pt", "1 is missing: zero/first.weight/step.pt"),
-        ("zero/optimizer_state.pt", "has no file 'zero/optimizer_state.pt'"),
+        ("zero/optimizer_state.pt", "refers to the file 'zero/optimizer_state.pt'"),
     ],
 )
 def test_a_lost_file_is_told(
