@@ -346,9 +346,7 @@ class Checkpoint(Mapping[str, Any]):
         for name in [*wanted, *sorted(inside)]:
             entry = self._saved.tensor(name)
             if entry is None:
-                raise StateError(
-                    f"{name}: a plain value refers to this tensor, which the checkpoint lacks"
-                )
+                raise StateError(f"{name}: a plain value refers to this tensor, which is missing")
             number = self._saved.stored_index(name)
             if number not in tensors:
                 dtype: torch.dtype = getattr(torch, entry.dtype)
@@ -392,7 +390,7 @@ class Checkpoint(Mapping[str, Any]):
 
 
 def _keys(name: str, names: Collection[str]) -> list[str]:
-    """Return the keys of nested dicts for a name, split at dots except those within a value's key."""
+    """Return the keys of nested dicts for a name, split at dots except within a value's key."""
     keys = [""]
     parts = name.split(".")
     for i, part in enumerate(parts):
