@@ -143,7 +143,8 @@ def _sharded(root: str, path: str, described: Any) -> ModelTensor:
     name, tensor = f"{root}.{path}", described.data
     if not tensor.is_contiguous():
         raise StateError(
-            f"{name}: not contiguous, which Megatron-Core's sharded_state_dict() cannot describe"
+            f"{name}: the tensor is not contiguous, so Megatron-Core's sharded_state_dict() cannot "
+            "describe it: make it contiguous"
         )
     if hasattr(described, "build_fn"):
         built = described.build_fn(

@@ -215,7 +215,9 @@ def uncovered(
     partial = (shape != shapes[tensor]).any(axis=0) if len(tensor) else np.zeros(shapes.shape[1])
     dims = np.flatnonzero(partial).tolist()
     if len(dims) > MOST_SPLIT_DIMS:
-        raise FormatError(f"tensors are split in {len(dims)} dimensions; at most {MOST_SPLIT_DIMS}")
+        raise FormatError(
+            f"its pieces split tensors in {len(dims)} dimensions; at most {MOST_SPLIT_DIMS} are supported"
+        )
     if len(tensor) << len(dims) > MOST_CORNERS:
         raise FormatError(f"{len(tensor)} pieces split in {len(dims)} dimensions are too many")
     _add_corners(sums, tensor, offset, shape, dims, seeds)

@@ -51,7 +51,9 @@ class Machine:
     def take(self, at: int, count: int) -> bytes:
         """Return `count` bytes."""
         if count > len(self.data) - at:
-            raise CutOffError("it is cut off, or contains a wrong length")
+            raise CutOffError(
+                "the pickle is cut off or contains a wrong length: copy the file again"
+            )
         return self.data[at : at + count]
 
     def line(self, at: int) -> tuple[str, int]:
@@ -305,7 +307,9 @@ def _new_with_keywords(machine: Machine, at: int) -> int:
     args = machine.stack.pop()
     kind = machine.stack[-1]
     if keywords and not isinstance(kind, Opaque):
-        raise FormatError("it creates a value with keyword arguments")
+        raise FormatError(
+            "the pickle creates a value with keyword arguments, which is not supported"
+        )
     machine.stack[-1] = machine.make(kind, args)
     return at
 

@@ -103,7 +103,10 @@ def _stored(
     if not (isinstance(shape, tuple) and isinstance(stride, tuple) and isinstance(offset, int)):
         raise TypeError("the shape, strides or offset of a tensor are not numbers")
     if len(shape) != len(stride) or len(shape) > MOST_DIMS:
-        raise ValueError(f"a tensor with {len(shape)} sizes and {len(stride)} strides")
+        raise ValueError(
+            f"a tensor has {len(shape)} sizes and {len(stride)} strides; they must be equally many, "
+            f"and at most {MOST_DIMS}"
+        )
     itemsize = DTYPES[dtype].itemsize
     reach, size = 1, itemsize
     for n, step in zip(shape, stride, strict=True):

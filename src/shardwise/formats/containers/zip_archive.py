@@ -77,7 +77,9 @@ def _directory(archive: FileRange) -> tuple[bytes, int]:
     tail = archive.read(tail_at, archive.size - tail_at)
     at = tail.rfind(END_MARK)
     if at < 0:
-        raise FormatError(f"{archive.where}: not a zip archive, or one that is cut off")
+        raise FormatError(
+            f"{archive.where}: not a zip archive, or the file was cut off: copy it again"
+        )
     _, disk, first_disk, _, count, size, start, _ = END.unpack_from(tail, at)
     end = tail_at + at
     locator = tail[max(0, at - LOCATOR.size) : at]

@@ -237,7 +237,9 @@ class _Snapshot:
 
 def _whole(entry: _Entry, name: str) -> _Tensor:
     if entry.location is None or not entry.serializer or not entry.dtype or entry.shape is None:
-        raise FormatError(f"{name} is a tensor without a location, dtype or shape")
+        raise FormatError(
+            f"{name}: the entry of the tensor has no location, serializer, dtype or shape"
+        )
     return _Tensor(entry.location, entry.serializer, entry.dtype, entry.shape, entry.byte_range)
 
 

@@ -171,9 +171,10 @@ class Chunks:
             array = kinds[int(kind[row])]
             name = self.names[row]
             raise FormatError(
-                f"{name}: its chunk at {self.offset[row].tolist()} in {self.items[row].file} is "
-                f"{array.dtype} of shape {list(array.shape)}; the metadata says "
-                f"{metadata.tensors[name].dtype} of shape {self.shape[row].tolist()}"
+                f"{name}: the chunk at {self.offset[row].tolist()} in {self.items[row].file} is "
+                f"{array.dtype} of shape {list(array.shape)}, but .metadata says "
+                f"{metadata.tensors[name].dtype} of shape {self.shape[row].tolist()}: the files are "
+                "from different saves"
             )
 
 
