@@ -127,7 +127,7 @@ def test_files_that_are_missing_or_cut_off_are_damage(run: Run, root: Path) -> N
     lost, short, intact = ran.document["checkpoints"]
     assert ran.status == 1
     assert "is missing" in lost["damage"][0]["problem"]
-    assert "cut off" in short["damage"][0]["problem"]
+    assert "truncated" in short["damage"][0]["problem"]
     assert len(lost["damage"][0]["tensors"]) == len(sw.open(root / "step-00000300").tensors())
     assert intact["intact"]
     assert "2 of 3 checkpoints are damaged" in ran.err

@@ -132,5 +132,5 @@ def test_a_flattened_shard_that_does_not_divide_is_refused(tmp_path: Path) -> No
     assert whole in metadata
     lying = metadata.replace(whole, b"K\x02K\x17K\x08\x87")
     (place / ".metadata").write_bytes(lying)
-    with pytest.raises(sw.FormatError, match=r"flattened|the metadata says"):
+    with pytest.raises(sw.FormatError, match=r"flattened|.metadata says"):
         opened(place)

@@ -91,7 +91,7 @@ def test_what_has_no_atom_is_told_or_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="0 optimizers"):
         sw.export(tmp_path / "source", tmp_path / "a", to="deepspeed-universal", skip=["opti*"])
     skipped = ["model.first.weight"]
-    with pytest.raises(ValueError, match=r"first.weight: the optimizer has it"):
+    with pytest.raises(ValueError, match=r"first.weight: the optimizer has this parameter"):
         sw.export(tmp_path / "source", tmp_path / "b", to="deepspeed-universal", skip=skipped)
     state["optimizer"].state[state["model"].scale]["rows"] = torch.ones(2)
     sw.save(tmp_path / "other", state)
