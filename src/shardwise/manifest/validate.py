@@ -216,7 +216,8 @@ def uncovered(
     dims = np.flatnonzero(partial).tolist()
     if len(dims) > MOST_SPLIT_DIMS:
         raise FormatError(
-            f"its pieces split tensors in {len(dims)} dimensions; at most {MOST_SPLIT_DIMS} are supported"
+            f"its pieces split tensors in {len(dims)} dimensions; at most {MOST_SPLIT_DIMS} are "
+            "supported"
         )
     if len(tensor) << len(dims) > MOST_CORNERS:
         raise FormatError(f"{len(tensor)} pieces split in {len(dims)} dimensions are too many")

@@ -96,5 +96,5 @@ def test_what_has_no_atom_is_told_or_refused(tmp_path: Path) -> None:
     state["optimizer"].state[state["model"].scale]["rows"] = torch.ones(2)
     sw.save(tmp_path / "other", state)
     report = sw.export(tmp_path / "other", tmp_path / "c", to="deepspeed-universal")
-    assert report.left_out == ("scale.rows: state that has not the shape of its parameter",)
+    assert report.left_out == ("scale.rows: its shape differs from that of its parameter",)
     assert (tmp_path / "c" / "latest_universal").read_text() == "universal"

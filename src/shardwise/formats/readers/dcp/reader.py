@@ -173,8 +173,8 @@ class Chunks:
             raise FormatError(
                 f"{name}: the chunk at {self.offset[row].tolist()} in {self.items[row].file} is "
                 f"{array.dtype} of shape {list(array.shape)}, but .metadata says "
-                f"{metadata.tensors[name].dtype} of shape {self.shape[row].tolist()}: the files are "
-                "from different saves"
+                f"{metadata.tensors[name].dtype} of shape {self.shape[row].tolist()}: the "
+                "files are from different saves"
             )
 
 
