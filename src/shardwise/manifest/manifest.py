@@ -142,7 +142,7 @@ def decode_manifest(data: bytes) -> Manifest:
         if head.format != "shardwise" or head.version != VERSION:
             raise FormatError(
                 f"the manifest has format {head.format!r} version {head.version}, but this "
-                f"version of shardwise reads 'shardwise' version {VERSION}: a newer shardwise may be needed"
+                f"shardwise reads 'shardwise' version {VERSION}: a newer shardwise may be needed"
             )
         return msgspec.json.decode(text, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

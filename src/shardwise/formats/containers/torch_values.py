@@ -104,8 +104,8 @@ def _stored(
         raise TypeError("the shape, strides or offset of a tensor are not numbers")
     if len(shape) != len(stride) or len(shape) > MOST_DIMS:
         raise ValueError(
-            f"a tensor has {len(shape)} sizes and {len(stride)} strides; they must be equally many, "
-            f"and at most {MOST_DIMS}"
+            f"a tensor has {len(shape)} sizes and {len(stride)} strides; they must be "
+            f"equally many, and at most {MOST_DIMS}"
         )
     itemsize = DTYPES[dtype].itemsize
     reach, size = 1, itemsize
