@@ -159,9 +159,9 @@ def test_snapshots_that_cost_nothing_are_taken_as_often_as_they_can_be() -> None
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"step": 0.0}, "time of a step is 0: more than 0"),
+        ({"step": 0.0}, "time of a step is 0: must be more than 0"),
         ({"step": math.nan}, "time of a step is nan"),
-        ({"snapshot": -1.0}, "cost of a snapshot is -1: 0 or more"),
+        ({"snapshot": -1.0}, "cost of a snapshot is -1: must be 0 or more"),
         ({"redundancy": -1.0}, "time of redundancy is -1"),
         ({"persist": math.inf}, "cost of persisting is inf"),
         ({"memory_restore": -1.0}, "restore from memory is -1"),
@@ -176,11 +176,11 @@ def test_costs_that_make_no_sense_are_refused(changed: dict[str, float], said: s
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"nodes": 0}, "0 nodes"),
-        ({"rate": 0.0}, "rate of failures is 0: more than 0"),
+        ({"nodes": 0}, "number of nodes is 0"),
+        ({"rate": 0.0}, "rate of failures is 0: must be more than 0"),
         ({"rate": -1.0}, "rate of failures is -1"),
-        ({"lost": 0.0}, r"0.0 of the failures"),
-        ({"lost": 1.1}, r"1.1 of the failures"),
+        ({"lost": 0.0}, r"memory is 0.0"),
+        ({"lost": 1.1}, r"memory is 1.1"),
         ({"correlated": -1.0}, "correlated failures is -1"),
         ({"group": 4096}, "from 1 to 2048"),
         ({"survives": 8}, "cannot survive the loss of 8"),

@@ -127,4 +127,4 @@ def leave_out(path: str) -> str:
 
 
 def test_a_rank_outside_of_the_group_is_told(gang: Gang, tmp_path: Path) -> None:
-    assert "not in the group" in gang.run(leave_out, str(tmp_path), world=2)[1]
+    assert "not in the process group" in gang.run(leave_out, str(tmp_path), world=2)[1]
