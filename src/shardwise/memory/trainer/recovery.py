@@ -42,7 +42,7 @@ class Found:
         step: its step; -1 if there is none.
         store: its files.
         newer: newer steps that cannot be restored, and why.
-        nodes: the nodes that hold some of its files.
+        nodes: the nodes that hold some of its files, or of damaged ones that were tried before.
         choosing: seconds that rank 0 took to choose it, after it knew what nodes hold.
         unasked: nodes of the run that could not be asked and may hold something newer, and why.
     """
@@ -69,7 +69,7 @@ def find_snapshot(
             answered when it was chosen.
     """
     assembly = find_assembly(snapshots, group, step=step, damaged=damaged)
-    nodes = frozenset(assembly.nodes)
+    nodes = frozenset(assembly.nodes) | (damaged.nodes if damaged else frozenset())
     found = Found(-1, None, assembly.newer, nodes, assembly.choosing, assembly.unasked)
     if assembly.step is None:
         return found
