@@ -1,11 +1,11 @@
-# Each target installs what it needs into .venv; only python3 (3.10 or later, with venv) is required.
+# Each target installs what it needs into .venv. It requires only python3, 3.10 or later, with venv.
 
 PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 ARGS   ?=
-# One pytest-xdist worker for each processor; the tests of a file share fixtures.
+# One pytest-xdist worker for each processor. Tests of one file share fixtures, so they share a worker.
 PARALLEL := -n auto --dist loadfile
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-test: $(READY) ## run the tests; ARGS="-m 'not ranks'" skips those that start processes
+test: $(READY) ## run the tests; ARGS="-m 'not ranks'" skips tests that start processes
 	$(RUN) -m pytest $(PARALLEL) $(ARGS)
 
 test-all: $(READY) ## run all tests with more random examples, then `make soak` for ten minutes
@@ -46,7 +46,7 @@ demo-failures: $(READY) ## lose processes and hosts, and resume from memory; nee
 bench: $(READY) ## compare with other libraries and with the machine's limits
 	$(RUN) -m benchmarks.run $(ARGS)
 
-peers: $(READY) ## install the libraries that `make bench` compares with; it skips absent ones
+peers: $(READY) ## install the libraries that `make bench` compares with; it skips missing ones
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[peers]'
 
 soak: $(READY) ## inject random failures and check every restore: ARGS="--minutes 60"
