@@ -5,7 +5,7 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 ARGS   ?=
-# One pytest-xdist worker for each processor. Tests of one file share fixtures, so they share a worker.
+# One pytest-xdist worker for each processor. Tests of a file share a worker, and its fixtures.
 PARALLEL := -n auto --dist loadfile
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
