@@ -1,4 +1,4 @@
-"""Which cases of a large parametrization the default test run takes."""
+"""Choose the cases of a large parametrization that the default test run takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def mostly_long(cases: Iterable[object], default: Collection[object]) -> list[object]:
-    """Return all cases; those that are not among `default` are marked `long`."""
+    """Return all cases, of which those outside of `default` are marked `long`."""
     return [
         case
         if case in default

@@ -1,4 +1,4 @@
-"""Fixtures for all tests: the gang, whose workers stay warm for the whole session."""
+"""Fixtures for all tests. The workers of `gang` stay warm for the whole session."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PRELOAD = ("hypothesis", "pytest", "torch.distributed.fsdp")
 
 @pytest.fixture(scope="session")
 def gang() -> Iterator[Gang]:
-    """Four workers, each started when a test first needs it."""
+    """A gang of up to four workers. Each starts when a test first needs it."""
     with Gang(4, preload=PRELOAD) as gang:
         yield gang
 

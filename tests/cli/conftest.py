@@ -1,4 +1,4 @@
-"""The command line, run within this process; and checkpoints for it to look at."""
+"""Run commands of shardwise within this process, and make checkpoints for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.cli.states import save_sharded, save_steps
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a command printed, and its exit status."""
+    """The output of a command, and its exit status."""
 
     out: str
     err: str
@@ -48,7 +48,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A root of three steps."""
+    """The root of a run with three steps."""
     root = tmp_path / "run"
     save_steps(root, 100, 200, 300)
     return root
@@ -56,7 +56,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def sharded(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of four ranks; only to be read."""
+    """A checkpoint of four ranks. Tests must only read it."""
     place = tmp_path_factory.mktemp("sharded") / "checkpoint"
     gang.run(save_sharded, place, world=4)
     return place

@@ -1,4 +1,4 @@
-"""What the command line is shown: small checkpoints, of one rank and of four."""
+"""Small checkpoints for the tests of commands: of one rank and of four."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DIM = 8
 
 
 class Block(nn.Module):
-    """A layer, of which there are several alike."""
+    """One of several equal layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding, tied to the head, and layers between."""
+    """An embedding, layers, and a head that is tied to the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Model(nn.Module):
 
 
 def state(step: int, **more: object) -> dict[str, object]:
-    """The state of one rank at a step; the model is always the same."""
+    """Return the state of one rank at a step; the model is always the same."""
     torch.manual_seed(0)
     return {
         "model": Model(),
@@ -47,14 +47,16 @@ def state(step: int, **more: object) -> dict[str, object]:
 
 
 def save_steps(root: Path, *steps: int) -> None:
-    """A root of these steps, each with its loss."""
+    """Save these steps below a root, each with its loss."""
     with sw.Checkpointer(root, memory=None) as checkpointer:
         for step in steps:
             checkpointer.save(step, state(step), metrics={"loss": 1 / step})
 
 
 def save_sharded(place: Path) -> None:
-    """On four ranks: a grid of two by two, rows, a line, and a cube split in three dimensions."""
+    """Save on four ranks: a two-by-two grid, rows, a line, and a cube that is split in three
+    dimensions.
+    """
     rank = dist.get_rank()
     top, left = divmod(rank, 2)
     grid = torch.arange(48.0).reshape(6, 8)
@@ -81,5 +83,5 @@ def save_sharded(place: Path) -> None:
 
 
 def shard(shape: tuple[int, ...], box: sw.Box, value: float) -> sw.Shards:
-    """One box of a float32 tensor, of one value."""
+    """Return a box of a float32 tensor that is filled with one value."""
     return sw.Shards(shape, torch.float32, [(box, torch.full(box.shape, float(value)))])

@@ -1,4 +1,4 @@
-"""A place whose syncs cost nothing: the sweeps make thousands of them."""
+"""A directory in which syncs cost nothing, because fault sweeps sync thousands of times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MEMORY = Path("/dev/shm")
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """An empty directory, in memory where the system has such."""
+    """An empty directory, in memory if the system has a memory file system."""
     where = MEMORY if MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(dir=where, prefix="shardwise-faults-") as folder:
         yield Path(folder)

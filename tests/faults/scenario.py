@@ -1,4 +1,4 @@
-"""What the fault tests save, on ranks and alone, and how they look at what became of it."""
+"""The state that fault tests save on ranks and alone, and checks of the result."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ State = dict[str, object]
 
 
 def values_of(seed: int) -> dict[str, torch.Tensor]:
-    """The tensors of a step, which no other step has."""
+    """Return the tensors of a step; no other step has the same values."""
     rows = torch.arange(ROWS * COLUMNS, dtype=torch.float64).reshape(ROWS, COLUMNS)
     return {"sharded": rows + 10_000 * seed, "replica": torch.full((COLUMNS,), float(seed))}
 
 
 def state_of(seed: int, rank: int = 0, world: int = 1) -> State:
-    """What a rank holds of them."""
+    """Return a rank's part of these values."""
     values = values_of(seed)
     count = ROWS // world
     box = sw.Box((rank * count, 0), (count, COLUMNS))
@@ -40,14 +40,14 @@ def step_directory(root: Path, step: int) -> Path:
 
 
 def faulty(root: Path, fault: Fault) -> Store:
-    """The root as a rank with this fault sees it."""
+    """Return the root as a store with this fault."""
     return FaultyStore(LocalStore(root), fault)
 
 
 def save_step(root: Path, step: int, seed: int, victim: int, at: int | None) -> list[str]:
-    """On a rank of a process group: save a step, and keep only that; the operations it took.
+    """Save a step on a rank of a process group, keep only that step, and return the operations.
 
-    The victim dies at its operation number `at`.
+    The victim dies at its operation with index `at`.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = Fault(at if rank == victim else None)
@@ -57,14 +57,14 @@ def save_step(root: Path, step: int, seed: int, victim: int, at: int | None) -> 
 
 
 def restored(root: Path) -> tuple[int | None, State]:
-    """The newest step that is intact, as this process alone restores it."""
+    """Restore the newest intact step in this process alone; return the step and the state."""
     state = state_of(0)
     with sw.Checkpointer(root, memory=None) as checkpointer:
         return checkpointer.restore(state), state
 
 
 def assert_values(state: State, seed: int) -> None:
-    """Byte for byte those of a seed."""
+    """Check that the state has the values of a seed, byte for byte."""
     expected = values_of(seed)
     shards, replica = state["sharded"], state["replica"]
     assert isinstance(shards, sw.Shards)
@@ -76,7 +76,7 @@ def assert_values(state: State, seed: int) -> None:
 
 
 def leftovers(root: Path) -> list[str]:
-    """Files below a root that belong to no committed checkpoint."""
+    """Return the files below a root that belong to no committed checkpoint."""
     found = []
     for step in sorted(root.iterdir()):
         names = {path.name for path in step.iterdir()}

@@ -1,4 +1,4 @@
-"""Whether nested states are the same, to the byte."""
+"""Compare nested states byte for byte."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def assert_same(read: Any, expected: Any) -> None:
-    """Fails where values differ, or tensors in dtype, shape or bytes."""
+    """Fail if values differ, or if tensors differ in dtype, shape or bytes."""
     if isinstance(expected, torch.Tensor):
         assert (read.dtype, read.shape) == (expected.dtype, expected.shape)
         raw = [x.contiguous().reshape(-1).view(torch.uint8) for x in (read, expected.detach())]

@@ -19,14 +19,14 @@ from tests.multirank.models import WORLDS
 
 PROGRAMS = Path(__file__).parent / "programs"
 IMPORTED_LATE = "torch._dynamo,torch._inductor.compile_fx"
-"""What DeepSpeed and Megatron-Core import when a first engine or model is made; for seconds."""
+"""The slow imports of DeepSpeed and Megatron-Core when they make their first engine or model."""
 ON_TWO = (
     *("zero0-float32", "zero0-bfloat16", "zero1-float32", "zero1-bfloat16", "zero1-sgd"),
     *("zero1-bfloat16-optimizer", "zero2-bfloat16", "zero2-round-robin", "zero2-aligned"),
     *("zero2-elastic", "zero2-offload", "zero2-float16", "zero3-float32", "zero3-bfloat16"),
     "zero3-sub-groups",
 )
-# Experts first: DeepSpeed does not forget the ranks of a pipeline.
+# Experts come first, because DeepSpeed keeps the ranks of an earlier pipeline.
 PARALLEL = ("experts-zero1", "experts-zero2-bfloat16", "pipeline-zero1", "pipeline-bfloat16")
 CONVERTED = ("zero1-bfloat16", "zero2-float16", "zero3-sub-groups")
 LEGACY = (
@@ -37,7 +37,7 @@ ON_FOUR = ("zero1-bfloat16-optimizer", "zero2-bfloat16", "zero3-sub-groups")
 
 
 class Checkpoints:
-    """Where the checkpoint of a case is, and what its framework had when it wrote it."""
+    """The checkpoints of all cases, and the values that their framework had when it wrote them."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -52,7 +52,7 @@ class Checkpoints:
 
 
 def run(program: str, *args: str, ranks: int = 0) -> None:
-    """Run a program, on so many ranks if any, and wait for it."""
+    """Run a program and wait for it; with `ranks`, run it on this many ranks."""
     launch = [str(PROGRAMS / "forked.py"), str(ranks), IMPORTED_LATE]
     command = [sys.executable, *(launch if ranks else []), str(PROGRAMS / program), *args]
     environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -63,7 +63,7 @@ def run(program: str, *args: str, ranks: int = 0) -> None:
 
 
 GOLDEN_OR_LIVE = ("golden", pytest.param("live", marks=pytest.mark.long))
-"""Checkpoints of DeepSpeed 0.19.8 that are kept, or those that the installed version writes."""
+"""Archived checkpoints of DeepSpeed 0.19.8, or new ones of the installed version."""
 
 
 def require_deepspeed() -> None:
@@ -76,9 +76,9 @@ def require_deepspeed() -> None:
 def checkpoints(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Checkpoints:
-    """All cases on two ranks, some on four, some converted to universal checkpoints.
+    """All cases on two ranks, some on four, and some converted to universal checkpoints.
 
-    The golden ones are what `make_checkpoints` made once: `tests/compat/foreign/deepspeed.tar.xz`.
+    `make_checkpoints` made the golden ones: `tests/compat/foreign/deepspeed.tar.xz`.
     """
     directory = tmp_path_factory.mktemp("deepspeed")
     if request.param == "golden":
@@ -89,7 +89,7 @@ def checkpoints(
 
 
 def make_checkpoints(directory: Path) -> None:
-    """Have DeepSpeed write the checkpoints of the fixture `checkpoints`."""
+    """Let DeepSpeed write the checkpoints of the fixture `checkpoints`."""
     for ranks, cases in ((2, ON_TWO), (4, ON_FOUR)):
         place = directory / str(ranks)
         place.mkdir()
@@ -99,7 +99,7 @@ def make_checkpoints(directory: Path) -> None:
 
 @pytest.fixture(scope="session", params=GOLDEN_OR_LIVE)
 def parallel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pipelines of two stages, and experts on two ranks, twice each: on four ranks."""
+    """Checkpoints of four ranks: pipelines of two stages, and experts on two ranks, each twice."""
     directory = tmp_path_factory.mktemp("deepspeed-parallel")
     if request.param == "golden":
         return unpacked("deepspeed_parallel", directory) / "deepspeed-parallel"
@@ -110,11 +110,11 @@ def parallel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="session")
 def megatron(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """Legacy checkpoints of Megatron-LM, of models that Megatron-Core trained: on four ranks.
+    """Legacy checkpoints of Megatron-LM on four ranks, with models that Megatron-Core trained.
 
-    What it had is by `<parameter>|<key>`: the weight, its master (`param`), optimizer state. Of the
-    cases `llama` and `experts` there is `<case>.logits.pt` too: logits, and those after it was gone
-    on with.
+    The expected values have the keys `<parameter>|<key>`: the weight, its master weight (`param`),
+    and optimizer state. The cases `llama` and `experts` also have `<case>.logits.pt`: the logits,
+    and those after the training continued.
     """
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("Megatron-Core is not installed: pip install '.[frameworks]'")
@@ -126,7 +126,7 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 @pytest.fixture(scope="session")
 def dcp_saved(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint of torch's DCP for each parallelism, of the same training."""
+    """DCP checkpoints of the same training, one for each parallelism."""
     root = tmp_path_factory.mktemp("dcp")
     for world in (2, 4):
         kinds = [kind for kind in (*NESTED, *FLAT, "pipeline") if WORLDS[kind] == world]

@@ -1,4 +1,4 @@
-"""Checkpoints that other frameworks made, which lie in tests/compat/foreign."""
+"""Checkpoints of other frameworks, archived in tests/compat/foreign."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ GOLDEN = Path(__file__).parents[1] / "compat" / "foreign"
 
 
 def unpacked(name: str, folder: Path) -> Path:
-    """A checkpoint, unpacked into a folder."""
+    """Unpack a checkpoint into a directory, and return the directory."""
     with tarfile.open(GOLDEN / f"{name}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     return folder
 
 
 def opened(place: Path) -> Foreign:
-    """What there is, by whatever reader recognises it, as it is checked before it is used."""
+    """Return the checked description of a checkpoint by the reader that recognises it."""
     return checked(read_foreign(Tree(place)))

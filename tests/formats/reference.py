@@ -1,4 +1,4 @@
-"""Reads tensors of a foreign checkpoint in a few lines: what all readers are compared with."""
+"""A slow, simple reader of foreign tensors, to compare all readers with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def read_tensors(place: Path, foreign: Foreign) -> dict[str, torch.Tensor]:
-    """All tensors of a foreign checkpoint that lies at `place`, by name; tied ones are equal."""
+    """Return all tensors of the foreign checkpoint at `place` by name. Tied tensors are equal."""
     with opened_files(place, foreign.files) as files:
         read = {
             entry.name: _tensor(foreign, index, files)
@@ -30,14 +30,14 @@ def read_tensors(place: Path, foreign: Foreign) -> dict[str, torch.Tensor]:
 
 
 def read_array(data: Bytes, array: StoredArray) -> torch.Tensor:
-    """An array out of the bytes of its file."""
+    """Return an array from the bytes of its file."""
     kind = np.dtype(f"V{DTYPES[array.dtype].itemsize}")
     return _as_tensor(_strided(data, array.start, kind, array.shape, array.stride), array.dtype)
 
 
 @contextmanager
 def opened_files(place: Path, files: tuple[ForeignFile, ...]) -> Iterator[list[Bytes]]:
-    """The bytes of files, mapped."""
+    """Map the files, and yield their bytes."""
     yield [_bytes(place, file) for file in files]
 
 

@@ -12,7 +12,7 @@ from tests.manifest.documents import save_small
 
 @pytest.fixture(scope="session")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that nobody alters."""
+    """A checkpoint that no test changes."""
     place = tmp_path_factory.mktemp("small") / "checkpoint"
     save_small(place)
     return place
@@ -20,5 +20,5 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small(pristine: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of `pristine` that the test may change."""
     return Path(shutil.copytree(pristine, tmp_path / "checkpoint"))

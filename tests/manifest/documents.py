@@ -1,4 +1,4 @@
-"""Manifests as JSON documents, so that tests can write what the library would not."""
+"""Manifests as JSON documents, so that tests can write invalid ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORLD = 2
 
 
 def state_of(rank: int) -> dict[str, object]:
-    """A little of everything that a manifest can say."""
+    """Return a state that uses every feature of a manifest."""
     shared = torch.arange(6.0)
     half = torch.arange(8, dtype=torch.int16).reshape(2, 4) + 100 * rank
     return {
@@ -30,7 +30,7 @@ def state_of(rank: int) -> dict[str, object]:
 
 
 def save_small(place: Path) -> None:
-    """Save it from two ranks."""
+    """Save the state from two ranks."""
 
     def save(group: ThreadGroup) -> None:
         sw.save(place, state_of(group.rank), step=7, group=group, metrics={"loss": 0.5})
@@ -39,18 +39,18 @@ def save_small(place: Path) -> None:
 
 
 def document_of(place: Path) -> Document:
-    """The manifest of a checkpoint, without its checksum."""
+    """Return the manifest of a checkpoint without its checksum."""
     document: Document = json.loads((place / "manifest.json").read_bytes())
     del document["crc32"]
     return document
 
 
 def sealed(document: object) -> bytes:
-    """A document as a manifest, with the checksum that it should have."""
+    """Return a document as a manifest with the right checksum."""
     return sealed_bytes(json.dumps(document).encode())
 
 
 def sealed_bytes(text: bytes) -> bytes:
-    """Bytes that should be a JSON object as a manifest, with the checksum it should have."""
+    """Return the text of a JSON object as a manifest with the right checksum."""
     body = text.rstrip()[:-1] + b",\n"
     return body + b'"crc32":%d}\n' % crc32(body)

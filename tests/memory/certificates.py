@@ -1,4 +1,4 @@
-"""An authority for tests of TLS, made by the command `openssl`."""
+"""A certificate authority for tests of TLS, made by the command `openssl`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NEW = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes
 
 
 class Authority:
-    """It signs certificates of nodes; its files and theirs lie in a folder."""
+    """Signs certificates of nodes. Its files and theirs are in one directory."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -19,7 +19,7 @@ class Authority:
         self._make("ca")
 
     def issue(self, name: str) -> Tls:
-        """A certificate for a node."""
+        """Return a new certificate for a node."""
         ca = self.folder / "ca.pem"
         extra = ["-CA", str(ca), "-CAkey", str(self.folder / "ca.key")]
         self._make(name, *extra, "-addext", "basicConstraints=critical,CA:FALSE")

@@ -1,4 +1,4 @@
-"""An agent's decisions on freeing memory, carried out in the test's own thread."""
+"""Carry out the decisions of an agent about freeing memory in the thread of the test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.memory.reclaim import remove_if_vacant
 
 
 def free_decided(run: Run) -> bool:
-    """Free what newer snapshots have replaced; return whether that was anything."""
+    """Free what newer snapshots have replaced; return whether there was anything to free."""
     held, freed = [], False
     for action in decide_run(view_run(run), 0.0):
         if isinstance(action, decide.Free):
@@ -28,7 +28,7 @@ def free_decided(run: Run) -> bool:
 
 
 class Attendant:
-    """The agent of a node, as far as it frees memory; time passes as the test says."""
+    """The part of an agent that frees memory, on a clock that the test sets."""
 
     def __init__(self, home: Home, periods: Periods = DEFAULT_PERIODS) -> None:
         self.now = 0.0
@@ -38,7 +38,7 @@ class Attendant:
         self.rescue: Callable[[decide.Rescue], object] = lambda action: None
 
     def look(self) -> list[Action]:
-        """Look around once, and do what is decided."""
+        """Decide once, and carry out the actions."""
         actions = decide.decide(self.observer.node(), self.now, self.periods)
         for action in actions:
             if isinstance(action, decide.Free):
@@ -52,7 +52,9 @@ class Attendant:
         return actions
 
     def after(self, seconds: float) -> None:
-        """Look around now, and twice so many seconds later: what is learnt is acted on."""
+        """Decide now, and twice after this many seconds: the second time acts on what the first one
+        read.
+        """
         self.look()
         self.now += seconds
         self.look()

@@ -146,7 +146,7 @@ def kill_all(scene: Scene) -> None:
 
 
 def stop_agent(scene: Scene) -> None:
-    """It does not answer for a while, and then goes on."""
+    """Stop an agent for a while, so that it does not answer; then let it continue."""
     node = scene.chance.choice(scene.orders.nodes)
     stopped = scene.field.agents()[node]
     for process in stopped:

@@ -1,7 +1,7 @@
 """Detect leaks in a soak test: memory of agents, files, processes.
 
-The number of files on a node has fixed limits, so most leaks are found after a few cycles. Slow
-growth is found as a trend over many cycles.
+The number of files on a node has fixed limits, which reveal most leaks after a few cycles. A trend
+over many cycles reveals slow growth.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Steadiness:
         self._looks = 0
 
     def begin_anew(self) -> None:
-        """Note that all nodes are empty again."""
+        """Record that all nodes are empty again."""
         self._looks = 0
 
     def look(self, agents: dict[str, list[int]]) -> None:

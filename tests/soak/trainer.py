@@ -37,12 +37,12 @@ class Orders:
     """The orders for the ranks of one cycle.
 
     Attributes:
-        cycle: number of the cycle; part of all values that it saves.
+        cycle: number of the cycle; part of all values that the cycle saves.
         nodes: directory of each rank's node.
         root: root of the run.
         journal: path of the journal.
         seed: seed of random choices.
-        axis: axis by which the first tensor is sharded; the tensors alternate.
+        axis: axis by which the first tensor is sharded; the other tensors alternate.
         staging_bytes: size of the buffers for reading.
         steps: number of steps to train, unless a fault ends the cycle first.
         overlap: whether to copy snapshots during the next step.
@@ -74,7 +74,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Journal:
-    """A file of lines, written at once, so that they survive the process."""
+    """A file of lines. Each line is written at once, so that it survives the process."""
 
     def __init__(self, path: str, rank: int) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -117,7 +117,7 @@ def box_of(axis: int) -> sw.Box:
 
 
 class State:
-    """Sharded tensors, a replicated one, and numbers: all are functions of step and cycle."""
+    """Sharded tensors, a replicated tensor, and numbers. All are functions of step and cycle."""
 
     def __init__(self, axis: int) -> None:
         boxes = [box_of((axis + i) % 2) for i in range(TENSORS)]

@@ -1,4 +1,4 @@
-"""Failures within the suite are explained as those of test modules are."""
+"""Rewrite the assertions of the conformance suite of stores, as in test modules."""
 
 from __future__ import annotations
 

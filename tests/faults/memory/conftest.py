@@ -1,4 +1,4 @@
-"""The homes of nodes that are directories, whose agents end with the test."""
+"""Directories for the homes of nodes. Their agents end with the test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.faults.memory.scenario import end_agents
 
 @pytest.fixture
 def shm(place: Path) -> Iterator[Path]:
-    """Where the homes of nodes are made."""
+    """The directory that contains the homes of nodes."""
     directory = place / "shm"
     directory.mkdir()
     yield directory
@@ -21,5 +21,5 @@ def shm(place: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def root(place: Path) -> Path:
-    """Where runs persist their checkpoints."""
+    """The root to which runs persist their checkpoints."""
     return place / "root"

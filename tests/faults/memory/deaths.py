@@ -1,8 +1,8 @@
-"""How processes die in the middle of their work: at a bucket of a copy, at a note they write.
+"""Kill processes in the middle of their work: in a bucket of a copy, or at a record they write.
 
     python deaths.py PATTERN WHEN agent run --dir=…
 
-is the command line of shardwise, but dies at the first note whose name has this pattern.
+is the command line of shardwise, but dies at the first record whose name matches the pattern.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ When = Literal["before", "within", "after"]
 
 
 def die() -> None:
-    """Be killed, at once."""
+    """Kill this process at once."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_at_bucket(number: int) -> None:
-    """From now on, die when the copy comes to this bucket, in its midst."""
+    """From now on, die in the middle of the copy of this bucket."""
     from shardwise.engine.files import FileSource
 
     fill = FileSource.fill
@@ -44,10 +44,11 @@ def die_at_bucket(number: int) -> None:
 
 
 def die_at_note(pattern: str, when: When) -> None:
-    """From now on, die when a note is written whose name has this pattern.
+    """From now on, die when a record is written whose name matches the pattern.
 
     Args:
-        when: before it; when it is written, and not yet in place; when it is there.
+        when: "before" the record is written; "within" the write, when it is not yet in place; or
+            "after" it.
     """
     from shardwise.memory.home import write_record
 
@@ -66,7 +67,7 @@ def die_at_note(pattern: str, when: When) -> None:
 
 
 if __name__ == "__main__":
-    import shardwise.memory.agent.service  # noqa: F401  # so that its notes are seen too
+    import shardwise.memory.agent.service  # noqa: F401  # so that its records are watched too
     from shardwise.cli import main
 
     die_at_note(sys.argv.pop(1), sys.argv.pop(1))  # type: ignore[arg-type]

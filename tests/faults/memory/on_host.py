@@ -1,8 +1,8 @@
-"""A rank on a host of its own: `python on_host.py ROOT UNTIL [STEP SIGN]`.
+"""A rank on a separate host: `python on_host.py ROOT UNTIL [STEP SIGN]`.
 
-It trains until a step and keeps a copy on one other node. It prints as JSON what it resumed from,
-and in how many seconds. Before the save of `STEP` it says "ready" and waits for the file `SIGN`.
-After it, it tells how each stage ended, and sleeps until it is killed.
+It trains until a step, and keeps a copy on one other node. It prints as JSON what it resumed from,
+and how many seconds that took. Before the save of `STEP` it prints "ready" and waits for the file
+`SIGN`. After the save it prints how each stage ended, and sleeps until it is killed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WAIT = 3.0
 
 
 def outcome(stage: Callable[[float], None]) -> tuple[str, float]:
-    """How a stage ends, and in how many seconds."""
+    """Return the error of a stage ("" if none), and its seconds."""
     started = time.monotonic()
     try:
         stage(60.0)
@@ -33,7 +33,7 @@ def outcome(stage: Callable[[float], None]) -> tuple[str, float]:
 
 
 def save_in_steps(cluster: Cluster, step: int, sign: Path) -> None:
-    """Save a step, and tell how each of its stages ends."""
+    """Save a step, and print how each of its stages ends."""
     cp = cluster.open()
     values, state, _ = begin(cp, cluster.columns, "rows")
     train(values, step)
