@@ -1,6 +1,6 @@
-"""Trains small models by Megatron-Core on the ranks of a gang: what its tests run there.
+"""Train small models with Megatron-Core. Tests run these functions on the ranks of a gang.
 
-Imported by workers only, for it changes torch for the whole process.
+Only workers import this module, because it changes torch for the whole process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def unwrapped(chunk: Any) -> Any:
 
 @contextmanager
 def built(case: dict[str, Any]) -> Iterator[tuple[list[Any], Any, Any]]:
-    """Chunks, optimizer and scheduler of a case, on this rank of the world."""
+    """Yield this rank's chunks, optimizer and scheduler of a case."""
     ps.initialize_model_parallel(
         case.get("tp", 1),
         case.get("pp", 1),
@@ -57,7 +57,7 @@ def tokens_of(step: int) -> Iterator[torch.Tensor]:
 
 
 def train(chunks: list[Any], optimizer: Any, scheduler: Any, steps: range) -> list[float]:
-    """Losses, on the last stage; each step's batch is the same on all ranks."""
+    """Train these steps; return the losses on the last stage. All ranks have the same batches."""
     losses = []
     for step in steps:
         for chunk in chunks:
@@ -89,14 +89,14 @@ def state_of(chunks: list[Any], optimizer: Any, scheduler: Any) -> dict[str, Any
 
 
 def expected_of(chunks: list[Any], optimizer: Any) -> dict[str, torch.Tensor]:
-    """Whole tensors by `parameter|key`, put together by what Megatron-Core says of parameters."""
+    """Return the whole tensors by `parameter|key`, assembled with metadata of Megatron-Core."""
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, training.held(chunks, optimizer))
     return training.gathered(ranks) if dist.get_rank() == 0 else {}
 
 
 def save(case: dict[str, Any], place: str) -> dict[str, Any]:
-    """Train for two steps, if so many, save, and go on."""
+    """Train for two steps (or `case["steps"]`), save, and continue."""
     with built(case) as parts:
         found: dict[str, Any] = {"before": train(*parts, range(case.get("steps", 2)))}
         sw.save(place, state_of(*parts))
@@ -106,7 +106,7 @@ def save(case: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def go_on(case: dict[str, Any], place: str, again: str) -> dict[str, Any]:
-    """Load, save again, and go on."""
+    """Load, save again, and continue."""
     torch.manual_seed(8)
     with built(case) as parts:
         train(*parts, range(7, 7 + case.get("stepped", 0)))
@@ -118,7 +118,7 @@ def go_on(case: dict[str, Any], place: str, again: str) -> dict[str, Any]:
 
 
 def save_buckets(case: dict[str, Any], place: str) -> dict[str, Any]:
-    """Train for two steps, save by Megatron-Core as `dp_reshardable`, and go on."""
+    """Train for two steps, save with Megatron-Core as `dp_reshardable`, and continue."""
     with built(case) as parts:
         chunks, optimizer, _ = parts
         train(*parts, range(2))
@@ -137,7 +137,7 @@ def save_buckets(case: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def resume_buckets(case: dict[str, Any], place: str, again: str) -> dict[str, Any]:
-    """Load that, save it as ours, and go on."""
+    """Load such a checkpoint, save it as ours, and continue."""
     torch.manual_seed(8)
     with built(case) as parts:
         chunks, optimizer, scheduler = parts
@@ -152,7 +152,7 @@ def resume_buckets(case: dict[str, Any], place: str, again: str) -> dict[str, An
 
 
 def plain(case: dict[str, Any], place: str, again: str) -> dict[str, Any]:
-    """Go on with a module and torch's own optimizer, in one process."""
+    """Continue with a module and torch's optimizer in one process."""
     ps.initialize_model_parallel()
     try:
         megatron_on_cpu.seed_model_parallel(123)
@@ -181,7 +181,7 @@ def plain(case: dict[str, Any], place: str, again: str) -> dict[str, Any]:
 
 
 def save_in_memory(case: dict[str, Any], place: str, memory: str) -> None:
-    """Train, save into memory and beside it, and go on while the snapshot is copied."""
+    """Train, save to storage and to memory, and continue while the snapshot is copied."""
     with built(case) as parts:
         train(*parts, range(2))
         sw.save(place, state_of(*parts))
@@ -195,7 +195,7 @@ def save_in_memory(case: dict[str, Any], place: str, memory: str) -> None:
 
 
 def recall(case: dict[str, Any], place: str, memory: str) -> str:
-    """Restore what is in memory, and save it as it then is; where it was restored from."""
+    """Restore the snapshot, save it again, and return from where it was restored."""
     with built(case) as parts:
         run = f"{place}-run"
         with sw.Checkpointer(run, save_every=100, memory=memory_of(memory)) as checkpointer:
@@ -210,7 +210,7 @@ def memory_of(directory: str) -> sw.Memory:
 
 
 def load(case: dict[str, Any], place: str, again: str, spec: str = "") -> dict[str, Any]:
-    """Load all but the scheduler, of a checkpoint of whoever wrote it, and save it as ours."""
+    """Load a checkpoint of any format without its scheduler, and save it as ours."""
     with built(case) as (chunks, optimizer, _):
         state = {"model": chunks, "optimizer": optimizer}
         sw.load(place, state, spec=sw.spec(spec) if spec else None)

@@ -1,7 +1,7 @@
-"""The golden checkpoint of format version 1: what is in it, and how it was made.
+"""The golden checkpoint of format version 1: its contents, and how to make one.
 
-`python -m tests.compat.golden` makes one where there is none. Those that are committed are never
-made again: what was once written must stay readable.
+`python -m tests.compat.golden` makes the checkpoint if it does not exist. Never make a committed
+one again: every version must stay readable as it was written.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ OBJECTS: dict[str, Any] = {
 
 
 def raw_bytes(size: int, seed: int) -> bytes:
-    """Bytes that another language can make too: a progression, by tensor."""
+    """Return bytes of an arithmetic progression, which programs in other languages can make too."""
     return bytes((7 * i + 13 * seed) % 251 for i in range(size))
 
 
 def expected() -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Dtype, shape and row-major bytes of every tensor."""
+    """Return the dtype, shape and row-major bytes of every tensor."""
     tensors: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
     for seed, (dtype, itemsize) in enumerate(DTYPES.items()):
         raw = b"\1\0\0\1\1\0" if dtype == "bool" else raw_bytes(6 * itemsize, seed)
@@ -67,7 +67,7 @@ def expected() -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 
 def tensor(name: str) -> torch.Tensor:
-    """A tensor of the checkpoint."""
+    """Return a tensor of the checkpoint."""
     dtype, shape, raw = expected()[name]
     if not raw:
         return torch.empty(shape, dtype=getattr(torch, dtype))
@@ -75,7 +75,7 @@ def tensor(name: str) -> torch.Tensor:
 
 
 def boxes(name: str, rank: int) -> list[sw.Box]:
-    """What a rank holds of a sharded tensor."""
+    """Return a rank's boxes of a sharded tensor."""
     shape = expected()[name][1]
     if name == "rows":
         return [sw.Box((3 * rank, 0), ((3, 3) if rank == 0 else (1, 3)))]
@@ -87,7 +87,7 @@ def boxes(name: str, rank: int) -> list[sw.Box]:
 
 
 def state_of(rank: int) -> dict[str, object]:
-    """What a rank saves."""
+    """Return the state that a rank saves."""
     tied = tensor("tied.first")
     sharded = {
         name: sw.Shards(
@@ -109,10 +109,10 @@ def state_of(rank: int) -> dict[str, object]:
 
 
 def make(place: Path) -> None:
-    """Save it.
+    """Save the checkpoint.
 
     Raises:
-        CheckpointExistsError: there is one at this place.
+        CheckpointExistsError: the place already has a checkpoint.
     """
 
     def save(group: ThreadGroup) -> None:

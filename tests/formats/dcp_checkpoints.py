@@ -1,4 +1,4 @@
-"""Checkpoints of PyTorch DCP, made under each parallelism, and what torch loads of them."""
+"""Checkpoints of PyTorch DCP under each parallelism, and the values that torch loads from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLAT = ("tp", "fsdp_tp", "pipeline_fsdp")
 
 
 def save_with_dcp(kinds: list[str], root: str) -> None:
-    """Train for two steps under each parallelism, and save as torch's documentation says."""
+    """Train for two steps under each parallelism, and save as torch's documentation does."""
     warnings.simplefilter("ignore")
     for kind in kinds:
         state = build(kind, 1)
@@ -32,7 +32,7 @@ def save_with_dcp(kinds: list[str], root: str) -> None:
 
 
 def torch_loads(place: Path) -> dict[str, Any]:
-    """What torch itself restores of a checkpoint, without knowing what was saved."""
+    """Return the state that torch itself restores, without a template of the saved state."""
     state: dict[str, Any] = {}
     _load_state_dict(
         state,
@@ -44,7 +44,9 @@ def torch_loads(place: Path) -> dict[str, Any]:
 
 
 def named(state: dict[str, Any]) -> dict[str, Any]:
-    """The tensors of a model and an optimizer that torch restored, by the names of shardwise."""
+    """Return the tensors of a model and an optimizer that torch restored, by the names of
+    shardwise.
+    """
     found = {f"model.{name}": value for name, value in state["model"].items()}
     optimizer = state["optimizer"]
     if "state" not in optimizer:
@@ -56,7 +58,7 @@ def named(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings_of(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The hyperparameters of each parameter that torch restored."""
+    """Return the hyperparameters of each parameter that torch restored."""
     optimizer = state["optimizer"]
     if "param_groups" in optimizer:
         return {

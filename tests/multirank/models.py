@@ -30,7 +30,7 @@ MakeOptimizer = Callable[[nn.Module, float], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A device mesh, and which of its dimensions are for stages, tensor and data parallelism."""
+    """A device mesh, and its dimensions for stages, tensor parallelism and data parallelism."""
 
     shape: tuple[int, ...]
     stages: str | None = None
@@ -38,7 +38,7 @@ class Grid:
     data: str | tuple[str, str] | None = None
 
     def mesh(self) -> DeviceMesh:
-        """The mesh; its dimensions are called a, b, c."""
+        """Return the mesh, whose dimensions have the names a, b and c."""
         return init_device_mesh("cpu", self.shape, mesh_dim_names=tuple("abc"[: len(self.shape)]))
 
 
@@ -75,7 +75,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Also a part of one: a stage leaves the rest out, and names stay."""
+    """A whole model, or the part of a stage. Parts keep the names of the whole model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Model(nn.Module):
         return x if self.head is None else self.head(x)
 
     def part(self, index: int, count: int) -> Model:
-        """What the stage `index` of `count` has."""
+        """Return the part of stage `index` of `count`."""
         part = copy.deepcopy(self)
         size = DEPTH // count
         part.blocks = nn.ModuleDict(dict([*part.blocks.items()][index * size : (index + 1) * size]))
@@ -101,7 +101,7 @@ class Model(nn.Module):
 
 
 class Schedulers:
-    """A scheduler for each optimizer; all are in one state."""
+    """One scheduler for each optimizer, with a common state."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self.all = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in optimizers]
@@ -119,7 +119,7 @@ class Schedulers:
 
 
 def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """Two groups: the norms learn faster, and do not decay."""
+    """Return an optimizer with two groups: norms learn faster and have no weight decay."""
     named = list(model.named_parameters())
     norms = [parameter for name, parameter in named if "norm" in name]
     rest = [parameter for name, parameter in named if "norm" not in name]
@@ -128,7 +128,9 @@ def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def build(kind: str, seed: int, make: MakeOptimizer = adamw) -> dict[str, Any]:
-    """A state of this parallelism: model, optimizer, scheduler, step. `seed` tells it apart."""
+    """Return a state under a parallelism: model, optimizer, scheduler, step. Its values depend on
+    `seed`.
+    """
     torch.manual_seed(seed)
     parts = parallelize(kind, Model())
     optimizers = [make(module, 0.01 * seed) for module in map(module_of, parts)]
@@ -142,18 +144,18 @@ def build(kind: str, seed: int, make: MakeOptimizer = adamw) -> dict[str, Any]:
 
 
 def module_of(part: nn.Module | PipelineStage) -> nn.Module:
-    """The module, or that of a stage."""
+    """Return the module itself, or the module of a stage."""
     return part.submod if isinstance(part, PipelineStage) else part
 
 
 def optimizers_of(state: dict[str, Any]) -> list[torch.optim.Optimizer]:
-    """The optimizers of a state, as a list."""
+    """Return the optimizers of a state as a list."""
     optimizers = state["optimizer"]
     return optimizers if isinstance(optimizers, list) else [optimizers]
 
 
 def train(state: dict[str, Any], steps: int = 2) -> None:
-    """Steps with gradients that are made up, element by element, so that all kinds step alike."""
+    """Train with gradients that are computed element by element, so that all kinds step equally."""
     for step in range(steps):
         for optimizer in optimizers_of(state):
             for group in optimizer.param_groups:
@@ -165,7 +167,7 @@ def train(state: dict[str, Any], steps: int = 2) -> None:
 
 
 def parallelize(kind: str, model: Model) -> list[Any]:
-    """What this rank has of a model under a parallelism: modules, or stages of a pipeline."""
+    """Return this rank's modules or pipeline stages of a model under a parallelism."""
     if kind == "plain":
         return [model]
     if kind in GRIDS:
@@ -185,7 +187,7 @@ def parallelize(kind: str, model: Model) -> list[Any]:
 
 
 def _on_mesh(model: Model, grid: Grid) -> nn.Module | PipelineStage:
-    """A model, or this rank's stage of it, whose parameters are DTensors."""
+    """Return the model, or this rank's stage of it, with parameters that are DTensors."""
     mesh = grid.mesh()
     if grid.stages is not None:
         pipeline = mesh[grid.stages]

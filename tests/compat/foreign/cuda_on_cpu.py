@@ -1,4 +1,4 @@
-"""Lets Megatron-Core run without CUDA: what it asks of `torch.cuda` is answered by the CPU."""
+"""Let Megatron-Core run without CUDA: the CPU replaces what it uses of `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FACTORIES += ["empty_like", "zeros_like"]
 
 
 class Stream:
-    """A stream that is always done."""
+    """A stream that has always finished."""
 
     def __enter__(self) -> Stream:
         return self
@@ -28,7 +28,7 @@ class Stream:
 
 
 def on_cpu(make: Any) -> Any:
-    """The same, with its device replaced where it is CUDA's."""
+    """Return the function `make`, with CUDA devices in its arguments replaced by the CPU."""
 
     def made(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device", "")).startswith("cuda"):
@@ -39,12 +39,12 @@ def on_cpu(make: Any) -> Any:
 
 
 def tensor_type(tensor: torch.Tensor, *args: Any, of: Any = torch.Tensor.type) -> Any:
-    """The type as Megatron compares it."""
+    """Return the type name of a tensor, as Megatron compares it."""
     return of(tensor, *args) if args else of(tensor).replace("torch.", "torch.cuda.", 1)
 
 
 class Triton(ModuleType):
-    """A stand-in for Triton, which Megatron-Core imports; none of its kernels runs on a CPU."""
+    """A stand-in for Triton, which Megatron-Core imports. None of its kernels can run on a CPU."""
 
     __version__ = "0"
 
@@ -59,12 +59,13 @@ class Triton(ModuleType):
 def install() -> None:
     """Patch torch, for the rest of this process. Call it before Megatron is imported."""
     if importlib.util.find_spec("triton") is None:
-        importlib.import_module("torch._inductor.compile_fx")  # it asks whether Triton is installed
+        importlib.import_module("torch._inductor.compile_fx")  # it checks for Triton
         triton = sys.modules["triton"] = Triton("triton")
         triton.language = sys.modules["triton.language"] = Triton("triton.language")
     cuda: Any = torch.cuda
     cuda.current_device = lambda: "cpu"
-    cuda.synchronize = lambda *_, **__: None  # each its own: torch's compiler tells them apart
+    # A separate function for each, because torch's compiler compares them.
+    cuda.synchronize = lambda *_, **__: None
     cuda.set_device = lambda *_, **__: None
     cuda.current_stream = lambda *_, **__: Stream()
     cuda.Stream = lambda *_, **__: Stream()

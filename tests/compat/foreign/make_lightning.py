@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Module(lightning.LightningModule):
-    """The net of the example, as its users had it in Lightning."""
+    """The net of the example as a LightningModule."""
 
     def __init__(self) -> None:
         super().__init__()

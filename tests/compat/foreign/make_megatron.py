@@ -1,12 +1,13 @@
-"""Makes the checkpoints of Megatron-Core that lie here, and what it restores of them itself.
+"""Make the checkpoints of Megatron-Core in this directory, and the values that it restores from
+them.
 
     torchrun --nproc-per-node N make_megatron.py TP PP KIND save FOLDER
     torchrun --nproc-per-node 1 make_megatron.py 1 1 KIND load FOLDER
 
-KIND is `plain`, `bfloat16`, or how the distributed optimizer is sharded: `fully_reshardable`
-(0.16.1), or `fully_sharded_model_space` (0.12.1, the last that could save it). The second run adds
-`expected.pt`. Those whose names end in `_0.19` were made by 0.19.2. FusedAdam,
-which the distributed optimizer needs, is a stand-in (FUSED_ADAM=folder).
+KIND is `plain`, `bfloat16`, or the sharding of the distributed optimizer: `fully_reshardable`
+(0.16.1), or `fully_sharded_model_space` (0.12.1, the last version that could save it). The second
+command adds `expected.pt`. Version 0.19.2 made the checkpoints whose names end in `_0.19`. The
+distributed optimizer needs FusedAdam; FUSED_ADAM is the path of a directory with a stand-in.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ def run(tp: int, pp: int, kind: str, action: str, folder: Path) -> None:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    if "FUSED_ADAM" in os.environ:  # only now: the model must not take it for apex
+    if "FUSED_ADAM" in os.environ:  # imported late, so that the model does not mistake it for apex
         sys.path.insert(0, os.environ["FUSED_ADAM"])
         for name in [name for name in sys.modules if name.startswith("megatron.core.optimizer")]:
             del sys.modules[name]
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     old = core.__version__.startswith("0.12")
-    if old:  # it is older than the numpy and torch that are here
+    if old:  # this version is older than the installed numpy and torch
         import megatron.core.optimizer.distrib_optimizer as distributed
 
         np.product = np.prod  # type: ignore[attr-defined]
@@ -119,7 +120,7 @@ def run(tp: int, pp: int, kind: str, action: str, folder: Path) -> None:
 
 
 def restored(model: Any, optimizer: Any, sharded: bool) -> dict[str, torch.Tensor]:
-    """All tensors of a model and its optimizer on one rank, by the names of shardwise."""
+    """Return all tensors of a model and its optimizer on one rank, by the names of shardwise."""
     found = {}
     inner = optimizer.chained_optimizers[0] if sharded else optimizer
     inner = getattr(inner, "chained_optimizers", [inner])[0]

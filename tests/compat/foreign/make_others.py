@@ -1,8 +1,8 @@
-"""Makes the checkpoints of ByteCheckpoint and torchsnapshot that lie here, and `expected.pt`.
+"""Make the checkpoints of ByteCheckpoint and torchsnapshot in this directory, and `expected.pt`.
 
     torchrun --nproc-per-node 2 make_others.py bytecheckpoint|torchsnapshot FOLDER
 
-ByteCheckpoint 0.0.2 wants TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 of the torch that is here.
+ByteCheckpoint 0.0.2 needs TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 with the installed torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def stepped(model: nn.Module, steps: int) -> torch.optim.Optimizer:
 
 
 def bytecheckpoint(folder: Path) -> dict[str, torch.Tensor]:
-    """FSDP2; what a run that had stepped differently has after loading."""
+    """Save under FSDP2. The expected values are those of another run after it has loaded."""
     import bytecheckpoint as bcp
 
     def state(seed: int) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def bytecheckpoint(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def torchsnapshot(folder: Path) -> dict[str, torch.Tensor]:
-    """A module that FSDP1 shards, one that all ranks have, and its optimizer, of chunks."""
+    """Save a module under FSDP1, a replicated module, and its optimizer; tensors are chunked."""
     from torchsnapshot import Snapshot, StateDict
     from torchsnapshot.knobs import override_max_chunk_size_bytes
 

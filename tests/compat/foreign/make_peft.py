@@ -1,8 +1,8 @@
-"""Adapters that PEFT 0.21.2 saved, their bases, and the models that it merged them into.
+"""Make adapters with PEFT 0.21.2, their base models, and the models with the adapter merged.
 
     python make_peft.py peft.tar.xz
 
-Each case is a folder with `base`, `adapter` and `merged`. Needs torch, transformers and peft.
+Each case is a directory with `base`, `adapter` and `merged`. Needs torch, transformers and peft.
 """
 
 from __future__ import annotations

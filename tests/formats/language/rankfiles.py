@@ -1,4 +1,4 @@
-"""Rank files in memory: a catalogue of numpy arrays, as a reader of files would make it."""
+"""Files of ranks in memory: a catalogue of numpy arrays, like one that a reader makes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NOWHERE = Path()
 
 
 def numbered(*shape: int) -> Array:
-    """An array each of whose elements is different."""
+    """Return an array whose elements all differ."""
     return np.arange(int(np.prod(shape)), dtype=np.int32).reshape(shape)
 
 
 def catalogue(axes: Mapping[str, int], ranks: Ranks) -> Catalogue:
-    """One file for each rank, its arrays one after another, whatever their strides."""
+    """Return a catalogue with one file for each rank. Arrays keep their strides."""
     files, rows = [], []
     for number, (coordinate, arrays) in enumerate(ranks.items()):
         content = b""
@@ -73,14 +73,14 @@ def _padded(rows: list[Any], dims: int, by: int) -> Array:
 def read(
     text: str, axes: Mapping[str, int], ranks: Ranks, **options: Any
 ) -> dict[str, torch.Tensor]:
-    """Tensors that a specification makes of rank files, read element by element."""
+    """Read the tensors that a specification makes of files of ranks, element by element."""
     return read_tensors(
         NOWHERE, checked(apply_spec(parse(text), catalogue(axes, ranks), **options))
     )
 
 
 def problems(spec: Spec, ranks: Catalogue, **options: Any) -> list[str]:
-    """All reasons why a specification does not fit."""
+    """Return all reasons why a specification does not fit."""
     with pytest.raises(MismatchError) as error:
         apply_spec(spec, ranks, **options)
     return list(error.value.problems)

@@ -1,4 +1,4 @@
-"""Checkpoints of every format that is read, and what its own framework has of each."""
+"""A checkpoint of every format that shardwise reads, and the values that its framework restores."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Made = tuple[Path, Wanted]
 class Source:
     """A checkpoint of a format.
 
-    `make` has it made by its framework: where it lies, and what is wanted of it.
+    `make` lets the framework write the checkpoint; it returns the path and the expected values.
     """
 
     name: str
@@ -70,7 +70,7 @@ def of_dcp(kind: str, request: Request, folder: Path) -> Made:
 
 
 def of_torch_save(zipped: bool, request: Request, folder: Path) -> Made:
-    """Whole, with names in place of numbers."""
+    """In one file, with names instead of numbers."""
     state = build("plain", 3)
     train(state)
     with warnings.catch_warnings(action="ignore"):
@@ -82,7 +82,7 @@ def of_torch_save(zipped: bool, request: Request, folder: Path) -> Made:
 
 
 def trained() -> tuple[dict[str, Any], dict[str, Any], Wanted]:
-    """State dicts of a model and its optimizer with names, and what is in them."""
+    """Return state dicts with names of a trained model and optimizer, and the expected values."""
     state = build("plain", 5)
     train(state)
     with warnings.catch_warnings(action="ignore"):
@@ -92,7 +92,7 @@ def trained() -> tuple[dict[str, Any], dict[str, Any], Wanted]:
 
 
 def of_accelerate(sharded: bool, request: Request, folder: Path) -> Made:
-    """As its `save_fsdp_model` and `save_fsdp_optimizer` write."""
+    """In the layout of `save_fsdp_model` and `save_fsdp_optimizer`."""
     model, optimizer, wanted = trained()
     if sharded:
         dcp_save({"model": model}, checkpoint_id=folder / "pytorch_model_fsdp_0", no_dist=True)
@@ -104,7 +104,7 @@ def of_accelerate(sharded: bool, request: Request, folder: Path) -> Made:
 
 
 def of_lightning(sharded: bool, request: Request, folder: Path) -> Made:
-    """As its ModelParallelStrategy writes, with `save_distributed_checkpoint` or without."""
+    """In the layout of ModelParallelStrategy, with or without `save_distributed_checkpoint`."""
     model, optimizer, wanted = trained()
     rest = {"epoch": 1, "global_step": 2, "pytorch-lightning_version": "2.6.6", "loops": {}}
     if sharded:
@@ -118,7 +118,7 @@ def of_lightning(sharded: bool, request: Request, folder: Path) -> Made:
 
 
 def of_hugging_face(suffix: str, count: int, request: Request, folder: Path) -> Made:
-    """In one file, or in several with an index as transformers writes it."""
+    """In one file, or in several with an index like that of transformers."""
     weights = dict(build("plain", 4)["model"].state_dict())
     stem = "model" if suffix == ".safetensors" else "pytorch_model"
     files = [f"{stem}-{i + 1:05}-of-{count:05}{suffix}" for i in range(count)]
@@ -142,7 +142,7 @@ def of_hugging_face(suffix: str, count: int, request: Request, folder: Path) -> 
 
 
 def save_shards(folder: str) -> None:
-    """As torch's own writer, without the consolidation that may follow; on two ranks."""
+    """Save on two ranks with torch's writer, without the consolidation that may follow."""
     mesh = init_device_mesh("cpu", (2,))
     weights = build("plain", 4)["model"].state_dict()
     saved = {name: distribute_tensor(each, mesh, [Shard(0)]) for name, each in weights.items()}
@@ -159,7 +159,7 @@ def of_shards(request: Request, folder: Path) -> Made:
 
 
 def save_by_ranks(kind: str, folder: str) -> dict[str, Any] | None:
-    """A file of each rank, with DTensors in it; on rank 0, what they are as a whole."""
+    """Save one file with DTensors for each rank; return the whole state on rank 0."""
     state = build(kind, 5)
     train(state)
     with warnings.catch_warnings(action="ignore"):
@@ -230,7 +230,7 @@ def of_bytecheckpoint(request: Request, folder: Path) -> Made:
 
 
 def of_torchsnapshot(root: str, request: Request, folder: Path) -> Made:
-    """One of two modules; names of the optimizer's parameters are not stored."""
+    """One of two modules. The files lack the names of the optimizer's parameters."""
     tensors = torch.load(unpacked("torchsnapshot", folder) / "expected.pt")
     mine = {name: each for name, each in tensors.items() if name.startswith(f"{root}.")}
     as_model = {f"model.{name.removeprefix(root)[1:]}": each for name, each in mine.items()}
@@ -238,9 +238,9 @@ def of_torchsnapshot(root: str, request: Request, folder: Path) -> Made:
 
 
 def stored_settings(place: Path) -> dict[str, Settings]:
-    """Hyperparameters as we read them, where a framework does not say whose they are."""
+    """Return the hyperparameters that shardwise reads, if the framework has no names for them."""
     groups: Any = sw.open(place)["optimizer.param_groups"]
-    for group in groups:  # how experts are divided is no hyperparameter
+    for group in groups:  # the parallelism of experts is not a hyperparameter
         group["value"].pop("is_expert_parallel", None)
     return {member: group["value"] for group in groups for member in group["members"]}
 

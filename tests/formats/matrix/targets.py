@@ -1,4 +1,4 @@
-"""A model of any names and shapes under each parallelism of torch, to load into."""
+"""A model with any names and shapes under each parallelism of torch, to load into."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from tests.formats.comparing import assert_same
 from tests.formats.matrix.wanted import Wanted
 from tests.multirank.models import CPU, GRIDS, WORLDS
 
-# One flat parameter of FSDP1 has one group of hyperparameters, and those of sources cut modules.
+# A flat parameter of FSDP1 is in one param group, but the groups of sources divide modules.
 KINDS = {kind: world for kind, world in WORLDS.items() if kind != "fsdp1_flat"}
-UNSET = 7.5  # a learning rate that no source has
+UNSET = 7.5  # a learning rate that differs from all sources
 Held = dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]
 
 
 def load_each(kind: str, places: Sequence[tuple[str, str]]) -> list[Held]:
-    """Load each checkpoint into a model under a parallelism, and compare what this rank has.
+    """Load each checkpoint into a model under a parallelism, and compare this rank's part.
 
     Args:
-        places: of each the place, and the file with what is wanted of it.
+        places: the path of each checkpoint, and the file with its expected values.
 
     Returns:
-        For each, the boxes of its tensors that this rank holds, all of which are as wanted.
+        For each checkpoint, the boxes that this rank holds of each tensor, after comparing them.
     """
     warnings.simplefilter("ignore")
-    mesh = GRIDS[kind].mesh() if kind in GRIDS else None  # once: its groups take a while
+    mesh = GRIDS[kind].mesh() if kind in GRIDS else None  # once, because this is slow
     wanted = [torch.load(file, weights_only=False) for _, file in places]
     return [_load(kind, mesh, place, each) for (place, _), each in zip(places, wanted, strict=True)]
 
@@ -75,7 +75,7 @@ def _state(kind: str, mesh: DeviceMesh | None, wanted: Wanted) -> dict[str, Any]
 
 
 def _parts(kind: str, wanted: Wanted) -> Iterator[tuple[nn.Module, tuple[int, int]]]:
-    """Modules that this rank has, and which stage of how many each is."""
+    """Yield this rank's modules, each with the index of its stage and the number of stages."""
     world = WORLDS[kind]
     rank = dist.get_rank() if world > 1 else 0
     stages = {"pipeline": [rank], "interleaved": [rank, rank + world], "pipeline_fsdp": [rank // 2]}
@@ -128,10 +128,10 @@ def _wrapped(kind: str, mesh: DeviceMesh | None, root: nn.Module, stage: tuple[i
 
 
 def _divide(root: nn.Module, mesh: DeviceMesh, *, evenly: bool) -> None:
-    """Divide parameters along dimensions by turns, and those that do not divide not at all.
+    """Shard parameters along alternating dimensions; replicate those that cannot be sharded.
 
     Args:
-        evenly: only where all of a mesh of four could divide it, which FSDP asks for.
+        evenly: shard only dimensions that four ranks divide evenly, as FSDP requires.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for turn, (name, parameter) in enumerate([*root.named_parameters(remove_duplicate=False)]):
@@ -150,7 +150,9 @@ def _is_trained(root: nn.Module) -> bool:
 
 
 def _optimizer(root: nn.Module, wanted: Wanted) -> torch.optim.Optimizer:
-    """One of the same groups, with another learning rate, before its first step."""
+    """Return an optimizer with the expected groups and another learning rate, before its first
+    step.
+    """
     parameters = {
         name.replace("_fsdp_wrapped_module.", ""): p for name, p in root.named_parameters()
     }
@@ -166,7 +168,7 @@ def _optimizer(root: nn.Module, wanted: Wanted) -> torch.optim.Optimizer:
 
 
 def uncovered(wanted: Mapping[str, torch.Tensor], ranks: Sequence[Held]) -> list[str]:
-    """Names of which some element is on no rank, or which should not be there."""
+    """Return names of which no rank has some element, and unexpected names."""
     missing = set().union(*ranks) - set(wanted)
     for name, tensor in wanted.items():
         seen = torch.zeros(tensor.shape, dtype=torch.bool)

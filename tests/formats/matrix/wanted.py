@@ -1,4 +1,4 @@
-"""What a framework itself has of a checkpoint: what a load must give, element for element."""
+"""The values that a framework restores from a checkpoint, which a load must give exactly."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be loaded of a model and its optimizer.
+    """The expected values of a model and its optimizer.
 
     Attributes:
-        parameters, buffers: by their names in the model; what has floats has them as float32.
-        state: of the optimizer, by `<parameter>.<key>`; empty where the source has none.
-        groups: of each param group its members and its hyperparameters.
-        ties: parameters that are others.
+        parameters, buffers: tensors by their names in the model; floating-point ones as float32.
+        state: tensors of the optimizer, by `<parameter>.<key>`; empty if the source has none.
+        groups: the members and the hyperparameters of each param group.
+        ties: the name of the tensor to which each tied parameter is tied.
         frozen: parameters that are not trained.
         rename: as for `shardwise.load`.
     """
@@ -33,19 +33,19 @@ class Wanted:
     rename: Mapping[str, str] | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors, by the names that they have in a state."""
+        """Return all tensors by their names in a state."""
         model = {**self.parameters, **self.buffers}
         model |= {name: model[same] for name, same in self.ties.items()}
         found = {f"model.{name}": tensor for name, tensor in model.items()}
         return found | {f"optimizer.{name}": tensor for name, tensor in self.state.items()}
 
     def settings(self) -> dict[str, Settings]:
-        """The hyperparameters of each trained parameter."""
+        """Return the hyperparameters of each trained parameter."""
         return {name: settings for members, settings in self.groups for name in members}
 
 
 def grouped(settings: Mapping[str, Settings]) -> tuple[tuple[tuple[str, ...], Settings], ...]:
-    """Param groups, of the hyperparameters of each parameter."""
+    """Return param groups, given the hyperparameters of each parameter."""
     groups: list[tuple[tuple[str, ...], Settings]] = []
     for name, each in settings.items():
         for at, (members, known) in enumerate(groups):
@@ -60,7 +60,10 @@ def grouped(settings: Mapping[str, Settings]) -> tuple[tuple[tuple[str, ...], Se
 def of_names(
     tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Settings], buffers: Iterable[str]
 ) -> Wanted:
-    """What is wanted, by names as they are in a state; buffers end as one of `buffers` does."""
+    """Return the expected values, given tensors by their names in a state.
+
+    The names of buffers end with one of `buffers`.
+    """
     ends = tuple(buffers)
     below: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}}
     for full, tensor in tensors.items():
@@ -76,5 +79,5 @@ def of_names(
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """The same, or the same as float32: FSDP flattens no parameters of several dtypes."""
+    """Return a floating-point tensor as float32, because FSDP does not flatten mixed dtypes."""
     return tensor.float() if tensor.is_floating_point() else tensor

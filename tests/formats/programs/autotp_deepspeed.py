@@ -1,7 +1,7 @@
-"""Train a small Llama by DeepSpeed's AutoTP on two ranks, and save it: DIRECTORY STAGE...
+"""Train a small Llama with AutoTP of DeepSpeed on two ranks, and save it: DIRECTORY STAGE...
 
-For each stage of ZeRO there is `DIRECTORY/zero<STAGE>`. The learning rate is 0, so that weights are
-what they were. `DIRECTORY/expected.pt` has them, and the moments of the same step by one process.
+It writes `DIRECTORY/zero<STAGE>` for each ZeRO stage. The learning rate is 0, so the weights do not
+change. `DIRECTORY/expected.pt` has the weights, and the moments of the same step in one process.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ CONFIG = LlamaConfig(
 
 
 def build() -> tuple[Any, torch.optim.Optimizer, torch.Tensor]:
-    """A model, its optimizer, and a batch: the same on all ranks."""
+    """Return a model, its optimizer, and a batch, which are the same on all ranks."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG)
     return model, torch.optim.AdamW(model.parameters(), lr=0.0), torch.randint(0, 64, (2, 16))
 
 
 def expected() -> dict[str, dict[str, torch.Tensor]]:
-    """Weights, and moments after a step."""
+    """Return the weights, and the moments after a step."""
     model, optimizer, batch = build()
     model(input_ids=batch, labels=batch).loss.backward()
     optimizer.step()
@@ -46,7 +46,7 @@ def expected() -> dict[str, dict[str, torch.Tensor]]:
 
 
 def save(place: Path, stage: int) -> None:
-    """A step under tensor parallelism, and a checkpoint of it."""
+    """Train a step under tensor parallelism, and save a checkpoint."""
     model, optimizer, batch = build()
     config = {
         "train_micro_batch_size_per_gpu": 2,

@@ -1,8 +1,9 @@
-"""Run a program on several ranks, forked when all that it imports is imported: so that is once.
+"""Run a program on several ranks that are forked after the imports, so that imports run only once.
 
     forked.py RANKS MODULES PROGRAM ARGUMENT...
 
-MODULES, joined by commas, are what it imports later on. Ranks find each other as torchrun's do.
+MODULES are the slow imports of the program, joined by commas. Ranks find each other as under
+torchrun.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-PR_SET_PDEATHSIG = 1  # ends with the parent, whatever ends that
+PR_SET_PDEATHSIG = 1  # ends when the parent ends for any reason
 LONGEST = timedelta(minutes=5)
 
 
 def perform(rank: int, ranks: int, port: int, program: str) -> int:
-    """Be a rank; its exit status."""
+    """Run the program as a rank; return its exit status."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ |= {
         "RANK": str(rank),
@@ -33,22 +34,22 @@ def perform(rank: int, ranks: int, port: int, program: str) -> int:
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the parent's
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent has the store
     }
     try:
         runpy.run_path(program, run_name="__main__")
-    except BaseException:  # whatever it is, it is told, and ends this rank alone
+    except BaseException:  # any error is printed, and ends only this rank
         traceback.print_exc()
         return 1
     return 0
 
 
 def main(ranks: int, modules: str, program: str) -> int:
-    """Start the ranks, and wait for them; if one fails, the others are ended."""
+    """Start the ranks and wait for them. If one fails, kill the others."""
     sys.path.insert(0, str(Path(program).parent))
     for name in filter(None, modules.split(",")):
         importlib.import_module(name)
-    runpy.run_path(program)  # which imports, and does nothing else
+    runpy.run_path(program)  # only for its imports
     pipes = [os.pipe() for _ in range(ranks)]
     children = []
     for rank, (receive, _) in enumerate(pipes):
@@ -60,7 +61,7 @@ def main(ranks: int, modules: str, program: str) -> int:
             sys.stderr.flush()
             os._exit(status)
         children.append(child)
-    # After the forks, as it has threads.
+    # After the forks, because the store has threads.
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=LONGEST, wait_for_workers=False)
     for _, send in pipes:
         os.write(send, str(store.port).encode())

@@ -1,11 +1,12 @@
-"""Save engines of DeepSpeed as they are, and go on from what others saved.
+"""Save live engines of DeepSpeed, and continue from checkpoints of others.
 
     torchrun --nproc-per-node N live_deepspeed.py DIRECTORY JOB...
 
-A job is `NAME:CASE`: train, and save `DIRECTORY/NAME`, and by DeepSpeed `DIRECTORY/NAME-native`;
-or `NAME:CASE:SOURCE`: go on from `DIRECTORY/SOURCE`, and save `DIRECTORY/NAME` before the next
-step. Beside each there is `NAME.expected.pt`: what DeepSpeed itself gathers of the engine then, and
-the next losses; of a pipeline `NAME.expected-RANK.pt`, what the rank has. Pipelines come last.
+A job `NAME:CASE` trains, and saves `DIRECTORY/NAME` and, with DeepSpeed, `DIRECTORY/NAME-native`. A
+job `NAME:CASE:SOURCE` loads `DIRECTORY/SOURCE`, and saves `DIRECTORY/NAME` before the next step.
+Each job also writes `NAME.expected.pt`: the values that DeepSpeed gathers from the engine, and the
+next losses. For a pipeline, these are `NAME.expected-RANK.pt` with the values of each rank.
+Pipelines must be the last jobs.
 """
 
 from __future__ import annotations
@@ -42,20 +43,20 @@ def engine_of(case: dict[str, Any], seed: int) -> Any:
     torch.manual_seed(seed)
     model = Model()
     optimizer = optimizer_of(model, sgd=case.get("sgd", False))
-    # DeepSpeed flattens the masters of its own fused Adam only, which has to be compiled first.
+    # DeepSpeed flattens only master weights of its own fused Adam, which must be compiled first.
     deepspeed.runtime.engine.FusedAdam = torch.optim.AdamW if case.get("fused") else FUSED
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
         lr_scheduler=scheduler_of(optimizer),
-        # Which DeepSpeed does not leave alone unless it is told to, and others do.
+        # Without this, DeepSpeed clips gradients, and the others do not.
         config={**config(case), "gradient_clipping": 0.0},
     )
     return engine
 
 
 def step(engine: Any) -> float:
-    """One step on what is the same on every rank, so that their number makes no difference."""
+    """Train one step on data that is the same on all ranks, so that their number has no effect."""
     tokens = tokens_of(engine.lr_scheduler.last_epoch)
     loss = nn.functional.cross_entropy(engine(tokens).float(), tokens)
     engine.backward(loss)
@@ -64,7 +65,7 @@ def step(engine: Any) -> float:
 
 
 def module_of(engine: Any, case: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The weights that the module computes with."""
+    """Return the weights that the module computes with."""
     held = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=case["stage"] == 3):
@@ -82,7 +83,7 @@ def do(directory: Path, name: str, case: dict[str, Any], source: str) -> None:
             step(engine)
         engine.save_checkpoint(str(directory / f"{name}-native"))
     sw.save(directory / name, state, check_replicas=True)
-    # Of flat masters without ZeRO DeepSpeed gathers nothing.
+    # DeepSpeed gathers nothing from flat master weights without ZeRO.
     held = {"parameters": {}} if case.get("fused") else gathered(engine, case)
     held |= {"module": module_of(engine, case)}
     held["counts"] = [engine.global_steps, engine.global_samples, engine.lr_scheduler.last_epoch]

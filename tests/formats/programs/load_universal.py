@@ -1,8 +1,8 @@
-"""Load universal checkpoints into engines of DeepSpeed, and write what each has then.
+"""Load universal checkpoints into engines of DeepSpeed, and write the values of each engine.
 
     torchrun --nproc-per-node N load_universal.py DIRECTORY CHECKPOINT=CASE...
 
-Cases are those of `train_deepspeed.py`; of each there is `DIRECTORY/CHECKPOINT.loaded.pt`.
+The cases are those of `train_deepspeed.py`. The values are in `DIRECTORY/CHECKPOINT.loaded.pt`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Train by DeepSpeed's pipelines and experts, save, and write what each rank had.
+"""Train with pipelines and experts of DeepSpeed, save, and write the values of each rank.
 
     torchrun --nproc-per-node N parallel_deepspeed.py DIRECTORY CASE...
 
-For each case there is `DIRECTORY/CASE`, a checkpoint, and `DIRECTORY/CASE.expected-RANK.pt`: the
-parameters and optimizer state of the rank, gathered by DeepSpeed over those that share them.
+For each case, `DIRECTORY/CASE` is a checkpoint, and `DIRECTORY/CASE.expected-RANK.pt` has the
+parameters and the optimizer state of a rank. DeepSpeed gathers them over the ranks that share them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CASES = {
 
 
 class Embedding(nn.Embedding):
-    """An embedding whose weight is also the last layer's."""
+    """An embedding whose weight is also that of the last layer."""
 
 
 def logits(embedding: nn.Embedding, x: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ def logits(embedding: nn.Embedding, x: torch.Tensor) -> torch.Tensor:
 
 
 class WithExperts(nn.Module):
-    """A layer of four experts between two others."""
+    """A layer of four experts between two other layers."""
 
     def __init__(self) -> None:
         super().__init__()

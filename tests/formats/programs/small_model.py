@@ -1,4 +1,4 @@
-"""The model that DeepSpeed trains in the tests; it knows nothing of DeepSpeed."""
+"""The model that DeepSpeed trains in the tests. It does not depend on DeepSpeed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Model(nn.Module):
-    """Odd sizes, so that everything is padded; frozen, tied, and buffers."""
+    """Odd sizes, which need padding; frozen and tied parameters, and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Model(nn.Module):
 
 
 def optimizer_of(model: nn.Module, *, sgd: bool = False) -> torch.optim.Optimizer:
-    """An optimizer of two groups."""
+    """Return an optimizer with two param groups."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() > 1], "lr": 1e-2, "weight_decay": 0.1},
@@ -42,10 +42,10 @@ def optimizer_of(model: nn.Module, *, sgd: bool = False) -> torch.optim.Optimize
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-    """A schedule that changes with every step."""
+    """Return a schedule that changes with every step."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
 
 
 def tokens_of(step: int) -> torch.Tensor:
-    """What is learned at a step."""
+    """Return the batch of a step."""
     return torch.randint(0, 13, (4,), generator=torch.Generator().manual_seed(step))

@@ -1,4 +1,4 @@
-"""Convert checkpoints by DeepSpeed's own converter: to_universal.py DIRECTORY CASE..."""
+"""Convert checkpoints with DeepSpeed's converter: to_universal.py DIRECTORY CASE..."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Train a small model by DeepSpeed in several ways, save each, and write what each had.
+"""Train a small model with DeepSpeed in several ways, save each, and write the expected values.
 
     torchrun --nproc-per-node N train_deepspeed.py DIRECTORY CASE...
 
-For each case there is `DIRECTORY/CASE`, a checkpoint, and `DIRECTORY/CASE.expected.pt`: parameters,
-optimizer state and buffers as DeepSpeed itself gathers them.
+For each case, `DIRECTORY/CASE` is a checkpoint, and `DIRECTORY/CASE.expected.pt` has the
+parameters, optimizer state and buffers that DeepSpeed itself gathers.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def train(case: dict[str, Any]) -> Any:
 
 
 def gathered(engine: Any, case: dict[str, Any]) -> dict[str, Any]:
-    """What the engine has, gathered by DeepSpeed's own means; on all ranks."""
+    """Return the engine's values, gathered with DeepSpeed's functions; on all ranks."""
     if case["stage"] in (1, 2):
-        # DeepSpeed looks for state after it stepped the first group only, and once.
+        # DeepSpeed looks for state only once: after it has stepped the first group.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     keys = ["momentum_buffer"] if case.get("sgd") else ["exp_avg", "exp_avg_sq"]
@@ -95,7 +95,7 @@ def gathered(engine: Any, case: dict[str, Any]) -> dict[str, Any]:
             parameters[name] = master.detach().clone()
             moments.update({f"{name}.{key}": state[key].clone() for key in keys})
         elif case.get("zero", {}).get("round_robin_gradients"):
-            # DeepSpeed gathers those of other parameters then (0.19.8): see `reordered`.
+            # DeepSpeed 0.19.8 then gathers the state of other parameters: see `reordered`.
             parameters[name] = held
             moments.update({f"{name}.{k}": reordered(engine.optimizer, parameter, k) for k in keys})
         else:
@@ -115,7 +115,7 @@ def gathered(engine: Any, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def reordered(optimizer: Any, parameter: torch.Tensor, key: str) -> torch.Tensor:
-    """State of a parameter under ZeRO 2, where gradients are divided round robin."""
+    """Return the state of a parameter under ZeRO 2 with round-robin gradients."""
     for number, group in enumerate(optimizer.round_robin_bit16_groups):
         own = optimizer.state[optimizer.single_partition_of_fp32_groups[number]][key]
         parts = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
@@ -128,7 +128,7 @@ def reordered(optimizer: Any, parameter: torch.Tensor, key: str) -> torch.Tensor
 
 
 def without_zero(optimizer: Any, parameter: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The master weight of a parameter and its state, where each rank has all of it."""
+    """Return the master weight of a parameter and its state, of which each rank has all."""
     if not hasattr(optimizer, "fp32_groups"):
         return parameter, optimizer.state[parameter]
     for low, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
@@ -141,7 +141,7 @@ def without_zero(optimizer: Any, parameter: torch.Tensor) -> tuple[torch.Tensor,
 def main(directory: Path, names: list[str]) -> None:
     # Otherwise the first start of DeepSpeed on a machine compiles an extension for a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # It also says that processors know no float16, which they do.
+    # It also says, wrongly, that CPUs do not support float16.
     type(get_accelerator()).is_fp16_supported = lambda self: True
     deepspeed.init_distributed(dist_backend="gloo")
     for name in names:

@@ -1,13 +1,13 @@
-"""Train a small model by Megatron-Core in several ways, and save each as Megatron-LM does.
+"""Train a small model with Megatron-Core in several ways, and save each as Megatron-LM does.
 
     torchrun --nproc-per-node 4 train_megatron.py DIRECTORY CASE...
 
-For each case there is `DIRECTORY/CASE`, a legacy checkpoint, and `DIRECTORY/CASE.expected.pt`: what
-the ranks had, put together by what Megatron-Core itself says of its parameters.
+For each case, `DIRECTORY/CASE` is a legacy checkpoint, and `DIRECTORY/CASE.expected.pt` has the
+values of all ranks, assembled with the metadata of Megatron-Core's parameters.
 
-Megatron-LM's `training/checkpointing.py` is in no package. `save` has its structure, as of
-core_v0.16.1 (`get_checkpoint_name`, `generate_state_dict`, `save_checkpoint`), and calls the
-same functions of Megatron-Core.
+No package contains Megatron-LM's `training/checkpointing.py`. `save` has its structure, as of
+core_v0.16.1 (`get_checkpoint_name`, `generate_state_dict`, `save_checkpoint`), and calls the same
+functions of Megatron-Core.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import shardwise as sw
 
 LENGTH, VOCAB = 16, 60
-moe_utils.te_general_gemm = None  # which it forgets if there is no Transformer Engine
+moe_utils.te_general_gemm = None  # Megatron-Core omits it without Transformer Engine
 LLAMA = {"llama": True, "tied": False}
 CASES: dict[str, dict[str, Any]] = {
     "float32": {"tp": 2, "pp": 2},
@@ -100,7 +100,7 @@ def config_of(case: dict[str, Any]) -> TransformerConfig:
 
 
 def models_of(case: dict[str, Any], config: TransformerConfig) -> Iterator[Any]:
-    """Chunks of the model, on this rank."""
+    """Return this rank's chunks of the model."""
     torch.manual_seed(7)
     layers = get_gpt_layer_local_spec(
         num_experts=case.get("experts"), normalization=config.normalization
@@ -124,7 +124,7 @@ def models_of(case: dict[str, Any], config: TransformerConfig) -> Iterator[Any]:
 
 
 def build(case: dict[str, Any]) -> tuple[list[Any], Any, Any]:
-    """Chunks of the model, its optimizer and its scheduler, on this rank."""
+    """Return this rank's chunks of the model, its optimizer and its scheduler."""
     config = config_of(case)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -194,7 +194,7 @@ def train(chunks: list[Any], optimizer: Any, scheduler: Any, *, steps: int) -> N
 
 
 def logits(chunks: list[Any]) -> torch.Tensor:
-    """What the model makes of a batch; on all ranks."""
+    """Return the model's output for a batch, on all ranks."""
 
     def forward(tokens: Iterator[torch.Tensor], model: Any) -> Any:
         batch, position = next(tokens), torch.arange(LENGTH)[None]
@@ -221,7 +221,7 @@ def logits(chunks: list[Any]) -> torch.Tensor:
 
 
 def resume(place: Path, case: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Go on from a checkpoint of ranks that were divided otherwise."""
+    """Continue from a checkpoint of ranks with another parallelism."""
     ps.initialize_model_parallel(1, case.get("pp", 1))
     megatron_on_cpu.seed_model_parallel(123)
     chunks, optimizer, scheduler = build(case)
@@ -236,7 +236,7 @@ def resume(place: Path, case: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def arguments(case: dict[str, Any]) -> Namespace:
-    """What Megatron-LM's program was told; that is, some of it."""
+    """Return some of the arguments of Megatron-LM's program."""
     return Namespace(
         rank=dist.get_rank(),
         tensor_model_parallel_size=case.get("tp", 1),
@@ -302,7 +302,7 @@ def save(root: Path, case: dict[str, Any], built: tuple[list[Any], Any, Any]) ->
 
 
 def held(chunks: list[Any], optimizer: Any) -> dict[str, dict[str, Any]]:
-    """Of each parameter of this rank, by its name in the whole model: its arrays, and ranges."""
+    """Return the arrays and ranges of this rank by the name of the parameter in the whole model."""
     found: dict[str, dict[str, Any]] = {}
     for chunk in chunks:
         module = getattr(chunk.module, "module", chunk.module)
@@ -332,7 +332,7 @@ def global_name(module: Any, own: str) -> str:
 
 
 def states_of(optimizer: Any, parameter: Any) -> list[Any]:
-    """What this rank has of a parameter: where it begins in it, and arrays."""
+    """Return this rank's arrays of a parameter, and the offset at which they begin in it."""
     for part in optimizer.chained_optimizers:
         if hasattr(part, "model_param_group_index_map"):  # the distributed optimizer
             if parameter in part.model_param_group_index_map:
@@ -349,7 +349,7 @@ def states_of(optimizer: Any, parameter: Any) -> list[Any]:
 
 
 def gathered(ranks: list[dict[str, dict[str, Any]]]) -> dict[str, torch.Tensor]:
-    """Whole tensors, by the names that are wanted."""
+    """Return the whole tensors by the expected names."""
     found: dict[str, torch.Tensor] = {}
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         shards: dict[int, dict[str, torch.Tensor]] = {}
