@@ -1,4 +1,4 @@
-"""Draws the picture of the README: `python docs/images/idea.py` writes idea.svg beside itself."""
+"""Draw the picture of the README: `python docs/images/idea.py` writes idea.svg."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DARK = """
 def rectangle(
     style: str, corner: tuple[float, float], size: tuple[float, float], radius: float = 3
 ) -> str:
-    """A rectangle, by its upper left corner and its size."""
+    """Return a rectangle, given its upper left corner and its size."""
     (x, y), (width, height) = corner, size
     return (
         f'<rect class="{style}" x="{x:g}" y="{y:g}" '
@@ -46,13 +46,13 @@ def rectangle(
 
 
 def text(style: str, at: tuple[float, float], content: str, anchor: str = "middle") -> str:
-    """A line of text, by the middle (or the start) of its baseline."""
+    """Return a line of text, given the middle (or the start) of its baseline."""
     x, y = at
     return f'<text class="{style}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{content}</text>'
 
 
 def arrow(start: float, end: float, y: float, content: str) -> Iterator[str]:
-    """An arrow to the right, and what happens on the way above it."""
+    """Yield an arrow to the right with a text above it."""
     yield f'<path class="line" d="M {start:g} {y:g} H {end - 8:g}"/>'
     yield f'<path class="head" d="M {end:g} {y:g} l -10 -5 v 10 z"/>'
     yield text("text", ((start + end) / 2, y - 10), content)
@@ -61,7 +61,7 @@ def arrow(start: float, end: float, y: float, content: str) -> Iterator[str]:
 def sharded(
     corner: tuple[float, float], size: float, rows: int, columns: int
 ) -> Iterator[tuple[str, tuple[float, float]]]:
-    """A tensor in `rows` by `columns` shards, each in the colours of the files it is made of.
+    """Yield a tensor in `rows` by `columns` shards, each in the colours of the files that hold it.
 
     Yields each rectangle, and the middle of its shard.
     """
@@ -82,7 +82,7 @@ def sharded(
 
 
 def saved() -> Iterator[str]:
-    """What is saved: a tensor divided among four ranks by rows."""
+    """Yield the saved tensor, which four ranks shard by rows."""
     yield text("title", (130, 58), "Saved")
     yield text("text", (130, 78), "FSDP, 4 ranks")
     for rank, (shape, (x, y)) in enumerate(sharded((56, 104), 148, RANKS, 1)):
@@ -91,7 +91,7 @@ def saved() -> Iterator[str]:
 
 
 def stored() -> Iterator[str]:
-    """What is stored: files, and the manifest of pieces."""
+    """Yield the checkpoint: files, and the manifest of pieces."""
     yield rectangle("sheet", (310, 30), (300, 312), 8)
     yield text("title", (460, 58), "Checkpoint")
     yield text("text", (460, 78), "a manifest of pieces")
@@ -108,7 +108,7 @@ def stored() -> Iterator[str]:
 
 
 def loaded() -> Iterator[str]:
-    """What is loaded: the same tensor, divided otherwise."""
+    """Yield the same tensor under three other shardings."""
     yield text("title", (820, 58), "Loaded")
     targets = (
         (1, 2, "tensor parallel", "2 ranks"),
@@ -124,12 +124,12 @@ def loaded() -> Iterator[str]:
 
 
 def drawing() -> Iterable[str]:
-    """The lines of the picture."""
+    """Return the lines of the picture."""
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'width="{WIDTH}" height="{HEIGHT}" role="img">'
     )
-    yield "<title>A sharded tensor, stored as pieces in files, is loaded in other shards.</title>"
+    yield "<title>Four ranks save a tensor as pieces; other shardings load from these.</title>"
     yield f"<style>{STYLE}@media (prefers-color-scheme: dark) {{{DARK}}}\n</style>"
     yield rectangle("panel", (0.5, 0.5), (WIDTH - 1, HEIGHT - 1), 10)
     yield from saved()
