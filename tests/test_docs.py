@@ -49,7 +49,8 @@ def test_the_page_of_formats_runs(
         said += re.findall(r"^print.*  # (.*)$", block, re.M)
     assert len(said) >= 4
     assert capsys.readouterr().out.splitlines() == said
-    commands = re.findall(r"^shardwise (.*)$", page, re.M)
+    shell = "".join(re.findall(r"```sh\n(.*?)```", page, re.S))
+    commands = re.findall(r"^shardwise (.*)$", shell, re.M)
     assert len(commands) >= 4
     for command in commands:
         result = CliRunner().invoke(app, command.split())
