@@ -14,7 +14,7 @@ from shardwise.errors import FormatError, StateError
 from shardwise.formats.containers.pickle_values import Name, Opaque, Record
 from shardwise.formats.containers.torch_values import Storage
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
-from shardwise.formats.optimizers import Group, encoded_groups
+from shardwise.formats.optimizers import ParamGroup, encode_param_groups
 from shardwise.formats.piece_tables import joined, table_of_boxes
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
@@ -171,10 +171,10 @@ class Builder:
         for where, tensor in plain.contents.items():
             self.add_array(where, self.content(tensor))
 
-    def add_groups(self, groups: Iterable[Group], name: str) -> None:
+    def add_groups(self, groups: Iterable[ParamGroup], name: str) -> None:
         """Add the param groups of an optimizer, or a line to `left_out`."""
         try:
-            self._objects.append(ObjectEntry(name, encoded_groups(groups, name)))
+            self._objects.append(ObjectEntry(name, encode_param_groups(groups, name)))
         except StateError as error:
             self.left_out.append(str(error))
 

@@ -72,7 +72,7 @@ def foreign_of(leaves: Leaves, format: str) -> Foreign:  # noqa: A002 - the name
     builder.left_out += leaves.left_out
     for path, dtype, shape in leaves.tensors:
         builder.add_tensor(names.of(path), dtype, shape)
-    taken = {path for optimizer in optimizers for path in optimizer.taken}
+    taken = {path for optimizer in optimizers for path in optimizer.group_paths}
     for path, value in leaves.values.items():
         if path in taken:
             continue

@@ -15,18 +15,19 @@ from typing import Any, TypeAlias
 from shardwise.state.objects import JsonValue, encode
 
 Path: TypeAlias = tuple[str | int, ...]
+"""The keys that lead from a state to a leaf: a tensor or a value."""
 STATE, GROUPS = "state", "param_groups"
 PARAMS, PARAM_NAMES = "params", "param_names"
-_FLAT = -1
-"""Stands in a path for the dot after `state` or `param_groups`."""
+_DOT = -1
+"""Stands in a path for the dot after `state` or `param_groups` in a flattened key."""
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """A param group: the names of its parameters, and its hyperparameters."""
+class ParamGroup:
+    """The names of the parameters of a param group, and its hyperparameters."""
 
-    members: tuple[str, ...]
-    settings: Mapping[str, Any]
+    names: tuple[str, ...]
+    hyperparameters: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,37 +36,56 @@ class Optimizer:
 
     Attributes:
         root: the path of the optimizer.
-        keys: the parameter's name and the key of each leaf of the state, by the leaf's path.
+        keys: by the path of each leaf of the state, the parameter's name and the key.
         groups: the param groups.
-        taken: the paths of the leaves that make up `groups`.
+        group_paths: the paths of the leaves that make up `groups`.
     """
 
     root: Path
     keys: Mapping[Path, tuple[str, str]]
-    groups: tuple[Group, ...]
-    taken: frozenset[Path]
+    groups: tuple[ParamGroup, ...]
+    group_paths: frozenset[Path]
 
     @property
     def parameters(self) -> set[str]:
         """The names of all parameters in groups."""
-        return {name for group in self.groups for name in group.members}
+        return {name for group in self.groups for name in group.names}
 
     def ungrouped(self) -> list[str]:
         """Return the parameters that have state but are in no group."""
-        known = self.parameters
-        return list(dict.fromkeys(name for name, _ in self.keys.values() if name not in known))
+        grouped = self.parameters
+        return list(dict.fromkeys(name for name, _ in self.keys.values() if name not in grouped))
 
 
-def encoded_groups(groups: Iterable[Group], name: str) -> JsonValue:
+def encode_param_groups(groups: Iterable[ParamGroup], name: str) -> JsonValue:
     """Encode param groups as shardwise stores them.
+
+    Args:
+        name: the name of the value, for messages.
 
     Raises:
         StateError: a hyperparameter has no plain form.
     """
     return [
-        {"members": list(group.members), "value": encode(dict(group.settings), name)}
+        {"members": list(group.names), "value": encode(dict(group.hyperparameters), name)}
         for group in groups
     ]
+
+
+def merge_param_groups(groups: Iterable[ParamGroup]) -> tuple[ParamGroup, ...]:
+    """Merge the groups that have equal hyperparameters."""
+    merged: dict[str, ParamGroup] = {}
+    for group in groups:
+        key = hyperparameters_key(group.hyperparameters)
+        known = merged.get(key, ParamGroup((), group.hyperparameters))
+        names = dict.fromkeys((*known.names, *group.names))
+        merged[key] = ParamGroup(tuple(names), known.hyperparameters)
+    return tuple(merged.values())
+
+
+def hyperparameters_key(hyperparameters: Mapping[str, Any]) -> str:
+    """Return a text that is equal for equal hyperparameters."""
+    return repr(sorted(hyperparameters.items(), key=lambda item: str(item[0])))
 
 
 def find_optimizers(paths: Iterable[Path], values: Mapping[Path, Any]) -> list[Optimizer]:
@@ -78,80 +98,94 @@ def find_optimizers(paths: Iterable[Path], values: Mapping[Path, Any]) -> list[O
     states: dict[Path, list[tuple[Path, Path]]] = {}
     groups: dict[Path, list[tuple[Path, Path]]] = {}
     for path in paths:
-        place = _place(path)
-        if place is not None:
-            root, kind, rest = place
+        split = _split_at_optimizer(path)
+        if split is not None:
+            root, kind, rest = split
             (states if kind == STATE else groups).setdefault(root, []).append((path, rest))
-    found = [_optimizer(root, states.get(root, []), groups[root], values) for root in groups]
+    found = [_parse_optimizer(root, states.get(root, []), groups[root], values) for root in groups]
     return [optimizer for optimizer in found if optimizer is not None]
 
 
 def is_of_optimizer(path: Path) -> bool:
     """Return whether a path goes through `state` or `param_groups` of an optimizer."""
-    return _place(path) is not None
+    return _split_at_optimizer(path) is not None
 
 
-def _place(path: Path) -> tuple[Path, str, Path] | None:
-    """Split a path at `state` or `param_groups` into the optimizer's path, the key, the rest."""
-    for at, part in enumerate(path):
+def _split_at_optimizer(path: Path) -> tuple[Path, str, Path] | None:
+    """Split a path at `state` or `param_groups`: the optimizer's path, that key, and the rest."""
+    for index, part in enumerate(path):
         head, dot, tail = part.partition(".") if isinstance(part, str) else ("", "", "")
         if head not in (STATE, GROUPS):
             continue
         if not dot:
-            return path[:at], head, path[at + 1 :]
-        if at == len(path) - 1:
-            return path[:at], head, (_FLAT, tail)
+            return path[:index], head, path[index + 1 :]
+        if index == len(path) - 1:
+            return path[:index], head, (_DOT, tail)
     return None
 
 
-def _optimizer(
+def _parse_optimizer(
     root: Path,
-    state: list[tuple[Path, Path]],
-    settings: list[tuple[Path, Path]],
+    state_paths: list[tuple[Path, Path]],
+    group_paths: list[tuple[Path, Path]],
     values: Mapping[Path, Any],
 ) -> Optimizer | None:
-    if not all(path in values for path, _ in settings):
+    """Return an optimizer, or None if it does not name its parameters.
+
+    Args:
+        root: the path of the optimizer.
+        state_paths: the paths of the leaves below `state`, whole, and from there on.
+        group_paths: the same for `param_groups`.
+        values: the leaves that are not tensors, by path.
+    """
+    if not all(path in values for path, _ in group_paths):
         return None
-    given = {rest: values[path] for path, rest in settings}
-    found = _flat_groups(given) if any(rest[:1] == (_FLAT,) for rest in given) else _groups(given)
-    if found is None:
+    settings = {rest: values[path] for path, rest in group_paths}
+    flattened = any(rest[:1] == (_DOT,) for rest in settings)
+    parsed = _parse_flattened_groups(settings) if flattened else _parse_groups(settings)
+    if parsed is None:
         return None
-    groups, numbers = found
-    names = {name for group in groups for name in group.members}
+    groups, names_by_number = parsed
+    names = {name for group in groups for name in group.names}
     keys: dict[Path, tuple[str, str]] = {}
-    for path, rest in state:
-        flat = rest[:1] == (_FLAT,)
-        split = _cut(str(rest[1]), names) if flat else _looked_up(rest, numbers)
-        if split is None:
+    for path, rest in state_paths:
+        if rest[:1] == (_DOT,):
+            name_and_key = _split_flattened_key(str(rest[1]), names)
+        else:
+            name_and_key = _look_up_name(rest, names_by_number)
+        if name_and_key is None:
             return None
-        keys[path] = split
-    return Optimizer(root, keys, groups, frozenset(path for path, _ in settings))
+        keys[path] = name_and_key
+    return Optimizer(root, keys, groups, frozenset(path for path, _ in group_paths))
 
 
-def _flat_groups(given: Mapping[Path, Any]) -> tuple[tuple[Group, ...], dict[str, str]] | None:
-    """Make groups of `<parameter>.<hyperparameter>`: parameters with equal ones share a group."""
-    by_member: dict[str, dict[str, Any]] = {}
-    for rest, value in given.items():
-        if rest[:1] != (_FLAT,):
+def _parse_flattened_groups(
+    settings: Mapping[Path, Any],
+) -> tuple[tuple[ParamGroup, ...], dict[str, str]] | None:
+    """Parse `<parameter>.<hyperparameter>`: parameters with equal ones share a group."""
+    by_parameter: dict[str, dict[str, Any]] = {}
+    for rest, value in settings.items():
+        if rest[:1] != (_DOT,):
             return None
-        member, dot, key = str(rest[1]).rpartition(".")
+        parameter, dot, key = str(rest[1]).rpartition(".")
         if not dot:
             return None
-        by_member.setdefault(member, {})[key] = value
-    groups: dict[str, Group] = {}
-    for member, settings in by_member.items():
-        if member.isdigit() and PARAMS in settings:
-            continue  # a group by its number, a copy of the same hyperparameters
-        same = repr(sorted(settings.items()))
-        known = groups.get(same, Group((), settings))
-        groups[same] = Group((*known.members, member), settings)
-    return tuple(groups.values()), {}
+        by_parameter.setdefault(parameter, {})[key] = value
+    groups = [
+        ParamGroup((parameter,), hyperparameters)
+        for parameter, hyperparameters in by_parameter.items()
+        # A group by its number is a copy of the same hyperparameters.
+        if not (parameter.isdigit() and PARAMS in hyperparameters)
+    ]
+    return merge_param_groups(groups), {}
 
 
-def _groups(given: Mapping[Path, Any]) -> tuple[tuple[Group, ...], dict[str, str]] | None:
-    """Return the groups of a list of dicts, whole or flattened, and the names of parameters."""
+def _parse_groups(
+    settings: Mapping[Path, Any],
+) -> tuple[tuple[ParamGroup, ...], dict[str, str]] | None:
+    """Parse a list of dicts, whole or flattened; also return the names of parameters by number."""
     listed: dict[object, dict[str, Any]] = {}
-    for rest, value in given.items():
+    for rest, value in settings.items():
         if not rest and isinstance(value, list) and all(isinstance(each, dict) for each in value):
             listed.update(enumerate(value))
         elif len(rest) == 2:
@@ -159,33 +193,33 @@ def _groups(given: Mapping[Path, Any]) -> tuple[tuple[Group, ...], dict[str, str
         else:
             return None
     groups = []
-    numbers: dict[str, str] = {}
-    for settings in listed.values():
-        params = settings.get(PARAMS)
-        names = settings.get(PARAM_NAMES, params)
+    names_by_number: dict[str, str] = {}
+    for group in listed.values():
+        params = group.get(PARAMS)
+        names = group.get(PARAM_NAMES, params)
         if not isinstance(params, list) or not isinstance(names, list):
             return None
         if len(names) != len(params) or not all(isinstance(name, str) for name in names):
             return None
-        numbers.update(zip(map(str, params), names, strict=True))
-        kept = {k: v for k, v in settings.items() if k not in (PARAMS, PARAM_NAMES)}
-        groups.append(Group(tuple(names), kept))
-    return tuple(groups), numbers
+        names_by_number.update(zip(map(str, params), names, strict=True))
+        kept = {key: value for key, value in group.items() if key not in (PARAMS, PARAM_NAMES)}
+        groups.append(ParamGroup(tuple(names), kept))
+    return tuple(groups), names_by_number
 
 
-def _looked_up(rest: Path, numbers: Mapping[str, str]) -> tuple[str, str] | None:
+def _look_up_name(rest: Path, names_by_number: Mapping[str, str]) -> tuple[str, str] | None:
     """Return the parameter's name and the key for a path below `state`."""
-    number = str(rest[0]) if len(rest) > 1 else ""
+    parameter = str(rest[0]) if len(rest) > 1 else ""
     # Stages of a pipeline overwrite each other's groups, so that names may be missing there.
-    name = numbers.get(number, None if number.isdigit() else number)
+    name = names_by_number.get(parameter, None if parameter.isdigit() else parameter)
     return (name, ".".join(map(str, rest[1:]))) if name else None
 
 
-def _cut(text: str, names: Collection[str]) -> tuple[str, str] | None:
+def _split_flattened_key(text: str, names: Collection[str]) -> tuple[str, str] | None:
     """Split a dotted name into the longest known parameter's name and the key of its state."""
-    at = text.rfind(".")
-    while at > 0:
-        if text[:at] in names:
-            return text[:at], text[at + 1 :]
-        at = text.rfind(".", 0, at)
+    dot = text.rfind(".")
+    while dot > 0:
+        if text[:dot] in names:
+            return text[:dot], text[dot + 1 :]
+        dot = text.rfind(".", 0, dot)
     return None

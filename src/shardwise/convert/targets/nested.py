@@ -12,7 +12,7 @@ from shardwise.adapters.optimizer_state import rebuilt
 from shardwise.adapters.values import saved_tensors
 from shardwise.convert.plan import Chosen, Part
 from shardwise.errors import StateError
-from shardwise.formats.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, Group
+from shardwise.formats.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, ParamGroup
 from shardwise.manifest.manifest import ObjectEntry
 from shardwise.state.objects import JsonValue, decode
 
@@ -29,7 +29,7 @@ class Optimizer:
         ties: the names of tied parameters, and those that they are tied to.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[ParamGroup, ...]
     state: Mapping[str, Mapping[str, Any]]
     ties: Mapping[str, str]
 
@@ -39,12 +39,12 @@ class Optimizer:
         groups = []
         for group in self.groups:
             own = []
-            for name in group.members:
+            for name in group.names:
                 if self._stored(name) not in numbers:
                     numbers[self._stored(name)] = len(numbers)
                     own.append(name)
             params = [numbers[self._stored(name)] for name in own]
-            groups.append({**group.settings, PARAMS: params, PARAM_NAMES: own})
+            groups.append({**group.hyperparameters, PARAMS: params, PARAM_NAMES: own})
         state: dict[int, Any] = {}
         for name, values in self.state.items():
             if self._stored(name) in numbers:
@@ -62,14 +62,14 @@ class Optimizer:
             for key, value in values.items()
         }
         for number, group in enumerate(self.groups):
-            for name in (*group.members, number):
-                flat |= {f"{GROUPS}.{name}.{key}": value for key, value in group.settings.items()}
-            flat[f"{GROUPS}.{number}.{PARAMS}"] = list(group.members)
+            for name in (*group.names, number):
+                flat |= {f"{GROUPS}.{name}.{key}": value for key, value in group.hyperparameters.items()}
+            flat[f"{GROUPS}.{number}.{PARAMS}"] = list(group.names)
         return flat
 
     def ungrouped(self) -> list[str]:
         """Return the parameters with state that are not in any group."""
-        known = {name for group in self.groups for name in group.members}
+        known = {name for group in self.groups for name in group.names}
         return [name for name in self.state if name not in known]
 
     def _stored(self, name: str) -> str:
@@ -173,13 +173,13 @@ def _is_groups(entry: ObjectEntry) -> bool:
     )
 
 
-def _groups_of(entry: ObjectEntry) -> tuple[Group, ...]:
+def _groups_of(entry: ObjectEntry) -> tuple[ParamGroup, ...]:
     groups = []
     for each in entry.value:
         settings = decode(each["value"], entry.name)
         if not isinstance(settings, dict):
             raise StateError(f"{entry.name}: the hyperparameters of a group are not a dict")
-        groups.append(Group(tuple(map(str, each["members"])), settings))
+        groups.append(ParamGroup(tuple(map(str, each["members"])), settings))
     return tuple(groups)
 
 
@@ -207,7 +207,7 @@ def _ties(chosen: Chosen) -> dict[str, str]:
 
 
 def _by_parameter(held: Mapping[str, Any], groups: Iterable[Group]) -> dict[str, dict[str, Any]]:
-    known = {name for group in groups for name in group.members}
+    known = {name for group in groups for name in group.names}
     found: dict[str, dict[str, Any]] = {}
     for name, leaf in held.items():
         at = name.rfind(".")

@@ -19,7 +19,7 @@ from shardwise.convert.targets.nested import Nested, Optimizer, nested
 from shardwise.convert.targets.torch_file import add_torch_file, refusal
 from shardwise.errors import StateError
 from shardwise.formats.optimizers import GROUPS, PARAM_NAMES, PARAMS
-from shardwise.formats.readers.deepspeed.files import LATEST_UNIVERSAL, WEIGHTS
+from shardwise.formats.readers.deepspeed.files import LATEST_UNIVERSAL, WEIGHTS_KEY
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose layout is written."""
@@ -122,7 +122,7 @@ def _file(name: str, value: Any) -> Output:
 
 def _atoms(training: _Training, name: str) -> Iterator[tuple[str, Any]]:
     """Yield the weight and the state of a parameter, by key."""
-    yield WEIGHTS, {"param": _master(training.model[name])}
+    yield WEIGHTS_KEY, {"param": _master(training.model[name])}
     for key, value in training.optimizer.state.get(name, {}).items():
         if key == STEP:
             yield key, value

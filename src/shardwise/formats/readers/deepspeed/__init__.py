@@ -1,20 +1,23 @@
-"""Checkpoints of DeepSpeed: those of its engine, and universal ones.
+"""Checkpoints of DeepSpeed: those that its engine saves (`reader`), and universal ones.
 
 Both get the same names:
 
-    model.<name>             the trained weights, in fp32 where DeepSpeed keeps masters; frozen
-                             parameters and buffers, in their own dtypes
+    model.<name>             the trained weights: float32 master weights if DeepSpeed keeps them;
+                             frozen parameters and buffers, in their own dtypes
     module.<name>            the weights of the module, if they have a lower precision
     optimizer.<name>.<key>   state of the optimizer, and `optimizer.param_groups`
     scheduler                the state of the learning rate scheduler
     client_state.<key>       the client state that the user passed to DeepSpeed
     deepspeed.<key>          counters, the loss scaler, the configuration, the version
 
-Training resumes exactly from `model` and `optimizer`. Load a bf16 module that has masters from
-`module`.
+Training resumes exactly from `model` and `optimizer`. Load a bf16 module that has master weights
+from `module`.
 
-A load goes through these modules in this order: `reader` (the walk), `files` (which files there
-are), `ranks` and `states` (what they contain), `agreement` (whether they are from one save),
-`groups` and `zero` (how ZeRO's flat partitions become boxes), `tensor_parallel` (how shards make up
-parameters), `optimizers`. `universal` reads universal checkpoints.
+`reader` and `universal` call the other modules in this order:
+
+    files                       find the files, and require all of them
+    ranks, states, agreement    read and parse them, and check that they are from one save
+    tensor_parallel             how the shards of tensor-parallel ranks make up parameters
+    zero                        how ZeRO's flat partitions become boxes
+    optimizers, without_zero    add the optimizer's tensors to the manifest, with or without ZeRO
 """

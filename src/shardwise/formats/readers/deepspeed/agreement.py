@@ -17,8 +17,8 @@ MOST_SHOWN = 4
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 STEP = "step"
 
-Numbers: TypeAlias = Mapping[tuple[int, int], float]
-"""The values of 0-d arrays, by the number of their file and their first byte."""
+Scalars: TypeAlias = Mapping[tuple[int, int], float]
+"""The values of 0-d arrays, by the index of the file and the offset in it, in bytes."""
 
 
 def check_counters(tree: Tree, models: Iterable[ModelState]) -> None:
@@ -29,12 +29,12 @@ def check_counters(tree: Tree, models: Iterable[ModelState]) -> None:
     """
     states = list(models)
     for key in COUNTERS:
-        values = [(state.where, repr(state.rest.get(key))) for state in states]
+        values = [(state.path, repr(state.values.get(key))) for state in states]
         _require_equal(tree, f"{key} is", values, "from different steps")
 
 
 def check_optimizers(tree: Tree, ranks: Sequence[OptimizerState]) -> list[str]:
-    """Compare kind, steps and hyperparameters of optimizers that share their parameters.
+    """Compare type, steps and hyperparameters of optimizers that share their parameters.
 
     Args:
         ranks: all data-parallel and tensor-parallel ranks of a pipeline stage.
@@ -45,30 +45,30 @@ def check_optimizers(tree: Tree, ranks: Sequence[OptimizerState]) -> list[str]:
     Raises:
         FormatError: the ranks differ; the message names the files and the values.
     """
-    kinds = [(state.where, repr(state.kind)) for state in ranks]
-    _require_equal(tree, "the optimizer is", kinds, "from different optimizers")
-    numbers = read_numbers(tree, (array for state in ranks for array in _scalars(state)))
+    types = [(rank.path, repr(rank.optimizer_type)) for rank in ranks]
+    _require_equal(tree, "the optimizer is", types, "from different optimizers")
+    scalars = read_scalars(tree, (array for rank in ranks for array in _scalar_arrays(rank)))
     lines = []
-    for group in range(min(len(state.masters) for state in ranks)):
-        where = f"of parameter group {group}"
-        keys = [(each.where, ", ".join(sorted(each.states[group])) or "none") for each in ranks]
-        _require_equal(tree, f"the state {where} is", keys, "from different optimizers")
+    for group in range(min(len(rank.masters) for rank in ranks)):
+        suffix = f"of parameter group {group}"
+        keys = [(rank.path, ", ".join(sorted(rank.states[group])) or "none") for rank in ranks]
+        _require_equal(tree, f"the state {suffix} is", keys, "from different optimizers")
         for key, value in ranks[0].states[group].items():
             if isinstance(value, StoredArray) and value.shape:
                 continue
-            values = [(each.where, _shown(each.states[group].get(key), numbers)) for each in ranks]
+            values = [(rank.path, _to_text(rank.states[group].get(key), scalars)) for rank in ranks]
             if key == STEP:
-                _require_equal(tree, f"the step {where} is", values, "from different steps")
+                _require_equal(tree, f"the step {suffix} is", values, "from different steps")
             elif len({text for _, text in values}) > 1:
-                lines.append(f"optimizer.*.{key} {where}: ranks differ; the first one's is taken")
-        settings = [(each.where, _settings(each, group, numbers)) for each in ranks]
-        for key in dict.fromkeys(key for _, found in settings for key in found):
-            values = [(file, found.get(key, "missing")) for file, found in settings]
-            _require_equal(tree, f"{key} {where} is", values, "from different saves or optimizers")
+                lines.append(f"optimizer.*.{key} {suffix}: ranks differ; the first one's is taken")
+        settings = [(rank.path, _hyperparameters(rank, group, scalars)) for rank in ranks]
+        for key in dict.fromkeys(key for _, texts in settings for key in texts):
+            values = [(path, texts.get(key, "missing")) for path, texts in settings]
+            _require_equal(tree, f"{key} {suffix} is", values, "from different saves or optimizers")
     return lines
 
 
-def read_numbers(tree: Tree, arrays: Iterable[StoredArray]) -> Numbers:
+def read_scalars(tree: Tree, arrays: Iterable[StoredArray]) -> Scalars:
     """Read 0-d arrays, a few bytes of each file.
 
     Raises:
@@ -79,49 +79,55 @@ def read_numbers(tree: Tree, arrays: Iterable[StoredArray]) -> Numbers:
     for array in arrays:
         by_file.setdefault(array.file, {})[array.start] = array
 
-    def read(part: FileRange) -> dict[tuple[int, int], float]:
+    def read(file: FileRange) -> dict[tuple[int, int], float]:
         return {
-            (part.number, start): _number(part.read(start, array.itemsize), array.dtype)
-            for start, array in by_file[part.number].items()
+            (file.number, start): _decode(file.read(start, array.itemsize), array.dtype)
+            for start, array in by_file[file.number].items()
         }
 
-    found = tree.read_each({names[number]: number for number in by_file}, read)
-    return {place: value for values in found.values() for place, value in values.items()}
+    by_name = tree.read_each({names[index]: index for index in by_file}, read)
+    return {key: value for values in by_name.values() for key, value in values.items()}
 
 
-def _number(data: bytes, dtype: str) -> float:
+def _decode(data: bytes, dtype: str) -> float:
     value = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).item()
     return value if isinstance(value, (int, float)) else float("nan")
 
 
-def _scalars(state: OptimizerState) -> Iterable[StoredArray]:
-    for held in (*state.states, *(state.settings or ())):
-        yield from (v for v in held.values() if isinstance(v, StoredArray) and not v.shape)
+def _scalar_arrays(state: OptimizerState) -> Iterable[StoredArray]:
+    for values in (*state.states, *(state.hyperparameters or ())):
+        yield from (v for v in values.values() if isinstance(v, StoredArray) and not v.shape)
 
 
-def _settings(state: OptimizerState, group: int, numbers: Numbers) -> dict[str, str]:
-    """Return the hyperparameters of a group as text."""
-    held = {} if state.settings is None else state.settings[state.groups[group]]
-    return {key: _shown(value, numbers) for key, value in held.items()}
+def _hyperparameters(state: OptimizerState, group: int, scalars: Scalars) -> dict[str, str]:
+    """Return the hyperparameters of a flat group as text."""
+    if state.hyperparameters is None:
+        return {}
+    values = state.hyperparameters[state.param_groups[group]]
+    return {key: _to_text(value, scalars) for key, value in values.items()}
 
 
-def _shown(value: object, numbers: Numbers) -> str:
+def _to_text(value: object, scalars: Scalars) -> str:
     if not isinstance(value, StoredArray):
         return repr(value)
     if value.shape:
         return f"a tensor of {value.dtype} {list(value.shape)}"
-    return repr(numbers[value.file, value.start])
+    return repr(scalars[value.file, value.start])
 
 
-def _require_equal(tree: Tree, what: str, values: Sequence[tuple[str, str]], problem: str) -> None:
-    """Refuse files with different values.
+def _require_equal(
+    tree: Tree, subject: str, values: Sequence[tuple[str, str]], problem: str
+) -> None:
+    """Refuse files whose values differ.
 
     Args:
-        values: each file, and its value.
+        subject: the value and a verb, for the message: "global_steps is".
+        values: the path and the value of each file.
+        problem: what different values mean: "from different steps".
     """
     by_value: dict[str, list[str]] = {}
-    for where, value in values:
-        by_value.setdefault(value, []).append(where.removeprefix(f"{tree}/"))
+    for path, value in values:
+        by_value.setdefault(value, []).append(path.removeprefix(f"{tree}/"))
     if len(by_value) < 2:
         return
     listed = [
@@ -130,6 +136,7 @@ def _require_equal(tree: Tree, what: str, values: Sequence[tuple[str, str]], pro
         for value, files in by_value.items()
     ]
     raise FormatError(
-        f"{tree}: the files of its ranks are {problem}: {what} {'; '.join(listed[:MOST_SHOWN])}. "
-        "Copy all files of one save from where the checkpoint is whole, or open another"
+        f"{tree}: the files of its ranks are {problem}: {subject} "
+        f"{'; '.join(listed[:MOST_SHOWN])}. Copy all files of one save from a complete copy of the "
+        "checkpoint, or open another checkpoint"
     )

@@ -1,53 +1,62 @@
-"""Finds the files of a DeepSpeed checkpoint by their names, and requires that none is missing."""
+"""Finds the files of a DeepSpeed checkpoint by their names, and refuses it if files are missing."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
 from shardwise.formats.tree import MOST_FILES, Tree
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
-WEIGHTS, SETTINGS = "fp32", "optimizer_state.pt"
-NOT_STATE = (LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py")
+WEIGHTS_KEY, HYPERPARAMETERS_FILE = "fp32", "optimizer_state.pt"
+FILES_WITHOUT_STATE = (LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py")
 LARGEST_TAG = 4096
-MOST_TAGS = 8
+MOST_TAGS_SHOWN = 8
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d{1,7})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,7})_mp_rank_(\d{1,7})_optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d{1,7})(?:-(.*))?-model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_(\d{1,7})_)?expert_(\d{1,7})_mp_rank_(\d{1,7})_model_states\.pt")
 _EXPERT_OPTIMIZER = re.compile(r"expp_rank_(\d{1,7})_mp_rank_(\d{1,7})_optim_states\.pt")
-_FIRST = re.compile(r"mp_rank_0+_model_states\.pt")
-_MODEL_SLICE = "zero_pp_rank_"
+_FIRST_MODEL = re.compile(r"mp_rank_0+_model_states\.pt")
+_DATA_PARALLEL_PREFIX = "zero_pp_rank_"
 _TENSOR_RANK = re.compile(r"(?:^|-)model_(\d{1,7})$")
+_WROTE = "ranks of DeepSpeed wrote"
+
+RankKey: TypeAlias = tuple[int, int]
+"""A data-parallel rank and a model-parallel rank.
+
+A model-parallel rank is `stage * tensor_parallel + tensor-parallel rank`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
-    """The files of one tag, by the ranks that wrote them.
+class TagFiles:
+    """The names of the files of one tag, by the ranks that wrote them.
 
     Attributes:
         folder: the folder of the tag with a final `/`, or "".
-        model: by data-parallel rank (0, if only the first wrote) and model-parallel rank.
-        optimizer: by data-parallel and model-parallel rank; empty without ZeRO.
+        model: model states. The data-parallel rank is 0 if only the first one wrote a file.
+        optimizer: optimizer states; empty without ZeRO.
         layers: pipeline layers, by layer and tensor-parallel rank.
-        experts: by the number of the layer among those with experts, expert, model-parallel rank.
+        experts: by the index of the layer among the layers with experts, the expert, and the
+            model-parallel rank.
         expert_optimizers: by expert-parallel and model-parallel rank.
-        others: files that DeepSpeed's engine does not write.
-        sliced: whether every rank wrote model states, as under ZeRO 3.
+        unknown: files that DeepSpeed's engine does not write.
+        zero_3: whether every data-parallel rank wrote model states, as ZeRO 3 does.
     """
 
     folder: str
-    model: Mapping[tuple[int, int], str]
-    optimizer: Mapping[tuple[int, int], str]
+    model: Mapping[RankKey, str]
+    optimizer: Mapping[RankKey, str]
     layers: Mapping[tuple[int, int], str]
     experts: Mapping[tuple[int, int, int], str]
     expert_optimizers: Mapping[tuple[int, int], str]
-    others: tuple[str, ...]
-    sliced: bool
+    unknown: tuple[str, ...]
+    zero_3: bool
 
     @property
     def model_parallel(self) -> int:
@@ -56,90 +65,85 @@ class Files:
 
     @property
     def data_parallel(self) -> int:
-        """The number of data-parallel ranks; 1 if the file names do not say it."""
+        """The number of data-parallel ranks; 1 if the file names do not contain it."""
         return 1 + max((rank for rank, _ in [*self.optimizer, *self.model]), default=0)
 
 
 def has_native_files(tree: Tree) -> bool:
     """Return whether a place has files of ranks as DeepSpeed's engine writes them.
 
-    Also true if `latest` names a missing tag, and there are other tags or no other files.
+    Also true if `latest` names a missing tag, and the place has other tags or no other files.
     """
-    folder = folder_of(tree)
+    folder = folder_of_tag(tree)
     if folder is None:
-        return bool(_tags(tree)) or tree.sizes.keys() <= {*NOT_STATE}
-    return _has_ranks(tree, folder) and not _has_atoms(tree, folder)
+        return bool(_list_tags(tree)) or tree.sizes.keys() <= {*FILES_WITHOUT_STATE}
+    has_ranks = any(
+        name.startswith(folder) and _is_rank_file(name.removeprefix(folder)) for name in tree.sizes
+    )
+    return has_ranks and not _has_parameter_files(tree, folder)
 
 
 def has_universal_files(tree: Tree) -> bool:
     """Return whether a place has the parameter files of a universal checkpoint."""
-    folder = folder_of(tree, universal=True)
-    return folder is not None and _has_atoms(tree, folder)
+    folder = folder_of_tag(tree, universal=True)
+    return folder is not None and _has_parameter_files(tree, folder)
 
 
-def folder_of(tree: Tree, tag: str | None = None, *, universal: bool = False) -> str | None:
+def folder_of_tag(tree: Tree, tag: str | None = None, *, universal: bool = False) -> str | None:
     """Return the folder of a tag (by default the latest one) with a final `/`.
 
     It is "" if the place is the folder of a tag itself, and None if the tag has no files.
     """
-    tag = _latest(tree, universal=universal) if tag is None else tag
+    tag = _latest_tag(tree, universal=universal) if tag is None else tag
     if tag is None:
         return ""
     folder = f"{tag.strip('/')}/"
     return folder if any(name.startswith(folder) for name in tree.sizes) else None
 
 
-def _latest(tree: Tree, *, universal: bool) -> str | None:
+def _latest_tag(tree: Tree, *, universal: bool) -> str | None:
     name = LATEST_UNIVERSAL if universal else LATEST
     if tree.sizes.get(name, LARGEST_TAG + 1) > LARGEST_TAG:
         return None
     return tree.read(name, limit=LARGEST_TAG).decode(errors="replace").strip()
 
 
-def _has_ranks(tree: Tree, folder: str) -> bool:
-    return any(
-        name.startswith(folder) and _is_of_rank(name.removeprefix(folder)) for name in tree.sizes
-    )
-
-
-def _is_of_rank(name: str) -> bool:
+def _is_rank_file(name: str) -> bool:
     return bool(_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))
 
 
-def _tags(tree: Tree) -> list[str]:
+def _list_tags(tree: Tree) -> list[str]:
     """Return the folders that have files of ranks."""
-    parts = [name.rpartition("/") for name in tree.sizes]
-    return sorted({folder for folder, _, name in parts if folder and _is_of_rank(name)})
+    split_names = [name.rpartition("/") for name in tree.sizes]
+    return sorted({folder for folder, _, name in split_names if folder and _is_rank_file(name)})
 
 
-def _has_atoms(tree: Tree, folder: str) -> bool:
-    return any(
-        name.startswith(f"{folder}zero/") and name.endswith((f"/{WEIGHTS}.pt", f"/{SETTINGS}"))
-        for name in tree.sizes
-    )
+def _has_parameter_files(tree: Tree, folder: str) -> bool:
+    endings = f"/{WEIGHTS_KEY}.pt", f"/{HYPERPARAMETERS_FILE}"
+    return any(name.startswith(f"{folder}zero/") and name.endswith(endings) for name in tree.sizes)
 
 
-def find_files(tree: Tree, tag: str | None, *, universal: bool = False) -> Files:
-    """Find the files of a tag, and require those of all ranks up to the last.
+def find_files(tree: Tree, tag: str | None, *, universal: bool = False) -> TagFiles:
+    """Find the files of a tag, and require the files of all ranks up to the last one found.
 
     Raises:
         CheckpointNotFoundError: the place is one of several files.
         FormatError: the tag or files of ranks are missing.
     """
     folder = _existing_folder(tree, tag, universal=universal)
-    model: dict[tuple[int, int], str] = {}
-    optimizer: dict[tuple[int, int], str] = {}
+    model: dict[RankKey, str] = {}
+    optimizer: dict[RankKey, str] = {}
     layers: dict[tuple[int, int], str] = {}
     experts: dict[tuple[int, int, int], str] = {}
     expert_optimizers: dict[tuple[int, int], str] = {}
-    others = []
+    unknown = []
     for path in tree.sizes:
         name = path.removeprefix(folder)
         if not path.startswith(folder):
             continue
         if found := _MODEL.fullmatch(name):
             key = int(found[1] or 0), int(found[2])
-            # A universal checkpoint can have both kinds of files; those of ZeRO 3 hold less.
+            # A universal checkpoint can have files of both kinds; ZeRO 3's contain less.
             if key not in model or not found[1]:
                 model[key] = path
         elif found := _OPTIMIZER.fullmatch(name):
@@ -152,58 +156,61 @@ def find_files(tree: Tree, tag: str | None, *, universal: bool = False) -> Files
             rank = _TENSOR_RANK.search(found[2] or "")
             layers[int(found[1]), int(rank[1]) if rank else 0] = path
         else:
-            others.append(name)
+            unknown.append(name)
     if not model:
         raise FormatError(
             f"{tree}: all files of model states (…_model_states.pt) are missing. Copy them from "
-            "where the checkpoint is whole, or open another"
+            "a complete copy of the checkpoint, or open another checkpoint"
         )
-    sliced = any(_MODEL_SLICE in name for name in model.values())
-    files = Files(
-        folder, model, optimizer, layers, experts, expert_optimizers, tuple(others), sliced
+    zero_3 = any(_DATA_PARALLEL_PREFIX in name for name in model.values())
+    files = TagFiles(
+        folder, model, optimizer, layers, experts, expert_optimizers, tuple(unknown), zero_3
     )
-    require_ranks(
+    require_rank_files(
         tree,
         files,
         data_parallel=files.data_parallel,
         model_parallel=files.model_parallel,
-        divided=bool(optimizer),
+        with_zero=bool(optimizer),
     )
     return files
 
 
 def _existing_folder(tree: Tree, tag: str | None, *, universal: bool) -> str:
-    if tree.only is not None and not _FIRST.fullmatch(tree.only):
-        raise _one_of_several(tree)
-    folder = folder_of(tree, tag, universal=universal)
+    if tree.only is not None and not _FIRST_MODEL.fullmatch(tree.only):
+        raise _single_file_error(tree)
+    folder = folder_of_tag(tree, tag, universal=universal)
     if folder is not None:
         return folder
-    said = repr(tag)
+    requested = repr(tag)
     if tag is None:
         latest = LATEST_UNIVERSAL if universal else LATEST
-        said = f"{_latest(tree, universal=universal)!r}, which {latest!r} names,"
-    there = ", ".join(_tags(tree)[:MOST_TAGS])
+        requested = f"{_latest_tag(tree, universal=universal)!r}, which {latest!r} names,"
+    existing = ", ".join(_list_tags(tree)[:MOST_TAGS_SHOWN])
     raise FormatError(
-        f"{tree}: the tag {said} is missing: copy it from where the checkpoint is whole"
-        + (f", or open one of the tags that exist: {there}" if there else "")
+        f"{tree}: the tag {requested} is missing: copy it from a complete copy of the checkpoint"
+        + (f", or open one of the tags that exist: {existing}" if existing else "")
     )
 
 
-def _one_of_several(tree: Tree) -> CheckpointNotFoundError:
+def _single_file_error(tree: Tree) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(
         f"{tree} is only one of the files that the ranks wrote: open {tree.path.parent}"
     )
 
 
-def require_ranks(
-    tree: Tree, files: Files, *, data_parallel: int, model_parallel: int, divided: bool
+def require_rank_files(
+    tree: Tree, files: TagFiles, *, data_parallel: int, model_parallel: int, with_zero: bool
 ) -> None:
-    """Require the files of so many ranks.
+    """Require the files of all ranks.
 
     Args:
-        divided: ZeRO divided the optimizer, so that each rank wrote a file of its state.
+        data_parallel: the number of data-parallel ranks.
+        model_parallel: the number of model-parallel ranks.
+        with_zero: whether each rank wrote a file of optimizer states, as it does under ZeRO.
 
     Raises:
+        CheckpointNotFoundError: the place is one of several files.
         FormatError: files are missing; the message names them.
     """
     if data_parallel * model_parallel > MOST_FILES:
@@ -211,39 +218,42 @@ def require_ranks(
             f"{tree}: {data_parallel} × {model_parallel} ranks exceed the limit of {MOST_FILES} "
             "files"
         )
-    parallel = range(model_parallel)
-    ranks = [(rank, column) for rank in range(data_parallel) for column in parallel]
-    if files.sliced:
-        names = [f"{_MODEL_SLICE}{d}_mp_rank_{m:02d}_model_states.pt" for d, m in ranks]
+    model_ranks = range(model_parallel)
+    ranks = [(rank, model_rank) for rank in range(data_parallel) for model_rank in model_ranks]
+    if files.zero_3:
+        names = [f"{_DATA_PARALLEL_PREFIX}{d}_mp_rank_{m:02d}_model_states.pt" for d, m in ranks]
     else:
-        names = [f"mp_rank_{m:02d}_model_states.pt" for m in parallel]
-    if divided:
-        half = any("bf16_" in name for name in files.optimizer.values())
-        start = f"{'bf16_' if half else ''}{_MODEL_SLICE}"
-        names += [f"{start}{d}_mp_rank_{m:02d}_optim_states.pt" for d, m in ranks]
+        names = [f"mp_rank_{m:02d}_model_states.pt" for m in model_ranks]
+    if with_zero:
+        bf16 = any("bf16_" in name for name in files.optimizer.values())
+        prefix = f"{'bf16_' if bf16 else ''}{_DATA_PARALLEL_PREFIX}"
+        names += [f"{prefix}{d}_mp_rank_{m:02d}_optim_states.pt" for d, m in ranks]
     if tree.only is not None and names != [tree.only]:
-        raise _one_of_several(tree)
-    tree.require([f"{files.folder}{name}" for name in names], "ranks of DeepSpeed wrote")
+        raise _single_file_error(tree)
+    tree.require([f"{files.folder}{name}" for name in names], _WROTE)
 
 
-def require_modules(
-    tree: Tree, files: Files, layers: Iterable[int], experts: Sequence[int]
+def require_layers_and_experts(
+    tree: Tree, files: TagFiles, layers: Iterable[int], experts: Sequence[int]
 ) -> None:
     """Require the files of pipeline layers and of experts.
 
     Args:
-        layers: the numbers of layers that have parameters.
+        layers: the numbers of the layers that have parameters.
         experts: the number of experts in each layer that has any.
 
     Raises:
         FormatError: files are missing; the message names them.
     """
-    known = {(rank, name) for (_, rank), name in sorted(files.layers.items(), reverse=True)}
-    shapes = {rank: name.removeprefix(files.folder) for rank, name in known}
+    # One file name for each tensor-parallel rank, as a template: only its layer number changes.
+    templates = {
+        rank: name.removeprefix(files.folder)
+        for (_, rank), name in sorted(files.layers.items(), reverse=True)
+    } or {0: "layer_0-model_states.pt"}
     names = [
-        re.sub(r"^layer_\d+", f"layer_{layer:02d}", name)
+        re.sub(r"^layer_\d+", f"layer_{layer:02d}", template)
         for layer in layers
-        for name in (shapes or {0: "layer_0-model_states.pt"}).values()
+        for template in templates.values()
     ]
     if sum(experts) > MOST_FILES:
         raise FormatError(f"{tree}: {sum(experts)} experts exceed the limit of {MOST_FILES} files")
@@ -253,4 +263,4 @@ def require_modules(
         for expert in range(count)
         for rank in range(files.model_parallel)
     ]
-    tree.require([f"{files.folder}{name}" for name in names], "ranks of DeepSpeed wrote")
+    tree.require([f"{files.folder}{name}" for name in names], _WROTE)

@@ -1,32 +1,46 @@
-"""Adds the state of optimizers: of ZeRO's groups, and of optimizers that ZeRO does not divide."""
+"""Adds what ZeRO divided to the manifest: weights, optimizer state, steps and param groups."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
 
 from shardwise.errors import FormatError
-from shardwise.formats import optimizers as param_groups
 from shardwise.formats.build import Builder, number_tensor
-from shardwise.formats.foreign import StoredArray
-from shardwise.formats.readers.deepspeed.groups import groups_of
-from shardwise.formats.readers.deepspeed.states import (
-    ModelState,
-    Number,
-    OptimizerState,
-    Shape,
-    of_torch,
+from shardwise.formats.foreign import PieceTable, StoredArray
+from shardwise.formats.optimizers import ParamGroup, merge_param_groups
+from shardwise.formats.readers.deepspeed.agreement import STEP
+from shardwise.formats.readers.deepspeed.states import ModelState, Number
+from shardwise.formats.readers.deepspeed.tensor_parallel import (
+    Placement,
+    PlacementRule,
+    ensure_tensor,
+    place_whole,
 )
-from shardwise.formats.readers.deepspeed.tensor_parallel import Place, add_shards
-from shardwise.formats.readers.deepspeed.zero import MASTER, Group, add_group, name_of
+from shardwise.formats.readers.deepspeed.zero import (
+    MASTER,
+    FlatArray,
+    FlatBoxes,
+    FlatGroup,
+    boxes_of_flat_ranges,
+    ranges_of_slices,
+)
+from shardwise.layout import find_overlaps, row_major
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.table import Int, Pieces, padded_rows
 
-STEP = "step"
-MOST_WAYS = 10_000
+
+def tensor_name(parameter: str, key: str) -> str:
+    """Return the name of a parameter's weight (`MASTER`) or of its optimizer state."""
+    return f"model.{parameter}" if key == MASTER else f"optimizer.{parameter}.{key}"
 
 
-def add_zero_group(builder: Builder, shards: Sequence[Group], place: Place) -> None:
-    """Add a group of parameters that ZeRO divided: weights, state, and step counts.
+def add_flat_group(builder: Builder, shards: Sequence[FlatGroup], place: PlacementRule) -> None:
+    """Add a group of parameters that ZeRO divided: weights, optimizer state, and step counts.
 
     Args:
         shards: the group on each tensor-parallel rank.
@@ -34,15 +48,108 @@ def add_zero_group(builder: Builder, shards: Sequence[Group], place: Place) -> N
     Raises:
         FormatError: the ranks have different parameters, or their shards do not fit together.
     """
-    add_group(builder, shards, place)
+    _add_flat_arrays(builder, shards, place)
     first = shards[0]
     for key in first.scalars:
         arrays = [array for group in shards for array in group.scalars.get(key, ())]
-        # Other numbers than steps can differ between ranks, as the norm of a rank's part does.
+        # Numbers other than steps can differ between ranks: for example, norms of their parts.
         add_scalars(builder, first.names, key, arrays if key == STEP else arrays[:1])
     for key, number in first.numbers.items():
         add_number(builder, first.names, key, number)
     builder.left_out += first.left_out
+
+
+def _add_flat_arrays(builder: Builder, shards: Sequence[FlatGroup], place: PlacementRule) -> None:
+    first = shards[0]
+    for group in shards:
+        if group.names != first.names or set(group.flat) != set(first.flat):
+            example = [*sorted({*group.names} ^ {*first.names}), *first.names, "the weights"][0]
+            raise FormatError(
+                "tensor-parallel ranks have different parameters or optimizer state in a group, "
+                f"for example {example[:200]}: their files are from different saves"
+            )
+    placements = [
+        place(name, [group.shapes[i] for group in shards]) for i, name in enumerate(first.names)
+    ]
+    tensors = {key: _ensure_tensors(builder, first, key, placements) for key in first.flat}
+    dims = max((len(shape) for group in shards for shape in group.shapes), default=0)
+    for rank, group in enumerate(shards):
+        shapes = padded_rows(group.shapes, dims, 1)
+        boxes = boxes_of_flat_ranges(group.ranges, shapes)
+        offset = boxes.offset
+        if len(shards) > 1:
+            boxes, offset = _place_in_parameters(boxes, shapes, placements, rank)
+        stride = row_major(shapes)[boxes.parameter]
+        for key, (indices, replicated) in tensors.items():
+            flat = group.flat[key]
+            start = flat.start[boxes.rank] + boxes.flat_start * DTYPES[flat.dtype].itemsize
+            is_replica = replicated[rank][boxes.parameter]
+            for rows, replica in ((~is_replica, False), (is_replica, True)):
+                if rows.any():
+                    pieces = Pieces(
+                        indices[rank][boxes.parameter][rows],
+                        flat.file[boxes.rank][rows],
+                        start[rows],
+                        offset[rows],
+                        boxes.shape[rows],
+                    )
+                    strides = np.where(pieces.shape > 1, stride[rows], 0)
+                    builder.add_table(PieceTable(pieces, strides), replica=replica)
+
+
+def _ensure_tensors(
+    builder: Builder, group: FlatGroup, key: str, placements: Sequence[Placement]
+) -> tuple[Int, npt.NDArray[np.bool_]]:
+    """Add the tensors of a group unless the builder has them.
+
+    Returns:
+        `(ranks, parameters)` each: the indices of the tensors, and whether the pieces are replicas.
+    """
+    ranks = len(placements[0].parts) if placements else 1
+    indices = np.zeros((ranks, len(placements)), np.int64)
+    replicated = np.zeros((ranks, len(placements)), np.bool_)
+    for i, (parameter, placement) in enumerate(zip(group.names, placements, strict=True)):
+        name = tensor_name(parameter, key)
+        replicated[:, i] = name in builder
+        if placement.replicated:
+            replicated[1:, i] = True
+        indices[:, i] = ensure_tensor(builder, name, group.flat[key].dtype, placement)
+        if builder.entry(name).shape != placement.shape:
+            raise FormatError(
+                f"{name}: pipeline stages have it in different shapes, "
+                f"{list(builder.entry(name).shape)} and {list(placement.shape)}: their files are "
+                "from different saves"
+            )
+    return indices, replicated
+
+
+def _place_in_parameters(
+    boxes: FlatBoxes, shapes: Int, placements: Sequence[Placement], rank: int
+) -> tuple[FlatBoxes, Int]:
+    """Return the boxes of a tensor-parallel shard, and their offsets in the whole parameters.
+
+    A box is cut where the parts of the shard are not adjacent in the parameter.
+    """
+    parts = [(i, *part) for i, placement in enumerate(placements) for part in placement.parts[rank]]
+    dims = shapes.shape[1]
+    parameter = np.array([i for i, _, _ in parts], np.int64)
+    local = padded_rows([box.offset for _, box, _ in parts], dims, 0)
+    target = padded_rows([offset for _, _, offset in parts], dims, 0)
+    extent = padded_rows([box.shape for _, box, _ in parts], dims, 1)
+    overlaps = find_overlaps(
+        (boxes.parameter, boxes.offset, boxes.shape), (parameter, local, extent)
+    )
+    row = overlaps.left
+    strides = row_major(shapes)[boxes.parameter[row]]
+    skipped = ((overlaps.offset - boxes.offset[row]) * strides).sum(axis=1)
+    cut = FlatBoxes(
+        boxes.parameter[row],
+        boxes.rank[row],
+        boxes.flat_start[row] + skipped,
+        overlaps.offset,
+        overlaps.shape,
+    )
+    return cut, overlaps.offset + (target - local)[overlaps.right]
 
 
 def add_scalars(
@@ -51,9 +158,9 @@ def add_scalars(
     """Add the first of the 0-d arrays as state of each parameter; the others are replicas."""
     first = arrays[0]
     tensors = [
-        builder.add_tensor(name_of(name, key), first.dtype, first.shape)
+        builder.add_tensor(tensor_name(name, key), first.dtype, first.shape)
         for name in names
-        if name_of(name, key) not in builder
+        if tensor_name(name, key) not in builder
     ]
     if not tensors or any(array.shape for array in arrays):
         return
@@ -69,218 +176,81 @@ def add_number(builder: Builder, names: Sequence[str], key: str, number: Number)
         add_scalars(builder, names, key, [builder.content(number_tensor(number))])
         return
     for name in names:
-        if name_of(name, key) not in builder:
-            builder.add_value(name_of(name, key), number)
+        if tensor_name(name, key) not in builder:
+            builder.add_value(tensor_name(name, key), number)
 
 
-class Settings:
-    """Hyperparameters of groups of parameters, which become `optimizer.param_groups`."""
+def add_param_groups(builder: Builder, groups: Iterable[ParamGroup]) -> None:
+    """Add `optimizer.param_groups`; groups with equal hyperparameters become one.
 
-    def __init__(self, builder: Builder) -> None:
-        self._builder = builder
-        self._groups: list[param_groups.Group] = []
-
-    def add(self, names: Sequence[str], settings: Mapping[str, Any]) -> None:
-        """Record the hyperparameters of some parameters."""
-        kept = dict(settings)
-        step = kept.get(STEP)
+    Call it after the state of all parameters was added. Steps in param groups become state of the
+    parameters that have none.
+    """
+    cleaned = []
+    for group in groups:
+        hyperparameters = dict(group.hyperparameters)
+        step = hyperparameters.get(STEP)
         if isinstance(step, (int, float)):
             # DeepSpeed's Adam counts steps by group, torch's by parameter.
-            del kept[STEP]
-            new = [name for name in names if name_of(name, STEP) not in self._builder]
-            add_number(self._builder, new, STEP, step)
-        if kept.get("bias_correction") is True:
-            del kept["bias_correction"]  # torch's Adam always corrects, and has no such setting
-        for index, group in enumerate(self._groups):
-            if group.settings == kept:
-                members = dict.fromkeys((*group.members, *names))
-                self._groups[index] = param_groups.Group(tuple(members), kept)
-                return
-        self._groups.append(param_groups.Group(tuple(names), kept))
-
-    def finish(self) -> None:
-        """Add what was recorded to the manifest."""
-        if self._groups:
-            self._builder.add_groups(self._groups, "optimizer.param_groups")
+            del hyperparameters[STEP]
+            names = [name for name in group.names if tensor_name(name, STEP) not in builder]
+            add_number(builder, names, STEP, step)
+        if hyperparameters.get("bias_correction") is True:
+            del hyperparameters["bias_correction"]  # torch's Adam always corrects the bias
+        cleaned.append(replace(group, hyperparameters=hyperparameters))
+    if cleaned:
+        builder.add_groups(merge_param_groups(cleaned), "optimizer.param_groups")
 
 
-def add_undivided(
-    builder: Builder,
-    states: Sequence[ModelState],
-    parameters: Mapping[str, Shape],
-    members: Sequence[Sequence[str]] | None,
-    place: Place,
+def add_frozen_slices(
+    builder: Builder, models: Sequence[Sequence[ModelState]], place: PlacementRule
 ) -> None:
-    """Add the state of an optimizer without ZeRO, and its master weights if there are any.
+    """Add the frozen parameters that ZeRO 3 divided.
 
     Args:
-        states: of all tensor-parallel ranks.
-        parameters: names and shapes of all parameters that may be trained, on the first rank, in
-            the module's order.
-        members: the names in each group; by default they are inferred from the shapes.
+        models: for each tensor-parallel rank, the model states of all data-parallel ranks.
 
     Raises:
-        FormatError: the state is malformed, or not of these parameters.
+        FormatError: ranks have different parameters, or lack their slices.
     """
-    if any(state.optimizer is None for state in states):
-        return
-    ranks = [_Undivided(state.optimizer or {}, state.where) for state in states]
-    first = ranks[0]
-    if members is None:
-        members = first.members(parameters)
-    if members is None:
-        builder.left_out.append(
-            "optimizer.*: the checkpoint does not name the optimizer's parameters, and their "
-            "shapes are ambiguous: pass the names in each group as `members`"
-        )
-        return
-    unknown = [name for group in members for name in group if name not in parameters]
-    if unknown:
-        raise FormatError(f"{first.where}: there is no parameter {unknown[0][:200]!r}")
-    if first.flat:
-        shards = [list(each.as_groups(members, parameters)) for each in ranks]
-        for groups in zip(*shards, strict=True):
-            add_zero_group(builder, groups, place)
-    else:
-        _add_each(builder, ranks, [name for group in members for name in group], place)
-    settings = Settings(builder)
-    for names, group in zip(members, first.settings, strict=True):
-        settings.add(names, group)
-    settings.finish()
-
-
-class _Undivided:
-    """The state of an optimizer on one rank: torch's own, or DeepSpeed's wrapper around it."""
-
-    def __init__(self, held: Mapping[Any, Any], where: str) -> None:
-        self.where = where
-        inner = held.get("optimizer_state_dict", held)
-        self.states, self.settings, self.groups = of_torch(inner, where)
-        self.flat = "fp32_groups_flat" in held
-        masters = held.get("fp32_groups_flat" if self.flat else "fp32_groups") or ()
-        if not self.flat and isinstance(masters, (list, tuple)):
-            masters = [each for group in masters for each in group]
-        self.masters = tuple(each for each in masters if isinstance(each, StoredArray))
-        if len(self.masters) not in (0, len(self.states)):
+    states = models[0]
+    names = list(states[0].frozen_shapes)
+    for state in (state for ranks in models for state in ranks):
+        if list(state.frozen_shapes) != names:
             raise FormatError(
-                f"{where}: the optimizer has {len(self.masters)} weights and {len(self.states)} "
-                "states"
+                f"{state.path}: its frozen parameters differ from those in {states[0].path}: the "
+                "files are from different saves"
             )
-
-    def members(self, parameters: Mapping[str, Shape]) -> list[list[str]] | None:
-        """Return the names in each group, if the shapes determine them."""
-        if self.flat:
-            size = sum(math.prod(shape) for shape in parameters.values())
-            whole = len(self.masters) == 1 and self.masters[0].shape == (size,)
-            return [list(parameters)] if whole else None
-        groups: list[list[Shape]] = [[] for _ in self.settings]
-        for number, group in enumerate(self.groups):
-            shape = self._shape(number)
-            if shape is None:
-                return None
-            groups[group].append(shape)
-        return only_assignment(list(parameters.items()), groups)
-
-    def _shape(self, number: int) -> Shape | None:
-        if self.masters:
-            return self.masters[number].shape
-        arrays = [a.shape for a in self.states[number].values() if isinstance(a, StoredArray)]
-        return max(arrays, key=len, default=None)
-
-    def as_groups(
-        self, members: Sequence[Sequence[str]], parameters: Mapping[str, Shape]
-    ) -> Iterator[Group]:
-        """Return the flat groups as groups of ZeRO on one rank."""
-        state = OptimizerState(
-            where=self.where,
-            sliced=False,
-            masters=self.masters,
-            states=self.states,
-            settings=self.settings,
-            groups=self.groups,
-            counts=(1,) * len(self.masters),
-            rest={},
-        )
-        shapes = [{name: parameters[name] for name in group} for group in members]
-        return groups_of(shapes, [state], data_before_experts=False)
+    for name in names:
+        shape = states[0].frozen_shapes[name]
+        placement = place(name, [ranks[0].frozen_shapes[name] for ranks in models])
+        if len(models) > 1 and not placement.replicated:
+            builder.left_out.append(
+                f"model.{name}: frozen, and divided by ZeRO 3 within tensor-parallel shards"
+            )
+            continue
+        ranges = ranges_of_slices(np.array([math.prod(shape)], np.int64), len(states))
+        flat = {MASTER: _frozen_array(name, shape, states)}
+        group = FlatGroup((name,), (shape,), ranges, flat, {}, {}, 0, ())
+        _add_flat_arrays(builder, [group], place_whole)
 
 
-def _add_each(
-    builder: Builder, ranks: Sequence[_Undivided], names: Sequence[str], place: Place
-) -> None:
-    first = ranks[0]
-    if any(len(each.states) != len(names) for each in ranks):
-        raise FormatError(
-            f"{first.where}: the optimizer has state of {len(first.states)} parameters, but the "
-            f"groups name {len(names)}"
-        )
-    for number, name in enumerate(names):
-        if first.masters:
-            masters = [each.masters[number] for each in ranks]
-            shapes = [array.shape for array in masters]
-            add_shards(builder, name_of(name, MASTER), masters, place(name, shapes))
-        for key, item in first.states[number].items():
-            full = name_of(name, key)
-            found = [each.states[number].get(key) for each in ranks]
-            if not isinstance(item, StoredArray):
-                if any(each != item for each in found):
-                    builder.left_out.append(f"{full}: ranks differ; the first one's is taken")
-                add_number(builder, [name], key, item)
-                continue
-            arrays = [each for each in found if isinstance(each, StoredArray)]
-            if len(arrays) != len(ranks):
-                raise FormatError(f"{full}: some tensor-parallel ranks lack it")
-            if item.shape == ():
-                add_scalars(builder, [name], key, arrays if key == STEP else arrays[:1])
-            else:
-                shapes = [array.shape for array in arrays]
-                add_shards(builder, full, arrays, place(name, shapes))
-
-
-def only_assignment(
-    parameters: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Shape]]
-) -> list[list[str]] | None:
-    """Return the names of the members of groups, if their shapes allow exactly one assignment.
-
-    Each group has its members in the order of the module. Parameters may be in no group, as frozen
-    ones are.
-
-    Returns:
-        Names by group; None if there is no assignment, or more than one.
-    """
-    # From the end: in how many ways (2 stands for more) the remaining parameters can be assigned
-    # after so many members of each group.
-    ways: list[dict[tuple[int, ...], int]] = [{tuple(len(group) for group in groups): 1}]
-    for _, shape in reversed(parameters):
-        here = dict[tuple[int, ...], int]()
-        for taken, count in ways[-1].items():
-            for before in _before(taken, shape, groups):
-                here[before] = min(2, here.get(before, 0) + count)
-        if len(here) > MOST_WAYS:
-            return None
-        ways.append(here)
-    ways.reverse()
-    taken = (0,) * len(groups)
-    if ways[0].get(taken) != 1:
-        return None
-    names: list[list[str]] = [[] for _ in groups]
-    for (name, shape), after in zip(parameters, ways[1:], strict=True):
-        if after.get(taken):
-            continue  # in no group
-        for index, group in enumerate(groups):
-            then = (*taken[:index], taken[index] + 1, *taken[index + 1 :])
-            if after.get(then) and group[taken[index]] == shape:
-                names[index].append(name)
-                taken = then
-                break
-    return names
-
-
-def _before(
-    taken: tuple[int, ...], shape: Shape, groups: Sequence[Sequence[Shape]]
-) -> Iterator[tuple[int, ...]]:
-    """Yield how many members were taken of each group before a parameter of this shape."""
-    yield taken
-    for index, count in enumerate(taken):
-        if count and groups[index][count - 1] == shape:
-            yield (*taken[:index], count - 1, *taken[index + 1 :])
+def _frozen_array(name: str, shape: tuple[int, ...], states: Sequence[ModelState]) -> FlatArray:
+    """Return the array that consists of all ranks' slices of a frozen parameter."""
+    least = -(-math.prod(shape) // len(states))
+    slices = []
+    for state in states:
+        array = state.frozen.get(name)
+        if array is None or len(array.shape) != 1 or array.shape[0] < least:
+            raise FormatError(
+                f"{state.path}: {name}: the file lacks the rank's slice of this frozen parameter"
+            )
+        if slices and array.dtype != slices[0].dtype:
+            raise FormatError(
+                f"{state.path}: {name}: the slice of this frozen parameter is {array.dtype}, but "
+                f"{slices[0].dtype} in {states[0].path}: the files are from different saves"
+            )
+        slices.append(array)
+    file: Int = np.array([array.file for array in slices], np.int64)
+    start: Int = np.array([array.start for array in slices], np.int64)
+    return FlatArray(slices[0].dtype, file, start)

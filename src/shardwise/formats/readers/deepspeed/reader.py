@@ -8,13 +8,26 @@ from dataclasses import replace
 from shardwise.errors import FormatError
 from shardwise.formats.build import Builder, same_plain
 from shardwise.formats.foreign import Foreign
-from shardwise.formats.readers.deepspeed.files import NOT_STATE, find_files, has_native_files
-from shardwise.formats.readers.deepspeed.groups import groups_of
-from shardwise.formats.readers.deepspeed.optimizers import Settings, add_undivided, add_zero_group
-from shardwise.formats.readers.deepspeed.ranks import Module, Ranks, read_ranks
-from shardwise.formats.readers.deepspeed.states import OF_DEEPSPEED
-from shardwise.formats.readers.deepspeed.tensor_parallel import Place, add_shards, whole
-from shardwise.formats.readers.deepspeed.zero import add_frozen_slices
+from shardwise.formats.optimizers import ParamGroup
+from shardwise.formats.readers.deepspeed.files import (
+    FILES_WITHOUT_STATE,
+    find_files,
+    has_native_files,
+)
+from shardwise.formats.readers.deepspeed.optimizers import (
+    add_flat_group,
+    add_frozen_slices,
+    add_param_groups,
+)
+from shardwise.formats.readers.deepspeed.ranks import AllRanks, RankModule, read_ranks
+from shardwise.formats.readers.deepspeed.states import DEEPSPEED_KEYS
+from shardwise.formats.readers.deepspeed.tensor_parallel import (
+    PlacementRule,
+    add_shards,
+    place_whole,
+)
+from shardwise.formats.readers.deepspeed.without_zero import add_undivided_optimizer
+from shardwise.formats.readers.deepspeed.zero import flat_groups
 from shardwise.formats.tree import Tree
 
 FORMAT = "DeepSpeed"
@@ -29,7 +42,7 @@ def read(
     tree: Tree,
     tag: str | None = None,
     *,
-    place: Place | None = None,
+    place: PlacementRule | None = None,
     members: Sequence[Sequence[str]] | None = None,
 ) -> Foreign:
     """Read a checkpoint of DeepSpeed's engine; no tensor is read.
@@ -37,76 +50,83 @@ def read(
     Args:
         tree: the directory of a tag, or its parent.
         tag: the tag; by default the one that `latest` names.
-        place: how tensor-parallel shards make up parameters; by default the checkpoint says it.
+        place: the rule by which tensor-parallel shards make up parameters; by default the
+            checkpoint records it.
         members: without ZeRO, the names of the parameters in each group of the optimizer. The
-            checkpoint does not store them; by default they are inferred from the shapes, where
-            these allow only one assignment.
+            checkpoint does not store them. By default they are inferred from the shapes, if only
+            one assignment is possible.
 
     Raises:
+        CheckpointNotFoundError: the place is one of several files.
         FormatError: the checkpoint is malformed or incomplete, or does not say how it is divided.
     """
     files = find_files(tree, tag)
     ranks = read_ranks(tree, files)
     builder = Builder(tree.file(name) for name in tree.sizes)
     builder.left_out += ranks.left_out
-    place = place or (ranks.place() if ranks.tensor_parallel > 1 else whole)
+    place = place or (ranks.recorded_placements() if ranks.tensor_parallel > 1 else place_whole)
     modules = ranks.modules()
     if ranks.optimizers:
-        _add_zero(builder, ranks, place)
+        _add_zero_optimizer(builder, ranks, place)
     else:
-        _add_without_zero(builder, ranks, modules[0], members, place)
-    if ranks.sliced:
-        add_frozen_slices(builder, ranks.by_data_parallel(), place)
-    add_modules(builder, modules, place, sliced=ranks.sliced)
+        _add_optimizer_without_zero(builder, ranks, modules[0], members, place)
+    if ranks.zero_3:
+        add_frozen_slices(builder, ranks.models_by_tensor_rank(), place)
+    add_modules(builder, modules, place, zero_3=ranks.zero_3)
     add_values(builder, ranks)
     if tree.only is not None and ranks.first.shapes:
         builder.left_out.append(
-            "optimizer.*, and weights in full precision: they lie in other ranks' files: open "
+            "optimizer.*, and weights in full precision: they are in files of other ranks: open "
             f"{tree.path.parent}"
         )
-    # Trainers keep files of their own in the folder above the tag.
-    above = [name for name in tree.sizes if files.folder and "/" not in name]
-    for name in (*files.others, *above):
-        if name not in NOT_STATE:
+    # Trainers keep their files in the folder above the tag.
+    in_parent = [name for name in tree.sizes if files.folder and "/" not in name]
+    for name in (*files.unknown, *in_parent):
+        if name not in FILES_WITHOUT_STATE:
             builder.left_out.append(f"the file {name}: DeepSpeed's engine does not write it")
     return builder.build(FORMAT, step=ranks.step, world_size=ranks.world_size)
 
 
-def _add_zero(builder: Builder, ranks: Ranks, place: Place) -> None:
+def _add_zero_optimizer(builder: Builder, ranks: AllRanks, place: PlacementRule) -> None:
     """Add the weights and the optimizer state that ZeRO divided, of all pipeline stages."""
-    settings = Settings(builder)
-    config = ranks.first.rest.get("ds_config")
-    before = isinstance(config, Mapping) and bool(config.get("use_data_before_expert_parallelism"))
-    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    param_groups: list[ParamGroup] = []
+    values = ranks.first.values.get("ds_config")
+    config = values if isinstance(values, Mapping) else {}
+    zero = config.get("zero_optimization")
+    round_robin = isinstance(zero, Mapping) and bool(zero.get("round_robin_gradients"))
+    data_before_experts = bool(config.get("use_data_before_expert_parallelism"))
     for stage in range(ranks.stages):
         shards = []
-        for rank in ranks.of_stage(stage):
+        for rank in ranks.ranks_of_stage(stage):
             states = [ranks.optimizers[d, rank] for d in range(ranks.data_parallel)]
-            if isinstance(zero, Mapping) and zero.get("round_robin_gradients"):
+            if round_robin:
                 # DeepSpeed 0.19.8 then writes the slices in another order, by mistake.
                 states = [replace(state, slices=None) for state in states]
             shapes = ranks.models[0, rank].shapes
-            shards.append(list(groups_of(shapes, states, data_before_experts=before)))
-        known = ranks.optimizers[0, ranks.of_stage(stage)[0]]
+            shards.append(
+                list(flat_groups(shapes, states, data_before_experts=data_before_experts))
+            )
+        first = ranks.optimizers[0, ranks.ranks_of_stage(stage)[0]]
         for groups in zip(*shards, strict=True):
-            add_zero_group(builder, groups, place)
-            if known.settings is not None:
-                settings.add(groups[0].names, known.settings[groups[0].settings])
-        if known.settings is None and stage == 0:
+            add_flat_group(builder, groups, place)
+            if first.hyperparameters is not None:
+                hyperparameters = first.hyperparameters[groups[0].param_group]
+                param_groups.append(ParamGroup(groups[0].names, hyperparameters))
+        if first.hyperparameters is None and stage == 0:
             builder.left_out.append(
                 "optimizer.param_groups: an elastic checkpoint does not store them"
             )
-    settings.finish()
+    add_param_groups(builder, param_groups)
 
 
-def _add_without_zero(
+def _add_optimizer_without_zero(
     builder: Builder,
-    ranks: Ranks,
-    module: Module,
+    ranks: AllRanks,
+    module: RankModule,
     members: Sequence[Sequence[str]] | None,
-    place: Place,
+    place: PlacementRule,
 ) -> None:
-    states = [ranks.models[0, rank] for rank in ranks.of_stage(0)]
+    states = [ranks.models[0, rank] for rank in ranks.ranks_of_stage(0)]
     if states[0].optimizer is None:
         return
     if ranks.stages > 1:
@@ -114,57 +134,64 @@ def _add_without_zero(
             "optimizer.*: the files of the pipeline's stages do not name its parameters"
         )
         return
-    tied = module.tied()
+    ties = module.find_ties()
     shapes = {
         name: array.shape
         for name, array in module.arrays.items()
-        if name not in module.buffers and name not in tied
+        if name not in module.buffers and name not in ties
     }
-    add_undivided(builder, states, shapes, members, place)
+    add_undivided_optimizer(builder, states, shapes, members, place)
 
 
-def add_modules(builder: Builder, modules: Sequence[Module], place: Place, *, sliced: bool) -> None:
-    """Add the modules of all tensor-parallel ranks, after what was trained.
+def add_modules(
+    builder: Builder, modules: Sequence[RankModule], place: PlacementRule, *, zero_3: bool
+) -> None:
+    """Add the modules of all tensor-parallel ranks, after the weights that were trained.
 
-    Weights that were trained in another dtype get names under `module`, everything else under
-    `model`. If there are any of the first, `module` has all names.
+    Weights that were trained in another dtype get names below `module`, everything else below
+    `model`. If there are any such weights, `module` has all names.
 
     Args:
-        sliced: ZeRO 3 divided the parameters, so that the modules have only buffers.
+        zero_3: whether ZeRO 3 divided the parameters, so that the modules have only buffers.
 
     Raises:
         FormatError: the ranks differ.
     """
     first = modules[0]
-    if any(list(other.arrays) != list(first.arrays) for other in modules):
-        raise FormatError("the modules of tensor-parallel ranks have different names")
-    ties = first.tied()
-    lower = False
+    for rank, module in enumerate(modules):
+        if list(module.arrays) != list(first.arrays):
+            names = [*({*module.arrays} ^ {*first.arrays}), "their order"]
+            raise FormatError(
+                f"the modules of tensor-parallel ranks 0 and {rank} have different names "
+                f"({names[0][:200]}): their files are from different saves"
+            )
+    ties = first.find_ties()
+    has_lower_precision = False
     for name, array in first.arrays.items():
-        if name in ties or (sliced and name not in first.buffers):
+        if name in ties or (zero_3 and name not in first.buffers):
             continue
         arrays = [module.arrays[name] for module in modules]
-        shapes = [each.shape for each in arrays]
-        placement = (whole if name in first.buffers else place)(name, shapes)
-        full = f"model.{name}"
-        if full in builder and builder.entry(full).dtype != array.dtype:
-            full, lower = f"module.{name}", True
-        elif full not in builder and _may_be_tied(builder, name, placement.shape):
-            full = f"module.{name}"
+        rule = place_whole if name in first.buffers else place
+        placement = rule(name, [array.shape for array in arrays])
+        tensor = f"model.{name}"
+        if tensor in builder and builder.entry(tensor).dtype != array.dtype:
+            tensor, has_lower_precision = f"module.{name}", True
+        elif tensor not in builder and _may_be_tied(builder, name, placement.shape):
+            tensor = f"module.{name}"
             builder.left_out.append(
                 f"model.{name}: it may be one of tied_modules, under whose name it was trained; "
-                f"its weights are {full}"
+                f"its weights are {tensor}"
             )
-        add_shards(builder, full, arrays, placement)
-        again = [module.frozen.get(name) for module in modules]
-        if all(each is not None for each in again) and again != arrays:
-            add_shards(builder, full, [each for each in again if each is not None], placement)
+        add_shards(builder, tensor, arrays, placement)
+        copies = [module.frozen[name] for module in modules if name in module.frozen]
+        if len(copies) == len(modules) and copies != arrays:
+            add_shards(builder, tensor, copies, placement)
     for alias, owner in ties.items():
         owner = ties.get(owner, owner)
-        for top in ("model", "module"):
-            if f"{top}.{owner}" in builder and f"{top}.{alias}" not in builder:
-                builder.tie(f"{top}.{alias}", f"{top}.{owner}")
-    for name in (*first.arrays, *ties) if lower else ():
+        for prefix in ("model", "module"):
+            if f"{prefix}.{owner}" in builder and f"{prefix}.{alias}" not in builder:
+                builder.tie(f"{prefix}.{alias}", f"{prefix}.{owner}")
+    for name in (*first.arrays, *ties) if has_lower_precision else ():
         if f"module.{name}" not in builder and f"model.{name}" in builder:
             builder.tie(f"module.{name}", f"model.{name}")
 
@@ -183,24 +210,26 @@ def _may_be_tied(builder: Builder, name: str, shape: tuple[int, ...]) -> bool:
     )
 
 
-def add_values(builder: Builder, ranks: Ranks) -> None:
-    """Add the first rank's plain values, and lines about other ranks' that differ."""
-    rest = dict(ranks.first.rest)
-    scheduler = rest.pop("lr_scheduler", None)
+def add_values(builder: Builder, ranks: AllRanks) -> None:
+    """Add the first rank's plain values, and lines about other ranks' values that differ."""
+    values = dict(ranks.first.values)
+    scheduler = values.pop("lr_scheduler", None)
     if scheduler is not None:
         builder.add_value("scheduler", scheduler)
-    own = ranks.optimizers[0, 0].rest if ranks.optimizers else {}
-    of_models = [state.rest for state in ranks.models.values()]
-    of_optimizers = [state.rest for state in ranks.optimizers.values()]
-    tops = {key: "deepspeed" if key in OF_DEEPSPEED else "client_state" for key in rest}
-    held = [(f"{tops[key]}.{key}", key, rest[key], of_models) for key in rest]
-    held += [(f"deepspeed.{key}", key, value, of_optimizers) for key, value in own.items()]
-    for name, _, value, _ in held:
+    of_models = [state.values for state in ranks.models.values()]
+    of_optimizers = [state.values for state in ranks.optimizers.values()]
+    rows = [
+        ("deepspeed" if key in DEEPSPEED_KEYS else "client_state", key, value, of_models)
+        for key, value in values.items()
+    ]
+    if ranks.optimizers:
+        scaling = ranks.optimizers[0, 0].values
+        rows += [("deepspeed", key, value, of_optimizers) for key, value in scaling.items()]
+    for prefix, key, value, values_of_ranks in rows:
         if value is not None:
-            builder.add_value(name, value)
-    for name, key, value, everyone in held:
-        others = sum(not same_plain(each.get(key), value) for each in everyone)
-        if others:
+            builder.add_value(f"{prefix}.{key}", value)
+        differing = sum(not same_plain(each.get(key), value) for each in values_of_ranks)
+        if differing:
             builder.left_out.append(
-                f"{name}: {others} ranks have other values; the first rank's is taken"
+                f"{prefix}.{key}: {differing} ranks have other values; the first rank's is taken"
             )

@@ -1,11 +1,13 @@
-"""The contents of DeepSpeed's files, checked: model states, and optimizer states of ZeRO."""
+"""Parses DeepSpeed's files: `…_model_states.pt`, and ZeRO's `…_optim_states.pt`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_values import Record, Stubs, records
@@ -14,7 +16,11 @@ from shardwise.manifest.manifest import LARGEST
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Mapping[str, Shape]
+"""The shapes of parameters by name."""
 Number: TypeAlias = "int | float"
+ParameterState: TypeAlias = Mapping[str, "StoredArray | Number"]
+"""The state of an optimizer for one parameter or flat group, by key."""
+T = TypeVar("T")
 
 STUBS: Stubs = records(
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -25,307 +31,359 @@ STUBS: Stubs = records(
 )
 """Classes of DeepSpeed that occur in its pickles."""
 
-OF_THE_MODEL = (
-    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
-    *("frozen_param_fragments", "shared_params", "sparse_tensor_module_names"),
-)
-OF_DEEPSPEED = (
+DEEPSPEED_KEYS = (
     *("data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples"),
     *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config"),
     *("ds_version", "num_experts", "ds_autoep_layers", "autoep_layers"),
     *("universal_checkpoint_info",),
 )
+"""Keys of `ModelState.values` that DeepSpeed wrote; the others are the user's client state."""
+_MODEL_KEYS = (
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
+    *("frozen_param_fragments", "shared_params", "sparse_tensor_module_names"),
+)
+_MOST_DIMENSIONS = 64
+
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """A file of model states.
+    """The contents of a file of model states.
 
     Attributes:
+        path: the path of the file, for messages.
         module: parameters and buffers of the module; None in a pipeline.
+        buffers: the names of buffers.
         shapes: shapes of trained parameters, by group, in the order in which they were flattened.
-        shared: names of tied parameters, and the names that they are tied to.
+        frozen_shapes: the shapes of frozen parameters.
+        frozen: under ZeRO 3, this rank's slices of frozen parameters; else second copies of them.
+        tied: names of tied parameters, and the names that they are tied to.
         optimizer: the state of an optimizer without ZeRO.
-        rest: all other keys.
+        values: the plain values of all other keys.
     """
 
-    where: str
+    path: str
     module: Mapping[str, StoredArray] | None
     buffers: frozenset[str]
     shapes: tuple[Shapes, ...]
     frozen_shapes: Shapes
     frozen: Mapping[str, StoredArray]
-    shared: Mapping[str, str]
+    tied: Mapping[str, str]
     optimizer: Mapping[Any, Any] | None
-    rest: Mapping[str, Any]
+    values: Mapping[str, Any]
 
-    def in_file(self, number: int, where: str) -> ModelState:
-        """Return the state of another rank, whose file has the same pickle.
+    def for_rank(self, file: int, path: str) -> ModelState:
+        """Return the model states of another rank, whose file contains the same pickle.
 
-        Its frozen slices lie in its own file; other arrays are only taken from the first rank.
+        Only the frozen slices are taken from that file; other arrays come from the first rank.
+
+        Args:
+            file: the index of the other rank's file.
+            path: its path.
         """
-        frozen = {
-            name: StoredArray(number, a.start, a.dtype, a.shape, a.stride)
-            for name, a in self.frozen.items()
-        }
-        return replace(self, where=where, module=None, optimizer=None, frozen=frozen)
+        frozen = {name: replace(array, file=file) for name, array in self.frozen.items()}
+        return replace(self, path=path, module=None, optimizer=None, frozen=frozen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerState:
-    """A file of optimizer states: one rank's part of each group (of each sub-group, in ZeRO 3).
+    """The contents of a file of optimizer states: one rank's part of each flat group.
+
+    A flat group contains parameters that ZeRO flattened together: a param group, or under ZeRO 3 a
+    sub-group of one.
 
     Attributes:
-        sliced: whether ZeRO 3 cut parameters into slices; else groups are cut into partitions.
-        masters: the flat weights of each group.
+        path: the path of the file, for messages.
+        zero_3: whether parameters are cut into slices (ZeRO 3); else groups are cut into
+            partitions.
+        masters: the flat master weights of each group.
         states: flat arrays and plain numbers of each group, by key.
-        settings: hyperparameters; None where they are not stored.
-        groups: for each group, the index of its settings.
-        counts: for each group, the number of ranks that divide it; 0 if it is not stored.
+        hyperparameters: the hyperparameters of each param group; None if the file lacks them.
+        param_groups: for each flat group, the index of its param group.
+        partition_counts: for each group, the number of ranks that divide it; 0 if the file lacks
+            it.
         paddings: for each group, elements of padding after each parameter.
-        slices: for each group, by parameter, start and length of the rank's slice; None if it is
-            not stored.
-        rest: the plain values.
-        kind: the name of the optimizer in DeepSpeed's configuration, if any.
+        slices: for each group, by parameter, start and length of the rank's slice in elements; None
+            if the file lacks them.
+        values: the plain values.
+        optimizer_type: the name of the optimizer in DeepSpeed's configuration, if any.
     """
 
-    where: str
-    sliced: bool
+    path: str
+    zero_3: bool
     masters: tuple[StoredArray, ...]
-    states: tuple[Mapping[str, StoredArray | Number], ...]
-    settings: tuple[Mapping[str, Any], ...] | None
-    groups: tuple[int, ...]
-    counts: tuple[int, ...]
+    states: tuple[ParameterState, ...]
+    hyperparameters: tuple[Mapping[str, Any], ...] | None
+    param_groups: tuple[int, ...]
+    partition_counts: tuple[int, ...]
     paddings: tuple[tuple[int, ...], ...] | None = None
     slices: tuple[Mapping[str, tuple[int, int]], ...] | None = None
-    rest: Mapping[str, Any]
-    kind: str | None = None
+    values: Mapping[str, Any]
+    optimizer_type: str | None = None
 
 
-def model_state(value: object, where: str) -> ModelState:
+@dataclass(frozen=True, slots=True)
+class TorchOptimizer:
+    """A `state_dict` of a torch optimizer.
+
+    Attributes:
+        states: the state of each parameter.
+        hyperparameters: the hyperparameters of each param group.
+        param_groups: for each parameter, the index of its param group.
+    """
+
+    states: tuple[ParameterState, ...]
+    hyperparameters: tuple[Mapping[str, Any], ...]
+    param_groups: tuple[int, ...]
+
+
+class _ModelFile(msgspec.Struct):
+    module: dict[str, Any] | None
+    buffer_names: list[str] | None
+    param_shapes: list[dict[str, Any]] | None = None
+    frozen_param_shapes: dict[str, Any] | None = None
+    frozen_param_fragments: dict[str, Any] | None = None
+    shared_params: dict[str, str] | list[tuple[str, str]] | None = None  # a list in old versions
+    optimizer: dict[Any, Any] | None = None
+
+
+class _OptimizerFile(msgspec.Struct):
+    optimizer_state_dict: dict[str, Any]
+
+
+class _Zero12State(msgspec.Struct):
+    single_partition_of_fp32_groups: list[Any]
+    base_optimizer_state: dict[str, Any] | list[Any]
+    base_optimizer_state_step: Any = None
+    partition_count: list[_Count] | None = None
+    param_alignment_paddings: list[tuple[_Count, ...]] | None = None
+    param_slice_mappings: list[dict[str, Any]] | None = None
+
+
+class _Zero3State(msgspec.Struct):
+    fp32_flat_groups: list[Any]
+    optimizer_state_dict: dict[str, Any]
+    partition_count: Any = None
+
+
+class _TorchOptimizerFile(msgspec.Struct):
+    state: dict[int, Any]
+    param_groups: list[dict[str, Any]]
+
+
+class _ParamGroup(msgspec.Struct):
+    params: list[int]
+
+
+def parse_model_state(value: object, path: str) -> ModelState:
     """Parse a file of model states.
 
     Raises:
         FormatError: the file is malformed.
     """
-    held = _dict(value, where)
-    if "module" not in held or "buffer_names" not in held:
-        raise FormatError(f"{where}: not a file of DeepSpeed's model states")
-    module = held["module"]
-    optimizer = held.get("optimizer")
-    buffers = held["buffer_names"] or ()
-    if not isinstance(buffers, (list, tuple)) or not all(isinstance(n, str) for n in buffers):
-        raise FormatError(f"{where}: buffer_names is not a list of names")
-    rest = {key: item for key, item in held.items() if key not in OF_THE_MODEL}
+    entries = _convert(value, dict[str, Any], path, "file of DeepSpeed's model states")
+    file = _convert(entries, _ModelFile, path, "file of DeepSpeed's model states")
     return ModelState(
-        where,
-        None if module is None else arrays_of(module, f"{where}: module"),
-        frozenset(buffers),
-        tuple(_shapes(group, where) for group in _list(held.get("param_shapes") or (), where)),
-        _shapes(held.get("frozen_param_shapes") or {}, where),
-        arrays_of(held.get("frozen_param_fragments") or {}, f"{where}: frozen_param_fragments"),
-        _texts(held.get("shared_params") or {}, where),
-        None if optimizer is None else _dict(optimizer, where),
-        rest,
+        path,
+        None if file.module is None else require_arrays(file.module, f"{path}: module"),
+        frozenset(file.buffer_names or ()),
+        tuple(_parse_shapes(group, path) for group in file.param_shapes or ()),
+        _parse_shapes(file.frozen_param_shapes or {}, path),
+        require_arrays(file.frozen_param_fragments or {}, f"{path}: frozen_param_fragments"),
+        dict(file.shared_params or {}),
+        file.optimizer,
+        {key: entry for key, entry in entries.items() if key not in _MODEL_KEYS},
     )
 
 
-def optimizer_state(value: object, where: str) -> OptimizerState:
+def parse_optimizer_state(value: object, path: str) -> OptimizerState:
     """Parse a file of optimizer states.
 
     Raises:
         FormatError: the file is malformed.
     """
-    outer = _dict(value, where)
-    if not isinstance(outer.get("optimizer_state_dict"), Mapping):
-        raise FormatError(f"{where}: not a file of ZeRO's optimizer states")
-    held = outer["optimizer_state_dict"]
-    config = outer.get("ds_config")
-    said = config.get("optimizer") if isinstance(config, Mapping) else None
-    kind = said.get("type") if isinstance(said, Mapping) else None
-    read = _of_zero_3 if "fp32_flat_groups" in held else _of_zero_1_and_2
-    return read(held, where, kind if isinstance(kind, str) else None)
+    file = _convert(value, _OptimizerFile, path, "file of ZeRO's optimizer states")
+    config = value.get("ds_config") if isinstance(value, Mapping) else None
+    optimizer = config.get("optimizer") if isinstance(config, Mapping) else None
+    kind = optimizer.get("type") if isinstance(optimizer, Mapping) else None
+    parse = _parse_zero_3 if "fp32_flat_groups" in file.optimizer_state_dict else _parse_zero_1_2
+    return parse(file.optimizer_state_dict, path, kind if isinstance(kind, str) else None)
 
 
-def arrays_of(value: object, where: str) -> dict[str, StoredArray]:
-    """Return a state dict of arrays.
+def require_arrays(value: object, path: str) -> dict[str, StoredArray]:
+    """Return a state dict after checking that all its values are arrays.
 
     Raises:
-        FormatError: it holds anything else, such as a module's extra state.
+        FormatError: it contains anything else, for example a module's extra state.
     """
-    arrays = {}
-    for name, array in _dict(value, where).items():
+    arrays = _convert(value, dict[str, Any], path, "state dict of tensors")
+    for name, array in arrays.items():
         if not isinstance(array, StoredArray):
-            raise FormatError(f"{where}: {str(name)[:200]} is not a tensor")
-        arrays[name] = array
+            raise FormatError(
+                f"{path}: {name[:200]} is not a tensor, but {type(array).__name__}: DeepSpeed's "
+                "extra states are not supported"
+            )
     return arrays
 
 
-def _of_zero_1_and_2(held: Mapping[Any, Any], where: str, kind: str | None) -> OptimizerState:
-    masters = _masters(held.get("single_partition_of_fp32_groups"), where)
-    base = held.get("base_optimizer_state")
-    settings: tuple[Mapping[str, Any], ...] | None = None
-    if isinstance(base, Mapping):
-        states, settings, _ = of_torch(base, where)
+def _parse_zero_1_2(
+    value: Mapping[str, Any], path: str, optimizer_type: str | None
+) -> OptimizerState:
+    state = _convert(value, _Zero12State, path, "optimizer state of ZeRO 1 or 2")
+    masters = _parse_masters(state.single_partition_of_fp32_groups, path)
+    base = state.base_optimizer_state
+    hyperparameters: tuple[Mapping[str, Any], ...] | None = None
+    states: tuple[ParameterState, ...]
+    if isinstance(base, dict):
+        optimizer = parse_torch_optimizer(base, path)
+        states, hyperparameters = optimizer.states, optimizer.hyperparameters
     else:
-        states = tuple(_state(each, where) for each in _list(base, where))
-        step = held.get("base_optimizer_state_step")
-        if step is not None:
-            states = tuple({"step": _number(step, where), **state} for state in states)
-    counts = _counts(held.get("partition_count") or [0] * len(masters), where)
-    paddings = held.get("param_alignment_paddings")
-    slices = held.get("param_slice_mappings")
-    if paddings is not None:
-        paddings = tuple(_counts(each, where) for each in _list(paddings, where))
-    if slices is not None:
-        slices = tuple(_slices(each, where) for each in _list(slices, where))
+        states = tuple(_flatten_state(each, path) for each in base)
+        if (step := state.base_optimizer_state_step) is not None:
+            states = tuple({"step": _require_number("step", step, path), **each} for each in states)
+    slices = state.param_slice_mappings
     return OptimizerState(
-        where=where,
-        kind=kind,
-        sliced=False,
+        path=path,
+        optimizer_type=optimizer_type,
+        zero_3=False,
         masters=masters,
-        states=_as_many(states, masters, where),
-        settings=None if settings is None else _as_many(settings, masters, where),
-        groups=tuple(range(len(masters))),
-        counts=_as_many(counts, masters, where),
-        paddings=paddings,
-        slices=slices,
-        rest=of_the_optimizer(held),
+        states=_require_count(states, masters, "states", path),
+        hyperparameters=None
+        if hyperparameters is None
+        else _require_count(hyperparameters, masters, "hyperparameters", path),
+        param_groups=tuple(range(len(masters))),
+        partition_counts=_require_count(
+            state.partition_count or [0] * len(masters), masters, "partition counts", path
+        ),
+        paddings=None
+        if state.param_alignment_paddings is None
+        else tuple(state.param_alignment_paddings),
+        slices=None if slices is None else tuple(_parse_slices(each, path) for each in slices),
+        values=loss_scaling_values(value),
     )
 
 
-def _of_zero_3(held: Mapping[Any, Any], where: str, kind: str | None) -> OptimizerState:
-    if held.get("ds_zero_partition_groups"):
+def _parse_zero_3(
+    value: Mapping[str, Any], path: str, optimizer_type: str | None
+) -> OptimizerState:
+    if value.get("ds_zero_partition_groups"):
         raise FormatError(
-            f"{where}: experts that AutoEP divides under ZeRO 3 are not supported: convert the "
+            f"{path}: experts that AutoEP divides under ZeRO 3 are not supported: convert the "
             "checkpoint with DeepSpeed's ds_to_universal, and open the result"
         )
-    masters = _masters(held.get("fp32_flat_groups"), where)
-    states, settings, groups = of_torch(_dict(held.get("optimizer_state_dict"), where), where)
-    count = held.get("partition_count")
+    state = _convert(value, _Zero3State, path, "optimizer state of ZeRO 3")
+    masters = _parse_masters(state.fp32_flat_groups, path)
+    optimizer = parse_torch_optimizer(state.optimizer_state_dict, path)
+    count = state.partition_count
     return OptimizerState(
-        where=where,
-        kind=kind,
-        sliced=True,
+        path=path,
+        optimizer_type=optimizer_type,
+        zero_3=True,
         masters=masters,
-        states=_as_many(states, masters, where),
-        settings=settings,
-        groups=_as_many(groups, masters, where),
-        counts=(count if type(count) is int and count > 0 else 0,) * len(masters),
-        rest=of_the_optimizer(held),
+        states=_require_count(optimizer.states, masters, "states", path),
+        hyperparameters=optimizer.hyperparameters,
+        param_groups=optimizer.param_groups,
+        partition_counts=(count if type(count) is int and count > 0 else 0,) * len(masters),
+        values=loss_scaling_values(value),
     )
 
 
-def of_torch(
-    held: Mapping[Any, Any], where: str
-) -> tuple[
-    tuple[Mapping[str, StoredArray | Number], ...], tuple[Mapping[str, Any], ...], tuple[int, ...]
-]:
-    """Parse an optimizer's state_dict: state and group of each parameter, settings of each group.
+def parse_torch_optimizer(value: object, path: str) -> TorchOptimizer:
+    """Parse an optimizer's `state_dict`.
 
     Raises:
         FormatError: it is malformed.
     """
-    states, settings, groups = [], [], []
-    by_number = _dict(held.get("state"), where, of=int)
-    for index, group in enumerate(_list(held.get("param_groups"), where)):
-        group = _dict(group, where)
-        for number in _list(group.get("params"), where):
-            if type(number) is not int:
-                raise FormatError(f"{where}: the optimizer does not number its parameters")
-            states.append(_state(by_number.get(number, {}), where))
-            groups.append(index)
-        settings.append({k: v for k, v in group.items() if k not in ("params", "param_names")})
-    return tuple(states), tuple(settings), tuple(groups)
+    optimizer = _convert(value, _TorchOptimizerFile, path, "state of an optimizer")
+    states, hyperparameters, param_groups = [], [], []
+    for index, group in enumerate(optimizer.param_groups):
+        for number in _convert(group, _ParamGroup, path, "param group of an optimizer").params:
+            states.append(_flatten_state(optimizer.state.get(number, {}), path))
+            param_groups.append(index)
+        hyperparameters.append(
+            {key: each for key, each in group.items() if key not in ("params", "param_names")}
+        )
+    return TorchOptimizer(tuple(states), tuple(hyperparameters), tuple(param_groups))
 
 
-def of_the_optimizer(held: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the plain values of an optimizer state."""
-    kept = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-    return {key: held[key] for key in kept if key in held}
+def loss_scaling_values(optimizer_state: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the loss scaler and gradient clipping of an optimizer state."""
+    keys = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+    return {key: optimizer_state[key] for key in keys if key in optimizer_state}
 
 
-def _masters(value: object, where: str) -> tuple[StoredArray, ...]:
-    arrays = _list(value, where)
+def _parse_masters(arrays: Sequence[object], path: str) -> tuple[StoredArray, ...]:
+    masters = []
     for array in arrays:
         if not isinstance(array, StoredArray) or len(array.shape) != 1 or array.stride != (1,):
             raise FormatError(
-                f"{where}: the weights are not flat tensors (parameters that were offloaded to "
+                f"{path}: the weights are not flat tensors (parameters that were offloaded to "
                 "NVMe are in separate files, which are not supported)"
             )
-    return tuple(arrays)
+        masters.append(array)
+    return tuple(masters)
 
 
-def _state(value: object, where: str) -> dict[str, StoredArray | Number]:
+def _flatten_state(value: object, path: str) -> dict[str, StoredArray | Number]:
     """Return the state of one parameter; keys of nested dicts are joined by dots."""
-    found: dict[str, StoredArray | Number] = {}
-    stack = list(_dict(value, where).items())
+    flattened: dict[str, StoredArray | Number] = {}
+    stack = list(_convert(value, dict[str, Any], path, "state of a parameter").items())
     while stack:
         key, item = stack.pop(0)
         if isinstance(item, Mapping):
-            stack[:0] = [(f"{key}.{k}", v) for k, v in item.items()]
+            stack[:0] = [(f"{key}.{inner_key}", inner) for inner_key, inner in item.items()]
+        elif isinstance(item, StoredArray):
+            flattened[key] = item
         elif item is not None:
-            found[str(key)] = item if isinstance(item, StoredArray) else _number(item, where)
-    return found
+            flattened[key] = _require_number(key, item, path)
+    return flattened
 
 
-def _shapes(value: object, where: str) -> dict[str, Shape]:
-    shapes = {}
-    for name, shape in _dict(value, where).items():
+def _parse_shapes(shapes: Mapping[str, object], path: str) -> dict[str, Shape]:
+    parsed = {}
+    for name, shape in shapes.items():
         if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
-            raise FormatError(f"{where}: {str(name)[:200]}: invalid shape")
-        if math.prod(n for n in shape if n) > LARGEST // 8 or len(shape) > 64:
-            raise FormatError(f"{where}: {str(name)[:200]}: absurd shape")
-        shapes[name] = tuple(shape)
-    return shapes
+            raise FormatError(f"{path}: {name[:200]}: invalid shape")
+        if math.prod(n for n in shape if n) > LARGEST // 8 or len(shape) > _MOST_DIMENSIONS:
+            raise FormatError(f"{path}: {name[:200]}: absurdly large shape")
+        parsed[name] = tuple(shape)
+    return parsed
 
 
-def _texts(value: object, where: str) -> dict[str, str]:
-    if isinstance(value, (list, tuple)):  # written by older versions
-        value = {pair[0]: pair[1] for pair in value if len(_list(pair, where)) == 2}
-    texts = _dict(value, where)
-    if not all(isinstance(text, str) for text in texts.values()):
-        raise FormatError(f"{where}: shared_params is not a dict of names")
-    return texts
-
-
-def _slices(value: object, where: str) -> dict[str, tuple[int, int]]:
-    slices = {}
-    for name, address in _dict(value, where).items():
+def _parse_slices(slices: Mapping[str, object], path: str) -> dict[str, tuple[int, int]]:
+    parsed = {}
+    for name, address in slices.items():
         fields = address.fields if isinstance(address, Record) else {}
-        start, numel = fields.get("start"), fields.get("numel")
-        if type(start) is not int or type(numel) is not int or start < 0 or numel < 0:
-            raise FormatError(f"{where}: param_slice_mappings are malformed")
-        slices[name] = (start, numel)
-    return slices
+        start, length = fields.get("start"), fields.get("numel")
+        if type(start) is not int or type(length) is not int or start < 0 or length < 0:
+            raise FormatError(
+                f"{path}: param_slice_mappings: {name[:200]} has no valid start and numel"
+            )
+        parsed[name] = (start, length)
+    return parsed
 
 
-def _counts(value: object, where: str) -> tuple[int, ...]:
-    counts = _list(value, where)
-    if not all(type(n) is int and 0 <= n < 2**40 for n in counts):
-        raise FormatError(f"{where}: partition_count or param_alignment_paddings: invalid counts")
-    return tuple(counts)
-
-
-def _number(value: object, where: str) -> Number:
+def _require_number(key: str, value: object, path: str) -> Number:
     if not isinstance(value, (int, float)):
-        raise FormatError(f"{where}: the state of an optimizer is neither a tensor nor a number")
+        raise FormatError(
+            f"{path}: {key[:200]} in the state of an optimizer is neither a tensor nor a number"
+        )
     return value
 
 
-def _as_many(items: Sequence[Any], masters: Sequence[Any], where: str) -> tuple[Any, ...]:
+def _require_count(
+    items: Sequence[T], masters: Sequence[object], kind: str, path: str
+) -> tuple[T, ...]:
     if len(items) != len(masters):
-        raise FormatError(f"{where}: {len(items)} groups of state, but {len(masters)} of weights")
+        raise FormatError(
+            f"{path}: the file has {kind} of {len(items)} groups, but weights of {len(masters)}"
+        )
     return tuple(items)
 
 
-def _dict(value: object, where: str, of: type = str) -> dict[Any, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(key, of) for key in value):
-        raise FormatError(f"{where}: malformed: a dict is expected, not {type(value).__name__}")
-    return dict(value)
-
-
-def _list(value: object, where: str) -> list[Any]:
-    if not isinstance(value, (list, tuple)):
-        raise FormatError(f"{where}: malformed: a list is expected, not {type(value).__name__}")
-    return list(value)
+def _convert(value: object, form: type[T], path: str, contents: str) -> T:
+    try:
+        return msgspec.convert(value, form)
+    except msgspec.ValidationError as error:
+        raise FormatError(f"{path}: not a valid {contents}: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,15 +13,15 @@ import numpy as np
 from shardwise.errors import FormatError
 from shardwise.formats.build import Builder
 from shardwise.formats.foreign import StoredArray
+from shardwise.formats.readers.deepspeed.states import Shape
 from shardwise.layout import Box
 from shardwise.manifest.table import Int
-
-Shape: TypeAlias = tuple[int, ...]
 
 LONGEST_PATTERN = 1000
 MOST_REPEATS = 3
 _REPEATED_GROUP = re.compile(r"\)[*+?{]")
 _REPEAT = re.compile(r"(?<!\\)[*+{]")
+_MOST_SHAPES_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class Placement:
 
     Attributes:
         shape: the shape of the whole parameter.
-        parts: for each rank, boxes of its shard and their offsets in the parameter. Elements of the
-            shard that are in no box are padding.
-        replicated: every rank has the whole parameter, with equal values.
-        averaged: every rank has the whole parameter, with its own values; the parameter is their
-            mean.
+        parts: for each rank, boxes of its shard and their offsets in the parameter. The rest of the
+            shard is padding.
+        replicated: whether every rank has the whole parameter, with equal values.
+        averaged: whether every rank has the whole parameter, with different values. The parameter
+            is their mean.
     """
 
     shape: Shape
@@ -43,11 +43,11 @@ class Placement:
     averaged: bool = False
 
 
-Place: TypeAlias = Callable[[str, Sequence[Shape]], Placement]
-"""Returns the placement of a parameter, given its name and its shape on each rank."""
+PlacementRule: TypeAlias = Callable[[str, Sequence[Shape]], Placement]
+"""A function of a parameter's name and its shapes on the ranks that returns its placement."""
 
 
-def whole(name: str, shapes: Sequence[Shape], *, averaged: bool = False) -> Placement:
+def place_whole(name: str, shapes: Sequence[Shape], *, averaged: bool = False) -> Placement:
     """Return the placement of a parameter that every rank has whole.
 
     Raises:
@@ -55,7 +55,7 @@ def whole(name: str, shapes: Sequence[Shape], *, averaged: bool = False) -> Plac
     """
     if len(set(shapes)) != 1:
         raise FormatError(
-            f"{name}: the ranks should have the same shape, but have {_listed(shapes)}"
+            f"{name}: the ranks should have the same shape, but have {_join_shapes(shapes)}"
         )
     part = ((Box.whole(shapes[0]), (0,) * len(shapes[0])),)
     return Placement(
@@ -66,42 +66,48 @@ def whole(name: str, shapes: Sequence[Shape], *, averaged: bool = False) -> Plac
     )
 
 
-def side_by_side(
-    name: str, shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]
+def place_side_by_side(
+    name: str, shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]] | None = None
 ) -> Placement:
-    """Return the placement of shards that lie side by side along `dim`.
+    """Return the placement of shards that lie side by side along a dimension.
 
     A shard may hold parts of several parameters that are fused into one tensor.
 
     Args:
-        widths: for each fused parameter, its width on each rank.
+        dim: the dimension.
+        widths: for each fused parameter, its width on each rank; by default there is one parameter.
 
     Raises:
         FormatError: the shards do not fit together.
     """
     others = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
-    if len(others) != 1 or len({len(shape) for shape in shapes}) != 1 or dim >= len(shapes[0]):
-        raise FormatError(f"{name}: shards of {_listed(shapes)} do not join along dimension {dim}")
-    sums = [sum(row[rank] for row in widths) for rank in range(len(shapes))]
-    if sums != [shape[dim] for shape in shapes]:
-        raise FormatError(f"{name}: shards of {_listed(shapes)} do not have the widths {widths}")
+    if len(others) != 1 or any(not dim < len(shape) == len(shapes[0]) for shape in shapes):
+        raise FormatError(
+            f"{name}: shards of {_join_shapes(shapes)} do not join along dimension {dim}"
+        )
+    totals = [shape[dim] for shape in shapes]
+    widths = [totals] if widths is None else widths
+    if [sum(row[rank] for row in widths) for rank in range(len(shapes))] != totals:
+        raise FormatError(
+            f"{name}: shards of {_join_shapes(shapes)} do not have the widths {widths}"
+        )
     starts = list(itertools.accumulate([width for row in widths for width in row], initial=0))
     parts = []
     for rank, shape in enumerate(shapes):
-        boxes, at = [], 0
+        boxes, local_start = [], 0
         for index, row in enumerate(widths):
             zeros = [0] * len(shape)
-            offset, extent, there = list(zeros), list(shape), list(zeros)
-            offset[dim], extent[dim] = at, row[rank]
-            there[dim] = starts[index * len(shapes) + rank]
-            at += row[rank]
-            boxes.append((Box(tuple(offset), tuple(extent)), tuple(there)))
+            offset, extent, global_offset = list(zeros), list(shape), list(zeros)
+            offset[dim], extent[dim] = local_start, row[rank]
+            global_offset[dim] = starts[index * len(shapes) + rank]
+            local_start += row[rank]
+            boxes.append((Box(tuple(offset), tuple(extent)), tuple(global_offset)))
         parts.append(tuple(boxes))
     shape = (*shapes[0][:dim], starts[-1], *shapes[0][dim + 1 :])
     return Placement(shape, tuple(parts))
 
 
-def cut_to_rows(name: str, placement: Placement, rows: int) -> Placement:
+def without_padding_rows(name: str, placement: Placement, rows: int) -> Placement:
     """Return the placement without the rows after the first `rows`, which pad a vocabulary.
 
     Raises:
@@ -115,70 +121,72 @@ def cut_to_rows(name: str, placement: Placement, rows: int) -> Placement:
     parts = []
     for boxes in placement.parts:
         kept = []
-        for box, there in boxes:
-            count = max(0, min(box.shape[0], rows - there[0]))
-            kept.append((Box(box.offset, (count, *box.shape[1:])), there))
+        for box, offset in boxes:
+            count = max(0, min(box.shape[0], rows - offset[0]))
+            kept.append((Box(box.offset, (count, *box.shape[1:])), offset))
         parts.append(tuple(kept))
-    shape = (rows, *placement.shape[1:])
-    return Placement(shape, tuple(parts), placement.replicated, placement.averaged)
+    return replace(placement, shape=(rows, *placement.shape[1:]), parts=tuple(parts))
 
 
-def place_of(info: object, where: str) -> Place:
-    """Return the placements that a checkpoint's `universal_checkpoint_info` describes.
+def placement_rule(info: object, path: str) -> PlacementRule:
+    """Return the rule that a checkpoint's `universal_checkpoint_info` describes.
+
+    Args:
+        info: the value of that key.
+        path: the path of the checkpoint, for messages.
 
     Raises:
-        FormatError: it is missing or malformed; the returned function, if it does not fit the
-            shards.
+        FormatError: it is missing or malformed. The returned rule raises it if the shards of a
+            parameter do not fit together.
     """
     if not isinstance(info, Mapping):
         raise FormatError(
-            f"{where}: tensor-parallel ranks wrote this checkpoint, and it does not say how their "
+            f"{path}: tensor-parallel ranks wrote this checkpoint, and it does not say how their "
             "shards make up parameters: save it with a `universal_checkpoint_info` in "
             "client_state, which DeepSpeed's own converter needs too"
         )
-    replicated = _patterns(info, "tp_replicated_parameter_patterns", where)
-    averaged = _patterns(info, "parameter_to_average_patterns", where)
-    halved = _patterns(info, "parameter_with_2_sub_params_cat_dim_0", where)
-    by_row = _patterns(info, "parameter_with_row_parallelism_patterns", where)
-    vocabulary = _patterns(info, "vocabulary_parameter_patterns", where)
-    unsupported = _patterns(info, "autotp_unsupported_parameter_patterns", where)
-    fused = _fused(info, where)
+    replicated = _parse_patterns(info, "tp_replicated_parameter_patterns", path)
+    averaged = _parse_patterns(info, "parameter_to_average_patterns", path)
+    in_halves = _parse_patterns(info, "parameter_with_2_sub_params_cat_dim_0", path)
+    row_parallel = _parse_patterns(info, "parameter_with_row_parallelism_patterns", path)
+    vocabulary = _parse_patterns(info, "vocabulary_parameter_patterns", path)
+    unsupported = _parse_patterns(info, "autotp_unsupported_parameter_patterns", path)
+    fused = _parse_fused(info, path)
     rows = info.get("original_vocab_size")
 
     def place(name: str, shapes: Sequence[Shape]) -> Placement:
         if _matches(unsupported, name):
             raise FormatError(
-                f"{name}: the checkpoint says that its shards cannot be joined (autotp_unsupported)"
+                f"{path}: {name}: the checkpoint says that its shards cannot be joined "
+                "(autotp_unsupported_parameter_patterns)"
             )
         if _matches(replicated, name):
-            made = whole(name, shapes)
+            placement = place_whole(name, shapes)
         elif _matches(averaged, name):
-            made = whole(name, shapes, averaged=True)
-        elif _matches(halved, name):
-            widths = [_first(shape, name) // 2 for shape in shapes]
-            made = side_by_side(name, shapes, 0, [widths, widths])
-        elif sub := next((sub for sub in fused if sub.pattern.match(name)), None):
-            made = side_by_side(name, shapes, sub.dim, sub.widths(name, shapes))
+            placement = place_whole(name, shapes, averaged=True)
+        elif _matches(in_halves, name):
+            halves = [_half_of_rows(shape, name) for shape in shapes]
+            placement = place_side_by_side(name, shapes, 0, [halves, halves])
+        elif rule := next((rule for rule in fused if rule.pattern.match(name)), None):
+            placement = place_side_by_side(name, shapes, rule.dim, rule.widths(name, shapes))
         else:
-            dim = 1 if _matches(by_row, name) else 0
-            if any(len(shape) <= dim for shape in shapes):
-                raise FormatError(f"{name}: shards of {_listed(shapes)} do not join along {dim}")
-            made = side_by_side(name, shapes, dim, [[shape[dim] for shape in shapes]])
+            placement = place_side_by_side(name, shapes, 1 if _matches(row_parallel, name) else 0)
         if not _matches(vocabulary, name):
-            return made
+            return placement
         if type(rows) is not int or rows < 0:
             raise FormatError(
-                f"{where}: the vocabulary is padded, and original_vocab_size is missing"
+                f"{path}: {name}: the vocabulary is padded, and universal_checkpoint_info has no "
+                "original_vocab_size"
             )
-        return cut_to_rows(name, made, rows)
+        return without_padding_rows(name, placement, rows)
 
     return place
 
 
-def declare(builder: Builder, name: str, dtype: str, placement: Placement) -> Int:
-    """Add a tensor unless it is there, and return its number for each rank.
+def ensure_tensor(builder: Builder, name: str, dtype: str, placement: Placement) -> Int:
+    """Add a tensor unless the builder has it, and return its index for each rank.
 
-    The ranks of a parameter that is averaged each have a hidden tensor of their own.
+    If a parameter is averaged, each rank has a hidden tensor.
 
     Raises:
         FormatError: the shape is too large.
@@ -189,54 +197,73 @@ def declare(builder: Builder, name: str, dtype: str, placement: Placement) -> In
     if not placement.averaged:
         return np.full(len(ranks), builder.number(name))
     if name not in builder.averages:
-        hidden = tuple(f"{name}.of_rank_{rank}" for rank in ranks)
-        builder.averages[name] = hidden
-        for each in hidden:
-            builder.add_tensor(each, dtype, placement.shape)
-    return np.array([builder.number(each) for each in builder.averages[name]], np.int64)
+        hidden_names = tuple(f"{name}.of_rank_{rank}" for rank in ranks)
+        builder.averages[name] = hidden_names
+        for hidden_name in hidden_names:
+            builder.add_tensor(hidden_name, dtype, placement.shape)
+    return np.array([builder.number(hidden) for hidden in builder.averages[name]], np.int64)
 
 
 def add_shards(
     builder: Builder, name: str, arrays: Sequence[StoredArray], placement: Placement
 ) -> None:
-    """Add a tensor of the ranks' shards; if it is there already, add them as replicas.
+    """Add a tensor of the ranks' shards; if the builder has it, add them as replicas.
 
     Raises:
-        FormatError: dtypes differ, or the tensor is there with another dtype or shape.
+        FormatError: dtypes differ, or the builder has the tensor with another dtype or shape.
     """
     dtype = arrays[0].dtype
-    found = {array.dtype for array in arrays}
+    kinds = {array.dtype for array in arrays}
     replica = name in builder
     if replica:
         entry = builder.entry(name)
         if (entry.dtype, entry.shape) != (dtype, placement.shape):
-            found.add(f"{entry.dtype} {list(entry.shape)}")
-    if len(found) > 1:
-        raise FormatError(f"{name}: ranks differ: {', '.join(sorted(found))}")
-    tensors = declare(builder, name, dtype, placement)
+            kinds.add(f"{entry.dtype} {list(entry.shape)}")
+    if len(kinds) > 1:
+        raise FormatError(
+            f"{name}: ranks differ in its dtype or shape: {', '.join(sorted(kinds))}. The files "
+            "are from different saves"
+        )
+    tensors = ensure_tensor(builder, name, dtype, placement)
     for rank, (array, boxes) in enumerate(zip(arrays, placement.parts, strict=True)):
-        again = replica or (placement.replicated and rank > 0)
+        is_replica = replica or (placement.replicated and rank > 0)
         for box, offset in boxes:
             if box.size:
-                builder.add_box(int(tensors[rank]), offset, array, box, replica=again)
+                builder.add_box(int(tensors[rank]), offset, array, box, replica=is_replica)
 
 
 @dataclass(frozen=True, slots=True)
-class _Fused:
-    """Parameters fused along `dim`; `sizes` are their widths, or their number if they are equal."""
+class _FusedRule:
+    """A rule for tensors that consist of several parameters, fused along a dimension.
+
+    Attributes:
+        pattern: the names of the tensors.
+        dim: the dimension.
+        sizes: the whole widths of the parameters, or their number if the widths are equal.
+        shard_widths: for each parameter, its width on each rank; None if the ranks have equal ones.
+    """
 
     pattern: re.Pattern[str]
     dim: int
     sizes: tuple[int, ...] | int
-    recorded: tuple[tuple[int, ...], ...] | None
+    shard_widths: tuple[tuple[int, ...], ...] | None
 
     def widths(self, name: str, shapes: Sequence[Shape]) -> Sequence[Sequence[int]]:
-        if self.recorded is not None:
-            if any(len(row) != len(shapes) for row in self.recorded):
-                raise FormatError(f"{name}: its recorded widths are not for {len(shapes)} ranks")
-            return self.recorded
+        """Return, for each fused parameter, its width on each rank.
+
+        Raises:
+            FormatError: the rule does not fit the shapes.
+        """
+        if self.shard_widths is not None:
+            if any(len(row) != len(shapes) for row in self.shard_widths):
+                raise FormatError(
+                    f"{name}: its sub_param_shard_widths are not for {len(shapes)} ranks"
+                )
+            return self.shard_widths
         if any(len(shape) <= self.dim for shape in shapes):
-            raise FormatError(f"{name}: shards of {_listed(shapes)} have no dimension {self.dim}")
+            raise FormatError(
+                f"{name}: shards of {_join_shapes(shapes)} have no dimension {self.dim}"
+            )
         sizes = self.sizes
         if isinstance(sizes, int):
             total = sum(shape[self.dim] for shape in shapes)
@@ -252,10 +279,11 @@ class _Fused:
         return [[size // len(shapes)] * len(shapes) for size in sizes]
 
 
-def _fused(info: Mapping[Any, Any], where: str) -> list[_Fused]:
-    recorded = info.get("sub_param_shard_widths") or {}
-    found = []
-    for entry in info.get("parameter_with_sub_params") or ():
+def _parse_fused(info: Mapping[Any, Any], path: str) -> list[_FusedRule]:
+    recorded = info.get("sub_param_shard_widths")
+    all_widths = recorded if isinstance(recorded, Mapping) else {}
+    rules = []
+    for entry in _list_at(info, "parameter_with_sub_params", path):
         fields = entry if isinstance(entry, Mapping) else getattr(entry, "fields", {})
         dim, shape = fields.get("partition_dim"), fields.get("shape")
         if (
@@ -263,43 +291,55 @@ def _fused(info: Mapping[Any, Any], where: str) -> list[_Fused]:
             or not isinstance(shape, (tuple, list))
             or not 0 <= dim < len(shape)
         ):
-            raise FormatError(f"{where}: parameter_with_sub_params is malformed")
-        for pattern in fields.get("patterns") or ():
-            known = recorded.get(pattern) if isinstance(recorded, Mapping) else None
-            widths = None if known is None else tuple(_counts(row, where) for row in known)
-            sizes = shape[dim]
-            sizes = sizes if type(sizes) is int else _counts(sizes, where)
-            found.append(_Fused(_compiled(pattern, where), dim, sizes, widths))
-    return found
+            raise FormatError(
+                f"{path}: parameter_with_sub_params: an entry has no valid shape and partition_dim"
+            )
+        sizes = shape[dim] if type(shape[dim]) is int else _require_widths(shape[dim], path)
+        for pattern in _list_at(fields, "patterns", path):
+            widths = None
+            if pattern in all_widths:
+                rows = _list_at(all_widths, pattern, path)
+                widths = tuple(_require_widths(row, path) for row in rows)
+            rules.append(_FusedRule(_compile(pattern, path), dim, sizes, widths))
+    return rules
 
 
-def _patterns(info: Mapping[Any, Any], key: str, where: str) -> tuple[re.Pattern[str], ...]:
-    listed = info.get(key) or ()
+def _parse_patterns(info: Mapping[Any, Any], key: str, path: str) -> tuple[re.Pattern[str], ...]:
+    return tuple(_compile(pattern, path) for pattern in _list_at(info, key, path))
+
+
+def _list_at(values: Mapping[Any, Any], key: str, path: str) -> Sequence[Any]:
+    """Return the list at a key; it is empty if the key is missing."""
+    listed = values.get(key) or ()
     if not isinstance(listed, (list, tuple)):
-        raise FormatError(f"{where}: {key} is not a list")
-    return tuple(_compiled(pattern, where) for pattern in listed)
+        raise FormatError(
+            f"{path}: universal_checkpoint_info: {key} is not a list, but {type(listed).__name__}"
+        )
+    return listed
 
 
-def _compiled(pattern: object, where: str) -> re.Pattern[str]:
+def _compile(pattern: object, path: str) -> re.Pattern[str]:
     if not isinstance(pattern, str) or len(pattern) > LONGEST_PATTERN:
         raise FormatError(
-            f"{where}: a pattern of parameter names is not a string of up to {LONGEST_PATTERN} "
+            f"{path}: a pattern of parameter names is not a string of up to {LONGEST_PATTERN} "
             "characters"
         )
     # Matching a hostile pattern could take forever.
     if _REPEATED_GROUP.search(pattern) or len(_REPEAT.findall(pattern)) > MOST_REPEATS:
         raise FormatError(
-            f"{where}: the pattern {pattern[:80]!r} has too many repetitions to be matched safely"
+            f"{path}: the pattern {pattern[:80]!r} has too many repetitions to be matched safely"
         )
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        raise FormatError(f"{where}: {pattern[:80]!r} is not a valid pattern: {error}") from error
+        raise FormatError(f"{path}: {pattern[:80]!r} is not a valid pattern: {error}") from error
 
 
-def _counts(values: object, where: str) -> tuple[int, ...]:
+def _require_widths(values: object, path: str) -> tuple[int, ...]:
     if not isinstance(values, (list, tuple)) or not all(type(n) is int and n >= 0 for n in values):
-        raise FormatError(f"{where}: the widths of fused parameters are not counts")
+        raise FormatError(
+            f"{path}: the widths of fused parameters in universal_checkpoint_info are not counts"
+        )
     return tuple(values)
 
 
@@ -307,11 +347,11 @@ def _matches(patterns: Sequence[re.Pattern[str]], name: str) -> bool:
     return any(pattern.match(name) for pattern in patterns)
 
 
-def _first(shape: Shape, name: str) -> int:
+def _half_of_rows(shape: Shape, name: str) -> int:
     if not shape or shape[0] % 2:
         raise FormatError(f"{name}: a shard of {list(shape)} does not divide into two equal halves")
-    return shape[0]
+    return shape[0] // 2
 
 
-def _listed(shapes: Sequence[Shape]) -> str:
-    return ", ".join(str(list(shape)) for shape in shapes[:8])
+def _join_shapes(shapes: Sequence[Shape]) -> str:
+    return ", ".join(str(list(shape)) for shape in shapes[:_MOST_SHAPES_SHOWN])

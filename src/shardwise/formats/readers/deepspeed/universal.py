@@ -6,33 +6,48 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
 from shardwise.formats.build import Builder
-from shardwise.formats.foreign import Foreign, StoredArray
+from shardwise.formats.foreign import Foreign, StoredArray, row_major_strides
+from shardwise.formats.optimizers import ParamGroup
+from shardwise.formats.readers.deepspeed.agreement import STEP
 from shardwise.formats.readers.deepspeed.files import (
-    SETTINGS,
-    WEIGHTS,
+    HYPERPARAMETERS_FILE,
+    WEIGHTS_KEY,
     find_files,
     has_universal_files,
 )
-from shardwise.formats.readers.deepspeed.optimizers import STEP, Settings, add_number, add_scalars
-from shardwise.formats.readers.deepspeed.ranks import Ranks, read_ranks, read_values
+from shardwise.formats.readers.deepspeed.optimizers import (
+    add_frozen_slices,
+    add_number,
+    add_param_groups,
+    add_scalars,
+    tensor_name,
+)
+from shardwise.formats.readers.deepspeed.ranks import AllRanks, read_ranks, read_values
 from shardwise.formats.readers.deepspeed.reader import add_modules, add_values
-from shardwise.formats.readers.deepspeed.states import Shape, of_the_optimizer, of_torch
-from shardwise.formats.readers.deepspeed.tensor_parallel import Place, add_shards, whole
-from shardwise.formats.readers.deepspeed.zero import MASTER, add_frozen_slices, name_of
+from shardwise.formats.readers.deepspeed.states import (
+    Shape,
+    loss_scaling_values,
+    parse_torch_optimizer,
+)
+from shardwise.formats.readers.deepspeed.tensor_parallel import (
+    PlacementRule,
+    add_shards,
+    place_whole,
+)
+from shardwise.formats.readers.deepspeed.zero import MASTER
 from shardwise.formats.tree import Tree
 
 FORMAT = "DeepSpeed universal"
-_ATOM = re.compile(r"zero/(.+)/([^/]+)\.pt")
-_SETTINGS = f"zero/{SETTINGS}"
-MOMENTS = (WEIGHTS, "exp_avg", "exp_avg_sq", "momentum_buffer")
+_PARAMETER_FILE = re.compile(r"zero/(.+)/([^/]+)\.pt")
+KEYS_OF_PARAMETER_SHAPE = (WEIGHTS_KEY, "exp_avg", "exp_avg_sq", "momentum_buffer")
 """Keys whose tensors always have the shape of the parameter."""
 
-Atoms = Mapping[tuple[str, str], str]
-"""The file of each parameter and key."""
+ParameterFiles: TypeAlias = Mapping[tuple[str, str], str]
+"""The file of each parameter and key of its state."""
 
 
 def recognise(tree: Tree) -> bool:
@@ -40,12 +55,12 @@ def recognise(tree: Tree) -> bool:
     return has_universal_files(tree)
 
 
-def read(tree: Tree, tag: str | None = None, *, place: Place | None = None) -> Foreign:
+def read(tree: Tree, tag: str | None = None, *, place: PlacementRule | None = None) -> Foreign:
     """Read a universal checkpoint; no tensor is read.
 
     Weights and optimizer state come from the files of the parameters. Frozen parameters and
     buffers, which DeepSpeed does not restore from a universal checkpoint, come from the model
-    states next to them.
+    states in the same folder.
 
     Args:
         tree: the universal directory, or its parent.
@@ -59,154 +74,167 @@ def read(tree: Tree, tag: str | None = None, *, place: Place | None = None) -> F
     ranks = read_ranks(tree, files, universal=True)
     builder = Builder(tree.file(name) for name in tree.sizes)
     builder.left_out += ranks.left_out
-    below = [
+    names = [
         name.removeprefix(files.folder) for name in tree.sizes if name.startswith(files.folder)
     ]
-    atoms = {(m[1], m[2]): f"{files.folder}{m[0]}" for m in map(_ATOM.fullmatch, below) if m}
-    settings = f"{files.folder}{_SETTINGS}"
-    values = read_values(tree, [*atoms.values(), settings], builder.left_out)
-    trained = _trained(ranks)
-    place = place or (ranks.place() if ranks.tensor_parallel > 1 else whole)
-    _require_atoms(tree, f"{files.folder}zero", atoms, ranks, values[settings])
-    _add_atoms(builder, atoms, values, trained, place)
-    _add_settings(builder, ranks, values[settings], f"{tree}/{settings}")
-    if ranks.sliced:
-        add_frozen_slices(builder, ranks.by_data_parallel(), place)
-    add_modules(builder, ranks.modules(), place, sliced=ranks.sliced)
-    _add_untrained(builder, atoms, values, trained)
+    parameter_files = {
+        (match[1], match[2]): f"{files.folder}{match[0]}"
+        for match in map(_PARAMETER_FILE.fullmatch, names)
+        if match is not None
+    }
+    settings_file = f"{files.folder}zero/{HYPERPARAMETERS_FILE}"
+    values = read_values(tree, [*parameter_files.values(), settings_file], builder.left_out)
+    settings = values[settings_file]
+    trained = _trained_shapes(ranks)
+    place = place or (ranks.recorded_placements() if ranks.tensor_parallel > 1 else place_whole)
+    _require_parameter_files(tree, f"{files.folder}zero", parameter_files, ranks, settings)
+    _add_parameters(builder, tree, parameter_files, values, trained, place)
+    _add_settings(builder, ranks, settings, f"{tree}/{settings_file}")
+    if ranks.zero_3:
+        add_frozen_slices(builder, ranks.models_by_tensor_rank(), place)
+    add_modules(builder, ranks.modules(), place, zero_3=ranks.zero_3)
+    _add_untrained(builder, parameter_files, values, trained)
     add_values(builder, ranks)
     return builder.build(FORMAT, step=ranks.step, world_size=ranks.world_size)
 
 
-def _trained(ranks: Ranks) -> dict[str, tuple[Shape, ...]]:
+def _trained_shapes(ranks: AllRanks) -> dict[str, tuple[Shape, ...]]:
     """Return the shapes of all trained parameters on the tensor-parallel ranks."""
-    found: dict[str, tuple[Shape, ...]] = {}
+    trained: dict[str, tuple[Shape, ...]] = {}
     for stage in range(ranks.stages):
-        held = [ranks.models[0, rank] for rank in ranks.of_stage(stage)]
-        merged = [{n: s for group in state.shapes for n, s in group.items()} for state in held]
-        for name in merged[0]:
-            found[name] = tuple(shapes[name] for shapes in merged if name in shapes)
-    return found
+        models = [ranks.models[0, rank] for rank in ranks.ranks_of_stage(stage)]
+        by_rank = [{n: s for group in model.shapes for n, s in group.items()} for model in models]
+        for name in by_rank[0]:
+            trained[name] = tuple(shapes[name] for shapes in by_rank if name in shapes)
+    return trained
 
 
-def _require_atoms(tree: Tree, folder: str, atoms: Atoms, ranks: Ranks, settings: object) -> None:
+def _require_parameter_files(
+    tree: Tree, folder: str, files: ParameterFiles, ranks: AllRanks, settings: object
+) -> None:
     """Require for each parameter its weights, and the state that others of its group have.
 
     Raises:
         FormatError: files are missing; the message names them.
     """
-    groups = settings.get("param_groups") if isinstance(settings, Mapping) else None
-    listed = groups if isinstance(groups, (list, tuple)) else ()
-    held = [group for group in listed if isinstance(group, Mapping)]
-    keys: dict[str, set[str]] = {}
-    for name, key in atoms:
-        keys.setdefault(name, set()).add(key)
+    param_groups = settings.get("param_groups") if isinstance(settings, Mapping) else None
+    listed = param_groups if isinstance(param_groups, (list, tuple)) else ()
+    hyperparameters = [group for group in listed if isinstance(group, Mapping)]
+    keys_by_name: dict[str, set[str]] = {}
+    for name, key in files:
+        keys_by_name.setdefault(name, set()).add(key)
     for stage in range(ranks.stages):
-        for number, group in enumerate(ranks.models[0, ranks.of_stage(stage)[0]].shapes):
-            known = held[number] if number < len(held) else {}
-            wanted = {WEIGHTS}.union(*(keys.get(name, set()) for name in group))
+        for index, group in enumerate(ranks.models[0, ranks.ranks_of_stage(stage)[0]].shapes):
+            known = hyperparameters[index] if index < len(hyperparameters) else {}
+            required = {WEIGHTS_KEY}.union(*(keys_by_name.get(name, set()) for name in group))
             if "betas" in known and ("amsgrad" in known or "bias_correction" in known):
-                wanted |= {"exp_avg", "exp_avg_sq"}  # Adam, of torch or of DeepSpeed
-            elif "betas" in known and wanted <= {WEIGHTS, STEP}:
-                wanted |= {"exp_avg"}
-            files = (f"{folder}/{name}/{key}.pt" for name in group for key in sorted(wanted))
-            tree.require(files, "hold parameters and their states")
+                required |= {"exp_avg", "exp_avg_sq"}  # Adam, of torch or of DeepSpeed
+            elif "betas" in known and required <= {WEIGHTS_KEY, STEP}:
+                required |= {"exp_avg"}
+            paths = (f"{folder}/{name}/{key}.pt" for name in group for key in sorted(required))
+            tree.require(paths, "hold parameters and their states")
 
 
-def _add_atoms(
+def _add_parameters(
     builder: Builder,
-    atoms: Atoms,
+    tree: Tree,
+    files: ParameterFiles,
     values: Mapping[str, Any],
     trained: Mapping[str, Sequence[Shape]],
-    place: Place,
+    place: PlacementRule,
 ) -> None:
     shapes: dict[str, Shape] = {}
-    for (name, key), file in atoms.items():
+    for (name, key), file in files.items():
         if name not in trained:
             continue
-        array = _content(values[file])
+        path = f"{tree}/{file}"
+        array = _unwrap(values[file])
         if isinstance(array, (int, float)):
             add_number(builder, [name], key, array)
         elif not isinstance(array, StoredArray):
-            raise FormatError(f"{file}: the file holds no tensor")
+            raise FormatError(f"{path}: expected a tensor, found {type(array).__name__}")
         else:
-            array = _shaped(array, trained[name], file)
+            array = _unflatten(array, trained[name], path)
             if name not in shapes:
                 shapes[name] = place(name, trained[name]).shape
-            if array.shape != shapes[name] and (array.shape or key in MOMENTS):
+            if array.shape != shapes[name] and (array.shape or key in KEYS_OF_PARAMETER_SHAPE):
                 raise FormatError(
-                    f"{file}: its shape is {list(array.shape)}, but its parameter has shape "
+                    f"{path}: its shape is {list(array.shape)}, but its parameter has shape "
                     f"{list(shapes[name])}: the file is of another model, or damaged"
                 )
-            full = name_of(name, MASTER if key == WEIGHTS else key)
-            add_shards(builder, full, [array], whole(full, [array.shape]))
+            tensor = tensor_name(name, MASTER if key == WEIGHTS_KEY else key)
+            add_shards(builder, tensor, [array], place_whole(tensor, [array.shape]))
 
 
-def _content(value: Any) -> Any:
+def _unwrap(value: Any) -> Any:
     return value.get("param") if isinstance(value, Mapping) else value
 
 
-def _shaped(array: StoredArray, shapes: Sequence[Shape], file: str) -> StoredArray:
-    """Return an atom in the shape of its parameter; those of ZeRO 3 are stored flat."""
+def _unflatten(array: StoredArray, shapes: Sequence[Shape], path: str) -> StoredArray:
+    """Return an array in the shape of its parameter; ZeRO 3's arrays are stored flat."""
     if len(shapes) != 1 or len(array.shape) != 1:
         return array
     (shape,) = shapes
     if math.prod(shape) != array.shape[0] or array.stride != (1,):
-        raise FormatError(f"{file}: {array.shape[0]} elements do not make up shape {list(shape)}")
-    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return replace(array, shape=shape, stride=stride)
+        raise FormatError(
+            f"{path}: {array.shape[0]} elements do not make up shape {list(shape)}: the file is "
+            "of another model, or damaged"
+        )
+    return replace(array, shape=shape, stride=row_major_strides(shape))
 
 
-def _add_settings(builder: Builder, ranks: Ranks, value: object, where: str) -> None:
-    """Add the hyperparameters of all groups, and steps of parameters that have no file of them."""
-    held = dict(value) if isinstance(value, Mapping) else {}
-    groups = held.get("param_groups")
-    if not isinstance(groups, (list, tuple)):
-        raise FormatError(f"{where}: it has no param_groups")
-    inner = held.get("optimizer_state_dict", {"state": {}, "param_groups": groups})
-    states, each, owner = of_torch(inner if isinstance(inner, Mapping) else {}, where)
-    settings = Settings(builder)
+def _add_settings(builder: Builder, ranks: AllRanks, value: object, path: str) -> None:
+    """Add hyperparameters, the loss scaler, and steps of parameters that have no file of them."""
+    settings = dict(value) if isinstance(value, Mapping) else {}
+    listed = settings.get("param_groups")
+    if not isinstance(listed, (list, tuple)):
+        raise FormatError(f"{path}: not a file of hyperparameters: it has no list param_groups")
+    state = settings.get("optimizer_state_dict", {"state": {}, "param_groups": list(listed)})
+    optimizer = parse_torch_optimizer(state, path)
+    param_groups: list[ParamGroup] = []
     for stage in range(ranks.stages):
-        shapes = ranks.models[0, ranks.of_stage(stage)[0]].shapes
-        if len(owner) != len(shapes):
+        shapes = ranks.models[0, ranks.ranks_of_stage(stage)[0]].shapes
+        if len(optimizer.states) != len(shapes):
             raise FormatError(
-                f"{where}: it has {len(owner)} groups, but the model has {len(shapes)}"
+                f"{path}: it has {len(optimizer.states)} groups, but the model has {len(shapes)}"
             )
-        for group, state, index in zip(shapes, states, owner, strict=True):
-            step = state.get(STEP)
+        rows = zip(shapes, optimizer.states, optimizer.param_groups, strict=True)
+        for group, group_state, index in rows:
+            step = group_state.get(STEP)
             if isinstance(step, StoredArray) and step.shape == ():
                 add_scalars(builder, list(group), STEP, [step])
             elif isinstance(step, (int, float)):
                 add_number(builder, list(group), STEP, step)
-            settings.add(list(group), each[index])
-    settings.finish()
-    for key, item in of_the_optimizer(held).items():
+            param_groups.append(ParamGroup(tuple(group), optimizer.hyperparameters[index]))
+    add_param_groups(builder, param_groups)
+    for key, item in loss_scaling_values(settings).items():
         if item is not None:
             builder.add_value(f"deepspeed.{key}", item)
-    if "fp32_flat_groups" in held:
+    if "fp32_flat_groups" in settings:
         builder.left_out.append(
-            f"{_SETTINGS}: the first rank's flat state, which the parameters' files have too"
+            f"zero/{HYPERPARAMETERS_FILE}: the first rank's flat state, which the parameters' "
+            "files have too"
         )
 
 
 def _add_untrained(
     builder: Builder,
-    atoms: Atoms,
+    files: ParameterFiles,
     values: Mapping[str, Any],
     trained: Mapping[str, Sequence[Shape]],
 ) -> None:
-    """Add weights that only files of parameters have, as of frozen parameters of a pipeline."""
+    """Add weights that only files of parameters have: for example, a pipeline's frozen ones."""
     copies = 0
-    for (name, key), file in atoms.items():
-        if name in trained or key != WEIGHTS:
+    for (name, key), file in files.items():
+        if name in trained or key != WEIGHTS_KEY:
             continue
-        array = _content(values[file])
+        array = _unwrap(values[file])
         if f"model.{name}" in builder:
             copies += 1
         elif isinstance(array, StoredArray):
             builder.add_array(f"model.{name}", array)
     if copies:
         builder.left_out.append(
-            f"zero/*/{WEIGHTS}.pt of {copies} buffers, frozen and tied parameters: copies in "
-            "float32 of what the model states have"
+            f"zero/*/{WEIGHTS_KEY}.pt of {copies} buffers, frozen and tied parameters: copies in "
+            "float32 of tensors in the model states"
         )

@@ -1,60 +1,69 @@
-"""How ZeRO divides parameters among ranks, and how its flat partitions become boxes.
+"""How ZeRO divides parameters among ranks: flat groups, their ranges, and the boxes of these.
 
-Stages 1 and 2 put the parameters of a group end to end and cut the result into equal partitions
-(`partitioned`); stage 3 cuts every parameter into equal slices (`sliced`). Both give flattened
-ranges, which `as_boxes` turns into boxes and `add_group` adds to the manifest.
+ZeRO 1 and 2 put the parameters of a group end to end and cut the result into equal partitions
+(`ranges_of_partitions`). ZeRO 3 cuts every parameter into equal slices (`ranges_of_slices`).
+`flat_groups` computes these ranges from the files of all ranks, and `boxes_of_flat_ranges` turns
+them into boxes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardwise.errors import FormatError
-from shardwise.formats.build import Builder
-from shardwise.formats.foreign import PieceTable, StoredArray
-from shardwise.formats.readers.deepspeed.states import ModelState, Number, Shape
-from shardwise.formats.readers.deepspeed.tensor_parallel import Place, Placement, declare
-from shardwise.layout import boxes_of_ranges, find_overlaps, row_major
-from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.table import Int, Pieces, padded_rows
+from shardwise.formats.foreign import StoredArray
+from shardwise.formats.readers.deepspeed.states import Number, OptimizerState, Shape, Shapes
+from shardwise.layout import boxes_of_ranges
+from shardwise.manifest.table import Int
 
 MASTER = ""
-"""The key of the weights among those of the optimizer's state."""
+"""The key of the master weights among the keys of the optimizer's state."""
+_EXPERT = re.compile(r"(.*\bdeepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,7})(\..*)")
 
 
 @dataclass(frozen=True, slots=True)
-class Ranges:
-    """Flattened ranges of parameters, in columns of n rows.
+class FlatRanges:
+    """Ranges of flattened parameters, in columns of n rows.
 
-    Elements `start:stop` of parameter number `parameter` lie in the flat array of rank number
-    `rank`, from its element `at`.
+    Elements `start:stop` of the parameter with index `parameter` lie in the flat array of rank
+    `rank`, from its element `flat_start`.
     """
 
     parameter: Int
     rank: Int
     start: Int
     stop: Int
-    at: Int
+    flat_start: Int
 
 
 @dataclass(frozen=True, slots=True)
-class HeldBoxes:
-    """Boxes of parameters, in columns; `at` is a box's first element in the rank's flat array."""
+class FlatBoxes:
+    """Boxes of parameters, in columns of n rows.
+
+    A box lies in the flat array of rank `rank`, from its element `flat_start`.
+    """
 
     parameter: Int
     rank: Int
-    at: Int
+    flat_start: Int
     offset: Int
     shape: Int
 
 
 @dataclass(frozen=True, slots=True)
 class FlatArray:
-    """A flat array that is divided among ranks; `file` and `start` (in bytes) are by rank."""
+    """A flat array that is divided among ranks.
+
+    Attributes:
+        dtype: torch's name.
+        file: for each rank, the index of its file.
+        start: for each rank, the offset of its part in the file, in bytes.
+    """
 
     dtype: str
     file: Int
@@ -62,35 +71,36 @@ class FlatArray:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """A group of parameters that ZeRO flattened together, on all data-parallel ranks.
+class FlatGroup:
+    """Parameters that ZeRO flattened together, on all data-parallel ranks.
 
     Attributes:
         names, shapes: the parameters, in the order in which they were flattened.
         ranges: the division of the parameters among the ranks.
-        flat: the flat arrays, by key of the optimizer's state; the weights by `MASTER`.
+        flat: the flat arrays by key of the optimizer's state; the key `MASTER` has the weights.
         scalars: 0-d tensors of all ranks, by key.
         numbers: plain numbers of the first rank, by key.
-        settings: the index of the group's hyperparameters.
-        left_out: lines about state that is not taken.
+        param_group: the index of the param group that has the hyperparameters.
+        left_out: lines about state that is not read.
     """
 
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
-    ranges: Ranges
+    ranges: FlatRanges
     flat: Mapping[str, FlatArray]
     scalars: Mapping[str, tuple[StoredArray, ...]]
     numbers: Mapping[str, Number]
-    settings: int
+    param_group: int
     left_out: tuple[str, ...]
 
 
-def partitioned(sizes: Int, paddings: Int, ranks: int, partition: int) -> Ranges:
-    """Return the ranges of ZeRO 1 and 2: a group is cut into partitions of equal length.
+def ranges_of_partitions(sizes: Int, paddings: Int, ranks: int, partition: int) -> FlatRanges:
+    """Return the ranges of ZeRO 1 and 2, which cut a group into partitions of equal length.
 
     Args:
         sizes: elements of each parameter.
         paddings: elements of padding after each parameter.
+        ranks: the number of ranks.
         partition: elements of one rank's partition.
 
     Raises:
@@ -100,7 +110,8 @@ def partitioned(sizes: Int, paddings: Int, ranks: int, partition: int) -> Ranges
     end = begin + sizes
     if len(sizes) and end[-1] > ranks * partition:
         raise FormatError(
-            f"{ranks} partitions of {partition} elements are too short for parameters of {end[-1]}"
+            f"{ranks} partitions of {partition} elements are too short for parameters of {end[-1]} "
+            "elements"
         )
     parameter = np.flatnonzero(sizes)
     begin, end = begin[parameter], end[parameter]
@@ -111,188 +122,220 @@ def partitioned(sizes: Int, paddings: Int, ranks: int, partition: int) -> Ranges
     low = np.maximum(begin[row], rank * partition)
     high = np.minimum(end[row], (rank + 1) * partition)
     start = low - begin[row]
-    return Ranges(parameter[row], rank, start, start + high - low, low - rank * partition)
+    return FlatRanges(parameter[row], rank, start, start + high - low, low - rank * partition)
 
 
-def sliced(sizes: Int, ranks: int) -> Ranges:
-    """Return the ranges of ZeRO 3: each parameter is cut into slices of equal length.
+def ranges_of_slices(sizes: Int, ranks: int) -> FlatRanges:
+    """Return the ranges of ZeRO 3, which cuts each parameter into slices of equal length.
 
     A rank has its slices of all parameters end to end.
-    """
-    slices = -(-sizes // ranks)
-    before = np.cumsum(slices) - slices
-    parameter = np.repeat(np.arange(len(sizes)), ranks)
-    rank = np.tile(np.arange(ranks), len(sizes))
-    start = np.minimum(rank * slices[parameter], sizes[parameter])
-    stop = np.minimum(start + slices[parameter], sizes[parameter])
-    held = start < stop
-    columns = (parameter, rank, start, stop, before[parameter])
-    return Ranges(*(column[held] for column in columns))
-
-
-def as_boxes(ranges: Ranges, shapes: Int) -> HeldBoxes:
-    """Return ranges as boxes.
 
     Args:
-        shapes: of the parameters, padded on the right with 1.
+        sizes: elements of each parameter.
+        ranks: the number of ranks.
+    """
+    lengths = -(-sizes // ranks)
+    before = np.cumsum(lengths) - lengths
+    parameter = np.repeat(np.arange(len(sizes)), ranks)
+    rank = np.tile(np.arange(ranks), len(sizes))
+    start = np.minimum(rank * lengths[parameter], sizes[parameter])
+    stop = np.minimum(start + lengths[parameter], sizes[parameter])
+    columns = (parameter, rank, start, stop, before[parameter])
+    return FlatRanges(*(column[start < stop] for column in columns))
+
+
+def boxes_of_flat_ranges(ranges: FlatRanges, shapes: Int) -> FlatBoxes:
+    """Return the boxes that ranges consist of.
+
+    Args:
+        shapes: `(parameters, D)`, the shapes of the parameters, padded on the right with 1.
     """
     boxes = boxes_of_ranges(shapes[ranges.parameter], ranges.start, ranges.stop)
     row = boxes.of
-    at = ranges.at[row] + boxes.first - ranges.start[row]
-    return HeldBoxes(ranges.parameter[row], ranges.rank[row], at, boxes.offset, boxes.shape)
+    flat_start = ranges.flat_start[row] + boxes.first - ranges.start[row]
+    return FlatBoxes(ranges.parameter[row], ranges.rank[row], flat_start, boxes.offset, boxes.shape)
 
 
-def least_lengths(ranges: Ranges, ranks: int) -> Int:
-    """Return how many elements each rank's flat array must have at least."""
+def least_lengths(ranges: FlatRanges, ranks: int) -> Int:
+    """Return, for each rank, the least number of elements that its flat array must have."""
     least = np.zeros(ranks, np.int64)
-    np.maximum.at(least, ranges.rank, ranges.at + ranges.stop - ranges.start)
+    np.maximum.at(least, ranges.rank, ranges.flat_start + ranges.stop - ranges.start)
     return least
 
 
-def add_group(builder: Builder, shards: Sequence[Group], place: Place) -> None:
-    """Add the weights and the divided optimizer state of a group of parameters.
+def flat_groups(
+    shapes: Sequence[Shapes], states: Sequence[OptimizerState], *, data_before_experts: bool
+) -> Iterator[FlatGroup]:
+    """Yield the flat groups that the optimizer states of all data-parallel ranks make up.
 
     Args:
-        shards: the group on each tensor-parallel rank.
+        shapes: the parameters of each group, in the order in which they were flattened.
+        states: the optimizer states by data-parallel rank.
+        data_before_experts: whether ranks with the same experts are neighbours.
 
     Raises:
-        FormatError: the ranks have different parameters, or their shards do not fit together.
+        FormatError: the ranks do not fit together, or do not fit the parameters.
     """
-    first = shards[0]
-    if any(other.names != first.names or set(other.flat) != set(first.flat) for other in shards):
-        raise FormatError("tensor-parallel ranks have different parameters or state in a group")
-    placements = [
-        place(name, [group.shapes[i] for group in shards]) for i, name in enumerate(first.names)
-    ]
-    tensors = {key: _declare(builder, first, key, placements) for key in first.flat}
-    dims = max((len(shape) for group in shards for shape in group.shapes), default=0)
-    for rank, group in enumerate(shards):
-        shapes = padded_rows(group.shapes, dims, 1)
-        held = as_boxes(group.ranges, shapes)
-        offset = held.offset
-        if len(shards) > 1:
-            held, offset = _placed(held, shapes, placements, rank)
-        stride = row_major(shapes)[held.parameter]
-        for key, (numbers, replica) in tensors.items():
-            flat = group.flat[key]
-            start = flat.start[held.rank] + held.at * DTYPES[flat.dtype].itemsize
-            again = replica[rank][held.parameter]
-            for rows, as_replica in ((~again, False), (again, True)):
-                if rows.any():
-                    pieces = Pieces(
-                        numbers[rank][held.parameter][rows],
-                        flat.file[held.rank][rows],
-                        start[rows],
-                        offset[rows],
-                        held.shape[rows],
-                    )
-                    strides = np.where(pieces.shape > 1, stride[rows], 0)
-                    builder.add_table(PieceTable(pieces, strides), replica=as_replica)
-
-
-def _declare(
-    builder: Builder, group: Group, key: str, placements: Sequence[Placement]
-) -> tuple[Int, np.ndarray[tuple[int, int], np.dtype[np.bool_]]]:
-    """Return the numbers of the tensors by rank and parameter, and which pieces are replicas."""
-    ranks = len(placements[0].parts) if placements else 1
-    numbers = np.zeros((ranks, len(placements)), np.int64)
-    replica = np.zeros((ranks, len(placements)), np.bool_)
-    for i, (name, placement) in enumerate(zip(group.names, placements, strict=True)):
-        full = name_of(name, key)
-        replica[:, i] = full in builder
-        if placement.replicated:
-            replica[1:, i] = True
-        numbers[:, i] = declare(builder, full, group.flat[key].dtype, placement)
-        if builder.entry(full).shape != placement.shape:
+    first = states[0]
+    for state in states:
+        same = (state.zero_3, len(state.masters)) == (first.zero_3, len(first.masters))
+        if not same or len(state.masters) != len(shapes):
             raise FormatError(
-                f"{full}: pipeline stages have it in different shapes, "
-                f"{list(builder.entry(full).shape)} and {list(placement.shape)}"
+                f"{state.path}: the file has {len(state.masters)} parameter groups, and the model "
+                f"has {len(shapes)}"
             )
-    return numbers, replica
+    for index, group_shapes in enumerate(shapes):
+        count = first.partition_counts[index] or len(states)
+        if len(states) % count or any(s.partition_counts[index] not in (0, count) for s in states):
+            raise FormatError(
+                f"{first.path}: parameter group {index} is divided among {count} ranks, but there "
+                f"are files of {len(states)} ranks"
+            )
+        parallel = len(states) // count
+        experts = _count_experts(group_shapes, first.path) if parallel > 1 else {}
+        for rank in range(parallel):
+            if data_before_experts:
+                sharing = states[rank * count : (rank + 1) * count]
+            else:
+                sharing = states[rank::parallel]
+            group = _flat_group(index, group_shapes, sharing)
+            names = tuple(_global_name(name, rank, experts) for name in group.names)
+            yield replace(group, names=names)
 
 
-def name_of(parameter: str, key: str) -> str:
-    """Return the name of a parameter's weight (`MASTER`) or of its optimizer state."""
-    return f"model.{parameter}" if key == MASTER else f"optimizer.{parameter}.{key}"
-
-
-def _placed(
-    held: HeldBoxes, shapes: Int, placements: Sequence[Placement], rank: int
-) -> tuple[HeldBoxes, Int]:
-    """Return the boxes of a tensor-parallel shard and their offsets in the whole parameters.
-
-    Boxes are cut where the parts of the shard lie apart in the parameter.
-    """
-    boxes = [(i, *part) for i, placed in enumerate(placements) for part in placed.parts[rank]]
-    dims = shapes.shape[1]
-    owner = np.array([i for i, _, _ in boxes], np.int64)
-    local = padded_rows([box.offset for _, box, _ in boxes], dims, 0)
-    target = padded_rows([offset for _, _, offset in boxes], dims, 0)
-    extent = padded_rows([box.shape for _, box, _ in boxes], dims, 1)
-    common = find_overlaps((held.parameter, held.offset, held.shape), (owner, local, extent))
-    row = common.left
-    strides = row_major(shapes)[held.parameter[row]]
-    inside = ((common.offset - held.offset[row]) * strides).sum(axis=1)
-    cut = HeldBoxes(
-        held.parameter[row], held.rank[row], held.at[row] + inside, common.offset, common.shape
-    )
-    return cut, common.offset + (target - local)[common.right]
-
-
-def add_frozen_slices(builder: Builder, grid: Sequence[Sequence[ModelState]], place: Place) -> None:
-    """Add the frozen parameters that ZeRO 3 divided.
-
-    Args:
-        grid: for each tensor-parallel rank, the model states of all data-parallel ranks.
+def _count_experts(shapes: Shapes, path: str) -> dict[str, int]:
+    """Return the number of experts that a rank has in each layer.
 
     Raises:
-        FormatError: ranks have different parameters, or lack their slices.
+        FormatError: a parameter does not belong to an expert.
     """
-    states = grid[0]
-    names = list(states[0].frozen_shapes)
-    if any(list(state.frozen_shapes) != names for ranks in grid for state in ranks):
-        raise FormatError("the ranks have different frozen parameters")
-    added = []
-    for name in names:
-        placement = place(name, [ranks[0].frozen_shapes[name] for ranks in grid])
-        if len(grid) > 1 and not placement.replicated:
-            builder.left_out.append(
-                f"model.{name}: frozen, and divided by ZeRO 3 within tensor-parallel shards"
+    counts: dict[str, int] = {}
+    for name in shapes:
+        found = _EXPERT.fullmatch(name)
+        if found is None:
+            raise FormatError(
+                f"{path}: {name}: this parameter is divided among only a part of the ranks, and "
+                "does not belong to one of DeepSpeed's experts: such checkpoints are not supported"
+            )
+        counts[found[1]] = max(counts.get(found[1], 0), int(found[2]) + 1)
+    return counts
+
+
+def _global_name(name: str, rank: int, experts: Mapping[str, int]) -> str:
+    """Return the name with the global number of the expert instead of its number on the rank."""
+    found = _EXPERT.fullmatch(name) if experts else None
+    if found is None:
+        return name
+    return f"{found[1]}{rank * experts[found[1]] + int(found[2])}{found[3]}"
+
+
+def _flat_group(index: int, shapes: Shapes, states: Sequence[OptimizerState]) -> FlatGroup:
+    first = states[0]
+    arrays_of_ranks = [
+        {
+            MASTER: state.masters[index],
+            **{k: v for k, v in state.states[index].items() if isinstance(v, StoredArray)},
+        }
+        for state in states
+    ]
+    ranges = _flat_ranges(index, shapes, states, arrays_of_ranks)
+    least = least_lengths(ranges, len(states)).tolist()
+    flat, scalars, left_out = {}, {}, []
+    for key in dict.fromkeys(key for arrays in arrays_of_ranks for key in arrays):
+        parts = [arrays[key] for arrays in arrays_of_ranks if key in arrays]
+        complete = len(parts) == len(states)
+        if complete and all(len(part.shape) == 0 for part in parts):
+            scalars[key] = tuple(parts)
+        elif complete and all(map(_is_flat, parts, least)):
+            label = f"{key or 'weights'} of parameter group {index}"
+            flat[key] = _flat_array(parts, f"{first.path}: {label}")
+        elif key == MASTER:
+            raise FormatError(
+                f"{first.path}: the weights of parameter group {index} have fewer elements than "
+                "its parameters: the files are damaged, or from different saves"
             )
         else:
-            added.append(name)
-    if not added:
+            left_out.append(
+                f"optimizer.*.{key} of group {index}: its shape is not that of the parameters"
+            )
+    numbers = {k: v for k, v in first.states[index].items() if not isinstance(v, StoredArray)}
+    return FlatGroup(
+        tuple(shapes),
+        tuple(shapes.values()),
+        ranges,
+        flat,
+        scalars,
+        numbers,
+        first.param_groups[index],
+        tuple(left_out),
+    )
+
+
+def _flat_ranges(
+    index: int,
+    shapes: Shapes,
+    states: Sequence[OptimizerState],
+    arrays_of_ranks: Sequence[Mapping[str, StoredArray]],
+) -> FlatRanges:
+    sizes = np.array([math.prod(shape) for shape in shapes.values()], np.int64)
+    first = states[0]
+    if first.zero_3:
+        return ranges_of_slices(sizes, len(states))
+    paddings = (0,) * len(sizes)
+    if first.paddings is not None:
+        paddings = first.paddings[index] if index < len(first.paddings) else ()
+    if len(paddings) != len(sizes):
+        raise FormatError(
+            f"{first.path}: parameter group {index} has {len(paddings)} paddings of {len(sizes)} "
+            "parameters"
+        )
+    # DeepSpeed cuts a rank's partition short where only padding follows. The longest array of any
+    # rank and key has the full length, unless the whole group lies in the first partition.
+    longest = max(
+        array.shape[0]
+        for arrays in arrays_of_ranks
+        for array in arrays.values()
+        if len(array.shape) == 1
+    )
+    try:
+        ranges = ranges_of_partitions(sizes, np.array(paddings, np.int64), len(states), longest)
+    except FormatError as error:
+        raise FormatError(f"{first.path}: parameter group {index}: {error}") from error
+    _check_recorded_slices(list(shapes), ranges, index, states)
+    return ranges
+
+
+def _is_flat(array: StoredArray, least: int) -> bool:
+    return len(array.shape) == 1 and array.stride == (1,) and array.shape[0] >= least
+
+
+def _flat_array(parts: Sequence[StoredArray], label: str) -> FlatArray:
+    dtypes = {part.dtype for part in parts}
+    if len(dtypes) != 1:
+        raise FormatError(f"{label}: the ranks have different dtypes: {', '.join(sorted(dtypes))}")
+    file: Int = np.array([part.file for part in parts], np.int64)
+    return FlatArray(dtypes.pop(), file, np.array([part.start for part in parts], np.int64))
+
+
+def _check_recorded_slices(
+    names: Sequence[str], ranges: FlatRanges, index: int, states: Sequence[OptimizerState]
+) -> None:
+    """Compare the computed ranges with those that the ranks recorded, if all recorded them."""
+    if any(state.slices is None for state in states):
         return
-    shapes = [states[0].frozen_shapes[name] for name in added]
-    sizes = [math.prod(shape) for shape in shapes]
-    slices = [
-        _slices_of(name, -(-size // len(states)), states)
-        for name, size in zip(added, sizes, strict=True)
+    indices = {name: i for i, name in enumerate(names)}
+    recorded = [
+        (indices.get(name, -1), rank, start, length)
+        for rank, state in enumerate(states)
+        for slices in (state.slices or ())[index : index + 1]
+        for name, (start, length) in slices.items()
     ]
-    padded = padded_rows(shapes, max(map(len, shapes)), 1)
-    ranges = sliced(np.array(sizes, np.int64), len(states))
-    held = as_boxes(replace(ranges, at=np.zeros_like(ranges.at)), padded)
-    dtypes = [parts[0].dtype for parts in slices]
-    numbers = [
-        builder.add_tensor(f"model.{name}", dtype, shape)
-        for name, dtype, shape in zip(added, dtypes, shapes, strict=True)
-    ]
-    at = held.parameter, held.rank
-    file = np.array([[part.file for part in parts] for parts in slices], np.int64)[at]
-    start = np.array([[part.start for part in parts] for parts in slices], np.int64)[at]
-    itemsize = np.array([DTYPES[dtype].itemsize for dtype in dtypes], np.int64)
-    start = start + held.at * itemsize[held.parameter]
-    stride = np.where(held.shape > 1, row_major(padded)[held.parameter], 0)
-    tensor = np.array(numbers, np.int64)[held.parameter]
-    builder.add_table(PieceTable(Pieces(tensor, file, start, held.offset, held.shape), stride))
-
-
-def _slices_of(name: str, least: int, states: Sequence[ModelState]) -> list[StoredArray]:
-    """Return each rank's slice of a frozen parameter, of at least so many elements."""
-    arrays = [state.frozen.get(name) for state in states]
-    parts = [array for array in arrays if array is not None and len(array.shape) == 1]
-    if len(parts) != len(states) or any(part.shape[0] < least for part in parts):
-        raise FormatError(f"{name}: a rank lacks its slice of this frozen parameter")
-    if len({part.dtype for part in parts}) != 1:
-        raise FormatError(f"{name}: the ranks have this frozen parameter in different dtypes")
-    return parts
+    length = ranges.stop - ranges.start
+    computed = np.column_stack([ranges.parameter, ranges.rank, ranges.flat_start, length])
+    order = np.lexsort((computed[:, 1], computed[:, 0]))
+    expected = np.array(sorted(recorded), np.int64).reshape(len(recorded), 4)
+    if not np.array_equal(computed[order], expected):
+        raise FormatError(
+            f"{states[0].path}: its param_slice_mappings of group {index} contradict its "
+            "param_shapes: files of ranks were renamed, or are from different saves"
+        )

@@ -1,0 +1,243 @@
+"""Adds the state of optimizers that ZeRO does not divide, and assigns it to parameters by shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from shardwise.errors import FormatError
+from shardwise.formats.build import Builder
+from shardwise.formats.foreign import StoredArray
+from shardwise.formats.optimizers import ParamGroup
+from shardwise.formats.readers.deepspeed.agreement import STEP
+from shardwise.formats.readers.deepspeed.optimizers import (
+    add_flat_group,
+    add_number,
+    add_param_groups,
+    add_scalars,
+    tensor_name,
+)
+from shardwise.formats.readers.deepspeed.states import (
+    ModelState,
+    OptimizerState,
+    Shape,
+    parse_torch_optimizer,
+)
+from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule, add_shards
+from shardwise.formats.readers.deepspeed.zero import MASTER, FlatGroup, flat_groups
+
+MOST_PREFIXES = 10_000
+"""The limit of what `assign_by_shape` remembers for each parameter."""
+
+
+def add_undivided_optimizer(
+    builder: Builder,
+    states: Sequence[ModelState],
+    parameters: Mapping[str, Shape],
+    group_names: Sequence[Sequence[str]] | None,
+    place: PlacementRule,
+) -> None:
+    """Add the state of an optimizer without ZeRO, and its master weights if there are any.
+
+    Args:
+        states: the model states of all tensor-parallel ranks.
+        parameters: names and shapes of all parameters that may be trained, on the first rank, in
+            the module's order.
+        group_names: the names in each param group; by default they are inferred from the shapes.
+
+    Raises:
+        FormatError: the state is malformed, or does not fit these parameters.
+    """
+    if any(state.optimizer is None for state in states):
+        return
+    ranks = [_UndividedOptimizer(state.optimizer or {}, state.path) for state in states]
+    first = ranks[0]
+    if group_names is None:
+        group_names = first.infer_group_names(parameters)
+    if group_names is None:
+        builder.left_out.append(
+            "optimizer.*: the checkpoint does not name the optimizer's parameters, and their "
+            "shapes are ambiguous: pass the names in each group as `members`"
+        )
+        return
+    names = [name for group in group_names for name in group]
+    unknown = [name for name in names if name not in parameters]
+    if unknown:
+        raise FormatError(
+            f"{first.path}: `members` names {unknown[0][:200]!r}, but there is no such parameter"
+        )
+    if first.is_flat:
+        shards = [list(rank.flat_groups(group_names, parameters)) for rank in ranks]
+        for groups in zip(*shards, strict=True):
+            add_flat_group(builder, groups, place)
+    else:
+        _add_parameters(builder, ranks, names, place)
+    add_param_groups(
+        builder,
+        [
+            ParamGroup(tuple(group), hyperparameters)
+            for group, hyperparameters in zip(group_names, first.hyperparameters, strict=True)
+        ],
+    )
+
+
+class _UndividedOptimizer:
+    """The state of an optimizer on one rank: torch's own, or DeepSpeed's wrapper around it.
+
+    Attributes:
+        path: the path of the file, for messages.
+        states: the state of each parameter, or of each flat group.
+        hyperparameters: the hyperparameters of each param group.
+        param_groups: for each parameter, the index of its param group.
+        is_flat: whether DeepSpeed flattened the parameters of each group together.
+        masters: the master weights, as `states`; empty if there are none.
+    """
+
+    def __init__(self, state: Mapping[Any, Any], path: str) -> None:
+        self.path = path
+        optimizer = parse_torch_optimizer(state.get("optimizer_state_dict", state), path)
+        self.states = optimizer.states
+        self.hyperparameters = optimizer.hyperparameters
+        self.param_groups = optimizer.param_groups
+        self.is_flat = "fp32_groups_flat" in state
+        masters = state.get("fp32_groups_flat" if self.is_flat else "fp32_groups") or ()
+        if not self.is_flat and isinstance(masters, (list, tuple)):
+            masters = [master for group in masters for master in group]
+        self.masters = tuple(master for master in masters if isinstance(master, StoredArray))
+        if len(self.masters) not in (0, len(self.states)):
+            raise FormatError(
+                f"{path}: the optimizer has {len(self.masters)} weights and {len(self.states)} "
+                "states: the file is damaged, or of an unsupported version of DeepSpeed"
+            )
+
+    def infer_group_names(self, parameters: Mapping[str, Shape]) -> list[list[str]] | None:
+        """Return the names in each param group, if the shapes determine them."""
+        if self.is_flat:
+            size = sum(math.prod(shape) for shape in parameters.values())
+            complete = len(self.masters) == 1 and self.masters[0].shape == (size,)
+            return [list(parameters)] if complete else None
+        groups: list[list[Shape]] = [[] for _ in self.hyperparameters]
+        for index, group in enumerate(self.param_groups):
+            shape = self._shape(index)
+            if shape is None:
+                return None
+            groups[group].append(shape)
+        return assign_by_shape(list(parameters.items()), groups)
+
+    def _shape(self, index: int) -> Shape | None:
+        if self.masters:
+            return self.masters[index].shape
+        shapes = [a.shape for a in self.states[index].values() if isinstance(a, StoredArray)]
+        return max(shapes, key=len, default=None)
+
+    def flat_groups(
+        self, group_names: Sequence[Sequence[str]], parameters: Mapping[str, Shape]
+    ) -> Iterator[FlatGroup]:
+        """Return the flat groups as those of ZeRO 1 on a single data-parallel rank."""
+        state = OptimizerState(
+            path=self.path,
+            zero_3=False,
+            masters=self.masters,
+            states=self.states,
+            hyperparameters=self.hyperparameters,
+            param_groups=self.param_groups,
+            partition_counts=(1,) * len(self.masters),
+            values={},
+        )
+        shapes = [{name: parameters[name] for name in group} for group in group_names]
+        return flat_groups(shapes, [state], data_before_experts=False)
+
+
+def _add_parameters(
+    builder: Builder,
+    ranks: Sequence[_UndividedOptimizer],
+    names: Sequence[str],
+    place: PlacementRule,
+) -> None:
+    first = ranks[0]
+    for rank in ranks:
+        if len(rank.states) != len(names):
+            raise FormatError(
+                f"{rank.path}: the optimizer has state of {len(rank.states)} parameters, but the "
+                f"groups name {len(names)}"
+            )
+    for index, name in enumerate(names):
+        if first.masters:
+            masters = [rank.masters[index] for rank in ranks]
+            shapes = [array.shape for array in masters]
+            add_shards(builder, tensor_name(name, MASTER), masters, place(name, shapes))
+        for key, value in first.states[index].items():
+            tensor = tensor_name(name, key)
+            values = [rank.states[index].get(key) for rank in ranks]
+            if not isinstance(value, StoredArray):
+                if any(other != value for other in values):
+                    builder.left_out.append(f"{tensor}: ranks differ; the first one's is taken")
+                add_number(builder, [name], key, value)
+                continue
+            arrays = [array for array in values if isinstance(array, StoredArray)]
+            if len(arrays) != len(ranks):
+                lacking = zip(ranks, values, strict=True)
+                missing = next(r for r, each in lacking if not isinstance(each, StoredArray))
+                raise FormatError(
+                    f"{missing.path}: {tensor} is missing, which {first.path} has: the files are "
+                    "from different saves"
+                )
+            if value.shape == ():
+                add_scalars(builder, [name], key, arrays if key == STEP else arrays[:1])
+            else:
+                shapes = [array.shape for array in arrays]
+                add_shards(builder, tensor, arrays, place(name, shapes))
+
+
+def assign_by_shape(
+    parameters: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Shape]]
+) -> list[list[str]] | None:
+    """Return the names of the members of groups, if their shapes allow exactly one assignment.
+
+    Each group has its members in the order of the module. A parameter may be in no group: for
+    example, if it is frozen.
+
+    Args:
+        parameters: the name and the shape of each parameter, in the module's order.
+        groups: the shapes of the members of each group.
+
+    Returns:
+        The names in each group; None if there is no assignment, or more than one.
+    """
+    # A prefix says how many members of each group are assigned. For each parameter, from the last
+    # to the first: the prefixes before it, and in how many ways (at most 2) the rest can follow.
+    ways: list[dict[tuple[int, ...], int]] = [{tuple(len(group) for group in groups): 1}]
+    for _, shape in reversed(parameters):
+        ways_before = dict[tuple[int, ...], int]()
+        for prefix, count in ways[-1].items():
+            for before in _prefixes_before(prefix, shape, groups):
+                ways_before[before] = min(2, ways_before.get(before, 0) + count)
+        if len(ways_before) > MOST_PREFIXES:
+            return None
+        ways.append(ways_before)
+    ways.reverse()
+    prefix = (0,) * len(groups)
+    if ways[0].get(prefix) != 1:
+        return None
+    names: list[list[str]] = [[] for _ in groups]
+    for (name, shape), ways_after in zip(parameters, ways[1:], strict=True):
+        if ways_after.get(prefix):
+            continue  # in no group
+        for index, group in enumerate(groups):
+            longer = (*prefix[:index], prefix[index] + 1, *prefix[index + 1 :])
+            if ways_after.get(longer) and group[prefix[index]] == shape:
+                names[index].append(name)
+                prefix = longer
+                break
+    return names
+
+
+def _prefixes_before(
+    prefix: tuple[int, ...], shape: Shape, groups: Sequence[Sequence[Shape]]
+) -> Iterator[tuple[int, ...]]:
+    """Yield the prefixes from which a parameter of this shape leads to `prefix`."""
+    yield prefix
+    for index, count in enumerate(prefix):
+        if count and groups[index][count - 1] == shape:
+            yield (*prefix[:index], count - 1, *prefix[index + 1 :])
