@@ -63,7 +63,8 @@ class Optimizer:
         }
         for number, group in enumerate(self.groups):
             for name in (*group.names, number):
-                flat |= {f"{GROUPS}.{name}.{key}": value for key, value in group.hyperparameters.items()}
+                for key, value in group.hyperparameters.items():
+                    flat[f"{GROUPS}.{name}.{key}"] = value
             flat[f"{GROUPS}.{number}.{PARAMS}"] = list(group.names)
         return flat
 
@@ -206,7 +207,9 @@ def _ties(chosen: Chosen) -> dict[str, str]:
     }
 
 
-def _by_parameter(held: Mapping[str, Any], groups: Iterable[Group]) -> dict[str, dict[str, Any]]:
+def _by_parameter(
+    held: Mapping[str, Any], groups: Iterable[ParamGroup]
+) -> dict[str, dict[str, Any]]:
     known = {name for group in groups for name in group.names}
     found: dict[str, dict[str, Any]] = {}
     for name, leaf in held.items():

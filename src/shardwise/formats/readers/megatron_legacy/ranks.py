@@ -1,44 +1,151 @@
-"""Reads the files of all ranks, and derives which parallel ranks there are."""
+"""Finds and reads the files of all ranks, and derives the axes along which ranks are parallel."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
-from typing import Any
+from typing import Any, TypeAlias
 
-from shardwise.errors import FormatError
+from shardwise.errors import CheckpointNotFoundError, FormatError
 from shardwise.formats.containers.pickle_values import Record
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.foreign import ForeignFile, StoredArray
-from shardwise.formats.optimizers import GROUPS, PARAMS
-from shardwise.formats.readers.megatron_legacy.files import (
-    FLAT,
-    MODEL,
-    OLD_MODEL,
-    OLD_OPTIMIZER,
-    WROTE,
-    Files,
-    Numbers,
-    path_of,
-)
-from shardwise.formats.tree import MOST_FILES, Tree
+from shardwise.formats.tree import Tree
 
-ARGS, OPTIMIZER, RNG = "args", "optimizer", "rng_state"
-_BUFFERS = ("_extra_state", "expert_bias", "inv_freq", "local_tokens_per_expert")
-_EMBEDDINGS = ("word_embeddings.weight", "output_layer.weight")
-_CHUNK = re.compile(r"model(\d{0,4})")
-ITERATION = "iteration"
-_FIRST, _SECOND = ("linear_fc1", "dense_h_to_4h"), ("linear_fc2", "dense_4h_to_h")
-ARGS_OF_AXES = {
+LATEST = "latest_checkpointed_iteration.txt"
+LARGEST_LATEST = 100
+MODEL_FILE, BUFFERS_FILE = "model_optim_rng.pt", "distrib_optim.pt"
+OLD_MODEL_FILE, OLD_OPTIMIZER_FILE = "model_rng.pt", "optim.pt"
+FILE_NAMES = (MODEL_FILE, BUFFERS_FILE, OLD_MODEL_FILE, OLD_OPTIMIZER_FILE)
+WROTE = "ranks of Megatron-LM wrote"
+ARGS, OPTIMIZER, RNG, ITERATION = "args", "optimizer", "rng_state", "iteration"
+SIZE_ARGS = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
     "ep": "expert_model_parallel_size",
 }
+"""The argument of Megatron-LM that has the size of each axis."""
 
-Arrays = Mapping[str, StoredArray]
+OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+UNTIED = "untie_embeddings_and_output_weights"
+_PATH = re.compile(
+    r"(?:(iter_\d{1,18}|release)/)?mp_rank_(\d{1,6})(?:_(\d{1,6}))?(?:_(\d{1,6}))?/([a-z_]+\.pt)"
+)
+_CHUNK = re.compile(r"model(\d{0,4})")
+_FIRST_LAYERS = ("linear_fc1", "dense_h_to_4h")
+_SECOND_LAYERS = ("linear_fc2", "dense_4h_to_h")
+_BUFFERS = ("_extra_state", "expert_bias", "inv_freq", "local_tokens_per_expert")
+"""Endings of the names of a module's buffers, which are not parameters."""
+_MOST_SHOWN = 5
+
+DirectoryNumbers: TypeAlias = tuple[int, ...]
+"""The numbers in the name of a rank's directory: tensor-parallel, pipeline and expert rank."""
+Arrays: TypeAlias = Mapping[str, StoredArray]
+
+
+@dataclass(frozen=True, slots=True)
+class IterationFiles:
+    """The files of one iteration.
+
+    Attributes:
+        folder: the folder of the iteration with a final `/`, or "" if it is the place itself.
+        ranks: the paths of each rank's files, by the numbers of its directory and the file's name.
+        others: files that no rank wrote.
+    """
+
+    folder: str
+    ranks: Mapping[DirectoryNumbers, Mapping[str, str]]
+    others: tuple[str, ...]
+
+    def path_of(self, numbers: DirectoryNumbers, name: str) -> str:
+        """Return the path of a rank's file, whether it exists or not."""
+        tensor, *others = numbers
+        directory = "_".join([f"mp_rank_{tensor:02d}", *(f"{number:03d}" for number in others)])
+        return f"{self.folder}{directory}/{name}"
+
+
+def has_rank_files(tree: Tree) -> bool:
+    """Return whether a place has a rank's file where Megatron-LM would have written it.
+
+    Also true if the place is the directory of one rank, or has only the file that names the latest
+    iteration.
+    """
+    if tree.only is not None:
+        return False
+    return tree.sizes.keys() == {LATEST} or any(
+        name in (MODEL_FILE, BUFFERS_FILE, OLD_MODEL_FILE)
+        or (match is not None and match[5] in FILE_NAMES)
+        for name, match in ((name, _PATH.fullmatch(name)) for name in tree.sizes)
+    )
+
+
+def find_files(tree: Tree) -> IterationFiles:
+    """Find the files of the latest iteration, or of the only one.
+
+    Raises:
+        FormatError: the iteration is missing, or there are several and no file names the latest.
+    """
+    matches = {name: match for name in tree.sizes if (match := _PATH.fullmatch(name)) is not None}
+    iteration = _choose_iteration(tree, sorted({match[1] or "" for match in matches.values()}))
+    ranks: dict[DirectoryNumbers, dict[str, str]] = {}
+    for name, match in matches.items():
+        if (match[1] or "") == iteration:
+            numbers = tuple(int(number) for number in match.groups()[1:4] if number is not None)
+            if match[5] in ranks.setdefault(numbers, {}):
+                raise FormatError(
+                    f"{tree}: {name} and {ranks[numbers][match[5]]} are of the same rank: remove "
+                    "the directory that Megatron-LM did not write"
+                )
+            ranks[numbers][match[5]] = name
+    if len({len(numbers) for numbers in ranks}) > 1:
+        examples = {len(numbers): min(files.values()) for numbers, files in ranks.items()}
+        raise FormatError(
+            f"{tree}: the names of the ranks' directories have different counts of numbers: "
+            f"{' and '.join(examples.values())} are from different saves"
+        )
+    folder = f"{iteration}/" if iteration else ""
+    others = [name for name in tree.sizes if name.startswith(folder) and name not in matches]
+    return IterationFiles(
+        folder, dict(sorted(ranks.items())), tuple(name for name in others if name != LATEST)
+    )
+
+
+def _choose_iteration(tree: Tree, iterations: list[str]) -> str:
+    if LATEST in tree.sizes:
+        text = tree.read(LATEST, limit=LARGEST_LATEST).decode(errors="replace").strip()
+        iteration = f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else text
+        if iteration not in iterations:
+            existing = ", ".join(iterations[:_MOST_SHOWN])
+            raise FormatError(
+                f"{tree}: {LATEST} says {text!r}, and {iteration[:40]} is missing: copy it from a "
+                "complete copy of the checkpoint"
+                + (f", or open one of the iterations that exist: {existing}" if existing else "")
+            )
+        return iteration
+    if len(iterations) > 1:
+        raise FormatError(
+            f"{tree}: {LATEST} is missing, so that the latest of "
+            f"{', '.join(iterations[:_MOST_SHOWN])} is unknown: open one of them"
+        )
+    return iterations[0] if iterations else ""
+
+
+def require_files(tree: Tree, files: IterationFiles) -> None:
+    """Require that every rank has the files that other ranks have.
+
+    Raises:
+        CheckpointNotFoundError: the place is the directory of one rank.
+        FormatError: files are missing; the message names them.
+    """
+    if not files.ranks:
+        raise CheckpointNotFoundError(
+            f"{tree} is the directory of one rank: open {tree.path.parent}, which has all of them"
+        )
+    found = {name for paths in files.ranks.values() for name in paths}
+    main = OLD_MODEL_FILE if OLD_MODEL_FILE in found and MODEL_FILE not in found else MODEL_FILE
+    names = (main, *(name for name in (BUFFERS_FILE, OLD_OPTIMIZER_FILE) if name in found))
+    tree.require((files.path_of(rank, name) for rank in files.ranks for name in names), WROTE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +154,21 @@ class Rank:
 
     Attributes:
         numbers: the numbers in the name of its directory.
-        where: the path of its directory.
-        chunks: the chunks of the model, one unless stages are interleaved: arrays by name.
+        path: the path of its directory.
+        chunks: the arrays by name of each chunk of the model; there is one chunk unless pipeline
+            stages are interleaved.
         optimizer: the optimizer as it was saved, or None.
-        flat: the buffers of the distributed optimizer as they were saved, or None.
+        buffers: the buffers of the distributed optimizer as they were saved, or None.
         args: the program's arguments by name.
         values: everything else.
         unread: names of values in the chunks that are not arrays.
     """
 
-    numbers: Numbers
-    where: str
+    numbers: DirectoryNumbers
+    path: str
     chunks: Sequence[Arrays]
     optimizer: Any
-    flat: Any
+    buffers: Any
     args: Mapping[str, Any]
     values: Mapping[str, Any]
     unread: Sequence[str]
@@ -68,26 +176,32 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of a rank: the number of its chunk of the model, its name there, its weight."""
+    """A parameter of a rank.
+
+    Attributes:
+        chunk: the index of its chunk of the model.
+        name: its name in the chunk.
+        array: its weight.
+    """
 
     chunk: int
     name: str
     array: StoredArray
 
     @property
-    def of_expert(self) -> bool:
+    def belongs_to_expert(self) -> bool:
         """Whether it belongs to an expert, which only some data-parallel ranks have."""
         return ".experts." in self.name
 
     @property
     def decays(self) -> bool:
-        """Whether Megatron-LM applies weight decay to it: it does except for biases and norms."""
+        """Whether Megatron-LM applies weight decay to it: to all but biases and norms."""
         return len(self.array.shape) != 1 and not self.name.endswith(".bias")
 
     @property
-    def of_embedding(self) -> bool:
-        """Whether it can have a separate learning rate."""
-        return self.name.endswith(_EMBEDDINGS)
+    def is_embedding(self) -> bool:
+        """Whether it is an embedding or output layer, which can have a separate learning rate."""
+        return self.name.endswith(("word_embeddings.weight", OUTPUT))
 
 
 def parameters_of(rank: Rank) -> list[Parameter]:
@@ -100,73 +214,85 @@ def parameters_of(rank: Rank) -> list[Parameter]:
     ]
 
 
-def listed_files(tree: Tree, files: Files) -> tuple[ForeignFile, ...]:
-    """Return the files of all ranks; arrays count them."""
-    return tuple(tree.file(path) for own in files.ranks.values() for path in own.values())
+def list_files(tree: Tree, files: IterationFiles) -> tuple[ForeignFile, ...]:
+    """Return the files of all ranks, in the order that the file indices of arrays refer to."""
+    return tuple(tree.file(path) for paths in files.ranks.values() for path in paths.values())
 
 
-def read_ranks(tree: Tree, files: Files) -> list[Rank]:
+def read_ranks(tree: Tree, files: IterationFiles) -> list[Rank]:
     """Read the files of all ranks, in parallel; no array is read.
 
     Raises:
         FormatError: a file is malformed.
     """
-    numbers = {file.name: number for number, file in enumerate(listed_files(tree, files))}
-    values = tree.read_each(numbers, lambda part: read_torch_file(part, opaque=True).value)
+    indices = {file.name: index for index, file in enumerate(list_files(tree, files))}
+    values = tree.read_each(indices, lambda file: read_torch_file(file, opaque=True).value)
     return [
-        _rank(tree, rank, {name: (path, values[path]) for name, path in own.items()})
-        for rank, own in files.ranks.items()
+        _parse_rank(tree, numbers, {name: (path, values[path]) for name, path in paths.items()})
+        for numbers, paths in files.ranks.items()
     ]
 
 
-def _rank(tree: Tree, numbers: Numbers, found: Mapping[str, tuple[str, Any]]) -> Rank:
+def _parse_rank(
+    tree: Tree, numbers: DirectoryNumbers, contents: Mapping[str, tuple[str, Any]]
+) -> Rank:
     """Return the contents of a rank's files, given their paths and values by name."""
-    held: dict[str, Mapping[Any, Any]] = {}
-    flat = None
-    where = ""
-    for name, (path, value) in found.items():
-        if name == FLAT:
-            flat = value
+    states: dict[str, Mapping[Any, Any]] = {}
+    buffers = None
+    directory = ""
+    for name, (path, value) in contents.items():
+        if name == BUFFERS_FILE:
+            buffers = value
         elif not isinstance(value, dict):
-            raise FormatError(f"{tree}/{path}: the file does not hold a dict")
+            raise FormatError(f"{tree}/{path}: expected a dict, found {type(value).__name__}")
         else:
-            held[name] = value
-            where = f"{tree}/{path}".rpartition("/")[0] if name in (MODEL, OLD_MODEL) else where
-    state = {**held.get(OLD_OPTIMIZER, {}), **held.get(OLD_MODEL, {}), **held.get(MODEL, {})}
-    chunks = _chunks(state, where)
-    parts = [dict(_leaves(chunk, "")) for chunk in chunks.values()]
-    arrays = [{n: v for n, v in part.items() if isinstance(v, StoredArray)} for part in parts]
-    unread = [n for part in parts for n, v in part.items() if not isinstance(v, StoredArray)]
+            states[name] = value
+            if name in (MODEL_FILE, OLD_MODEL_FILE):
+                directory = f"{tree}/{path}".rpartition("/")[0]
+    state: dict[Any, Any] = {}
+    for name in (OLD_OPTIMIZER_FILE, OLD_MODEL_FILE, MODEL_FILE):
+        state |= states.get(name, {})
+    chunks = _find_chunks(state, directory)
+    leaves = [dict(_flatten(chunk, "")) for chunk in chunks.values()]
+    arrays = [{n: v for n, v in chunk.items() if isinstance(v, StoredArray)} for chunk in leaves]
+    unread = [n for chunk in leaves for n, v in chunk.items() if not isinstance(v, StoredArray)]
     args = state.get(ARGS)
     fields = args.fields if isinstance(args, Record) else args if isinstance(args, dict) else {}
-    apart = {ARGS, OPTIMIZER, *chunks}
-    values = {str(key): value for key, value in state.items() if key not in apart}
-    return Rank(numbers, where, arrays, state.get(OPTIMIZER), flat, fields, values, unread)
+    values = {
+        str(key): value
+        for key, value in state.items()
+        if key not in (ARGS, OPTIMIZER) and key not in chunks
+    }
+    return Rank(numbers, directory, arrays, state.get(OPTIMIZER), buffers, fields, values, unread)
 
 
-def _chunks(state: Mapping[Any, Any], where: str) -> dict[str, Mapping[Any, Any]]:
-    found: dict[int, str] = {}
+def _find_chunks(state: Mapping[Any, Any], directory: str) -> dict[str, Mapping[Any, Any]]:
+    keys: dict[int, str] = {}
     for key in state:
         match = _CHUNK.fullmatch(key) if isinstance(key, str) else None
         if match is not None:
-            found[int(match[1] or 0)] = key
-    if sorted(found) != list(range(len(found))) or not found:
-        raise FormatError(f"{where}: the model, or a chunk of it, is missing")
-    chunks = {found[number]: state[found[number]] for number in sorted(found)}
+            keys[int(match[1] or 0)] = key
+    if sorted(keys) != list(range(len(keys))) or not keys:
+        raise FormatError(
+            f"{directory}: the model, or a chunk of it, is missing: found {sorted(keys.values())}"
+        )
+    chunks = {keys[number]: state[keys[number]] for number in sorted(keys)}
     for key, chunk in chunks.items():
         if not isinstance(chunk, dict):
-            raise FormatError(f"{where}: {key} is not a dict")
+            raise FormatError(
+                f"{directory}: {key}: expected a state dict, found {type(chunk).__name__}"
+            )
     return chunks
 
 
-def _leaves(value: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
+def _flatten(value: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of nested dicts by dotted names; Megatron's old models are nested."""
-    for key, each in value.items():
-        name = f"{path}{key}"
-        if isinstance(each, dict):
-            yield from _leaves(each, f"{name}.")
+    for key, item in value.items():
+        name = f"{prefix}{key}"
+        if isinstance(item, dict):
+            yield from _flatten(item, f"{name}.")
         else:
-            yield name, each
+            yield name, item
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,180 +300,85 @@ class Geometry:
     """The axes of the parallel ranks.
 
     Attributes:
-        axes: the sizes of tp, pp, ep, and of vp, the chunks of the model that a stage has.
-        with_experts: whether the second of two numbers in a directory's name counts expert ranks.
+        sizes: the sizes of the axes tp, pp and ep, and of vp: the chunks of the model in a stage.
+        directory_axes: the axes that the numbers in the names of directories count.
         gates: 2 if feed-forward layers are gated, else 1.
     """
 
-    axes: Mapping[str, int]
-    with_experts: bool
+    sizes: Mapping[str, int]
+    directory_axes: tuple[str, ...]
     gates: int
 
     def coordinate(self, rank: Rank, chunk: int) -> tuple[int, ...]:
         """Return the coordinate of a chunk of a rank along the axes."""
-        return (*_three(rank, with_experts=self.with_experts), chunk)
+        return (*_position(rank, self.directory_axes), chunk)
 
-    def chunk(self, rank: Rank, chunk: int) -> tuple[int, ...]:
-        """Return the coordinate without that of the experts."""
-        tensor, stage, _ = _three(rank, with_experts=self.with_experts)
+    def coordinate_without_expert(self, rank: Rank, chunk: int) -> tuple[int, ...]:
+        """Return the coordinate of a chunk of a rank, without the axis of the experts."""
+        tensor, stage, _ = _position(rank, self.directory_axes)
         return tensor, stage, chunk
 
-    def pipeline(self, rank: Rank) -> tuple[int, int]:
-        """Return the pipeline stage of a rank, and the number of stages."""
-        return _three(rank, with_experts=self.with_experts)[1], self.axes["pp"]
+    def stage(self, rank: Rank) -> int:
+        """Return the pipeline stage of a rank."""
+        return _position(rank, self.directory_axes)[1]
 
 
-def axes_of_numbers(rank: Rank) -> tuple[str, ...]:
-    """Return the axes that the numbers in the name of a rank's directory count."""
-    args = rank.args
-    if len(rank.numbers) == 2 and _size(args, "pp") == 1 and (_size(args, "ep") or 1) > 1:
+def directory_axes(rank: Rank) -> tuple[str, ...]:
+    """Return the axes that the numbers in the names of directories count."""
+    stages, experts = (rank.args.get(SIZE_ARGS[axis]) for axis in ("pp", "ep"))
+    if len(rank.numbers) == 2 and stages == 1 and type(experts) is int and experts > 1:
         return "tp", "ep"
-    return tuple(ARGS_OF_AXES)[: len(rank.numbers)]
+    return tuple(SIZE_ARGS)[: len(rank.numbers)]
 
 
-def geometry_of(ranks: Sequence[Rank], where: str) -> Geometry:
+def find_geometry(ranks: Sequence[Rank], path: str) -> Geometry:
     """Derive the axes from the names of directories, the shapes and the arguments.
 
     Raises:
         FormatError: they contradict each other.
     """
     args = ranks[0].args
-    with_experts = axes_of_numbers(ranks[0]) == ("tp", "ep")
-    coordinates = [_three(rank, with_experts=with_experts) for rank in ranks]
-    sizes = [max(column) + 1 for column in zip(*coordinates, strict=True)]
-    axes = dict(zip(ARGS_OF_AXES, sizes, strict=True))
-    for axis, size in axes.items():
-        said = _size(args, axis)
-        if said is not None and said != size:
+    axes = directory_axes(ranks[0])
+    counts = [max(column) + 1 for column in zip(*(_position(r, axes) for r in ranks), strict=True)]
+    sizes = dict(zip(SIZE_ARGS, counts, strict=True))
+    for axis, size in sizes.items():
+        recorded = args.get(SIZE_ARGS[axis])
+        if type(recorded) is int and recorded != size:
             raise FormatError(
-                f"{where}: {ARGS_OF_AXES[axis]} was {said}, but there are directories of {size} "
-                "ranks"
+                f"{path}: {SIZE_ARGS[axis]} was {recorded}, but there are directories of {size} "
+                "ranks: copy all directories from a complete copy of the checkpoint"
             )
-    chunks = {len(rank.chunks) for rank in ranks}
+    chunks = {len(rank.chunks): rank.path for rank in ranks}
     if len(chunks) > 1:
-        raise FormatError(f"{where}: ranks have different numbers of chunks of the model")
-    _check_experts(ranks, axes, where)
-    gates = {n for rank in ranks for n in _gates(rank)} or {1}
+        examples = " and ".join(f"{count} in {example}" for count, example in chunks.items())
+        raise FormatError(
+            f"{path}: ranks have different numbers of chunks of the model: {examples}: their files "
+            "are from different saves"
+        )
+    gates = {count for rank in ranks for count in _count_gates(rank)} or {1}
     if len(gates) > 1:
         raise FormatError(
-            f"{where}: some feed-forward layers are gated and some are not, which is not supported"
+            f"{path}: some feed-forward layers are gated and some are not, which is not supported"
         )
-    return Geometry({**axes, "vp": chunks.pop()}, with_experts, gates.pop())
+    return Geometry({**sizes, "vp": len(ranks[0].chunks)}, axes, gates.pop())
 
 
-def _three(rank: Rank, *, with_experts: bool) -> tuple[int, int, int]:
-    numbers = rank.numbers
-    if with_experts:
-        return numbers[0], 0, numbers[1]
-    tensor, stage, expert = (*numbers, 0, 0)[:3]
-    return tensor, stage, expert
+def _position(rank: Rank, axes: Sequence[str]) -> tuple[int, int, int]:
+    """Return the tensor-parallel rank, the pipeline stage, and the expert-parallel rank."""
+    numbers = dict(zip(axes, rank.numbers, strict=True))
+    return numbers["tp"], numbers.get("pp", 0), numbers.get("ep", 0)
 
 
-def _size(args: Mapping[str, Any], axis: str) -> int | None:
-    found = args.get(ARGS_OF_AXES[axis])
-    return found if type(found) is int else None
-
-
-def _check_experts(ranks: Sequence[Rank], axes: Mapping[str, int], where: str) -> None:
-    own = ranks[0].args.get("expert_tensor_parallel_size")
-    experts = any(".experts." in name for chunk in ranks[0].chunks for name in chunk)
-    if experts and type(own) is int and own != axes["tp"]:
-        raise FormatError(
-            f"{where}: experts are divided among {own} ranks and the rest among "
-            f"{axes['tp']} (expert_tensor_parallel_size), which is not supported"
-        )
-    version = ranks[0].values.get("checkpoint_version", 3.0)
-    if not isinstance(version, (int, float)) or version < 2:
-        raise FormatError(
-            f"{where}: checkpoint version {version} orders queries, keys and values differently; "
-            "only versions from 2.0 are supported"
-        )
-
-
-def _gates(rank: Rank) -> set[int]:
+def _count_gates(rank: Rank) -> set[int]:
     """Return how many times larger the first feed-forward layers are than the second expect."""
-    found = set()
+    counts = set()
     for chunk in rank.chunks:
         for name, array in chunk.items():
-            for first, second in zip(_FIRST, _SECOND, strict=True):
+            for first, second in zip(_FIRST_LAYERS, _SECOND_LAYERS, strict=True):
                 other = chunk.get(name.replace(f".{first}.weight", f".{second}.weight"))
                 if f".{first}.weight" not in name or other is None:
                     continue
                 if len(array.shape) != 2 or len(other.shape) != 2 or not other.shape[1]:
-                    raise FormatError(f"{rank.where}: {name} is not a matrix")
-                found.add(array.shape[0] // other.shape[1])
-    return found
-
-
-def check_ranks(tree: Tree, files: Files, ranks: Sequence[Rank]) -> None:
-    """Check that no rank is missing, no directory was renamed, and all are from one iteration.
-
-    Raises:
-        FormatError: a check fails; the message names the files.
-    """
-    first = ranks[0]
-    axes = axes_of_numbers(first)
-    said = [first.args.get(ARGS_OF_AXES[axis]) for axis in axes]
-    found = [max(column) + 1 for column in zip(*(rank.numbers for rank in ranks), strict=True)]
-    sizes = [max(n, m) if type(m) is int else n for n, m in zip(found, said, strict=True)]
-    if math.prod(sizes) > MOST_FILES:
-        raise FormatError(
-            f"{tree}: {' × '.join(map(str, sizes))} ranks exceed the limit of {MOST_FILES} files"
-        )
-    name = MODEL if MODEL in files.ranks[first.numbers] else OLD_MODEL
-    wanted = (path_of(files, numbers, name) for numbers in product(*map(range, sizes)))
-    tree.require(wanted, WROTE)
-    flat = [rank.numbers for rank in ranks if rank.flat is None and _is_distributed(rank.optimizer)]
-    tree.require((path_of(files, numbers, FLAT) for numbers in flat), WROTE)
-    _check_order(tree, {rank.numbers: rank for rank in ranks})
-    _check_iterations(tree, ranks)
-
-
-def _is_distributed(optimizer: object) -> bool:
-    """Return whether an optimizer has its state in the buffers of another file."""
-    parts = optimizer if isinstance(optimizer, list) else [optimizer]
-    return any(
-        isinstance(group, dict) and group.get(PARAMS) is None
-        for part in parts
-        for group in _groups(part)
-    )
-
-
-def _groups(part: object) -> Iterator[object]:
-    inner = part.get("optimizer", part) if isinstance(part, dict) else None
-    groups = inner.get(GROUPS) if isinstance(inner, dict) else None
-    yield from groups if isinstance(groups, list) else []
-
-
-def _check_iterations(tree: Tree, ranks: Sequence[Rank]) -> None:
-    """Require that all ranks saved after the same iteration."""
-    first = ranks[0]
-    for rank in ranks:
-        found, wanted = (each.values.get(ITERATION) for each in (rank, first))
-        if found != wanted:
-            raise FormatError(
-                f"{tree}: the directories are from different saves: {first.where} is from "
-                f"iteration {wanted!r}, and {rank.where} from iteration {found!r}. Copy all "
-                "directories of one save from where the checkpoint is whole, or open another"
-            )
-
-
-def _check_order(tree: Tree, ranks: Mapping[Numbers, Rank]) -> None:
-    """Require that the recorded global rank grows with the directory's number along each axis.
-
-    This holds for every order of the axes. Tools that convert checkpoints record the same rank in
-    all files, or none; then nothing is checked.
-    """
-    said = {numbers: rank.args.get("rank") for numbers, rank in ranks.items()}
-    if len({*said.values()}) < len(said):
-        return
-    for numbers, rank in said.items():
-        for axis in range(len(numbers)):
-            before = (*numbers[:axis], numbers[axis] - 1, *numbers[axis + 1 :])
-            other = said.get(before)
-            if type(rank) is int and type(other) is int and rank < other:
-                raise FormatError(
-                    f"{tree}: directories were renamed: {ranks[before].where} was written by rank "
-                    f"{other}, and {ranks[numbers].where}, which comes after it, by rank {rank}. "
-                    "Give them the names that they had"
-                )
+                    raise FormatError(f"{rank.path}: {name}: expected a matrix: {array.shape}")
+                counts.add(array.shape[0] // other.shape[1])
+    return counts

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
@@ -10,43 +12,60 @@ from shardwise.formats.build import Builder, unlike_values
 from shardwise.formats.containers.pickle_values import Name, Opaque, Record
 from shardwise.formats.foreign import Foreign, Row, catalogued
 from shardwise.formats.language import apply_spec
-from shardwise.formats.optimizers import GROUPS, Group
-from shardwise.formats.readers.megatron_legacy.files import find_files, has_files, require_files
+from shardwise.formats.optimizers import (
+    GROUPS,
+    PARAMS,
+    ParamGroup,
+    hyperparameters_key,
+    merge_param_groups,
+)
 from shardwise.formats.readers.megatron_legacy.optimizers import (
     MASTER,
-    State,
-    optimizer_state,
+    RankOptimizer,
+    find_optimizer_state,
     possible_bucketings,
 )
 from shardwise.formats.readers.megatron_legacy.ranks import (
     ARGS,
+    BUFFERS_FILE,
+    EMBEDDING,
     ITERATION,
+    MODEL_FILE,
+    OLD_MODEL_FILE,
+    OPTIMIZER,
+    OUTPUT,
     RNG,
+    SIZE_ARGS,
+    UNTIED,
+    WROTE,
+    DirectoryNumbers,
     Geometry,
+    IterationFiles,
     Parameter,
     Rank,
-    check_ranks,
-    geometry_of,
-    listed_files,
+    directory_axes,
+    find_files,
+    find_geometry,
+    has_rank_files,
+    list_files,
     parameters_of,
     read_ranks,
+    require_files,
 )
 from shardwise.formats.specs import shipped
-from shardwise.formats.tree import Tree
+from shardwise.formats.tree import MOST_FILES, Tree
 from shardwise.manifest.table import Int
 
 FORMAT = "legacy Megatron-LM"
 SPEC = "megatron"
-OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
-UNTIED = "untie_embeddings_and_output_weights"
 
-Mastered: TypeAlias = Mapping[tuple[int, ...], Mapping[str, str]]
-"""The dtypes of master weights by name, for each chunk of the model."""
+MasterDtypes: TypeAlias = Mapping[tuple[int, ...], Mapping[str, str]]
+"""For each chunk of the model, the dtypes of master weights by name."""
 
 
 def recognise(tree: Tree) -> bool:
     """Return whether a place has directories of ranks as Megatron-LM writes them."""
-    return has_files(tree)
+    return has_rank_files(tree)
 
 
 def read(tree: Tree) -> Foreign:
@@ -61,164 +80,272 @@ def read(tree: Tree) -> Foreign:
     require_files(tree, files)
     ranks = read_ranks(tree, files)
     check_ranks(tree, files, ranks)
-    geometry = geometry_of(ranks, str(tree))
-    states = _states(ranks, geometry)
-    mastered = _mastered(ranks, states, geometry)
+    geometry = find_geometry(ranks, str(tree))
+    _check_support(ranks[0], geometry)
+    optimizers = _find_optimizers(ranks, geometry)
+    master_dtypes = _find_master_dtypes(ranks, optimizers, geometry)
     rows = [
         row
-        for rank, state in zip(ranks, states, strict=True)
-        for row in _rows(rank, state, geometry, mastered)
+        for rank, optimizer in zip(ranks, optimizers, strict=True)
+        for row in _rows_of_rank(rank, optimizer, geometry, master_dtypes)
     ]
-    catalogue = catalogued(listed_files(tree, files), geometry.axes, rows)
-    laid = apply_spec(shipped(SPEC), catalogue, sizes={"gates": geometry.gates})
-    builder = Builder.of(laid)
-    _add_groups(builder, laid, states)
-    _add_values(builder, ranks, states[0].others)
+    catalogue = catalogued(list_files(tree, files), geometry.sizes, rows)
+    assembled = apply_spec(shipped(SPEC), catalogue, sizes={"gates": geometry.gates})
+    builder = Builder.of(assembled)
+    _add_param_groups(builder, assembled, optimizers)
+    _add_values(builder, ranks, optimizers[0].values)
     builder.left_out += [f"{name}: not a file of a checkpoint" for name in files.others]
     step = ranks[0].values.get(ITERATION)
     return builder.build(
         FORMAT,
         step=step if type(step) is int and step >= 0 else None,
         world_size=len(ranks),
-        replica_names=laid.replica_names,
+        replica_names=assembled.replica_names,
     )
 
 
-def _states(ranks: Sequence[Rank], geometry: Geometry) -> list[State]:
-    found = []
+def check_ranks(tree: Tree, files: IterationFiles, ranks: Sequence[Rank]) -> None:
+    """Check that no rank is missing, no directory was renamed, and all are from one iteration.
+
+    Raises:
+        FormatError: a check fails; the message names the files.
+    """
+    first = ranks[0]
+    found = [max(column) + 1 for column in zip(*(rank.numbers for rank in ranks), strict=True)]
+    recorded = [first.args.get(SIZE_ARGS[axis]) for axis in directory_axes(first)]
+    sizes = [max(n, m) if type(m) is int else n for n, m in zip(found, recorded, strict=True)]
+    if math.prod(sizes) > MOST_FILES:
+        raise FormatError(
+            f"{tree}: {' × '.join(map(str, sizes))} ranks exceed the limit of {MOST_FILES} files"
+        )
+    model_file = MODEL_FILE if MODEL_FILE in files.ranks[first.numbers] else OLD_MODEL_FILE
+    required = (files.path_of(numbers, model_file) for numbers in product(*map(range, sizes)))
+    tree.require(required, WROTE)
+    without_buffers = [
+        rank.numbers for rank in ranks if rank.buffers is None and _needs_buffers(rank.optimizer)
+    ]
+    tree.require((files.path_of(numbers, BUFFERS_FILE) for numbers in without_buffers), WROTE)
+    _check_order(tree, {rank.numbers: rank for rank in ranks})
+    _check_iterations(tree, ranks)
+
+
+def _needs_buffers(optimizer: object) -> bool:
+    """Return whether an optimizer has its state in the buffers of another file."""
+    parts = optimizer if isinstance(optimizer, list) else [optimizer]
+    return any(
+        isinstance(group, dict) and group.get(PARAMS) is None
+        for part in parts
+        for group in _param_groups_of(part)
+    )
+
+
+def _param_groups_of(part: object) -> Iterator[object]:
+    inner = part.get(OPTIMIZER, part) if isinstance(part, dict) else None
+    groups = inner.get(GROUPS) if isinstance(inner, dict) else None
+    yield from groups if isinstance(groups, list) else []
+
+
+def _check_iterations(tree: Tree, ranks: Sequence[Rank]) -> None:
+    """Require that all ranks saved after the same iteration."""
+    first = ranks[0]
     for rank in ranks:
-        bucketings = possible_bucketings(rank.args, geometry.pipeline(rank))
-        found.append(optimizer_state(rank, parameters_of(rank), bucketings))
-    unknown = next((state.unknown for state in found if state.unknown), "")
-    # State that some ranks lack does not make up whole tensors.
-    return [State(others=each.others, unknown=unknown) for each in found] if unknown else found
+        iteration, expected = (each.values.get(ITERATION) for each in (rank, first))
+        if iteration != expected:
+            raise FormatError(
+                f"{tree}: the directories are from different saves: {first.path} is from "
+                f"iteration {expected!r}, and {rank.path} from iteration {iteration!r}. Copy all "
+                "directories of one save from a complete copy of the checkpoint, or open another"
+            )
 
 
-def _mastered(ranks: Sequence[Rank], states: Sequence[State], geometry: Geometry) -> Mastered:
+def _check_order(tree: Tree, ranks: Mapping[DirectoryNumbers, Rank]) -> None:
+    """Require that the recorded global rank grows with the directory's number along each axis.
+
+    This holds for every order of the axes. Tools that convert checkpoints record the same rank in
+    all files, or none; then nothing is checked.
+    """
+    recorded = {numbers: rank.args.get("rank") for numbers, rank in ranks.items()}
+    if len({*recorded.values()}) < len(recorded):
+        return
+    for numbers, rank in recorded.items():
+        for axis in range(len(numbers)):
+            before = (*numbers[:axis], numbers[axis] - 1, *numbers[axis + 1 :])
+            other = recorded.get(before)
+            if type(rank) is int and type(other) is int and rank < other:
+                raise FormatError(
+                    f"{tree}: directories were renamed: {ranks[before].path} was written by rank "
+                    f"{other}, and {ranks[numbers].path}, which comes after it, by rank {rank}. "
+                    "Give them the names that they had"
+                )
+
+
+def _check_support(rank: Rank, geometry: Geometry) -> None:
+    expert_size = rank.args.get("expert_tensor_parallel_size")
+    has_experts = any(".experts." in name for chunk in rank.chunks for name in chunk)
+    if has_experts and type(expert_size) is int and expert_size != geometry.sizes["tp"]:
+        raise FormatError(
+            f"{rank.path}: experts are divided among {expert_size} ranks and the rest among "
+            f"{geometry.sizes['tp']} (expert_tensor_parallel_size), which is not supported"
+        )
+    version = rank.values.get("checkpoint_version", 3.0)
+    if not isinstance(version, (int, float)) or version < 2:
+        raise FormatError(
+            f"{rank.path}: checkpoint version {version} orders queries, keys and values "
+            "differently; only versions from 2.0 are supported"
+        )
+
+
+def _find_optimizers(ranks: Sequence[Rank], geometry: Geometry) -> list[RankOptimizer]:
+    """Return the optimizer state of each rank.
+
+    If it cannot be assigned to parameters on one rank, it is left out on all: state that some ranks
+    lack does not make up whole tensors.
+    """
+    optimizers = []
+    for rank in ranks:
+        stage, stages = geometry.stage(rank), geometry.sizes["pp"]
+        bucketings = possible_bucketings(rank.args, stage, stages)
+        optimizers.append(find_optimizer_state(rank, parameters_of(rank), bucketings))
+    reason = next((each.reason_unassigned for each in optimizers if each.reason_unassigned), "")
+    if not reason:
+        return optimizers
+    return [RankOptimizer(values=each.values, reason_unassigned=reason) for each in optimizers]
+
+
+def _find_master_dtypes(
+    ranks: Sequence[Rank], optimizers: Sequence[RankOptimizer], geometry: Geometry
+) -> MasterDtypes:
     # The distributed optimizer saves state that several expert ranks share on the first of them.
-    found: dict[tuple[int, ...], dict[str, str]] = {}
-    for rank, state in zip(ranks, states, strict=True):
-        for parameter, arrays in state.arrays.items():
+    dtypes: dict[tuple[int, ...], dict[str, str]] = {}
+    for rank, optimizer in zip(ranks, optimizers, strict=True):
+        for parameter, arrays in optimizer.arrays.items():
             if MASTER in arrays:
-                chunk = found.setdefault(geometry.chunk(rank, parameter.chunk), {})
-                chunk[parameter.name] = arrays[MASTER].dtype
-    return found
+                coordinate = geometry.coordinate_without_expert(rank, parameter.chunk)
+                dtypes.setdefault(coordinate, {})[parameter.name] = arrays[MASTER].dtype
+    return dtypes
 
 
-def _rows(rank: Rank, state: State, geometry: Geometry, mastered: Mastered) -> list[Row]:
+def _rows_of_rank(
+    rank: Rank, optimizer: RankOptimizer, geometry: Geometry, master_dtypes: MasterDtypes
+) -> list[Row]:
     """Return the arrays of a rank, by the names that the specification has for them.
 
     The last pipeline stage of a tied model has a copy of the embedding as its output layer. It gets
     the embedding's name, so that it is compared with the embedding as a replica.
     """
     rows: list[Row] = []
-    tied = {OUTPUT: EMBEDDING} if rank.args.get(UNTIED) is False else {}
-    for number, chunk in enumerate(rank.chunks):
-        at = geometry.coordinate(rank, number)
-        masters = mastered.get(geometry.chunk(rank, number), {})
-        for name, array in chunk.items():
-            trained = masters.get(name, array.dtype) == array.dtype
-            name = tied.get(name, name)
-            rows.append((name if trained else f"module.{name}", array, at))
-    for parameter, arrays in state.arrays.items():
-        at = geometry.coordinate(rank, parameter.chunk)
+    ties = {OUTPUT: EMBEDDING} if rank.args.get(UNTIED) is False else {}
+    for chunk, chunk_arrays in enumerate(rank.chunks):
+        coordinate = geometry.coordinate(rank, chunk)
+        dtypes = master_dtypes.get(geometry.coordinate_without_expert(rank, chunk), {})
+        for name, array in chunk_arrays.items():
+            is_trained = dtypes.get(name, array.dtype) == array.dtype
+            name = ties.get(name, name)
+            rows.append((name if is_trained else f"module.{name}", array, coordinate))
+    for parameter, arrays in optimizer.arrays.items():
+        coordinate = geometry.coordinate(rank, parameter.chunk)
+        name = ties.get(parameter.name, parameter.name)
         for key, array in arrays.items():
-            name = tied.get(parameter.name, parameter.name)
-            rows.append((name if key == MASTER else f"optimizer.{name}.{key}", array, at))
+            rows.append((name if key == MASTER else f"optimizer.{name}.{key}", array, coordinate))
     return rows
 
 
-def _add_groups(builder: Builder, laid: Foreign, states: Sequence[State]) -> None:
+def _add_param_groups(
+    builder: Builder, assembled: Foreign, optimizers: Sequence[RankOptimizer]
+) -> None:
     """Add the param groups of all ranks, and numbers in the state of parameters."""
-    names = _names_at(laid)
-    groups: dict[str, Group] = {}
+    names = _names_by_start(assembled)
+    groups: list[ParamGroup] = []
     numbers: dict[str, float] = {}
-    settings_of: dict[str, str] = {}
+    settings_by_name: dict[str, str] = {}
 
     def name_of(parameter: Parameter) -> str | None:
         return names.get((parameter.array.file, parameter.array.start))
 
-    for state in states:
-        for members, settings in state.groups:
-            same = repr(settings)
-            known = groups.get(same, Group((), settings))
-            own = [name for each in members if (name := name_of(each)) is not None]
-            for name in own:
-                if settings_of.setdefault(name, same) != same:
+    for optimizer in optimizers:
+        for members, hyperparameters in optimizer.groups:
+            settings = hyperparameters_key(hyperparameters)
+            member_names = [name for each in members if (name := name_of(each)) is not None]
+            for name in member_names:
+                if settings_by_name.setdefault(name, settings) != settings:
                     raise FormatError(
-                        f"{name}: ranks have different hyperparameters, {settings_of[name][:200]} "
-                        f"and {same[:200]}: their files are from different saves"
+                        f"{name}: ranks have different hyperparameters, "
+                        f"{settings_by_name[name][:200]} and {settings[:200]}: their files are "
+                        "from different saves"
                     )
-            groups[same] = Group(tuple(dict.fromkeys((*known.members, *own))), settings)
-        for parameter, held in state.numbers.items():
-            name = name_of(parameter)
-            for key, value in held.items() if name is not None else ():
-                full = f"optimizer.{name}.{key}"
-                if numbers.setdefault(full, value) != value:
+            groups.append(ParamGroup(tuple(member_names), hyperparameters))
+        for parameter, values in optimizer.numbers.items():
+            parameter_name = name_of(parameter)
+            for key, value in values.items() if parameter_name is not None else ():
+                tensor = f"optimizer.{parameter_name}.{key}"
+                if numbers.setdefault(tensor, value) != value:
                     raise FormatError(
-                        f"{full}: {numbers[full]} on one rank and {value} on another: their files "
-                        "are from different saves"
+                        f"{tensor}: {numbers[tensor]} on one rank and {value} on another: their "
+                        "files are from different saves"
                     )
-    for name, value in numbers.items():
-        builder.add_number(name, value)
+    for tensor, value in numbers.items():
+        builder.add_number(tensor, value)
     if groups:
-        builder.add_groups(groups.values(), f"optimizer.{GROUPS}")
-    if states[0].unknown:
-        builder.left_out.append(f"optimizer.*: {states[0].unknown}")
+        builder.add_groups(merge_param_groups(groups), f"optimizer.{GROUPS}")
+    if optimizers[0].reason_unassigned:
+        builder.left_out.append(f"optimizer.*: {optimizers[0].reason_unassigned}")
 
 
-def _names_at(laid: Foreign) -> dict[tuple[int, int], str]:
-    """Return the names of parameters by the file and byte at which a rank's weights begin."""
-    found: dict[tuple[int, int], str] = {}
+def _names_by_start(assembled: Foreign) -> dict[tuple[int, int], str]:
+    """Return the names of parameters by the file and offset at which a rank's weights begin."""
+    names: dict[tuple[int, int], str] = {}
     tables: list[tuple[Int, Int, Int]] = [
         (table.pieces.file, table.pieces.start, table.pieces.tensor)
-        for table in (laid.table, laid.replicas)
+        for table in (assembled.table, assembled.replicas)
     ]
     for columns in tables:
         for file, start, tensor in zip(*(column.tolist() for column in columns), strict=True):
-            kind, _, name = laid.tensors[tensor].name.partition(".")
-            if kind in ("model", "module"):
-                found[file, start] = name
-    return found
+            prefix, _, name = assembled.tensors[tensor].name.partition(".")
+            if prefix in ("model", "module"):
+                names[file, start] = name
+    return names
 
 
-def _add_values(builder: Builder, ranks: Sequence[Rank], others: Mapping[str, Any]) -> None:
+def _add_values(
+    builder: Builder, ranks: Sequence[Rank], optimizer_values: Mapping[str, Any]
+) -> None:
     """Add the plain values of the first rank, and random generator states of all ranks.
 
     Args:
-        others: values of the first rank's optimizer that are not state of parameters.
+        optimizer_values: values of the first rank's optimizer that are not state of parameters.
     """
     first = ranks[0]
-    apart = {RNG: None}
-    builder.left_out += unlike_values([{**rank.values, **apart} for rank in ranks])
+    builder.left_out += unlike_values([{**rank.values, RNG: None} for rank in ranks])
     if first.args:
         builder.add_value(ARGS, _plain_args(builder, first.args))
-    for name, value in {**first.values, **others}.items():
+    for name, value in {**first.values, **optimizer_values}.items():
         if name != RNG:
             builder.add_value(name, value)
     for rank in ranks:
         if RNG in rank.values:
-            folder = rank.where.rpartition("/")[2]
-            builder.add_value(f"{RNG}.{folder}", rank.values[RNG])
-    kinds = dict.fromkeys(name.rpartition(".")[2] for rank in ranks for name in rank.unread)
-    for kind in kinds:
-        names = [n for rank in ranks for n in rank.unread if n.rpartition(".")[2] == kind]
+            directory = rank.path.rpartition("/")[2]
+            builder.add_value(f"{RNG}.{directory}", rank.values[RNG])
+    unread: dict[str, list[str]] = {}
+    for name in (name for rank in ranks for name in rank.unread):
+        unread.setdefault(name.rpartition(".")[2], []).append(name)
+    for names in unread.values():
         builder.left_out.append(f"{names[0]} and {len(names) - 1} more: not arrays")
 
 
 def _plain_args(builder: Builder, args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that have a plain form; functions and others are left out by name."""
-    kept = {}
+    plain = {}
     for name, value in args.items():
-        strange = _strange(value)
-        if strange is None:
-            kept[name] = value
+        opaque = _find_opaque(value)
+        if opaque is None:
+            plain[name] = value
         else:
-            builder.left_out.append(f"{ARGS}.{name}: {strange} is not read from pickles")
-    return kept
+            builder.left_out.append(f"{ARGS}.{name}: {opaque} is not read from pickles")
+    return plain
 
 
-def _strange(value: object) -> str | None:
+def _find_opaque(value: object) -> str | None:
+    """Return the name of the first object in a value that is not read from pickles, or None."""
     if isinstance(value, Opaque):
         return value.name
     parts: list[object] = []
@@ -230,4 +357,4 @@ def _strange(value: object) -> str | None:
         parts = [*value.args, *value.fields.values()]
     elif isinstance(value, Name):
         return None
-    return next((found for part in parts if (found := _strange(part)) is not None), None)
+    return next((opaque for part in parts if (opaque := _find_opaque(part)) is not None), None)
