@@ -24,6 +24,7 @@ from shardwise.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     FormatError,
+    MismatchError,
     StateError,
 )
 from shardwise.formats.checksums import sums_of
@@ -136,10 +137,19 @@ def _describe_foreign(path: Path, options: OpenOptions) -> bytes:
     tree = Tree(path, opaque=options.skip_unknown)
     spec = options.spec if options.spec is not None and options.spec.files is not None else None
     read = partial(read_foreign, format=options.format) if spec is None else spec.read
-    if options.index is None:
-        return encode_index(read(tree))
-    terms = f"{spec}, {options.skip_unknown}, {options.format}"
-    return read_indexed(tree, options.index, read, terms)
+    try:
+        if options.index is None:
+            return encode_index(read(tree))
+        terms = f"{spec}, {options.skip_unknown}, {options.format}"
+        return read_indexed(tree, options.index, read, terms)
+    except FormatError as error:
+        if str(tree) in str(error):
+            raise
+        raise FormatError(f"{tree}: {error}") from error
+    except MismatchError as error:
+        if str(tree) in str(error):
+            raise
+        raise MismatchError(f"{tree}: {error.summary}", error.problems) from error
 
 
 def place_below(enter: Callable[[], Store], choice: Choice, group: Group) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import FormatError
-from shardwise.formats.readers import torchsave
+from shardwise.formats.readers import torch_save
 from shardwise.formats.tree import Tree
 from tests.formats.comparing import assert_same
 from tests.formats.reference import read_tensors
@@ -121,7 +121,7 @@ def test_ties_views_and_repeated_elements(tmp_path: Path) -> None:
         }
     }
     torch.save(state, tmp_path / "a.pt")
-    foreign = torchsave.read(Tree(tmp_path / "a.pt"))
+    foreign = torch_save.read(Tree(tmp_path / "a.pt"))
     assert {t.name: t.same_as for t in foreign.tensors if t.same_as} == {"w.tied": "w.base"}
     read = read_tensors(tmp_path / "a.pt", foreign)
     target = {"w": {key: torch.zeros_like(each).contiguous() for key, each in state["w"].items()}}

@@ -13,8 +13,7 @@ from shardwise.formats.readers import (
     huggingface,
     lightning,
     megatron,
-    torchranks,
-    torchsave,
+    torch_save,
     torchsnapshot,
 )
 from shardwise.formats.readers.dcp import reader as dcp
@@ -89,8 +88,10 @@ READERS: tuple[Reader, ...] = (
         ("hf",),
     ),
     Reader("hf", huggingface.FORMAT, huggingface.recognise, huggingface.read),
-    Reader("torch-ranks", torchranks.FORMAT, torchranks.recognise, torchranks.read),
-    Reader("torch", torchsave.FORMAT, torchsave.recognise, torchsave.read),
+    Reader(
+        "torch-ranks", torch_save.RANKS_FORMAT, torch_save.recognise_ranks, torch_save.read_ranks
+    ),
+    Reader("torch", torch_save.FORMAT, torch_save.recognise, torch_save.read),
 )
 
 

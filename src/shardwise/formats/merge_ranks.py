@@ -6,35 +6,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_values import Record
 from shardwise.formats.containers.torch_values import StoredShard
-from shardwise.formats.foreign import Foreign, ForeignFile, StoredArray
+from shardwise.formats.foreign import Foreign, ForeignFile, StoredArray, row_major_strides
 from shardwise.formats.nested import foreign_of, nested_leaves
 from shardwise.formats.optimizers import Path, is_of_optimizer
 from shardwise.formats.piece_tables import joined, rows_of, table_of_boxes, with_ties
 
 _COUNTERS = ("step", "global_step", "iteration", "epoch")
-_OWN = object()
+_DIFFERS = object()
 """Stands for a value that differs between ranks."""
 
-Box = tuple[tuple[int, ...], StoredArray]
-Saved = tuple[int, Any]
-"""The number of a rank's file, and the rank's value at a path."""
-SameBytes = Callable[[StoredArray, StoredArray], bool]
+RankValue: TypeAlias = tuple[int, Any]
+"""The index of a rank's file, and the rank's value at a path."""
+SameBytes: TypeAlias = Callable[[StoredArray, StoredArray], bool]
 LARGEST_RANDOM_STATE = 2**16
+"""In bytes; longer `uint8` tensors are not taken for random generator states."""
 SAMPLED = 1024
 """Elements of a tensor that are compared when it is opened; all are compared when it is read."""
 
 
-def lay_ranks(
-    states: Sequence[Saved],
+def merge_ranks(
+    states: Sequence[RankValue],
     files: tuple[ForeignFile, ...],
-    where: str,
+    path: str,
     format: str,  # noqa: A002 - as it is called in Foreign
     same_bytes: SameBytes,
 ) -> Foreign:
@@ -45,133 +45,137 @@ def lay_ranks(
     belong to an optimizer or count steps.
 
     Args:
-        states: each with the number of its file.
-        where: the place that errors name.
-        same_bytes: compares small arrays of two files, such as random generator states.
+        states: the state of each rank, with the index of its file.
+        files: the files of the ranks.
+        path: the path of the checkpoint, for messages.
+        format: the name of the format.
+        same_bytes: compares small arrays of two files, for example random generator states.
 
     Raises:
         FormatError: shards are missing, or the states are not from one save.
     """
-    merging = _Merging(files, where, same_bytes)
-    state = merging.merged(tuple(states), ())
-    if state is _OWN:
+    merger = _Merger(files, path, same_bytes)
+    state = merger.merge(tuple(states), ())
+    if state is _DIFFERS:
         raise FormatError(
-            f"{where}: the ranks saved different values, and not dicts: there is nothing to merge"
+            f"{path}: the ranks saved different values, and not dicts: there is nothing to merge"
         )
-    names = [".".join(map(str, path)) for path in merging.own]
-    left_out = [f"{name}: its value differs between ranks" for name in names]
+    left_out = [f"{_name_of(each)}: its value differs between ranks" for each in merger.differing]
     leaves = nested_leaves(state if isinstance(state, dict) else {"value": state}, files)
-    return merging.placed(with_ties(foreign_of(replace(leaves, left_out=left_out), format)))
+    return merger.place_shards(with_ties(foreign_of(replace(leaves, left_out=left_out), format)))
 
 
 @dataclass(slots=True)
-class _Merging:
+class _Merger:
     """Walks the states of all ranks at once.
 
-    The walk replaces a global tensor by a `StoredArray` with a negative file number, which
-    identifies its shards until `placed` puts them in place.
+    The walk replaces a global tensor by a `StoredArray` with a negative file index, which
+    identifies its shards. `place_shards` then replaces these arrays by the shards.
+
+    Attributes:
+        files, path, same_bytes: as in `merge_ranks`.
+        shards: the shards of each global tensor.
+        indices: the index in `shards` of tensors that were seen.
+        copies: for each plain tensor, the same tensor in the files of other ranks.
+        differing: the paths of values that differ between ranks.
     """
 
     files: tuple[ForeignFile, ...]
-    where: str
+    path: str
     same_bytes: SameBytes
     shards: list[tuple[StoredShard, ...]] = field(default_factory=list)
-    numbers: dict[tuple[StoredShard, ...], int] = field(default_factory=dict)
+    indices: dict[tuple[StoredShard, ...], int] = field(default_factory=dict)
     copies: dict[StoredArray, list[StoredArray]] = field(default_factory=dict)
-    own: list[Path] = field(default_factory=list)
+    differing: list[Path] = field(default_factory=list)
 
-    def merged(self, values: tuple[Saved, ...], path: Path) -> Any:
-        """Return the one value that stands for the values of all ranks at a path."""
+    def merge(self, values: tuple[RankValue, ...], path: Path) -> Any:
+        """Return one value for the values of all ranks at a path."""
         first = values[0][1]
         if all(isinstance(value, dict) for _, value in values):
-            return self._merged_dicts(values, path)
+            return self._merge_dicts(values, path)
         if any(isinstance(value, StoredShard) for _, value in values):
-            return self._global(values, path)
+            return self._merge_shards(values, path)
         if any(isinstance(value, StoredArray) for _, value in values):
-            return self._replicated(values, path)
+            return self._merge_plain_tensors(values, path)
         listed = isinstance(first, (list, tuple)) and not hasattr(first, "_fields")
         if listed and all(type(v) is type(first) and len(v) == len(first) for _, v in values):
             items = [
-                self.merged(tuple((file, value[i]) for file, value in values), (*path, i))
+                self.merge(tuple((file, value[i]) for file, value in values), (*path, i))
                 for i in range(len(first))
             ]
-            return _OWN if any(item is _OWN for item in items) else type(first)(items)
-        differing = next((file for file, value in values[1:] if not _same(value, first)), None)
-        if differing is None:
+            return _DIFFERS if any(item is _DIFFERS for item in items) else type(first)(items)
+        other = next((file for file, value in values[1:] if not _are_equal(value, first)), None)
+        if other is None:
             return first
         if is_of_optimizer(path) or (path and path[-1] in _COUNTERS):
-            raise self._unlike(path, values[0][0], differing, "differs")
-        self.own.append(path)
-        return _OWN
+            raise self._error(path, values[0][0], other, "differs")
+        self.differing.append(path)
+        return _DIFFERS
 
-    def _merged_dicts(self, values: tuple[Saved, ...], path: Path) -> dict[Any, Any]:
-        made: dict[Any, Any] = type(values[0][1])()
+    def _merge_dicts(self, values: tuple[RankValue, ...], path: Path) -> dict[Any, Any]:
+        merged: dict[Any, Any] = type(values[0][1])()
         for key in dict.fromkeys(key for _, value in values for key in value):
             part = key if isinstance(key, int) else str(key)
-            having = tuple((file, value[key]) for file, value in values if key in value)
-            merged = self.merged(having, (*path, part))
-            if merged is not _OWN:
-                made[key] = merged
-        return made
+            with_key = tuple((file, value[key]) for file, value in values if key in value)
+            item = self.merge(with_key, (*path, part))
+            if item is not _DIFFERS:
+                merged[key] = item
+        return merged
 
-    def _global(self, values: tuple[Saved, ...], path: Path) -> StoredArray:
+    def _merge_shards(self, values: tuple[RankValue, ...], path: Path) -> StoredArray:
         shards = tuple(value for _, value in values if isinstance(value, StoredShard))
         first = shards[0]
-        wanted = first.shape, first.mesh, first.shards, first.local.dtype
+        expected = first.shape, first.mesh, first.shards, first.local.dtype
         for file, value in values:
             if not isinstance(value, StoredShard):
-                raise self._unlike(
-                    path, values[0][0], file, "is a DTensor in only one of two files"
-                )
-            if (value.shape, value.mesh, value.shards, value.local.dtype) != wanted:
-                raise self._unlike(path, values[0][0], file, "has different shapes or placements")
-        self._check_whole(shards, path)
-        number = self.numbers.setdefault(shards, len(self.shards))
-        if number == len(self.shards):
+                raise self._error(path, values[0][0], file, "is a DTensor in only one of two files")
+            if (value.shape, value.mesh, value.shards, value.local.dtype) != expected:
+                raise self._error(path, values[0][0], file, "has different shapes or placements")
+        self._require_all_shards(shards, path)
+        index = self.indices.setdefault(shards, len(self.shards))
+        if index == len(self.shards):
             self.shards.append(shards)
-        stride = tuple(prod(first.shape[i + 1 :]) for i in range(len(first.shape)))
-        return StoredArray(-1 - number, 0, first.local.dtype, first.shape, stride)
+        stride = row_major_strides(first.shape)
+        return StoredArray(-1 - index, 0, first.local.dtype, first.shape, stride)
 
-    def _check_whole(self, shards: tuple[StoredShard, ...], path: Path) -> None:
+    def _require_all_shards(self, shards: tuple[StoredShard, ...], path: Path) -> None:
         first = shards[0]
-        split = sorted({shard.mesh_dim for shard in first.shards})
-        seen = {tuple(each.coordinate[dim] for dim in split) for each in shards}
-        wanted = prod(first.mesh[dim] for dim in split)
-        if len(seen) == wanted or not prod(first.shape):
+        mesh_dims = sorted({shard.mesh_dim for shard in first.shards})
+        found = {tuple(shard.coordinate[dim] for dim in mesh_dims) for shard in shards}
+        count = prod(first.mesh[dim] for dim in mesh_dims)
+        if len(found) == count or not prod(first.shape):
             return
-        name = ".".join(map(str, path))
+        name = _name_of(path)
         if len(self.files) == 1:
             raise FormatError(
-                f"{self.where} has only one rank's part of {name}, a DTensor of shape "
+                f"{self.path} has only one rank's part of {name}, a DTensor of shape "
                 f"{list(first.shape)} on {prod(first.mesh)} ranks. Open the directory that holds "
                 "the files of all ranks"
             )
-        ranges = product(*(range(first.mesh[dim]) for dim in split))
-        missing = next(at for at in ranges if at not in seen)
+        coordinates = product(*(range(first.mesh[dim]) for dim in mesh_dims))
+        missing = next(coordinate for coordinate in coordinates if coordinate not in found)
         raise FormatError(
-            f"{self.where}: {name} has only {len(seen)} of its {wanted} shards: the one at "
-            f"{missing} of mesh dimensions {tuple(split)} is missing. Copy the files of all ranks "
-            "into this directory"
+            f"{self.path}: {name} has only {len(found)} of its {count} shards: the one at "
+            f"{missing} of mesh dimensions {tuple(mesh_dims)} is missing. Copy the files of all "
+            "ranks into this directory"
         )
 
-    def _replicated(self, values: tuple[Saved, ...], path: Path) -> Any:
+    def _merge_plain_tensors(self, values: tuple[RankValue, ...], path: Path) -> Any:
         arrays = [value for _, value in values if isinstance(value, StoredArray)]
         first = arrays[0]
+        kind = first.dtype, first.shape
         for file, value in values:
-            if not isinstance(value, StoredArray) or (value.dtype, value.shape) != (
-                first.dtype,
-                first.shape,
-            ):
-                raise self._unlike(
+            if not isinstance(value, StoredArray) or (value.dtype, value.shape) != kind:
+                raise self._error(
                     path, values[0][0], file, "is a plain tensor with different shapes or dtypes"
                 )
         if len(arrays) > 1 and _may_be_random_state(first):
             if not all(self.same_bytes(first, other) for other in arrays[1:]):
-                self.own.append(path)
-                return _OWN
+                self.differing.append(path)
+                return _DIFFERS
         elif len(arrays) > 1:
-            if not self.same_bytes(_sample(first), _sample(arrays[-1])):
-                raise self._unlike(
+            if not self.same_bytes(_take_sample(first), _take_sample(arrays[-1])):
+                raise self._error(
                     path,
                     first.file,
                     arrays[-1].file,
@@ -182,31 +186,31 @@ class _Merging:
             self.copies.setdefault(first, arrays[1:])
         return first
 
-    def _unlike(self, path: Path, one: int, other: int, how: str) -> FormatError:
-        names = f"{self.files[one].name} and {self.files[other].name}"
+    def _error(self, path: Path, file: int, other: int, difference: str) -> FormatError:
+        names = f"{self.files[file].name} and {self.files[other].name}"
         return FormatError(
-            f"{self.where}: {'.'.join(map(str, path))} {how}: {names}. Either the files are from "
+            f"{self.path}: {_name_of(path)} {difference}: {names}. Either the files are from "
             "different saves, or only the program that wrote them knows how they fit together: "
             "then describe it by a specification (`spec=`)"
         )
 
-    def placed(self, foreign: Foreign) -> Foreign:
+    def place_shards(self, foreign: Foreign) -> Foreign:
         """Return the manifest with the pieces of shards for global tensors, and with replicas."""
         pieces = foreign.table.pieces
         boxes: list[tuple[int, tuple[int, ...], StoredArray]] = []
         copies: list[tuple[int, tuple[int, ...], StoredArray]] = []
         for row in np.flatnonzero(pieces.file < 0).tolist():
-            tensor, seen = int(pieces.tensor[row]), set[tuple[int, ...]]()
+            tensor, offsets = int(pieces.tensor[row]), set[tuple[int, ...]]()
             for shard in self.shards[-1 - int(pieces.file[row])]:
-                for offset, part in _parts(shard):
-                    (copies if offset in seen else boxes).append((tensor, offset, part))
-                    seen.add(offset)
-        owners = {
-            (int(f), int(s)): int(t)
-            for f, s, t in zip(pieces.file, pieces.start, pieces.tensor, strict=True)
+                for offset, array in _boxes_of(shard):
+                    (copies if offset in offsets else boxes).append((tensor, offset, array))
+                    offsets.add(offset)
+        tensor_at = {
+            (int(file), int(start)): int(tensor)
+            for file, start, tensor in zip(pieces.file, pieces.start, pieces.tensor, strict=True)
         }
         for first, others in self.copies.items():
-            tensor_of_first = owners.get((first.file, first.start))
+            tensor_of_first = tensor_at.get((first.file, first.start))
             if tensor_of_first is not None:
                 zeros = (0,) * len(first.shape)
                 copies += [(tensor_of_first, zeros, other) for other in others]
@@ -216,11 +220,15 @@ class _Merging:
         )
 
 
-def _sample(array: StoredArray) -> StoredArray:
+def _name_of(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _take_sample(array: StoredArray) -> StoredArray:
     """Return some adjacent elements; only the first, if the array is not contiguous."""
-    steps = tuple(prod(array.shape[i + 1 :]) for i in range(len(array.shape)))
-    count = min(prod(array.shape), SAMPLED) if array.stride == steps else 1
-    return replace(array, shape=(count,) if prod(array.shape) else (0,), stride=(1,))
+    size = prod(array.shape)
+    count = min(size, SAMPLED) if array.stride == row_major_strides(array.shape) else 1
+    return replace(array, shape=(count if size else 0,), stride=(1,))
 
 
 def _may_be_random_state(array: StoredArray) -> bool:
@@ -228,26 +236,27 @@ def _may_be_random_state(array: StoredArray) -> bool:
     return array.dtype == "uint8" and len(array.shape) == 1 and small
 
 
-def _parts(shard: StoredShard) -> list[Box]:
+def _boxes_of(shard: StoredShard) -> list[tuple[tuple[int, ...], StoredArray]]:
     """Return the boxes of a shard: the offset in the tensor, and the array in the file."""
     local = shard.local
-    found = []
-    for there, here in shard.boxes():
-        moved = sum(o * s for o, s in zip(here.offset, local.stride, strict=True))
-        start = local.start + moved * local.itemsize
-        found.append((there.offset, replace(local, start=start, shape=here.shape)))
-    return found
+    boxes = []
+    for global_box, local_box in shard.boxes():
+        skipped = sum(o * s for o, s in zip(local_box.offset, local.stride, strict=True))
+        start = local.start + skipped * local.itemsize
+        boxes.append((global_box.offset, replace(local, start=start, shape=local_box.shape)))
+    return boxes
 
 
-def _same(one: Any, other: Any) -> bool:
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether two plain values are equal; NaN equals NaN."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Record):
-        return _same((one.name, one.args, one.fields), (other.name, other.args, other.fields))
+        return _are_equal((one.name, one.args, one.fields), (other.name, other.args, other.fields))
     if isinstance(one, dict):
-        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
+        return list(one) == list(other) and all(_are_equal(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(_are_equal, one, other))
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
     return bool(one == other) or (one != one and other != other)

@@ -50,23 +50,26 @@ def test_as_it_should_be(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        (lambda m, s: m.update(param_shapes=[{"w": (HUGE, 2)}]), "absurd shape"),
+        (lambda m, s: m.update(param_shapes=[{"w": (HUGE, 2)}]), "w: absurdly large shape"),
         (lambda m, s: m.update(param_shapes=[{"w": (-1, 2)}]), "w: invalid shape"),
         (lambda m, s: m.update(param_shapes=[{"w": (7, 1)}]), "too short for parameters of 7"),
         (lambda m, s: m.update(param_shapes=[]), "has 1 parameter groups, and the model has 0"),
-        (lambda m, s: m.update(param_shapes={"w": (3, 2)}), "a list is expected"),
+        (lambda m, s: m.update(param_shapes={"w": (3, 2)}), r"Expected `array.*`\$.param_shapes`"),
         (lambda m, s: m.update(module={"w": 3}), "w is not a tensor"),
         (lambda m, s: m.update(module={"w": torch.zeros(6)}), "model.w: ranks differ"),
-        (lambda m, s: m.update(buffer_names=3), "buffer_names is not a list of names"),
-        (lambda m, s: m.update(shared_params={"v": 3}), "shared_params is not a dict of names"),
-        (lambda m, s: m.pop("buffer_names"), "not a file of DeepSpeed's model states"),
+        (
+            lambda m, s: m.update(buffer_names=3),
+            r"`array \| null`, got `int` - at `\$.buffer_names`",
+        ),
+        (lambda m, s: m.update(shared_params={"v": 3}), r"`str`, got `int` - at `\$.shared_params"),
+        (lambda m, s: m.pop("buffer_names"), "not a valid file of DeepSpeed's model states"),
         (
             lambda m, s: m.update(checkpoint_parallel_dimensions={"tp_degree": 2, "pp_degree": 1}),
             "2 are missing: mp_rank_01_model_states.pt",
         ),
         (lambda m, s: s.update(partition_count=[2]), "1 is missing: zero_pp_rank_1_mp_rank_00_opt"),
-        (lambda m, s: s.update(partition_count=[-1]), "invalid counts"),
-        (lambda m, s: s.update(param_alignment_paddings=[[HUGE]]), "invalid counts"),
+        (lambda m, s: s.update(partition_count=[-1]), r"`int` >= 0 - at `\$.partition_c"),
+        (lambda m, s: s.update(param_alignment_paddings=[[HUGE]]), r"at `\$.param_align"),
         (lambda m, s: s.update(param_alignment_paddings=[[]]), "0 paddings of 1 parameters"),
         (lambda m, s: s.update(single_partition_of_fp32_groups=[None]), "NVMe"),
         (
@@ -74,8 +77,11 @@ def test_as_it_should_be(tmp_path: Path) -> None:
             "not flat tensors",
         ),
         (lambda m, s: s.update(param_slice_mappings=[{"w": 3}]), "param_slice_mappings"),
-        (lambda m, s: s.update(base_optimizer_state=3), "a list is expected"),
-        (lambda m, s: s["base_optimizer_state"].update(param_groups=[{}]), "a list is expected"),
+        (lambda m, s: s.update(base_optimizer_state=3), r"got `int` - at `\$.base_opt"),
+        (
+            lambda m, s: s["base_optimizer_state"].update(param_groups=[{}]),
+            "required field `params`",
+        ),
         (
             lambda m, s: s["base_optimizer_state"]["state"].update({0: {"exp_avg": "x"}}),
             "neither a tensor nor a number",

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import FormatError
-from shardwise.formats.readers.deepspeed.optimizers import only_assignment
+from shardwise.formats.readers.deepspeed.without_zero import assign_by_shape
 from shardwise.formats.readers.deepspeed.zero import (
-    Ranges,
-    as_boxes,
+    FlatRanges,
+    boxes_of_flat_ranges,
     least_lengths,
-    partitioned,
-    sliced,
+    ranges_of_partitions,
+    ranges_of_slices,
 )
 from shardwise.manifest.table import padded_rows
 
@@ -25,13 +25,13 @@ SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1
 RANKS = st.integers(1, 5)
 
 
-def put_together(shapes: Shapes, ranges: Ranges, flat: list[np.ndarray]) -> list[np.ndarray]:
+def put_together(shapes: Shapes, ranges: FlatRanges, flat: list[np.ndarray]) -> list[np.ndarray]:
     """Parameters made of the boxes that ranks have."""
     made = [np.full(shape, -1) for shape in shapes]
     dims = max(map(len, shapes))
-    held = as_boxes(ranges, padded_rows(shapes, dims, 1))
-    for row in range(len(held.at)):
-        parameter, at = held.parameter[row], held.at[row]
+    held = boxes_of_flat_ranges(ranges, padded_rows(shapes, dims, 1))
+    for row in range(len(held.flat_start)):
+        parameter, at = held.parameter[row], held.flat_start[row]
         ndim = len(shapes[parameter])
         extent = held.shape[row][:ndim]
         box = tuple(slice(o, o + n) for o, n in zip(held.offset[row][:ndim], extent, strict=True))
@@ -61,7 +61,9 @@ def test_partitions_of_a_group(shapes: Shapes, ranks: int, data: st.DataObject) 
     parts = [np.pad(each.reshape(-1), (0, gap)) for each, gap in zip(full, gaps, strict=True)]
     flat = np.concatenate(parts)
     flat = np.pad(flat, (0, -len(flat) % (2 * ranks)))
-    ranges = partitioned(sizes_of(shapes), np.array(gaps, np.int64), ranks, len(flat) // ranks)
+    ranges = ranges_of_partitions(
+        sizes_of(shapes), np.array(gaps, np.int64), ranks, len(flat) // ranks
+    )
     made = put_together(shapes, ranges, np.split(flat, ranks))
     assert all(np.array_equal(one, two) for one, two in zip(made, full, strict=True))
     assert (least_lengths(ranges, ranks) <= len(flat) // ranks).all()
@@ -75,23 +77,23 @@ def test_slices_of_each_parameter(shapes: Shapes, ranks: int) -> None:
         flat = np.pad(each.reshape(-1), (0, -each.size % ranks))
         for rank, part in enumerate(np.split(flat, ranks)):
             held[rank].append(part)
-    ranges = sliced(sizes_of(shapes), ranks)
+    ranges = ranges_of_slices(sizes_of(shapes), ranks)
     made = put_together(shapes, ranges, [np.concatenate(parts) for parts in held])
     assert all(np.array_equal(one, two) for one, two in zip(made, full, strict=True))
 
 
 def test_partitions_that_are_too_short_are_refused() -> None:
     with pytest.raises(FormatError, match="too short for parameters of 7"):
-        partitioned(np.array([3, 4]), np.array([0, 0]), 2, 3)
+        ranges_of_partitions(np.array([3, 4]), np.array([0, 0]), 2, 3)
 
 
 def test_names_are_told_by_shapes_only_if_one_way_is_left() -> None:
     parameters = [("a", (2, 3)), ("frozen", (3,)), ("b", (4,)), ("c", (3,)), ("d", (2, 3))]
-    assert only_assignment(parameters, [[(2, 3), (2, 3)], [(4,), (3,)]]) == [["a", "d"], ["b", "c"]]
-    assert only_assignment(parameters, [[(2, 3), (2, 3)], [(3,), (4,)]]) == [
+    assert assign_by_shape(parameters, [[(2, 3), (2, 3)], [(4,), (3,)]]) == [["a", "d"], ["b", "c"]]
+    assert assign_by_shape(parameters, [[(2, 3), (2, 3)], [(3,), (4,)]]) == [
         ["a", "d"],
         ["frozen", "b"],
     ]
-    assert only_assignment(parameters, [[(2, 3)], [(4,)]]) is None  # a or d
-    assert only_assignment(parameters, [[(9,)]]) is None
-    assert only_assignment(parameters, []) == []
+    assert assign_by_shape(parameters, [[(2, 3)], [(4,)]]) is None  # a or d
+    assert assign_by_shape(parameters, [[(9,)]]) is None
+    assert assign_by_shape(parameters, []) == []

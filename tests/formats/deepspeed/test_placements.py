@@ -13,7 +13,7 @@ import torch
 from shardwise.errors import FormatError
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.readers.deepspeed import reader
-from shardwise.formats.readers.deepspeed.tensor_parallel import Placement, place_of
+from shardwise.formats.readers.deepspeed.tensor_parallel import Placement, placement_rule
 from shardwise.formats.tree import Tree
 from shardwise.formats.validate import checked
 from tests.formats.deepspeed.test_native import same
@@ -78,7 +78,7 @@ def boxes(placement: Placement, shards: Sequence[torch.Tensor]) -> torch.Tensor:
 def test_shards_are_placed_where_they_come_from(name: str) -> None:
     full = torch.randn(FULL[name])
     shards = shards_of(name, full)
-    placement = place_of(INFO, "here")(name, [tuple(shard.shape) for shard in shards])
+    placement = placement_rule(INFO, "here")(name, [tuple(shard.shape) for shard in shards])
     assert torch.equal(boxes(placement, shards), full)
     assert placement.replicated == name.endswith("norm.weight")
 
@@ -175,7 +175,7 @@ def test_without_patterns_it_asks_how(tmp_path: Path, full: dict[str, torch.Tens
     write(tmp_path, full, lambda state: state.pop("universal_checkpoint_info"))
     with pytest.raises(FormatError, match="`universal_checkpoint_info` in client_state"):
         read(tmp_path)
-    foreign = checked(reader.read(Tree(tmp_path), place=place_of(INFO, "here")))
+    foreign = checked(reader.read(Tree(tmp_path), place=placement_rule(INFO, "here")))
     assert {entry.name for entry in foreign.tensors} >= {f"model.{name}" for name in full}
 
 
@@ -188,7 +188,7 @@ def test_without_patterns_it_asks_how(tmp_path: Path, full: dict[str, torch.Tens
         ({"original_vocab_size": 13}, "fewer rows than the original vocabulary, 13"),
         ({"sub_param_shard_widths": {r".*qkv\.weight": [[8, 0], [2, 1], [1, 2]]}}, "widths"),
         ({"sub_param_shard_widths": {r".*qkv\.weight": [[8], [3], [3]]}}, "not for 2 ranks"),
-        ({"parameter_with_sub_params": [{"patterns": ["x"]}]}, "malformed"),
+        ({"parameter_with_sub_params": [{"patterns": ["x"]}]}, "no valid shape"),
         ({"vocabulary_parameter_patterns": ["("]}, "not a valid pattern"),
         ({"vocabulary_parameter_patterns": ["(a+)+b"]}, "too many repetitions"),
         ({"vocabulary_parameter_patterns": "embed"}, "is not a list"),
@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_told(change: dict[str, Any], said: str) -> None:
         shapes["0.up.weight"] = [(3, 5), (2, 5)]
 
     def place_all() -> None:
-        place = place_of({**INFO, **change}, "here")
+        place = placement_rule({**INFO, **change}, "here")
         for name in FULL:
             place(name, shapes[name])
 

@@ -28,8 +28,7 @@ from shardwise.formats.readers import (
     huggingface,
     lightning,
     megatron,
-    torchranks,
-    torchsave,
+    torch_save,
     torchsnapshot,
 )
 from shardwise.formats.readers.dcp import reader as dcp
@@ -248,10 +247,12 @@ def stored_settings(place: Path) -> dict[str, Settings]:
 def _sources() -> Iterable[Source]:
     for kind in ("ddp", "fsdp1", "fsdp2", "fsdp2_uneven", "hsdp", "tp", "fsdp_tp"):
         yield Source(f"dcp-{kind}", dcp.FORMAT, partial(of_dcp, kind))
-    yield Source("torch.save", torchsave.FORMAT, partial(of_torch_save, True))
-    yield Source("torch.save-legacy", torchsave.FORMAT, partial(of_torch_save, False))
+    yield Source("torch.save", torch_save.FORMAT, partial(of_torch_save, True))
+    yield Source("torch.save-legacy", torch_save.FORMAT, partial(of_torch_save, False))
     for kind in ("fsdp2_uneven", "fsdp_tp"):
-        yield Source(f"torch.save-by-ranks-{kind}", torchranks.FORMAT, partial(of_ranks, kind))
+        yield Source(
+            f"torch.save-by-ranks-{kind}", torch_save.RANKS_FORMAT, partial(of_ranks, kind)
+        )
     for sharded, kind in ((True, "sharded"), (False, "whole")):
         make = partial(of_accelerate, sharded)
         yield Source(f"accelerate-{kind}", accelerate.FORMAT, make)

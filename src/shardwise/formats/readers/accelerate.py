@@ -15,43 +15,45 @@ from typing import Any
 import msgspec
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.nested import Leaves, combined, foreign_of, nested_leaves, united
-from shardwise.formats.optimizers import Path
 from shardwise.formats.piece_tables import with_ties
 from shardwise.formats.readers import huggingface
 from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
-from shardwise.formats.readers.dcp.reader import leaves, read_stored, world_size
+from shardwise.formats.readers.dcp.reader import count_ranks, leaves_of, read_content
+from shardwise.formats.readers.torch_save import read_value
 from shardwise.formats.tree import Tree
 
 FORMAT = "accelerate"
-FSDP_MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer"
-TRAINER = "trainer_state.json"
-_FOLDER = re.compile(rf"({FSDP_MODEL}|{OPTIMIZER})_(\d{{1,4}})/{re.escape(METADATA)}")
-_FILE = re.compile(
-    rf"({FSDP_MODEL}|{OPTIMIZER}|scheduler|scaler|custom_checkpoint)(?:_(\d{{1,4}}))?\.(?:bin|pt|pkl)"
+FSDP_MODEL, OPTIMIZER, SCHEDULER = "pytorch_model_fsdp", "optimizer", "scheduler"
+CUSTOM = "custom_checkpoint"
+TRAINER_STATE = "trainer_state.json"
+_DCP_FOLDER = re.compile(rf"({FSDP_MODEL}|{OPTIMIZER})_(\d{{1,4}})/{re.escape(METADATA)}")
+_TORCH_FILE = re.compile(
+    rf"({FSDP_MODEL}|{OPTIMIZER}|{SCHEDULER}|scaler|{CUSTOM})(?:_(\d{{1,4}}))?\.(?:bin|pt|pkl)"
 )
-_SHOWS = re.compile(
+_MODEL_OR_OPTIMIZER = re.compile(
     rf"{FSDP_MODEL}\.bin|{FSDP_MODEL}_0/{re.escape(METADATA)}|{OPTIMIZER}\.(?:bin|pt)"
 )
-_NOTED = re.compile(rf"{re.escape(TRAINER)}|scheduler\.(?:bin|pt)")
-_RANDOM = re.compile(r"(?:random_states|rng_state)(?:_(\d{1,7}))?\.(?:pkl|pth)")
-_OF_RANK = re.compile(rf"{FSDP_MODEL}(?:_\d+)?_rank\d+\.bin")
-_FURTHER = re.compile(r"(?:pytorch_)?model_\d+\.(?:bin|safetensors)")
-_LARGEST_STATE = 2**28
+_TRAINING_RUN = re.compile(rf"{re.escape(TRAINER_STATE)}|{SCHEDULER}\.(?:bin|pt)")
+_RANDOM_STATE = re.compile(r"(?:random_states|rng_state)(?:_(\d{1,7}))?\.(?:pkl|pth)")
+_FSDP_OF_RANK = re.compile(rf"{FSDP_MODEL}(?:_\d+)?_rank\d+\.bin")
+_FURTHER_MODEL = re.compile(r"(?:pytorch_)?model_\d+\.(?:bin|safetensors)")
+_LARGEST_TRAINER_STATE = 2**28
 
 
 def recognise(tree: Tree) -> bool:
-    """Whether a tree has accelerate's files of an optimizer or of FSDP weights.
+    """Return whether a tree has accelerate's files of an optimizer or of FSDP weights.
 
     Published weights with other files of a training run count too: the optimizer may not have been
     saved or copied.
     """
     if tree.only is not None:
         return False
-    noted = any(_NOTED.fullmatch(name) or _RANDOM.fullmatch(name) for name in tree.sizes)
-    return any(map(_SHOWS.fullmatch, tree.sizes)) or (noted and huggingface.recognise(tree))
+    if any(map(_MODEL_OR_OPTIMIZER.fullmatch, tree.sizes)):
+        return True
+    has_run = any(_TRAINING_RUN.fullmatch(n) or _RANDOM_STATE.fullmatch(n) for n in tree.sizes)
+    return has_run and huggingface.recognise(tree)
 
 
 def read(tree: Tree) -> Foreign:
@@ -64,37 +66,43 @@ def read(tree: Tree) -> Foreign:
         FormatError: a file is malformed, contains objects that are not read from pickles, or has
             FSDP weights of a single rank.
     """
-    if any(map(_OF_RANK.fullmatch, tree.sizes)):
+    if any(map(_FSDP_OF_RANK.fullmatch, tree.sizes)):
         raise FormatError(
             f"{tree}: each rank wrote its own FSDP weights (LOCAL_STATE_DICT), and no file "
             "says how they fit together: save with SHARDED_STATE_DICT"
         )
     parts: list[Leaves] = []
-    for part in _parts(tree):
-        parts.append(part(sum(len(each.files) for each in parts)))
-    found = united(*parts)
-    trainer = _trainer(tree)
-    noted: dict[Path, Any] = {("trainer_state",): trainer} if trainer else {}
-    values = {**found.values, **noted}
-    left_out = [*found.left_out, *_left_out(tree)]
-    foreign = foreign_of(replace(found, values=values, left_out=left_out), FORMAT)
-    if huggingface.recognise(tree) and not any(FSDP_MODEL in file.name for file in found.files):
+    for read_part in _list_parts(tree):
+        parts.append(read_part(sum(len(part.files) for part in parts)))
+    leaves = united(*parts)
+    trainer_state = _read_trainer_state(tree)
+    values = dict(leaves.values)
+    if trainer_state:
+        values["trainer_state",] = trainer_state
+    left_out = [*leaves.left_out, *_list_left_out(tree)]
+    foreign = foreign_of(replace(leaves, values=values, left_out=left_out), FORMAT)
+    if huggingface.recognise(tree) and not any(FSDP_MODEL in file.name for file in leaves.files):
         foreign = combined(huggingface.read(tree), foreign)
-    ranks = sum(1 for name in tree.sizes if _RANDOM.fullmatch(name))
-    step = trainer.get("global_step")
+    random_states = sum(1 for name in tree.sizes if _RANDOM_STATE.fullmatch(name))
+    step = trainer_state.get("global_step")
     return replace(
         with_ties(foreign),
         format=FORMAT,
         step=step if type(step) is int and step >= 0 else None,
-        world_size=max(world_size(found.files), ranks),
-        absent=_absent(tree),
+        world_size=max(count_ranks(leaves.files), random_states),
+        absent=_find_absent(tree),
     )
 
 
-def _absent(tree: Tree) -> dict[str, str]:
+def _find_absent(tree: Tree) -> dict[str, str]:
     """Return missing files that were probably written, judging by the others."""
-    kinds = {match[1] for name in tree.sizes for match in _matches(name)}
-    trainer = TRAINER in tree.sizes or "scheduler.pt" in tree.sizes
+    kinds = {
+        match[1]
+        for name in tree.sizes
+        for match in (_DCP_FOLDER.fullmatch(name), _TORCH_FILE.fullmatch(name))
+        if match is not None
+    }
+    trainer = TRAINER_STATE in tree.sizes or "scheduler.pt" in tree.sizes
     absent = {}
     if FSDP_MODEL not in kinds and not huggingface.recognise(tree):
         absent["model"] = "the file of the model's weights (as model.safetensors)"
@@ -102,66 +110,57 @@ def _absent(tree: Tree) -> dict[str, str]:
         folder = f"{FSDP_MODEL}_0/{METADATA}" in tree.sizes
         file = "optimizer.pt" if trainer else "optimizer.bin"
         absent[OPTIMIZER] = f"{OPTIMIZER}_0/{METADATA}" if folder else file
-    elif trainer and "scheduler" not in kinds:
-        absent["scheduler"] = "scheduler.pt"
-    if trainer and TRAINER not in tree.sizes:
-        absent["trainer_state"] = TRAINER
+    elif trainer and SCHEDULER not in kinds:
+        absent[SCHEDULER] = "scheduler.pt"
+    if trainer and TRAINER_STATE not in tree.sizes:
+        absent["trainer_state"] = TRAINER_STATE
     return absent
 
 
-def _matches(name: str) -> Iterator[re.Match[str]]:
-    """Yield the match of a file name with the pattern of folders or files."""
-    yield from filter(None, (_FOLDER.fullmatch(name), _FILE.fullmatch(name)))
-
-
-def _parts(tree: Tree) -> Iterator[partial[Leaves]]:
-    """Yield a function that reads each folder or file, given the number of its first file."""
+def _list_parts(tree: Tree) -> Iterator[partial[Leaves]]:
+    """Yield a function for each folder or file that reads it, given the index of its first file."""
     for name in tree.sizes:
-        if found := _FOLDER.fullmatch(name):
-            yield partial(_folder, tree, name.removesuffix(METADATA), _name(found[1], found[2]))
-        elif found := _FILE.fullmatch(name):
-            yield partial(_file, tree, name, _name(found[1], found[2]))
+        if match := _DCP_FOLDER.fullmatch(name):
+            folder = name.removesuffix(METADATA)
+            yield partial(_read_dcp_folder, tree, folder, _state_key(match[1], match[2]))
+        elif match := _TORCH_FILE.fullmatch(name):
+            yield partial(_read_torch_file, tree, name, _state_key(match[1], match[2]))
 
 
-def _name(kind: str, number: str | None) -> str:
+def _state_key(kind: str, number: str | None) -> str:
     """Return the key in the state. The first of its kind has no number, unless all have one."""
-    if kind == "custom_checkpoint":
+    if kind == CUSTOM:
         return f"{kind}_{number or 0}"
-    plain = "model" if kind == FSDP_MODEL else kind
-    return f"{plain}_{int(number)}" if number and int(number) else plain
+    key = "model" if kind == FSDP_MODEL else kind
+    return f"{key}_{int(number)}" if number and int(number) else key
 
 
-def _folder(tree: Tree, folder: str, key: str, first: int) -> Leaves:
+def _read_dcp_folder(tree: Tree, folder: str, key: str, first: int) -> Leaves:
     metadata = read_metadata(tree, f"{folder}{METADATA}")
-    stored = read_stored(tree, metadata, folder=folder, first=first)
-
-    def moved(path: Path) -> Path:
-        return (key, *path[1:])
-
-    return leaves(stored, metadata, moved)
+    content = read_content(tree, metadata, folder=folder, first=first)
+    return leaves_of(content, metadata, lambda path: (key, *path[1:]))
 
 
-def _file(tree: Tree, name: str, key: str, first: int) -> Leaves:
-    with tree.open_range(name, first) as part:
-        value = read_torch_file(part, opaque=tree.opaque).value
-    return nested_leaves({key: value}, (tree.file(name),))
+def _read_torch_file(tree: Tree, name: str, key: str, index: int) -> Leaves:
+    return nested_leaves({key: read_value(tree, name, index)}, (tree.file(name),))
 
 
-def _trainer(tree: Tree) -> Mapping[str, Any]:
-    """Read the Trainer's state: its step and log."""
-    if TRAINER not in tree.sizes:
+def _read_trainer_state(tree: Tree) -> Mapping[str, Any]:
+    """Return the Trainer's state, with its step and log; it is empty if there is no file."""
+    if TRAINER_STATE not in tree.sizes:
         return {}
+    text = tree.read(TRAINER_STATE, limit=_LARGEST_TRAINER_STATE)
     try:
-        return msgspec.json.decode(tree.read(TRAINER, limit=_LARGEST_STATE), type=dict[str, Any])
+        return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"{tree}/{TRAINER} is malformed: {error}") from error
+        raise FormatError(f"{tree}/{TRAINER_STATE}: not a JSON object: {error}") from error
 
 
-def _left_out(tree: Tree) -> Iterator[str]:
+def _list_left_out(tree: Tree) -> Iterator[str]:
     for name in tree.sizes:
-        if _RANDOM.fullmatch(name):
+        if _RANDOM_STATE.fullmatch(name):
             yield f"{name}: random states of a rank; they belong to the program"
         elif name in ("sampler.bin", "dl_state_dict.bin", "training_args.bin"):
             yield f"{name}: data loader state or arguments; open the file itself"
-        elif _FURTHER.fullmatch(name):
+        elif _FURTHER_MODEL.fullmatch(name):
             yield f"{name}: weights of a further model; open the file itself"

@@ -1,6 +1,6 @@
 """Megatron-Core's `torch_dist`: DCP, and a file or item with the state that all ranks share.
 
-Layers are stacked in one tensor there; the reader gives each layer its own name again. The
+Megatron-Core stacks layers in one tensor; the reader gives each layer its own name again. The
 optimizer's state is named after the parameter. Older versions flattened it; the reader undoes that.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -16,190 +16,50 @@ import numpy as np
 
 from shardwise.errors import FormatError, LayoutError
 from shardwise.formats.build import Builder
-from shardwise.formats.containers.torch_files import read_torch_file
-from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
-from shardwise.formats.optimizers import GROUPS, Group
+from shardwise.formats.foreign import (
+    Foreign,
+    ForeignFile,
+    PieceTable,
+    StoredArray,
+    row_major_strides,
+)
+from shardwise.formats.optimizers import GROUPS, ParamGroup
+from shardwise.formats.piece_tables import joined, rows_of, table_of_boxes
 from shardwise.formats.readers.dcp.metadata import METADATA, Metadata, read_metadata
-from shardwise.formats.readers.dcp.reader import Stored, read_stored, world_size
+from shardwise.formats.readers.dcp.reader import DcpContent, count_ranks, read_content
+from shardwise.formats.readers.torch_save import read_value
 from shardwise.formats.tree import Tree
-from shardwise.layout import boxes_of_range, row_major
+from shardwise.layout import boxes_of_range
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.table import Int, Pieces, padded_rows
-
-STACKED = re.compile(r"((?:.*\.)?layers)\.(?!\d+(?:\.|$))(.+)")
-"""Names of tensors that stack all layers."""
-_FLATTENED = "nd_reformulated_orig_global_shape"
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A piece of a tensor."""
-
-    tensor: int
-    file: int
-    start: int
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-def unflattened(stored: Stored, metadata: Metadata) -> Stored:
-    """Undo the flattening of shards: ranges of flat shards become boxes.
-
-    Raises:
-        FormatError: the ranges do not make up the tensor that was flattened.
-    """
-    known = metadata.more.get("mcore_data") or {}
-    original = {
-        name: tuple(each[_FLATTENED])
-        for name, each in (known.items() if isinstance(known, dict) else ())
-        if isinstance(each, dict) and _FLATTENED in each
-    }
-    flat = {i: original[name] for i, name in enumerate(stored.names) if name in original}
-    if not flat:
-        return stored
-    pieces = stored.table.pieces
-    is_flat = np.isin(pieces.tensor, list(flat))
-    rows: list[_Row] = []
-    for row in np.flatnonzero(is_flat).tolist():
-        tensor = int(pieces.tensor[row])
-        try:
-            rows += _boxes(stored, row, tensor, flat[tensor])
-        except (LayoutError, TypeError, ValueError, ZeroDivisionError) as error:
-            raise FormatError(f"{stored.names[tensor]}: it was flattened: {error}") from error
-    shapes = tuple(flat.get(i, shape) for i, shape in enumerate(stored.shapes))
-    dims = max(len(shape) for shape in shapes)
-    kept = _rows(stored.table, ~is_flat, max(dims, pieces.offset.shape[1]))
-    width = kept.stride.shape[1]
-    shape = padded_rows([row.shape for row in rows], width, 1)
-    made = Pieces(
-        np.array([row.tensor for row in rows], np.int64),
-        np.array([row.file for row in rows], np.int64),
-        np.array([row.start for row in rows], np.int64),
-        padded_rows([row.offset for row in rows], width, 0),
-        shape,
-    )
-    table = PieceTable(
-        _concatenated(kept.pieces, made), np.concatenate([kept.stride, row_major(shape)])
-    )
-    return replace(stored, shapes=shapes, table=table)
-
-
-def _boxes(stored: Stored, row: int, tensor: int, shape: tuple[int, ...]) -> Iterator[_Row]:
-    """Yield the boxes of a piece of `[X/x, Y/y, x*y]`, a tensor `[X, Y]` with shards `[x, y]`."""
-    pieces = stored.table.pieces
-    counts = stored.shapes[tensor][:-1]
-    if len(counts) != len(shape) or any(n % count for n, count in zip(shape, counts, strict=True)):
-        raise ValueError(f"{list(counts)} shards do not divide the shape {list(shape)}")
-    local = tuple(n // count for n, count in zip(shape, counts, strict=True))
-    at = pieces.offset[row][: len(shape) + 1].tolist()
-    size = int(pieces.shape[row][len(shape)])
-    if pieces.shape[row][: len(shape)].tolist() != [1] * len(shape):
-        raise ValueError("a piece spans several shards")
-    start = int(pieces.start[row])
-    itemsize = DTYPES[stored.dtypes[tensor]].itemsize
-    for box in boxes_of_range(local, at[-1], at[-1] + size):
-        offset = tuple(i * n + o for i, n, o in zip(at, local, box.offset, strict=False))
-        yield _Row(tensor, int(pieces.file[row]), start, offset, box.shape)
-        start += box.size * itemsize
-
-
-def unstacked(stored: Stored) -> Stored:
-    """Split tensors that stack layers into one tensor for each layer.
-
-    Raises:
-        FormatError: a tensor has more layers than pieces.
-    """
-    pieces = stored.table.pieces
-    single = np.ones(len(stored.names), bool)
-    if pieces.offset.shape[1]:
-        single[pieces.tensor[pieces.shape[:, 0] != 1]] = False
-    names: list[str] = []
-    dtypes: list[str] = []
-    shapes: list[tuple[int, ...]] = []
-    first = np.zeros(len(stored.names), np.int64)
-    stacked = np.zeros(len(stored.names), bool)
-    for i, (name, dtype, shape) in enumerate(
-        zip(stored.names, stored.dtypes, stored.shapes, strict=True)
-    ):
-        match = STACKED.fullmatch(name)
-        first[i], stacked[i] = len(names), match is not None and len(shape) > 0 and single[i]
-        count = shape[0] if stacked[i] else 1
-        if count > max(1, len(pieces)):
-            raise FormatError(f"{name}: it has {count} layers, but fewer pieces")
-        names += [
-            f"{match[1]}.{layer}.{match[2]}" if match and stacked[i] else name
-            for layer in range(count)
-        ]
-        dtypes += [dtype] * count
-        shapes += [shape[1:] if stacked[i] else shape] * count
-    rows = stacked[pieces.tensor]
-    layer = pieces.offset[:, 0] if pieces.offset.shape[1] else 0 * pieces.tensor
-
-    dims = max(map(len, shapes), default=0)
-
-    def shifted(column: Int, fill: int) -> Int:
-        moved = np.pad(column[:, 1:], ((0, 0), (0, 1)), constant_values=fill)
-        return np.where(rows[:, None], moved, column)[:, :dims]
-
-    table = PieceTable(
-        Pieces(
-            first[pieces.tensor] + np.where(rows, layer, 0),
-            pieces.file,
-            pieces.start,
-            shifted(pieces.offset, 0),
-            shifted(pieces.shape, 1),
-        ),
-        shifted(stored.table.stride, 0),
-    )
-    return replace(
-        stored, names=tuple(names), dtypes=tuple(dtypes), shapes=tuple(shapes), table=table
-    )
-
-
-def _rows(table: PieceTable, chosen: Any, dims: int) -> PieceTable:
-    """Select pieces, padded to `dims` dimensions."""
-    pieces = table.pieces
-    by = ((0, 0), (0, dims - pieces.offset.shape[1]))
-    return PieceTable(
-        Pieces(
-            pieces.tensor[chosen],
-            pieces.file[chosen],
-            pieces.start[chosen],
-            np.pad(pieces.offset[chosen], by),
-            np.pad(pieces.shape[chosen], by, constant_values=1),
-        ),
-        np.pad(table.stride[chosen], by),
-    )
-
-
-def _concatenated(first: Pieces, second: Pieces) -> Pieces:
-    names = ("tensor", "file", "start", "offset", "shape")
-    return Pieces(*(np.concatenate([getattr(first, n), getattr(second, n)]) for n in names))
-
+from shardwise.manifest.table import Int, Pieces
 
 FORMAT = "Megatron-Core torch_dist"
-CONFIG, COMMON = "metadata.json", "common.pt"
-SHARED = "common_state/shard_0_1"
+CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
+COMMON_ITEM = "common_state/shard_0_1"
 """The item that replaces `common.pt` since Megatron-Core 0.19."""
+STACKED = re.compile(r"((?:.*\.)?layers)\.(?!\d+(?:\.|$))(.+)")
+"""Names of tensors that stack all layers."""
+_ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 _LARGEST_CONFIG = 2**20
-_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
-_MASTERS = ("fp32_param", "param")  # of the mixed-precision optimizer, and the distributed one
-_DISTRIBUTED = re.compile(r"(?:chained_\d+\.)?optimizer\.")
-_OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
+_OPTIMIZER_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
+_MASTER_KEYS = ("fp32_param", "param")
+"""Keys of master weights: of the mixed-precision optimizer, and of the distributed one."""
+_SHARDED_OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 
 
 def recognise(tree: Tree) -> bool:
-    """Whether a tree is a DCP checkpoint with Megatron-Core's additional file or item."""
+    """Return whether a tree is a DCP checkpoint with Megatron-Core's additional file or item."""
     if METADATA not in tree.sizes:
         return False
-    if COMMON in tree.sizes or _says_backend(tree):
+    if COMMON_FILE in tree.sizes or _config_names_backend(tree):
         return True
-    return CONFIG not in tree.sizes and SHARED.encode() in tree.read(METADATA)
+    return CONFIG_FILE not in tree.sizes and COMMON_ITEM.encode() in tree.read(METADATA)
 
 
-def _says_backend(tree: Tree) -> bool:
-    return tree.sizes.get(CONFIG, _LARGEST_CONFIG + 1) <= _LARGEST_CONFIG and (
-        b'"sharded_backend"' in tree.read(CONFIG, limit=_LARGEST_CONFIG)
+def _config_names_backend(tree: Tree) -> bool:
+    return tree.sizes.get(CONFIG_FILE, _LARGEST_CONFIG + 1) <= _LARGEST_CONFIG and (
+        b'"sharded_backend"' in tree.read(CONFIG_FILE, limit=_LARGEST_CONFIG)
     )
 
 
@@ -214,34 +74,36 @@ def read(tree: Tree) -> Foreign:
     Raises:
         FormatError: it is malformed, lacks a file, or has another backend.
     """
-    tree.require([CONFIG], "Megatron-Core wrote")
+    tree.require([CONFIG_FILE], "Megatron-Core wrote")
     _check_backend(tree)
     metadata = read_metadata(tree)
-    if SHARED not in metadata.values:
-        tree.require([COMMON], "Megatron-Core wrote")
-    stored = unstacked(unflattened(read_stored(tree, metadata), metadata))
-    files, common = _common(tree, stored)
-    builder = Builder((*stored.files, *files))
-    builder.add_table(stored.table)
-    builder.left_out += stored.left_out
-    parameters = _add_tensors(builder, stored)
-    _add_objects(builder, {key: each for key, each in stored.values.items() if key != SHARED})
+    if COMMON_ITEM not in metadata.values:
+        tree.require([COMMON_FILE], "Megatron-Core wrote")
+    content = unflatten_optimizer(read_content(tree, metadata), metadata, str(tree))
+    content = unstack_layers(content, str(tree))
+    common_files, common = _read_common(tree, content)
+    builder = Builder((*content.files, *common_files))
+    builder.add_table(content.table)
+    builder.left_out += content.left_out
+    parameters = _add_tensors(builder, content)
+    _add_objects(builder, {k: value for k, value in content.values.items() if k != COMMON_ITEM})
     for key, value in common.items():
         builder.add_value(f"common.{key}", value)
-    _add_groups(builder, common, parameters)
+    _add_param_groups(builder, common, parameters)
     step = common.get("iteration")
-    return replace(
-        builder.build(FORMAT),
+    return builder.build(
+        FORMAT,
         step=step if type(step) is int else None,
-        world_size=world_size(stored.files),
+        world_size=count_ranks(content.files),
     )
 
 
 def _check_backend(tree: Tree) -> None:
+    text = tree.read(CONFIG_FILE, limit=_LARGEST_CONFIG)
     try:
-        config = msgspec.json.decode(tree.read(CONFIG, limit=_LARGEST_CONFIG), type=dict[str, Any])
+        config = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"{tree}/{CONFIG} is malformed: {error}") from error
+        raise FormatError(f"{tree}/{CONFIG_FILE}: not a JSON object: {error}") from error
     backend = config.get("sharded_backend")
     if backend != "torch_dist":
         raise FormatError(
@@ -250,42 +112,161 @@ def _check_backend(tree: Tree) -> None:
         )
 
 
-def _common(tree: Tree, stored: Stored) -> tuple[tuple[ForeignFile, ...], dict[Any, Any]]:
+def unflatten_optimizer(content: DcpContent, metadata: Metadata, path: str) -> DcpContent:
+    """Undo the flattening of shards: ranges of flat shards become boxes.
+
+    Args:
+        path: the path of the checkpoint, for messages.
+
+    Raises:
+        FormatError: the ranges do not make up the tensor that was flattened.
+    """
+    recorded = metadata.extra_fields.get("mcore_data") or {}
+    originals = {
+        name: tuple(fields[_ORIGINAL_SHAPE])
+        for name, fields in (recorded.items() if isinstance(recorded, dict) else ())
+        if isinstance(fields, dict) and isinstance(fields.get(_ORIGINAL_SHAPE), (tuple, list))
+    }
+    shapes = {i: originals[name] for i, name in enumerate(content.names) if name in originals}
+    if not shapes:
+        return content
+    tensors = content.table.pieces.tensor
+    is_flat = np.isin(tensors, list(shapes))
+    boxes: list[tuple[int, tuple[int, ...], StoredArray]] = []
+    for row in np.flatnonzero(is_flat).tolist():
+        tensor = int(tensors[row])
+        try:
+            boxes += _unflatten_piece(content, row, tensor, shapes[tensor])
+        except (LayoutError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise FormatError(
+                f"{path}: {content.names[tensor]} was flattened, and its pieces do not make up the "
+                f"shape {list(shapes[tensor])}: {error}"
+            ) from error
+    table = joined(rows_of(content.table, ~is_flat), table_of_boxes(boxes))
+    unflattened = tuple(shapes.get(i, shape) for i, shape in enumerate(content.shapes))
+    return replace(content, shapes=unflattened, table=table)
+
+
+def _unflatten_piece(
+    content: DcpContent, row: int, tensor: int, shape: tuple[int, ...]
+) -> Iterator[tuple[int, tuple[int, ...], StoredArray]]:
+    """Yield the boxes of a piece of `[X/x, Y/y, x*y]`, a tensor `[X, Y]` with shards `[x, y]`."""
+    pieces = content.table.pieces
+    counts = content.shapes[tensor][:-1]
+    if len(counts) != len(shape) or any(n % count for n, count in zip(shape, counts, strict=True)):
+        raise ValueError(f"{list(counts)} shards do not divide the shape {list(shape)}")
+    shard = tuple(n // count for n, count in zip(shape, counts, strict=True))
+    *coordinate, first = pieces.offset[row][: len(shape) + 1].tolist()
+    size = int(pieces.shape[row][len(shape)])
+    if pieces.shape[row][: len(shape)].tolist() != [1] * len(shape):
+        raise ValueError("a piece spans several shards")
+    file, start = int(pieces.file[row]), int(pieces.start[row])
+    dtype = content.dtypes[tensor]
+    for box in boxes_of_range(shard, first, first + size):
+        offset = tuple(
+            index * n + inner for index, n, inner in zip(coordinate, shard, box.offset, strict=True)
+        )
+        yield (
+            tensor,
+            offset,
+            StoredArray(file, start, dtype, box.shape, row_major_strides(box.shape)),
+        )
+        start += box.size * DTYPES[dtype].itemsize
+
+
+def unstack_layers(content: DcpContent, path: str) -> DcpContent:
+    """Split tensors that stack layers into one tensor for each layer.
+
+    Args:
+        path: the path of the checkpoint, for messages.
+
+    Raises:
+        FormatError: a tensor has more layers than pieces.
+    """
+    pieces = content.table.pieces
+    is_single = np.ones(len(content.names), bool)
+    if pieces.offset.shape[1]:
+        is_single[pieces.tensor[pieces.shape[:, 0] != 1]] = False
+    names: list[str] = []
+    dtypes: list[str] = []
+    shapes: list[tuple[int, ...]] = []
+    first = np.zeros(len(content.names), np.int64)
+    is_stacked = np.zeros(len(content.names), bool)
+    rows = zip(content.names, content.dtypes, content.shapes, strict=True)
+    for i, (name, dtype, shape) in enumerate(rows):
+        match = STACKED.fullmatch(name)
+        first[i] = len(names)
+        is_stacked[i] = match is not None and len(shape) > 0 and is_single[i]
+        if match is None or not is_stacked[i]:
+            names.append(name)
+            dtypes.append(dtype)
+            shapes.append(shape)
+            continue
+        if shape[0] > max(1, len(pieces)):
+            raise FormatError(f"{path}: {name}: it has {shape[0]} layers, but fewer pieces")
+        names += [f"{match[1]}.{layer}.{match[2]}" for layer in range(shape[0])]
+        dtypes += [dtype] * shape[0]
+        shapes += [shape[1:]] * shape[0]
+    in_stack = is_stacked[pieces.tensor]
+    layer = pieces.offset[:, 0] if pieces.offset.shape[1] else 0 * pieces.tensor
+    dims = max(map(len, shapes), default=0)
+
+    def drop_layer_dimension(column: Int, fill: int) -> Int:
+        shifted = np.pad(column[:, 1:], ((0, 0), (0, 1)), constant_values=fill)
+        return np.where(in_stack[:, None], shifted, column)[:, :dims]
+
+    table = PieceTable(
+        Pieces(
+            first[pieces.tensor] + np.where(in_stack, layer, 0),
+            pieces.file,
+            pieces.start,
+            drop_layer_dimension(pieces.offset, 0),
+            drop_layer_dimension(pieces.shape, 1),
+        ),
+        drop_layer_dimension(content.table.stride, 0),
+    )
+    return replace(
+        content, names=tuple(names), dtypes=tuple(dtypes), shapes=tuple(shapes), table=table
+    )
+
+
+def _read_common(tree: Tree, content: DcpContent) -> tuple[tuple[ForeignFile, ...], dict[Any, Any]]:
     """Return the state that all ranks share, and the file with it if it is not an item.
 
     If both exist, the file is read, as Megatron-Core does.
     """
-    if COMMON in tree.sizes:
-        files: tuple[ForeignFile, ...] = (tree.file(COMMON),)
-        where = f"{tree}/{COMMON}"
-        with tree.open_range(COMMON, len(stored.files)) as part:
-            common = read_torch_file(part, opaque=tree.opaque).value
+    files: tuple[ForeignFile, ...] = ()
+    if COMMON_FILE in tree.sizes:
+        files, label = (tree.file(COMMON_FILE),), COMMON_FILE
+        common = read_value(tree, COMMON_FILE, len(content.files))
     else:
-        files, where = (), f"{tree}: {SHARED}"
-        listed = stored.values[SHARED]
-        common = listed[0] if isinstance(listed, list) and len(listed) == 1 else None
+        label, value = COMMON_ITEM, content.values[COMMON_ITEM]
+        common = value[0] if isinstance(value, list) and len(value) == 1 else None
     if not isinstance(common, dict):
-        raise FormatError(f"{where}: expected a dict of the state that all ranks share")
+        raise FormatError(
+            f"{tree}: {label}: expected a dict of the state that all ranks share, found "
+            f"{type(common).__name__}"
+        )
     return files, common
 
 
-def _add_tensors(builder: Builder, stored: Stored) -> dict[str, tuple[int, ...]]:
+def _add_tensors(builder: Builder, content: DcpContent) -> dict[str, tuple[int, ...]]:
     """Add all tensors; return the shapes of the parameters that have optimizer state."""
     parameters: dict[str, tuple[int, ...]] = {}
-    states = [_OPTIMIZER.fullmatch(name) for name in stored.names]
-    mastered = {state[2] for state in states if state is not None and state[1] in _MASTERS}
-    columns = zip(stored.names, states, stored.dtypes, stored.shapes, strict=True)
-    for name, state, dtype, shape in columns:
-        if state is None:
-            module = "module" if name in mastered else "model"
-            builder.add_tensor(
-                name if _DISTRIBUTED.match(name) else f"{module}.{name}", dtype, shape
-            )
-            continue
-        key, parameter = state.groups()
-        parameters[parameter] = shape
-        full = f"model.{parameter}" if key in _MASTERS else f"optimizer.{parameter}.{key}"
-        builder.add_tensor(full, dtype, shape)
+    matches = [_OPTIMIZER_STATE.fullmatch(name) for name in content.names]
+    with_master = {match[2] for match in matches if match is not None and match[1] in _MASTER_KEYS}
+    rows = zip(content.names, matches, content.dtypes, content.shapes, strict=True)
+    for name, match, dtype, shape in rows:
+        if match is not None:
+            key, parameter = match.groups()
+            parameters[parameter] = shape
+            is_master = key in _MASTER_KEYS
+            tensor = f"model.{parameter}" if is_master else f"optimizer.{parameter}.{key}"
+        elif _OPTIMIZER.match(name):
+            tensor = name
+        else:
+            tensor = f"module.{name}" if name in with_master else f"model.{name}"
+        builder.add_tensor(tensor, dtype, shape)
     return parameters
 
 
@@ -293,25 +274,25 @@ def _add_objects(builder: Builder, values: Mapping[str, Any]) -> None:
     """Add sharded objects, which Megatron saves as lists with one element."""
     empty = []
     for key, value in values.items():
-        match = _OBJECT.fullmatch(key)
+        match = _SHARDED_OBJECT.fullmatch(key)
         name, shard = (match[1], match[2].split(".")) if match else (key, [])
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
-        layers = STACKED.fullmatch(name)
-        if layers is not None and shard:
-            name = f"{layers[1]}.{shard.pop(0)}.{layers[2]}"
+        stacked = STACKED.fullmatch(name)
+        if stacked is not None and shard:
+            name = f"{stacked[1]}.{shard.pop(0)}.{stacked[2]}"
         # An object with a single shard has no number in its name.
-        several = match is not None and {*match[3].split(".")[-len(shard) :]} != {"1"} and shard
-        name = ".".join([name, *shard]) if several else name
+        if match is not None and shard and {*match[3].split(".")[-len(shard) :]} != {"1"}:
+            name = ".".join([name, *shard])
         if value is None:
             empty.append(name)
         else:
-            extra = name.endswith("_extra_state")
-            builder.add_value(f"model.{name}" if extra else name, value)
+            is_extra_state = name.endswith("_extra_state")
+            builder.add_value(f"model.{name}" if is_extra_state else name, value)
     if empty:
         builder.left_out.append(f"{empty[0]} and {len(empty) - 1} more: they are None")
 
 
-def _add_groups(
+def _add_param_groups(
     builder: Builder, common: Mapping[Any, Any], parameters: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Add param groups and step counts, which all ranks share."""
@@ -320,7 +301,7 @@ def _add_groups(
     optimizer = next((common[key] for key in ("optimizer", "optim") if key in common), None)
     inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
     listed = inner.get(GROUPS) if isinstance(inner, dict) else None
-    groups = _members(listed, parameters) if isinstance(listed, list) else None
+    groups = _assign_to_groups(listed, parameters) if isinstance(listed, list) else None
     if groups is None:
         builder.left_out.append(
             f"optimizer.{GROUPS}: the files do not say which parameters are in which group; set "
@@ -328,10 +309,10 @@ def _add_groups(
         )
         return
     state = inner.get("state") if isinstance(inner, dict) else None
-    counted = state.get("common_step") if isinstance(state, dict) else None
+    common_step = state.get("common_step") if isinstance(state, dict) else None
     for group in groups:
-        step = group.settings.get("step", counted)
-        for name in group.members:
+        step = group.hyperparameters.get("step", common_step)
+        for name in group.names:
             if isinstance(step, StoredArray):
                 builder.add_array(f"optimizer.{name}.step", step)
             elif isinstance(step, (int, float)):
@@ -339,27 +320,27 @@ def _add_groups(
     builder.add_groups(groups, f"optimizer.{GROUPS}")
 
 
-def _members(
+def _assign_to_groups(
     listed: Sequence[Any], parameters: Mapping[str, tuple[int, ...]]
-) -> list[Group] | None:
+) -> list[ParamGroup] | None:
     """Assign parameters to groups by Megatron-Core's default rule; None if it is not sufficient.
 
     Biases and one-dimensional parameters have no weight decay; experts have separate groups.
     """
     by_kind: dict[tuple[bool, bool], dict[str, Any]] = {}
-    for settings in listed:
-        if not isinstance(settings, dict) or settings.get("is_decoupled_lr"):
+    for group in listed:
+        if not isinstance(group, dict) or group.get("is_decoupled_lr"):
             return None
-        kind = settings.get("wd_mult") == 0, bool(settings.get("is_expert_parallel"))
+        kind = group.get("wd_mult") == 0, bool(group.get("is_expert_parallel"))
         if kind in by_kind:
             return None
-        by_kind[kind] = settings
-    experts = any(expert for _, expert in by_kind)
-    members: dict[tuple[bool, bool], list[str]] = {kind: [] for kind in by_kind}
+        by_kind[kind] = group
+    has_experts = any(of_experts for _, of_experts in by_kind)
+    names: dict[tuple[bool, bool], list[str]] = {kind: [] for kind in by_kind}
     for name, shape in parameters.items():
-        small = len(shape) == 1 or name.endswith(".bias")
-        kind = small and len(by_kind) > 1, experts and ".experts." in name
-        if kind not in members:
+        without_decay = len(shape) == 1 or name.endswith(".bias")
+        kind = without_decay and len(by_kind) > 1, has_experts and ".experts." in name
+        if kind not in names:
             return None
-        members[kind].append(name)
-    return [Group(tuple(names), by_kind[kind]) for kind, names in members.items()]
+        names[kind].append(name)
+    return [ParamGroup(tuple(members), by_kind[kind]) for kind, members in names.items()]

@@ -14,11 +14,11 @@ import msgspec
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.torch_files import read_torch_file
-from shardwise.formats.foreign import Foreign, StoredArray
+from shardwise.formats.foreign import Foreign, StoredArray, row_major_strides
 from shardwise.formats.nested import Leaves, foreign_of
 from shardwise.formats.optimizers import STATE, Path
 from shardwise.formats.piece_tables import table_of_boxes
-from shardwise.formats.readers.dcp.reader import fold, with_lists
+from shardwise.formats.readers.dcp.reader import fold_values, restore_lists
 from shardwise.formats.tree import Tree
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Count, Dims
@@ -26,6 +26,7 @@ from shardwise.manifest.manifest import Count, Dims
 FORMAT = "torchsnapshot"
 MANIFEST = ".snapshot_metadata"
 MOST_PARTS = 64
+"""The limit of keys in the path of a tensor or value."""
 _CONTAINERS: dict[str, type] = {"list": list, "dict": dict, "OrderedDict": dict}
 
 
@@ -64,189 +65,202 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 
 def recognise(tree: Tree) -> bool:
-    """Whether a tree has the file that torchsnapshot writes last."""
+    """Return whether a tree has the file that torchsnapshot writes last."""
     return MANIFEST in tree.sizes
 
 
 def read(tree: Tree) -> Foreign:
-    """Read a snapshot. Values that differ between ranks are those of the first rank.
+    """Read a snapshot. If values differ between ranks, the first rank's are taken.
 
     Raises:
         FormatError: it is malformed, or from a version that wrote YAML.
     """
-    where = f"{tree}/{MANIFEST}"
+    path = f"{tree}/{MANIFEST}"
     try:
         manifest = msgspec.json.decode(tree.read(MANIFEST), type=_Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(
-            f"{where} is not a manifest of torchsnapshot 0.1 (older versions wrote YAML, which is "
+            f"{path} is not a manifest of torchsnapshot 0.1 (older versions wrote YAML, which is "
             f"not supported): {error}"
         ) from error
-    snapshot = _Snapshot(tree, where)
+    snapshot = _Snapshot(tree)
     for key, entry in manifest.manifest.items():
         rank, _, rest = key.partition("/")
         parts = rest.split("/")
         if not rank.isdigit() or not rest or len(parts) > MOST_PARTS:
-            raise FormatError(f"{where}: {key[:200]!r} is not a path below a rank")
-        snapshot.add(int(rank), tuple(map(unquote, parts)), entry)
-    return replace(snapshot.foreign(), world_size=max(1, manifest.world_size))
+            raise FormatError(f"{path}: {key[:200]!r} is not a path below a rank")
+        try:
+            snapshot.add_entry(int(rank), tuple(map(unquote, parts)), entry)
+        except FormatError as error:
+            raise FormatError(f"{path}: {key[:200]}: {error}") from error
+    return replace(snapshot.build(), world_size=max(1, manifest.world_size))
 
 
 class _Snapshot:
-    """The tensors and values of a snapshot, collected from the entries of its manifest."""
+    """Collects the tensors and values of a snapshot from the entries of its manifest."""
 
-    def __init__(self, tree: Tree, where: str) -> None:
+    def __init__(self, tree: Tree) -> None:
         self._tree = tree
-        self._where = where
-        self._files: dict[str, int] = {}
-        self._kinds: dict[Path, type] = {}
+        self._file_indices: dict[str, int] = {}
+        self._containers: dict[Path, type] = {}
         self._tensors: dict[Path, tuple[str, tuple[int, ...]]] = {}
         self._boxes: dict[tuple[Path, tuple[int, ...]], StoredArray] = {}
         self._values: dict[Path, Any] = {}
-        self._rank: dict[Path, int] = {}
-        self._again: list[tuple[Path, tuple[int, ...], StoredArray]] = []
+        self._first_ranks: dict[Path, int] = {}
+        self._replicas: list[tuple[Path, tuple[int, ...], StoredArray]] = []
         self._left_out: list[str] = []
 
-    def add(self, rank: int, path: tuple[str, ...], entry: _Entry) -> None:
-        """Add an entry of a rank."""
-        name = ".".join(path)
+    def add_entry(self, rank: int, path: tuple[str, ...], entry: _Entry) -> None:
+        """Add an entry of a rank.
+
+        Raises:
+            FormatError: the entry is malformed, or contradicts an earlier one.
+        """
         if entry.type in _CONTAINERS:
-            self._kinds[path] = _CONTAINERS[entry.type]
+            self._containers[path] = _CONTAINERS[entry.type]
         elif entry.type in ("ShardedTensor", "ChunkedTensor"):
-            self._add_shards(name, path, entry)
-        elif self._rank.setdefault(path, rank) != rank:
-            self._add_again(rank, name, path, entry)
+            self._add_shards(path, entry)
+        elif self._first_ranks.setdefault(path, rank) != rank:
+            self._add_replica(rank, path, entry)
         elif entry.type == "Tensor":
-            tensor = _whole(entry, name)
-            self._tensors[path] = _dtype(tensor, name), tensor.shape
-            self._boxes[path, (0,) * len(tensor.shape)] = self._array(tensor, name)
+            tensor = _tensor_of(entry)
+            self._tensors[path] = _parse_dtype(tensor), tensor.shape
+            self._boxes[path, (0,) * len(tensor.shape)] = self._read_array(tensor)
         else:
-            self._values[path] = self._value(entry, name)
+            self._values[path] = self._read_value(entry)
 
-    def foreign(self) -> Foreign:
-        """Return the checkpoint."""
-        number = {path: i for i, path in enumerate(self._tensors)}
-        boxes = [(number[path], offset, array) for (path, offset), array in self._boxes.items()]
-        again = [(number[path], offset, array) for path, offset, array in self._again]
-        files = tuple(map(self._tree.file, self._files))
+    def build(self) -> Foreign:
+        """Return the manifest of everything that was added."""
+        indices = {path: i for i, path in enumerate(self._tensors)}
+        boxes = [(indices[path], offset, array) for (path, offset), array in self._boxes.items()]
+        replicas = [(indices[path], offset, array) for path, offset, array in self._replicas]
+        files = tuple(map(self._tree.file, self._file_indices))
         tensors = [(path, dtype, shape) for path, (dtype, shape) in self._tensors.items()]
-        values = fold(self._assembled(), list(self._tensors))
+        values = fold_values(self._join_lists(), list(self._tensors))
         leaves = Leaves(files, tensors, table_of_boxes(boxes), values, self._left_out)
-        return replace(foreign_of(leaves, FORMAT), replicas=table_of_boxes(again))
+        return replace(foreign_of(leaves, FORMAT), replicas=table_of_boxes(replicas))
 
-    def _add_shards(self, name: str, path: Path, entry: _Entry) -> None:
+    def _add_shards(self, path: Path, entry: _Entry) -> None:
         shards = (*entry.shards, *entry.chunks)
-        ends = [tuple(map(sum, zip(s.offsets, s.sizes, strict=False))) for s in shards]
         if not shards or any(len(s.offsets) != len(s.sizes) for s in shards):
-            raise FormatError(f"{self._where}: {name} has no shards, or malformed ones")
-        known = self._tensors.get(path, (_dtype(shards[0].tensor, name), ends[0]))
-        if any(len(end) != len(known[1]) for end in ends):
             raise FormatError(
-                f"{self._where}: {name} has shards with different numbers of dimensions"
+                "the tensor has no shards, or a shard whose offsets and sizes differ in length"
             )
-        shape = entry.shape or tuple(map(max, zip(known[1], *ends, strict=True)))
-        self._tensors[path] = known[0], shape
+        ends = [tuple(map(sum, zip(s.offsets, s.sizes, strict=True))) for s in shards]
+        dtype, known_shape = self._tensors.get(path, (_parse_dtype(shards[0].tensor), ends[0]))
+        if any(len(end) != len(known_shape) for end in ends):
+            raise FormatError("the tensor has shards with different numbers of dimensions")
+        shape = entry.shape or tuple(map(max, zip(known_shape, *ends, strict=True)))
+        self._tensors[path] = dtype, shape
         for shard in shards:
-            array = self._array(shard.tensor, name)
-            if array.shape != shard.sizes or array.dtype != known[0]:
-                raise FormatError(f"{self._where}: a shard of {name} contradicts the manifest")
+            array = self._read_array(shard.tensor)
+            if array.shape != shard.sizes or array.dtype != dtype:
+                raise FormatError(
+                    f"the shard at {list(shard.offsets)} is {array.dtype} of shape "
+                    f"{list(array.shape)}, but the manifest says {dtype} of shape "
+                    f"{list(shard.sizes)}"
+                )
             first = self._boxes.setdefault((path, shard.offsets), array)
             if first.shape != array.shape:
-                raise FormatError(f"{self._where}: shards of {name} overlap")
+                raise FormatError(f"two shards at {list(shard.offsets)} have different shapes")
             if first != array:
-                self._again.append((path, shard.offsets, array))
+                self._replicas.append((path, shard.offsets, array))
 
-    def _add_again(self, rank: int, name: str, path: Path, entry: _Entry) -> None:
+    def _add_replica(self, rank: int, path: Path, entry: _Entry) -> None:
         """Add the entry of a further rank: a replica, an equal value, or left out."""
+        name = ".".join(map(str, path))
         if entry.type != "Tensor":
-            if path in self._tensors or self._value(entry, name) != self._values[path]:
+            if path in self._tensors or self._read_value(entry) != self._values[path]:
                 self._left_out.append(f"{name}: the value of rank {rank} differs and is left out")
             return
-        tensor = _whole(entry, name)
-        if self._tensors.get(path) == (_dtype(tensor, name), tensor.shape):
-            self._again.append((path, (0,) * len(tensor.shape), self._array(tensor, name)))
+        tensor = _tensor_of(entry)
+        if self._tensors.get(path) == (_parse_dtype(tensor), tensor.shape):
+            self._replicas.append((path, (0,) * len(tensor.shape), self._read_array(tensor)))
         else:
             self._left_out.append(f"{name}: the tensor of rank {rank} differs and is left out")
 
-    def _array(self, tensor: _Tensor, name: str) -> StoredArray:
-        dtype = _dtype(tensor, name)
+    def _read_array(self, tensor: _Tensor) -> StoredArray:
+        dtype = _parse_dtype(tensor)
         if tensor.serializer == "torch_save":
-            found = self._saved(tensor.location, tensor.byte_range, name)
-            if not isinstance(found, StoredArray) or found.shape != tensor.shape:
+            saved = self._read_saved(tensor.location, tensor.byte_range)
+            if not isinstance(saved, StoredArray) or saved.shape != tensor.shape:
                 raise FormatError(
-                    f"{self._where}: {name} is not a tensor of the shape in the manifest"
+                    f"{tensor.location} has no tensor of the shape in the manifest, "
+                    f"{list(tensor.shape)}"
                 )
-            return found
+            return saved
         if tensor.serializer != "buffer_protocol":
             raise FormatError(
-                f"{self._where}: {name} was written with {tensor.serializer[:40]!r}, which is not "
-                "supported: restore it with torchsnapshot"
+                f"the tensor was written with {tensor.serializer[:40]!r}, which is not supported: "
+                "restore it with torchsnapshot"
             )
         start = tensor.byte_range[0] if tensor.byte_range else 0
         size = math.prod(tensor.shape) * DTYPES[dtype].itemsize
         if tensor.byte_range and tensor.byte_range[1] - start != size:
-            raise FormatError(f"{self._where}: {name} has the wrong number of bytes for its shape")
-        stride = tuple(math.prod(tensor.shape[i + 1 :]) for i in range(len(tensor.shape)))
-        return StoredArray(self._file(tensor.location), start, dtype, tensor.shape, stride)
+            raise FormatError(
+                f"byte_range has {tensor.byte_range[1] - start} bytes, but the shape "
+                f"{list(tensor.shape)} needs {size}"
+            )
+        file = self._index_of(tensor.location)
+        return StoredArray(file, start, dtype, tensor.shape, row_major_strides(tensor.shape))
 
-    def _value(self, entry: _Entry, name: str) -> Any:
+    def _read_value(self, entry: _Entry) -> Any:
         if entry.type == "object" and entry.location and entry.serializer == "torch_save":
-            return self._saved(entry.location, None, name)
+            return self._read_saved(entry.location, None)
         if entry.type not in _PRIMITIVES or entry.serialized_value is None:
             raise FormatError(
-                f"{self._where}: {name} is a {entry.type[:40]!r}, which is not supported"
+                f"entries of type {entry.type[:40]!r} are not supported: restore the value with "
+                "torchsnapshot"
             )
         try:
             return _PRIMITIVES[entry.type](entry.serialized_value)
         except (KeyError, ValueError, struct.error) as error:
-            raise FormatError(
-                f"{self._where}: {name} is not a valid {entry.type}: {error!r}"
-            ) from error
+            raise FormatError(f"not a valid {entry.type}: {error!r}") from error
 
-    def _saved(self, location: str, within: tuple[int, int] | None, name: str) -> Any:
-        number = self._file(location)
-        with self._tree.open_range(location, number) as part:
-            if within is not None:
-                part = part.within(within[0], within[1] - within[0], name)
-            return read_torch_file(part, opaque=self._tree.opaque).value
+    def _read_saved(self, location: str, byte_range: tuple[int, int] | None) -> Any:
+        """Return the value in a file of torch.save, which may be a range of a larger file."""
+        index = self._index_of(location)
+        with self._tree.open_range(location, index) as file:
+            if byte_range is not None:
+                start, stop = byte_range
+                file = file.within(start, stop - start, "byte_range")
+            return read_torch_file(file, opaque=self._tree.opaque).value
 
-    def _file(self, location: str) -> int:
+    def _index_of(self, location: str) -> int:
         self._tree.file(location)
-        return self._files.setdefault(location, len(self._files))
+        return self._file_indices.setdefault(location, len(self._file_indices))
 
-    def _assembled(self) -> dict[Path, Any]:
+    def _join_lists(self) -> dict[Path, Any]:
         """Return the values, with lists without tensors joined again, and empty containers."""
-        above = {path[:n] for path in self._tensors for n in range(1, len(path))}
-        made: dict[Path, Any] = {}
+        above_tensors = {path[:n] for path in self._tensors for n in range(1, len(path))}
+        joined: dict[Path, Any] = {}
         for path, value in self._values.items():
-            lists = (n for n in range(1, len(path)) if self._kinds.get(path[:n]) is list)
-            cut = next((n for n in lists if path[:n] not in above), len(path))
-            here: dict[Any, Any] = made
+            lists = (n for n in range(1, len(path)) if self._containers.get(path[:n]) is list)
+            cut = next((n for n in lists if path[:n] not in above_tensors), len(path))
+            parent: dict[Any, Any] = joined
             key: Any = path[:cut]
             for n in range(cut, len(path)):
-                here = here.setdefault(key, {})
-                in_list = self._kinds.get(path[:n]) is list and str(path[n]).isdigit()
+                parent = parent.setdefault(key, {})
+                in_list = self._containers.get(path[:n]) is list and str(path[n]).isdigit()
                 key = int(path[n]) if in_list else path[n]
-            here[key] = value
+            parent[key] = value
         parents = {path[:n] for path in (*self._values, *self._tensors) for n in range(len(path))}
-        for path, kind in self._kinds.items():
+        for path, container in self._containers.items():
             if path not in parents and path[-1] != STATE:
-                made[path] = kind()
-        return {path: with_lists(value) for path, value in made.items()}
+                joined[path] = container()
+        return {path: restore_lists(value) for path, value in joined.items()}
 
 
-def _whole(entry: _Entry, name: str) -> _Tensor:
+def _tensor_of(entry: _Entry) -> _Tensor:
     if entry.location is None or not entry.serializer or not entry.dtype or entry.shape is None:
-        raise FormatError(
-            f"{name}: the entry of the tensor has no location, serializer, dtype or shape"
-        )
+        raise FormatError("the entry of the tensor has no location, serializer, dtype or shape")
     return _Tensor(entry.location, entry.serializer, entry.dtype, entry.shape, entry.byte_range)
 
 
-def _dtype(tensor: _Tensor, name: str) -> str:
+def _parse_dtype(tensor: _Tensor) -> str:
     dtype = tensor.dtype.removeprefix("torch.")
     if dtype not in DTYPES:
-        raise FormatError(f"{name}: dtype {tensor.dtype[:40]!r} is not supported")
+        raise FormatError(f"dtype {tensor.dtype[:40]!r} is not supported")
     return dtype
 
 
@@ -257,3 +271,4 @@ _PRIMITIVES: Mapping[str, Callable[[str], Any]] = {
     "bytes": lambda text: base64.b64decode(text, validate=True),
     "float": lambda text: struct.unpack("<d", base64.b64decode(text, validate=True))[0],
 }
+"""Decodes the serialized values of each type."""

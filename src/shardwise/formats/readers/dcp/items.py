@@ -1,8 +1,8 @@
-"""Items of DCP: where the array of each is, and the values of pickled ones.
+"""Reads the items of DCP's data files: where the array of a tensor starts, and pickled values.
 
 An item is a small file of torch.save within a larger file: a zip archive with the pickle first and
-the array after it. Only its head is parsed, not its zip directory. The heads of tensors of the same
-shape are identical, so each kind of head is parsed once.
+the array after it. Only the head of an item is parsed, not its zip directory. The heads of tensors
+of the same shape are identical, so equal heads are parsed once.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from shardwise.store import ReadableFile
 
 T = TypeVar("T")
 
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _DESCRIPTOR = b"PK\x07\x08"
+_DESCRIPTOR_BYTES = 16
 _HEAD = 1024
+"""Bytes of an item that are read first."""
 _LARGEST_HEAD = 2**20
 _GAP = 2**15
 """Items that are closer to each other than this are read in one request."""
@@ -41,16 +43,22 @@ _THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Arrays:
-    """Where arrays are: each is one of `kinds`, with its own file and `start`."""
+class ItemArrays:
+    """The arrays of n items.
 
-    kinds: Sequence[StoredArray]
-    kind: Int
+    Attributes:
+        templates: distinct dtypes, shapes and strides; their files and starts have no meaning.
+        template: `(n,)`, the index of each array's template.
+        start: `(n,)`, the offset of each array in its file, in bytes.
+    """
+
+    templates: Sequence[StoredArray]
+    template: Int
     start: Int
 
 
-def find_arrays(tree: Tree, names: Sequence[str], items: Sequence[Item]) -> Arrays:
-    """Find where the arrays of items begin, from the heads of the items.
+def find_arrays(tree: Tree, names: Sequence[str], items: Sequence[Item]) -> ItemArrays:
+    """Find the starts of the arrays of items, from the heads of the items.
 
     Args:
         names: names of the items, for messages.
@@ -59,7 +67,7 @@ def find_arrays(tree: Tree, names: Sequence[str], items: Sequence[Item]) -> Arra
         FormatError: an item is outside of its file, or is not a tensor saved by torch.save.
     """
     heads = _Heads()
-    kind, start = np.zeros(len(items), np.int64), np.zeros(len(items), np.int64)
+    template, start = np.zeros(len(items), np.int64), np.zeros(len(items), np.int64)
 
     def find(index: int, head: bytes, file: ReadableFile) -> None:
         item, wanted = items[index], len(head)
@@ -70,11 +78,11 @@ def find_arrays(tree: Tree, names: Sequence[str], items: Sequence[Item]) -> Arra
             found = heads.find(whole.read(0, wanted), names[index])
         if found is None:
             raise FormatError(f"{names[index]}: its item is not a tensor saved by torch.save")
-        kind[index], at = found
-        start[index] = item.offset + at
+        template[index], array_start = found
+        start[index] = item.offset + array_start
 
-    _for_each(tree, names, items, _HEAD, find)
-    return Arrays(heads.kinds, kind, start)
+    _read_items(tree, names, items, _HEAD, find)
+    return ItemArrays(heads.templates, template, start)
 
 
 def read_values(
@@ -108,7 +116,7 @@ def read_values(
         if b"/data/" not in data and len(data) == item.length:
             seen[data] = values[index]
 
-    _for_each(tree, names, items, _WINDOW, read)
+    _read_items(tree, names, items, _WINDOW, read)
     return values
 
 
@@ -116,31 +124,31 @@ class _Heads:
     """The heads that were parsed so far. Many items share a head."""
 
     def __init__(self) -> None:
-        self.kinds: list[StoredArray] = []
-        self._known: dict[bytes, tuple[int, int]] = {}
+        self.templates: list[StoredArray] = []
+        self._parsed: dict[bytes, tuple[int, int]] = {}
         self._lengths: tuple[int, ...] = ()
 
     def find(self, head: bytes, name: str) -> tuple[int, int] | None:
-        """Return the array's kind and start; None if the head is incomplete."""
+        """Return the array's template and start; None if the head is incomplete."""
         for length in self._lengths:
-            found = self._known.get(head[:length])
+            found = self._parsed.get(head[:length])
             if found is not None:
                 return found
-        parsed = _parse(head, name)
+        parsed = _parse_head(head, name)
         if parsed is None:
             return None
-        array, data_at = parsed
-        self.kinds.append(array)
-        found = len(self.kinds) - 1, data_at + array.start
-        self._known[head[:data_at]] = found
-        self._lengths = tuple({*self._lengths, data_at})
+        array, storage_start = parsed
+        self.templates.append(array)
+        found = len(self.templates) - 1, storage_start + array.start
+        self._parsed[head[:storage_start]] = found
+        self._lengths = tuple({*self._lengths, storage_start})
         return found
 
 
-def _parse(head: bytes, name: str) -> tuple[StoredArray, int] | None:
+def _parse_head(head: bytes, name: str) -> tuple[StoredArray, int] | None:
     """Return the array, with its start in the storage, and the start of the storage."""
     pickle = None
-    for record, start, data in _records(head, name):
+    for record, start, data in _read_records(head, name):
         if record.endswith("/data.pkl"):
             pickle = data
         elif record.endswith("/byteorder") and data not in (b"little", None):
@@ -148,87 +156,100 @@ def _parse(head: bytes, name: str) -> tuple[StoredArray, int] | None:
                 f"{name}: it was written on a big-endian machine, which is not supported"
             )
         elif record.endswith("/data/0") and pickle is not None:
-            stored = unpickle(pickle, name, stubs=TORCH, persistent=first_storage).value
+            stored = unpickle(pickle, name, stubs=TORCH, persistent=load_only_storage).value
             if not isinstance(stored, StoredArray):
                 raise FormatError(f"{name}: expected a plain tensor, found {type(stored).__name__}")
             return stored, start
     return None
 
 
-def first_storage(found: object) -> object:
+def load_only_storage(persistent_id: object) -> object:
     """Return the only storage of a pickle, as if it began at offset 0.
 
     Raises:
-        ValueError: it is not the id of a storage, or not of the first one.
+        ValueError: the persistent id is not that of a storage, or not of the first one.
     """
-    kind, key, numel = storage_fields(found)
+    kind, key, numel = storage_fields(persistent_id)
     if key != "0":
-        raise ValueError("it has several storages")
+        raise ValueError("the pickle of a tensor has several storages")
     return Storage(0, 0, numel * kind.itemsize, kind.dtype)
 
 
-def _records(head: bytes, name: str) -> Iterator[tuple[str, int, bytes | None]]:
+def _read_records(head: bytes, name: str) -> Iterator[tuple[str, int, bytes | None]]:
     """Yield records of an archive: name, start of the bytes, and the bytes if they are complete."""
-    at = 0
-    while at + _LOCAL.size <= len(head):
-        fields = _LOCAL.unpack_from(head, at)
+    position = 0
+    while position + _LOCAL_HEADER.size <= len(head):
+        fields = _LOCAL_HEADER.unpack_from(head, position)
         signature, flags, method, size, name_size, extra = (fields[i] for i in (0, 2, 3, 8, 9, 10))
         if signature != b"PK\x03\x04" or method or flags & 1:
             raise FormatError(f"{name}: its item is not a file of torch.save")
-        record = head[at + _LOCAL.size : at + _LOCAL.size + name_size].decode("utf-8", "replace")
-        start = at + _LOCAL.size + name_size + extra
-        stop = _described_end(head, start) if flags & 8 else start + size
+        record = head[
+            position + _LOCAL_HEADER.size : position + _LOCAL_HEADER.size + name_size
+        ].decode("utf-8", "replace")
+        start = position + _LOCAL_HEADER.size + name_size + extra
+        stop = _find_described_end(head, start) if flags & 8 else start + size
         if stop is None or stop > len(head):
             yield record, start, None
             return
         yield record, start, head[start:stop]
-        at = stop + (16 if flags & 8 else 0)
+        position = stop + (_DESCRIPTOR_BYTES if flags & 8 else 0)
 
 
-def _described_end(head: bytes, start: int) -> int | None:
+def _find_described_end(head: bytes, start: int) -> int | None:
     """Return the end of a record whose size is in the data descriptor after it."""
-    at = head.find(_DESCRIPTOR, start)
-    while at >= 0 and at + 16 <= len(head):
-        if int.from_bytes(head[at + 8 : at + 12], "little") == at - start:
-            return at
-        at = head.find(_DESCRIPTOR, at + 1)
+    position = head.find(_DESCRIPTOR, start)
+    while position >= 0 and position + _DESCRIPTOR_BYTES <= len(head):
+        if int.from_bytes(head[position + 8 : position + 12], "little") == position - start:
+            return position
+        position = head.find(_DESCRIPTOR, position + 1)
     return None
 
 
-def _for_each(
+def _read_items(
     tree: Tree,
     names: Sequence[str],
     items: Sequence[Item],
     most: int,
     take: Callable[[int, bytes, ReadableFile], None],
 ) -> None:
-    """Read up to `most` bytes of each item and pass them to `take`; files are read in parallel."""
+    """Read up to `most` bytes of each item and pass them to `take`; files are read in parallel.
+
+    Args:
+        take: receives the index of an item, its first bytes, and the open file.
+    """
     order = sorted(range(len(items)), key=lambda i: (items[i].file, items[i].offset))
 
-    def in_file(group: tuple[str, list[int]]) -> None:
+    def read_file(group: tuple[str, list[int]]) -> None:
         file = tree.open(group[0])
         try:
-            for indices in _windows(items, group[1], most):
+            for indices in _group_into_windows(items, group[1], most):
                 first = items[indices[0]].offset
                 last = max(items[i].offset + min(items[i].length, most) for i in indices)
                 data = FileRange.whole(file, 0, f"{tree}/{group[0]}").read(first, last - first)
                 for index in indices:
-                    item, at = items[index], items[index].offset - first
+                    item, position = items[index], items[index].offset - first
                     if item.length > file.size - item.offset:
                         raise FormatError(
-                            f"{names[index]} reaches beyond the end of {tree}/{item.file}"
+                            f"{tree}/{item.file}: {names[index]} should be at bytes "
+                            f"[{item.offset}, {item.offset + item.length}), but the file has only "
+                            f"{file.size}: it was truncated; copy it again"
                         )
-                    take(index, data[at : at + min(item.length, most)], file)
+                    try:
+                        take(index, data[position : position + min(item.length, most)], file)
+                    except FormatError as error:
+                        raise FormatError(f"{tree}/{item.file}: {error}") from error
         finally:
             file.close()
 
     groups = [(name, list(group)) for name, group in groupby(order, key=lambda i: items[i].file)]
     with ThreadPoolExecutor(min(_THREADS, max(1, len(groups)))) as pool:
-        for _ in pool.map(in_file, groups):
+        for _ in pool.map(read_file, groups):
             pass
 
 
-def _windows(items: Sequence[Item], order: Sequence[int], most: int) -> Iterator[list[int]]:
+def _group_into_windows(
+    items: Sequence[Item], order: Sequence[int], most: int
+) -> Iterator[list[int]]:
     """Group items of a file, in order, that are read in one request."""
     window: list[int] = []
     first = end = 0

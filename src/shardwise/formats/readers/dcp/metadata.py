@@ -24,7 +24,7 @@ Ints: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor."""
+    """A box of a tensor, as it was saved."""
 
     offset: Ints
     shape: Ints
@@ -41,7 +41,12 @@ class ChunkedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Where the file of torch.save is that has a chunk or a value."""
+    """A range of bytes of a data file that contains a chunk or a value as a file of torch.save.
+
+    Attributes:
+        file: the name of the data file.
+        offset, length: in bytes.
+    """
 
     file: str
     offset: int
@@ -55,37 +60,40 @@ class Metadata:
     Attributes:
         tensors: tensors by name.
         values: names of the values that are not tensors.
-        items: items by name and, for chunks of tensors, offset.
-        paths: the path of a name in the saved state, if known.
-        more: further fields, which formats built on DCP add.
+        items: items by name and by the offset of the chunk, which is None for values.
+        paths: the path in the saved state by name, if known.
+        extra_fields: further fields, which formats built on DCP add.
     """
 
     tensors: Mapping[str, ChunkedTensor]
     values: tuple[str, ...]
     items: Mapping[tuple[str, Ints | None], Item]
     paths: Mapping[str, Path]
-    more: Mapping[str, Any]
+    extra_fields: Mapping[str, Any]
 
 
 def read_metadata(tree: Tree, name: str = METADATA) -> Metadata:
     """Read `.metadata`, which is not trusted.
 
+    Args:
+        name: the name of the file below the tree.
+
     Raises:
         FormatError: it is malformed, contains objects that are not read from pickles, or items are
             compressed.
     """
-    where = f"{tree}/{name}"
-    root = unpickle(tree.read(name), where, stubs=_STUBS, unfolded=False).value
+    path = f"{tree}/{name}"
+    root = unpickle(tree.read(name), path, stubs=_STUBS, unfolded=False).value
     try:
-        return _metadata(_fields(root, "Metadata"))
+        return _parse_metadata(_fields_of(root, "Metadata"))
     except FormatError as error:
-        raise FormatError(f"{where}: {error}") from error
+        raise FormatError(f"{path}: {error}") from error
     except (AttributeError, KeyError, LookupError, TypeError, ValueError) as error:
-        raise FormatError(f"{where}: not the metadata of a DCP checkpoint: {error!r}") from error
+        raise FormatError(f"{path}: not the metadata of a DCP checkpoint: {error!r}") from error
 
 
 class _Properties(Record):
-    """Properties of a tensor, which are pickled as a tuple that starts with the dtype."""
+    """The properties of a tensor, which are pickled as a tuple that starts with the dtype."""
 
     __slots__ = ()
 
@@ -95,15 +103,15 @@ class _Properties(Record):
         self.fields["dtype"] = state[0]
 
 
-_OWN = "torch.distributed.checkpoint"
-_OLD = "torch.distributed._shard.sharded_tensor.metadata"
+_TORCH_DCP = "torch.distributed.checkpoint"
+_OLD_TORCH = "torch.distributed._shard.sharded_tensor.metadata"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _BYTECHECKPOINT = "bytecheckpoint.checkpointer.meta_type"
 _STUBS: Stubs = {
     **TORCH,
     **records(
         *(
-            f"{_OWN}.metadata.{name}"
+            f"{_TORCH_DCP}.metadata.{name}"
             for name in (
                 "BytesStorageMetadata",
                 "ChunkStorageMetadata",
@@ -115,7 +123,7 @@ _STUBS: Stubs = {
             )
         ),
         *(
-            f"{_OWN}.planner.{name}"
+            f"{_TORCH_DCP}.planner.{name}"
             for name in (
                 "BytesIOWriteData",
                 "SavePlan",
@@ -124,51 +132,55 @@ _STUBS: Stubs = {
                 "WriteItemType",
             )
         ),
-        f"{_OWN}.filesystem._StorageInfo",
-        f"{_OWN}.filesystem._StoragePrefix",
-        f"{_OLD}.MEM_FORMAT_ENCODING",
+        f"{_TORCH_DCP}.filesystem._StorageInfo",
+        f"{_TORCH_DCP}.filesystem._StoragePrefix",
+        f"{_OLD_TORCH}.MEM_FORMAT_ENCODING",
         f"{_MEGATRON}.MCoreMetadata",
         f"{_MEGATRON}.MCoreSavePlan",
         f"{_BYTECHECKPOINT}.Metadata",
         f"{_BYTECHECKPOINT}._StorageInfo",
     ),
-    f"{_OWN}.metadata.TensorProperties": lambda *args: _Properties("TensorProperties", args),
-    f"{_OLD}.TensorProperties": lambda *args: _Properties("TensorProperties", args),
+    f"{_TORCH_DCP}.metadata.TensorProperties": lambda *args: _Properties("TensorProperties", args),
+    f"{_OLD_TORCH}.TensorProperties": lambda *args: _Properties("TensorProperties", args),
 }
-_READ = {"state_dict_metadata", "planner_data", "storage_data"}
+_PARSED_FIELDS = {"state_dict_metadata", "planner_data", "storage_data"}
 
 
-def _metadata(root: Mapping[str, Any]) -> Metadata:
+def _parse_metadata(root: Mapping[str, Any]) -> Metadata:
     tensors: dict[str, ChunkedTensor] = {}
     values: list[str] = []
     chunks = 0
     for name, entry in root["state_dict_metadata"].items():
-        _check(isinstance(name, str) and name != "", "a name is not text")
-        if _is(entry, "BytesStorageMetadata"):
+        _check(isinstance(name, str) and name != "", "the name of a tensor or value is not text")
+        if _is_kind(entry, "BytesStorageMetadata"):
             values.append(name)
         else:
-            fields = _fields(entry, "TensorStorageMetadata")
+            fields = _fields_of(entry, "TensorStorageMetadata")
             # Many tensors may refer to one list.
             chunks += len(fields["chunks"])
             _check(chunks <= MOST_PIECES, f"it has more than the supported {MOST_PIECES} chunks")
-            tensors[name] = _tensor(name, fields)
-    listed = list(_items(root["storage_data"] or {}))
-    check_keys(key for key, _ in listed)
-    items = dict(listed)
-    known = root.get("planner_data") or {}
-    _check(isinstance(known, dict), "planner_data is not a dict")
-    paths = {name: _path(name, known[name]) for name in (*tensors, *values) if name in known}
-    more = {key: value for key, value in root.items() if key not in _READ}
-    return Metadata(tensors, tuple(values), items, paths, more)
+            tensors[name] = _parse_tensor(name, fields)
+    pairs = list(_parse_items(root["storage_data"] or {}))
+    check_keys(key for key, _ in pairs)
+    items = dict(pairs)
+    planned = root.get("planner_data") or {}
+    _check(isinstance(planned, dict), "planner_data is not a dict")
+    paths = {
+        name: _parse_path(name, planned[name]) for name in (*tensors, *values) if name in planned
+    }
+    extra = {key: value for key, value in root.items() if key not in _PARSED_FIELDS}
+    return Metadata(tensors, tuple(values), items, paths, extra)
 
 
-def _tensor(name: str, fields: Mapping[str, Any]) -> ChunkedTensor:
-    shape = _ints(fields["size"], f"the shape of {name}")
-    dtype = str(_fields(fields["properties"], "TensorProperties")["dtype"]).removeprefix("torch.")
+def _parse_tensor(name: str, fields: Mapping[str, Any]) -> ChunkedTensor:
+    shape = _require_ints(fields["size"], f"the shape of {name}")
+    dtype = str(_fields_of(fields["properties"], "TensorProperties")["dtype"]).removeprefix(
+        "torch."
+    )
     chunks = []
     for record in fields["chunks"]:
-        chunk = _fields(record, "ChunkStorageMetadata")
-        offset, sizes = _ints(chunk["offsets"], name), _ints(chunk["sizes"], name)
+        chunk = _fields_of(record, "ChunkStorageMetadata")
+        offset, sizes = _require_ints(chunk["offsets"], name), _require_ints(chunk["sizes"], name)
         _check(
             len(offset) == len(sizes) == len(shape),
             f"{name}: a chunk has another number of dimensions",
@@ -179,35 +191,36 @@ def _tensor(name: str, fields: Mapping[str, Any]) -> ChunkedTensor:
     return ChunkedTensor(dtype, shape, tuple(chunks))
 
 
-def index_of(record: object) -> tuple[str, Ints | None]:
-    """Return the name and offset in a `MetadataIndex`, the key of an item.
+def parse_index(record: object) -> tuple[str, Ints | None]:
+    """Return the key of an item: the name and offset in a `MetadataIndex`.
 
     Raises:
         FormatError: it is malformed.
     """
-    index = _fields(record, "MetadataIndex")
+    index = _fields_of(record, "MetadataIndex")
     name, offset = index.get("fqn"), index.get("offset")
     if not isinstance(name, str):
-        raise FormatError("an item has no name")
-    return name, None if offset is None else _ints(offset, f"the offset of {name}")
+        raise FormatError("the index of an item has no name")
+    return name, None if offset is None else _require_ints(offset, f"the offset of {name}")
 
 
-def _items(storage: Any) -> Iterator[tuple[tuple[str, Ints | None], Item]]:
+def _parse_items(storage: Any) -> Iterator[tuple[tuple[str, Ints | None], Item]]:
     for record, info in storage.items():
-        (name, offset), place = index_of(record), _fields(info, "_StorageInfo")
-        transforms = place.get("transform_descriptors")
+        (name, offset), fields = parse_index(record), _fields_of(info, "_StorageInfo")
+        transforms = fields.get("transform_descriptors")
         _check(
             not transforms,
             f"{name} was saved with {', '.join(map(str, transforms or ()))}: compressed data "
             "cannot be read in place; load it with torch and save it without compression",
         )
-        file = place["relative_path"]
-        start, length = _ints((place["offset"], place["length"]), f"the place of {name}")
-        _check(isinstance(file, str), f"{name} has no file")
+        file = fields["relative_path"]
+        label = f"the offset and length of {name}"
+        start, length = _require_ints((fields["offset"], fields["length"]), label)
+        _check(isinstance(file, str), f"the item of {name} has no file")
         yield (name, offset), Item(file, start, length)
 
 
-def _path(name: str, path: Any) -> Path:
+def _parse_path(name: str, path: Any) -> Path:
     parts = path if isinstance(path, (tuple, list)) else ()
     _check(
         0 < len(parts) <= MOST_PARTS and all(isinstance(part, (str, int)) for part in parts),
@@ -216,25 +229,28 @@ def _path(name: str, path: Any) -> Path:
     return tuple(parts)
 
 
-def _fields(value: object, kind: str) -> Mapping[str, Any]:
-    _check(_is(value, kind) and isinstance(value, Record), f"a {kind} is missing")
+def _fields_of(value: object, kind: str) -> Mapping[str, Any]:
+    _check(
+        _is_kind(value, kind) and isinstance(value, Record),
+        f"expected a {kind}, found {type(value).__name__}",
+    )
     return value.fields if isinstance(value, Record) else {}
 
 
-def _is(value: object, kind: str) -> bool:
+def _is_kind(value: object, kind: str) -> bool:
     return isinstance(value, Record) and value.name.rpartition(".")[2] == kind
 
 
-def _ints(values: Any, what: str) -> Ints:
+def _require_ints(values: Any, label: str) -> Ints:
     _check(
         isinstance(values, (tuple, list))
         and len(values) <= MOST_DIMENSIONS
         and all(type(n) is int and 0 <= n <= LARGEST for n in values),
-        f"{what} has invalid numbers",
+        f"{label}: expected up to {MOST_DIMENSIONS} numbers from 0",
     )
     return tuple(values)
 
 
-def _check(holds: bool, complaint: str) -> None:
-    if not holds:
-        raise FormatError(complaint)
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise FormatError(message)

@@ -1,0 +1,169 @@
+"""Files of torch.save: a single one, or one of each rank with DTensors in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any, TypeAlias
+
+from shardwise.errors import FormatError
+from shardwise.formats.containers.pickle_values import Stubs
+from shardwise.formats.containers.torch_files import (
+    MOST_NAMED,
+    is_torch_file,
+    pickle_text,
+    read_torch_file,
+)
+from shardwise.formats.containers.torch_values import DTENSORS
+from shardwise.formats.containers.zip_archive import START
+from shardwise.formats.foreign import Foreign, StoredArray
+from shardwise.formats.merge_ranks import merge_ranks
+from shardwise.formats.tree import Tree
+
+FORMAT = "a file of torch.save"
+RANKS_FORMAT = "torch.save by each rank"
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+_NAMED_RANK = re.compile(r"(.*rank[-_.=]?)(\d{1,7})(.*\.(?:pt|pth|bin|ckpt|tar))", re.IGNORECASE)
+_NUMBERED = re.compile(r"([^/\d]*)(\d{1,7})(\.(?:pt|pth|bin|ckpt|tar))")
+_WORLD_SIZE = re.compile(r"world_size[-_.=]?(\d{1,7})")
+_NOT_A_KEY = re.compile(r"world_size|rank|[^a-z]+")
+_DTENSOR = b"DTensor"
+
+FilesOfRanks: TypeAlias = Mapping[tuple[str, str], Mapping[int, str]]
+"""The file of each rank, by the parts of the file names before and after the rank."""
+
+
+def read_value(tree: Tree, name: str, index: int = 0, stubs: Stubs | None = None) -> Any:
+    """Return the value in a file of torch.save, with `StoredArray` for tensors.
+
+    Args:
+        index: the index of the file in `Foreign.files`.
+        stubs: names that are allowed in pickles, in addition to torch's.
+
+    Raises:
+        FormatError: the file is missing or malformed, or contains objects that are not read from
+            pickles.
+    """
+    with tree.open_range(name, index) as file:
+        return read_torch_file(file, stubs=stubs, opaque=tree.opaque).value
+
+
+def contains_text(tree: Tree, name: str, text: bytes) -> bool:
+    """Return whether a file is a zip archive of torch.save whose pickle contains a text."""
+    with tree.open_range(name) as file:
+        try:
+            return file.read(0, len(START)) == START and text in pickle_text(file)
+        except FormatError:
+            return False
+
+
+def recognise(tree: Tree) -> bool:
+    """Return whether a tree is a file that starts like one of torch.save."""
+    if tree.only is None:
+        return False
+    with open(tree.path, "rb") as file:
+        return is_torch_file(file.read(64))
+
+
+def read(tree: Tree) -> Foreign:
+    """Read a file of torch.save. A value that is not a dict is named `value`.
+
+    Raises:
+        FormatError: it is malformed, contains objects that are not read from pickles, or has a
+            DTensor with parts on other ranks.
+    """
+    name = tree.only or ""
+    value = read_value(tree, name, stubs=DTENSORS)
+    return merge_ranks([(0, value)], (tree.file(name),), str(tree), FORMAT, lambda *_: True)
+
+
+def recognise_ranks(tree: Tree) -> bool:
+    """Return whether a directory has files that are named after ranks and contain DTensors."""
+    return tree.only is None and any(
+        contains_text(tree, files[min(files)], _DTENSOR) for files in _find_files(tree).values()
+    )
+
+
+def read_ranks(tree: Tree) -> Foreign:
+    """Read the files of all ranks as one checkpoint of global tensors.
+
+    Several sets of files, for example `model_world_size_4_rank_0.pt` and
+    `optim_world_size_4_rank_0.pt`, are parts of one state. Their keys are `model`, `optimizer`, or
+    the beginning of the file names.
+
+    Raises:
+        FormatError: a file is missing or malformed, or the files are from different saves.
+    """
+    sets = _find_files(tree)
+    by_key = {_state_key(prefix): files for (prefix, _), files in sets.items()}
+    if len(by_key) < len(sets):
+        examples = ", ".join(min(files.values()) for files in sets.values())
+        raise FormatError(
+            f"{tree} has several sets of ranks' files ({examples}): open a directory that has only "
+            "one checkpoint"
+        )
+    _require_ranks(tree, sets)
+    names = [name for files in sets.values() for _, name in sorted(files.items())]
+    indices = {name: index for index, name in enumerate(names)}
+    values = tree.read_each(
+        indices, lambda file: read_torch_file(file, stubs=DTENSORS, opaque=tree.opaque).value
+    )
+    ranks = sorted({rank for files in sets.values() for rank in files})
+    states: list[tuple[int, Any]] = [(indices[name], values[name]) for name in names]
+    if len(sets) > 1:
+        states = [
+            (indices[files[rank]], {key: values[files[rank]]})
+            for key, files in by_key.items()
+            for rank in ranks
+        ]
+
+    def bytes_of(array: StoredArray) -> bytes:
+        with tree.open_range(names[array.file], array.file) as file:
+            return file.read(array.start, prod(array.shape) * array.itemsize)
+
+    foreign = merge_ranks(
+        states,
+        tuple(map(tree.file, names)),
+        str(tree),
+        RANKS_FORMAT,
+        lambda one, other: bytes_of(one) == bytes_of(other),
+    )
+    others = [name for name in tree.sizes if name.endswith(SUFFIXES) and name not in indices]
+    left_out = [f"{name}: not named after a rank as the other files are" for name in others]
+    return replace(
+        foreign, world_size=len(ranks), left_out=(*foreign.left_out, *left_out[:MOST_NAMED])
+    )
+
+
+def _find_files(tree: Tree) -> dict[tuple[str, str], dict[int, str]]:
+    """Return the sets of files whose names differ only in the number of the rank.
+
+    Plain numbers count as ranks only if no file name has `rank` before a number.
+    """
+    for expression in (_NAMED_RANK, _NUMBERED):
+        sets: dict[tuple[str, str], dict[int, str]] = {}
+        for name in tree.sizes:
+            match = expression.fullmatch(name)
+            if match is not None:
+                sets.setdefault((match[1], match[3]), {})[int(match[2])] = name
+        if sets:
+            return sets
+    return {}
+
+
+def _state_key(prefix: str) -> str:
+    """Return the key of a set's files in the state: `optimizer` for `optim_world_size_4_rank_`."""
+    words = [word for word in _NOT_A_KEY.split(prefix.rpartition("/")[2].lower()) if word]
+    return "optimizer" if words and words[0].startswith("optim") else "_".join(words) or "state"
+
+
+def _require_ranks(tree: Tree, sets: FilesOfRanks) -> None:
+    """Require that every set has a file of each rank."""
+    ranks = {rank for files in sets.values() for rank in files}
+    for (prefix, suffix), files in sets.items():
+        world_size = _WORLD_SIZE.search(prefix)
+        required = ranks | set(range(int(world_size[1]) if world_size else 0))
+        missing = [f"{prefix}{rank}{suffix}" for rank in sorted(required - {*files})]
+        tree.require(missing, "ranks wrote")
