@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.torch_values import TORCH
 from shardwise.formats.foreign import Foreign, PieceTable, StoredArray
 from shardwise.formats.nested import Leaves, foreign_of, united
+from shardwise.formats.optimizers import Path
 from shardwise.formats.readers.dcp.items import ItemArrays, load_only_storage
 from shardwise.formats.readers.dcp.metadata import METADATA, Metadata, parse_index, read_metadata
 from shardwise.formats.readers.dcp.reader import Chunks, count_ranks, leaves_of, read_content
@@ -58,7 +59,7 @@ def read(tree: Tree) -> Foreign:
             left_out = [
                 f"extra_state of {len(ranks) - 1} ranks: only that of rank {ranks[0]} is read"
             ]
-        values = {("extra_state",): value}
+        values: dict[Path, Any] = {("extra_state",): value}
         parts.append(Leaves((tree.file(name),), [], PieceTable.nothing(), values, left_out))
     leaves = united(*parts)
     step = _STEP.fullmatch(tree.path.resolve().name)

@@ -238,7 +238,7 @@ def add_frozen_slices(
 def _frozen_array(name: str, shape: tuple[int, ...], states: Sequence[ModelState]) -> FlatArray:
     """Return the array that consists of all ranks' slices of a frozen parameter."""
     least = -(-math.prod(shape) // len(states))
-    slices = []
+    slices: list[StoredArray] = []
     for state in states:
         array = state.frozen.get(name)
         if array is None or len(array.shape) != 1 or array.shape[0] < least:

@@ -175,8 +175,8 @@ def placement_rule(info: object, path: str) -> PlacementRule:
             return placement
         if type(rows) is not int or rows < 0:
             raise FormatError(
-                f"{path}: {name}: the vocabulary is padded, and universal_checkpoint_info has no "
-                "original_vocab_size"
+                f"{path}: {name}: the vocabulary is padded, and original_vocab_size is missing "
+                "from universal_checkpoint_info"
             )
         return without_padding_rows(name, placement, rows)
 
