@@ -44,7 +44,7 @@ class Specification:
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in sorted(self.sizes.items()))
-        return f"{self.rules.text.text!r} ({sizes}; {self.files})"
+        return f"{self.rules.source.text!r} ({sizes}; {self.files})"
 
     def read(self, tree: Tree) -> Foreign:
         """Read the files of the ranks.

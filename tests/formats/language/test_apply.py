@@ -263,7 +263,7 @@ def test_empty_tensors(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("w -> w [(tp a b) h]", "`(a b)` = 4 leaves open how many a, b there are; say so with"),
+        ("w -> w [(tp a b) h]", "`(a b)` = 4 does not determine the sizes of a, b: give them with"),
         ("w -> w [(tp f) h] where f = 3", "`f` cannot be 4 with f = 3: that makes 3"),
         (
             "w -> w [(tp f)[:n] h]\nlet n = 9",
@@ -271,9 +271,9 @@ def test_empty_tensors(text: str) -> None:
         ),
         ("w -> w [(tp f)[:n] h]\nlet n", "n is declared without a value: pass n=… to sw.spec"),
         ("w -> w.{tp - 1}", "{(tp - 1)} is -1, with tp = 0"),
-        ("w -> w.{x[tp]}\nlet x = [0]", "there is no x[1]"),
+        ("w -> w.{x[tp]}\nlet x = [0]", "x[1] is out of range: x has 1"),
         ("w -> w [x] flat over ep where x = 9", "an array of a `flat` rule must be contiguous"),
-        ("w [(n + _) h] -> w [n h]", "leaves open how many n, _ there are"),
+        ("w [(n + _) h] -> w [n h]", "does not determine the sizes of n, _"),
         ("w -> w on tp = 0", "w: no rule matches it; `skip` what is not wanted"),
         ("w -> w\nx = y", "y: no tensor has this name, so nothing is tied to it"),
     ],

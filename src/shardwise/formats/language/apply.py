@@ -10,36 +10,34 @@ import numpy as np
 
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.formats.foreign import Catalogue, Foreign
-from shardwise.formats.language.assembly import Assembly, finish
-from shardwise.formats.language.axes import size_of
-from shardwise.formats.language.expressions import Known, Value
-from shardwise.formats.language.match import (
-    constants_of,
-    count_captures,
-    match_rules,
-    rank_sizes,
-    rule_sizes,
-)
-from shardwise.formats.language.pieces import (
+from shardwise.formats.language.arithmetic import Environment, NumberOrList
+from shardwise.formats.language.array_groups import (
     ArrayGroup,
-    Boxes,
     Shares,
-    boxes_of,
+    compute_tensor_shape,
     group_by_shape,
-    repeat_listed,
-    shares,
-    solve_sizes,
-    split_by_shares,
-    stencils,
-    tensor_shape,
+    locate_shares,
+    map_array,
+    repeat_split_arrays,
+    resolve_ragged_axes,
 )
-from shardwise.formats.language.rules import Rule, Spec, Target
-from shardwise.formats.language.structure import Structure, structure
+from shardwise.formats.language.assemble import assemble_checkpoint
+from shardwise.formats.language.boxes import BoxTable, find_relative_boxes, place_boxes
+from shardwise.formats.language.collector import Collector
+from shardwise.formats.language.match import (
+    add_capture_sizes,
+    evaluate_lets,
+    evaluate_rule_sizes,
+    match_rules,
+    sizes_of_rank_axes,
+)
+from shardwise.formats.language.rules import DimensionMap, Rule, Spec, Target, map_dimensions
+from shardwise.formats.language.shapes import size_of
 from shardwise.layout import Box
 from shardwise.layout.flat import boxes_within, row_major
 from shardwise.manifest.table import Int
 
-NO_STRUCTURE = Structure((), (), (), frozenset(), ())
+NO_DIMENSIONS = DimensionMap((), (), (), frozenset(), ())
 
 
 def apply_spec(
@@ -47,8 +45,8 @@ def apply_spec(
 ) -> Foreign:
     """Return the checkpoint that a specification makes of the arrays of all ranks.
 
-    Every element of every tensor is there exactly once, apart from replicas and averages, and
-    every stored array is used or skipped.
+    Every element of every tensor is there exactly once, apart from replicas and averages. Every
+    stored array is used or skipped.
 
     Args:
         sizes: values for numbers that the specification declares with `let`; they override it.
@@ -57,201 +55,225 @@ def apply_spec(
         MismatchError: the specification does not fit; `problems` lists everything that is wrong.
     """
     try:
-        known = Known(
-            sizes=rank_sizes(spec, catalogue.axes), constants=constants_of(spec, sizes or {})
+        environment = Environment(
+            sizes=sizes_of_rank_axes(spec, catalogue.axes),
+            constants=evaluate_lets(spec, sizes or {}),
         )
-        matches = match_rules(spec, catalogue, known)
-        known = count_captures(spec, catalogue, matches, known)
+        matches = match_rules(spec, catalogue, environment)
+        environment = add_capture_sizes(spec, catalogue, matches, environment)
     except MismatchError as error:
-        raise _does_not_fit(spec, error.problems) from error
+        raise _mismatch(spec, error.problems) from error
     except LayoutError as error:
-        raise _does_not_fit(spec, [str(error)]) from error
-    assembly = Assembly(spec, catalogue, matches, known)
-    for number, rule in enumerate(spec.rules):
-        if isinstance(rule, Rule) and len(matches.rows[number]):
-            _apply_rule(assembly, number, rule)
-    foreign = finish(assembly)
-    if assembly.problems:
-        raise _does_not_fit(spec, assembly.problems)
+        raise _mismatch(spec, [str(error)]) from error
+    collector = Collector(spec, catalogue, matches, environment)
+    for rule_index, rule in enumerate(spec.rules):
+        if isinstance(rule, Rule) and len(matches.rows[rule_index]):
+            _apply_rule(collector, rule_index, rule)
+    foreign = assemble_checkpoint(collector)
+    if collector.problems:
+        raise _mismatch(spec, collector.problems)
     return foreign
 
 
-def _does_not_fit(spec: Spec, problems: list[str]) -> MismatchError:
-    what = f"{spec.text.source} does not fit the checkpoint:"
-    return MismatchError(what, list(dict.fromkeys(problems)))
+def _mismatch(spec: Spec, problems: list[str]) -> MismatchError:
+    message = f"{spec.source.source} does not fit the checkpoint:"
+    return MismatchError(message, list(dict.fromkeys(problems)))
 
 
-def _apply_rule(assembly: Assembly, number: int, rule: Rule) -> None:
+def _apply_rule(collector: Collector, rule_index: int, rule: Rule) -> None:
     try:
-        declared = rule_sizes(rule, assembly.known)
+        declared = evaluate_rule_sizes(rule, collector.environment)
     except LayoutError as error:
-        assembly.problems.append(f"{assembly.line(rule)}: {error}")
+        collector.problems.append(f"{collector.source_line(rule)}: {error}")
         return
-    if rule.flat:
-        _apply_flat(assembly, number, rule, declared)
+    if rule.flat_axes:
+        _apply_flat_rule(collector, rule_index, rule, declared)
         return
-    lists = {name: size for name, size in declared.items() if isinstance(size, tuple)}
+    shares = {name: size for name, size in declared.items() if isinstance(size, tuple)}
     for target in rule.targets:
-        groups = _groups(assembly, number, target, declared)
-        for group in split_by_shares(groups, lists, assembly.complain):
-            _add_boxes(assembly, rule, group)
+        groups = _group_arrays(collector, rule_index, rule, target, declared)
+        for group in resolve_ragged_axes(groups, shares, collector.report_tensor):
+            _add_boxes(collector, rule, group)
 
 
-def _groups(
-    assembly: Assembly, number: int, target: Target, declared: Mapping[str, Value]
+def _group_arrays(
+    collector: Collector,
+    rule_index: int,
+    rule: Rule,
+    target: Target,
+    declared: Mapping[str, NumberOrList],
 ) -> list[ArrayGroup]:
-    """Group a rule's arrays by shape; reject those whose shape does not fit."""
-    rule, rows = assembly.rule(number), assembly.matches.rows[number]
-    catalogue = assembly.catalogue
-    positions = assembly.positions(number)
-    sizes = assembly.sizes(rule, declared)
-    found = []
-    for which in group_by_shape(catalogue, rows):
-        first = int(rows[which[0]])
+    """Group a rule's arrays by shape; report those whose shape does not fit."""
+    rows = collector.matches.rows[rule_index]
+    catalogue = collector.catalogue
+    positions = collector.positions(rule_index)
+    known_sizes = collector.known_sizes(rule, declared)
+    groups = []
+    for indices in group_by_shape(catalogue, rows):
+        first = int(rows[indices[0]])
         ndim = int(catalogue.ndim[first])
-        array = tuple(catalogue.shape[first, :ndim].tolist())
+        array_shape = tuple(catalogue.shape[first, :ndim].tolist())
         strides = tuple(catalogue.stride[first, :ndim].tolist())
-        here = rows[which]
+        group_rows = rows[indices]
         try:
-            own, solved = solve_sizes(assembly.spec, rule, target, array, sizes)
-            column = {axis: position[which] for axis, position in positions.items()}
-            group = ArrayGroup(here, column, own, solved, strides, np.zeros_like(here))
-            group = repeat_listed(group)
-            tensor = assembly.tensors_of(number, target, group)
+            dimension_map, sizes = map_array(collector.spec, rule, target, array_shape, known_sizes)
+            group = ArrayGroup(
+                group_rows,
+                {axis: column[indices] for axis, column in positions.items()},
+                dimension_map,
+                sizes,
+                strides,
+                tensor=np.zeros_like(group_rows),
+            )
+            group = repeat_split_arrays(group)
+            tensor = collector.add_tensors(rule_index, rule, target, group)
         except LayoutError as error:
-            assembly.reject(here, rule, f"{list(array)}: {error}")
+            collector.report_arrays(group_rows, rule, f"{list(array_shape)}: {error}")
             continue
-        found.append(replace(group, tensor=tensor))
-    return found
+        groups.append(replace(group, tensor=tensor))
+    return groups
 
 
-def _add_boxes(assembly: Assembly, rule: Rule, group: ArrayGroup) -> None:
+def _add_boxes(collector: Collector, rule: Rule, group: ArrayGroup) -> None:
+    dimension_map = group.dimension_map
     try:
-        shape = tensor_shape(group.own.whole, group.sizes, assembly.known)
-        assembly.arrays.append((group.tensor, group.rows, shape))
-        for stencil in stencils(group.own, group.sizes, group.strides):
-            limits = np.array(shape, np.int64)
-            boxes = boxes_of(stencil, group.rows, group.tensor, group.positions, limits)
-            assembly.boxes.append(boxes)
+        shape = compute_tensor_shape(dimension_map.tensor_dims, group.sizes, collector.environment)
+        collector.arrays.append((group.tensor, group.rows, shape))
+        tensor_shape = np.array(shape, np.int64)
+        for boxes in find_relative_boxes(dimension_map, group.sizes, group.strides):
+            collector.boxes.append(
+                place_boxes(boxes, group.rows, group.tensor, group.positions, tensor_shape)
+            )
     except LayoutError as error:
-        assembly.reject(group.rows, rule, str(error))
+        collector.report_arrays(group.rows, rule, str(error))
 
 
-def _apply_flat(assembly: Assembly, number: int, rule: Rule, declared: Mapping[str, Value]) -> None:
+def _apply_flat_rule(
+    collector: Collector, rule_index: int, rule: Rule, declared: Mapping[str, NumberOrList]
+) -> None:
     """Apply a `flat over` rule: its arrays are ranges of its tensors, concatenated, and padding."""
-    catalogue, rows = assembly.catalogue, assembly.matches.rows[number]
+    catalogue, rows = collector.catalogue, collector.matches.rows[rule_index]
     strided = (catalogue.ndim[rows] != 1) | (catalogue.stride[rows, 0] != 1)
     strided &= catalogue.shape[rows].prod(axis=1) > 1
     if strided.any():
-        what = "an array of a `flat` rule must be contiguous and have one dimension"
-        assembly.reject(rows[strided], rule, what)
+        problem = "an array of a `flat` rule must be contiguous and have one dimension"
+        collector.report_arrays(rows[strided], rule, problem)
         return
-    ranges = _flat_ranges(assembly, number, rule)
-    before = 0
+    ranges = _locate_flat_ranges(collector, rule_index, rule)
+    tensor_start = 0
     try:
         for target in rule.targets:
-            before += _add_flat_boxes(assembly, number, target, declared, (ranges.start, before))
+            array_starts = ranges.start - tensor_start
+            tensor_start += _add_flat_boxes(
+                collector, rule_index, rule, target, declared, array_starts
+            )
     except LayoutError as error:
-        assembly.reject(rows, rule, str(error))
+        collector.report_arrays(rows, rule, str(error))
         return
-    short = before > ranges.total
-    if short.any():
-        total = ranges.total[short][0]
-        what = f"the tensors have {before} elements, but the arrays have only {total}"
-        assembly.reject(rows[short], rule, what)
+    too_short = tensor_start > ranges.total
+    if too_short.any():
+        total = ranges.total[too_short][0]
+        problem = f"the tensors have {tensor_start} elements, but the arrays have only {total}"
+        collector.report_arrays(rows[too_short], rule, problem)
 
 
-def _flat_ranges(assembly: Assembly, number: int, rule: Rule) -> Shares:
+def _locate_flat_ranges(collector: Collector, rule_index: int, rule: Rule) -> Shares:
     """Find where each array begins in the concatenated tensors."""
-    catalogue, rows = assembly.catalogue, assembly.matches.rows[number]
+    catalogue, rows = collector.catalogue, collector.matches.rows[rule_index]
+    environment = collector.environment
     group, position, count = catalogue.name[rows], np.zeros_like(rows), 1
-    positions = assembly.positions(number)
-    for axis in sorted(assembly.spec.rank_axes - set(rule.flat)):
-        group = group * assembly.known.size(axis) + positions[axis]
-    for axis in rule.flat:
-        count *= assembly.known.size(axis)
-        position = position * assembly.known.size(axis) + positions[axis]
-    share = shares(group, position, catalogue.shape[rows].prod(axis=1), count)
-    for wrong, what in ((share.unequal, "there twice"), (share.missing, "missing")):
+    positions = collector.positions(rule_index)
+    for axis in sorted(collector.spec.rank_axes - set(rule.flat_axes)):
+        group = group * environment.size_of(axis) + positions[axis]
+    for axis in rule.flat_axes:
+        count *= environment.size_of(axis)
+        position = position * environment.size_of(axis) + positions[axis]
+    shares = locate_shares(group, position, catalogue.shape[rows].prod(axis=1), count)
+    for wrong, problem in (
+        (shares.unequal, "ranks at the same position have ranges of different sizes"),
+        (shares.missing, "the range of a rank is missing"),
+    ):
         if len(wrong):
-            assembly.reject(rows[np.isin(group, wrong)], rule, f"the share of a rank is {what}")
-    return share
+            collector.report_arrays(rows[np.isin(group, wrong)], rule, problem)
+    return shares
 
 
 def _add_flat_boxes(
-    assembly: Assembly,
-    number: int,
+    collector: Collector,
+    rule_index: int,
+    rule: Rule,
     target: Target,
-    declared: Mapping[str, Value],
-    at: tuple[Int, int],
+    declared: Mapping[str, NumberOrList],
+    array_starts: Int,
 ) -> int:
     """Add the boxes of one tensor of a flat rule; return the number of its elements.
 
     Args:
-        at: where each array and where the tensor begins in the concatenated tensors.
+        array_starts: where each array begins, in elements from the start of the tensor.
     """
-    rule, rows = assembly.rule(number), assembly.matches.rows[number]
-    own, sizes = _flat_sizes(assembly, rule, target, declared)
-    counts = [size_of(node, sizes) or 0 for node in own.stored]
+    rows = collector.matches.rows[rule_index]
+    dimension_map, sizes = _map_flat_array(collector, rule, target, declared)
+    counts = [size_of(dim, sizes) or 0 for dim in dimension_map.array_dims]
     strides = row_major(np.array([counts], np.int64))[0].tolist()
-    shape = tensor_shape(own.whole, sizes, assembly.known)
-    positions = assembly.positions(number)
-    group = ArrayGroup(rows, positions, NO_STRUCTURE, assembly.known.sizes, (), rows)
-    group = replace(group, tensor=assembly.tensors_of(number, target, group), sizes=sizes)
-    assembly.arrays.append((group.tensor, rows, shape))
-    low, before = at
-    length = assembly.catalogue.shape[rows].prod(axis=1)
-    pairs = zip((low - before).tolist(), length.tolist(), strict=True)
-    bounds = dict(zip(rows.tolist(), pairs, strict=True))
-    for stencil in stencils(own, sizes, strides):
-        boxes = boxes_of(stencil, rows, group.tensor, positions, np.array(shape))
-        assembly.boxes.append(_cut(boxes, bounds))
+    shape = compute_tensor_shape(dimension_map.tensor_dims, sizes, collector.environment)
+    positions = collector.positions(rule_index)
+    group = ArrayGroup(rows, positions, NO_DIMENSIONS, collector.environment.sizes, (), rows)
+    tensor = collector.add_tensors(rule_index, rule, target, group)
+    collector.arrays.append((tensor, rows, shape))
+    lengths = collector.catalogue.shape[rows].prod(axis=1)
+    pairs = zip(array_starts.tolist(), lengths.tolist(), strict=True)
+    ranges = dict(zip(rows.tolist(), pairs, strict=True))
+    for boxes in find_relative_boxes(dimension_map, sizes, strides):
+        table = place_boxes(boxes, rows, tensor, positions, np.array(shape))
+        collector.boxes.append(_clip_boxes(table, ranges))
     return int(np.prod(counts, dtype=np.int64))
 
 
-def _flat_sizes(
-    assembly: Assembly, rule: Rule, target: Target, declared: Mapping[str, Value]
-) -> tuple[Structure, dict[str, int]]:
-    own = structure(assembly.spec, rule, target, 0)
-    if own.ragged:
+def _map_flat_array(
+    collector: Collector, rule: Rule, target: Target, declared: Mapping[str, NumberOrList]
+) -> tuple[DimensionMap, dict[str, int]]:
+    """Return how the unflattened array becomes a target, and the sizes of all axes."""
+    dimension_map = map_dimensions(collector.spec, rule, target, ellipsis_dims=0)
+    if dimension_map.ragged_axes:
         raise LayoutError("a tensor of a `flat` rule cannot have a ragged axis")
-    base = assembly.sizes(rule, declared)
-    known = {name: size for name, size in base.items() if isinstance(size, int)}
-    shape = rule.shape_of(target)
-    if shape.rest is not None or any(size_of(node, known) is None for node in own.stored):
+    known_sizes = collector.known_sizes(rule, declared)
+    sizes = {name: size for name, size in known_sizes.items() if isinstance(size, int)}
+    unknown = any(size_of(dim, sizes) is None for dim in dimension_map.array_dims)
+    if unknown or rule.shape_of(target).ellipsis is not None:
         raise LayoutError(
             "the shapes of the tensors of a `flat` rule do not follow from the arrays: give "
             "dimensions in brackets, and their sizes with `where`"
         )
-    return own, known
+    return dimension_map, sizes
 
 
-def _cut(boxes: Boxes, bounds: Mapping[int, tuple[int, int]]) -> Boxes:
-    """Cut boxes to the range of elements that each array has.
+def _clip_boxes(boxes: BoxTable, ranges: Mapping[int, tuple[int, int]]) -> BoxTable:
+    """Clip boxes to the range of elements that each array has.
 
     Args:
-        bounds: for each row of the catalogue, the first element and the number of elements.
+        ranges: for each row of the catalogue, the first element and the number of elements.
     """
-    found = []
+    clipped = []
     columns = boxes.row, boxes.start, boxes.offset, boxes.shape, boxes.stride
     for i, (row, start, offset, shape, stride) in enumerate(
         zip(*(column.tolist() for column in columns), strict=True)
     ):
-        low, length = bounds[row]
-        for box in _boxes_within(tuple(shape), tuple(stride), low - start, low + length - start):
+        first, length = ranges[row]
+        low, high = first - start, first + length - start
+        for box in _boxes_within(tuple(shape), tuple(stride), low, high):
             moved = sum(a * b for a, b in zip(box.offset, stride, strict=True))
-            there = [a + b for a, b in zip(offset, box.offset, strict=True)]
-            found.append((i, start + moved - low, *there, *box.shape))
+            new_offset = [a + b for a, b in zip(offset, box.offset, strict=True)]
+            clipped.append((i, start + moved - first, *new_offset, *box.shape))
     dims = boxes.offset.shape[1]
-    table = np.array(found, np.int64).reshape(len(found), 2 + 2 * dims)
-    which = table[:, 0]
-    return Boxes(
-        boxes.tensor[which],
-        boxes.row[which],
+    table = np.array(clipped, np.int64).reshape(len(clipped), 2 + 2 * dims)
+    source = table[:, 0]
+    return BoxTable(
+        boxes.tensor[source],
+        boxes.row[source],
         table[:, 1],
         table[:, 2 : 2 + dims],
         table[:, 2 + dims :],
-        boxes.stride[which],
+        boxes.stride[source],
     )
 
 

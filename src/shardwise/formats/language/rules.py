@@ -1,4 +1,4 @@
-"""A parsed specification: rules, and the patterns and templates of names in them."""
+"""A parsed specification: its rules, and the patterns and templates of names in them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,33 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardwise.errors import LayoutError
-from shardwise.formats.language.axes import Shape, axes_of
-from shardwise.formats.language.expressions import Expression, Name, names_in, render, sizes_in
-from shardwise.formats.language.text import Text
+from shardwise.formats.language.arithmetic import (
+    Expression,
+    Variable,
+    format_expression,
+    sized_axes_in,
+    variables_in,
+)
+from shardwise.formats.language.scanner import SourceText
+from shardwise.formats.language.shapes import (
+    AxisExpression,
+    AxisProduct,
+    AxisSum,
+    RaggedAxis,
+    Shape,
+    ShapeDim,
+    axes_in,
+    drop_axes,
+    format_shape,
+    join_ragged_axes,
+)
 
 Matcher = Callable[[str], dict[str, str] | None]
+"""Takes a name; returns the captured texts, or None if the name does not match."""
 Declared = Expression | tuple[Expression, ...]
-WHOLE = Shape((), rest=0)
-UNWRITTEN = Text("", "specification")
+"""What `let` or `where` gives a name: a number or a list."""
+ANY_SHAPE = Shape((), ellipsis=0)
+NO_SOURCE = SourceText("", "specification")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +50,18 @@ class Pattern:
 
     parts: tuple[str | Capture, ...]
 
-    def captures(self) -> tuple[str, ...]:
+    def capture_names(self) -> tuple[str, ...]:
         """Return the names of the captures. Unnamed stars are `*0`, `*1`, … by position."""
-        found = (part.name for part in self.parts if isinstance(part, Capture))
-        return tuple(dict.fromkeys(found))
+        names = (part.name for part in self.parts if isinstance(part, Capture))
+        return tuple(dict.fromkeys(names))
 
-    def matcher(self, numbers: Collection[str]) -> Matcher:
-        """Return a function from a name to its captured texts, or to None if it does not match.
+    def compile(self, numeric: Collection[str]) -> Matcher:
+        """Return a function that matches names.
 
         Args:
-            numbers: captures that match only digits.
+            numeric: captures that match only digits.
         """
-        names = list(self.captures())
+        names = list(self.capture_names())
         seen: set[str] = set()
         pieces = []
         for part in self.parts:
@@ -52,7 +71,7 @@ class Pattern:
                 pieces.append(f"(?:\\{names.index(part.name) + 1})")
             else:
                 seen.add(part.name)
-                kind = r"\d{1,9}" if part.name in numbers else ".+" if part.star else r"[^.]+"
+                kind = r"\d{1,9}" if part.name in numeric else ".+" if part.star else r"[^.]+"
                 pieces.append(f"({kind})")
         compiled = re.compile("".join(pieces), re.DOTALL | re.ASCII)
 
@@ -63,19 +82,18 @@ class Pattern:
         return match
 
     def __str__(self) -> str:
-        return "".join(
-            part if isinstance(part, str) else "*" if part.name[0] == "*" else _braced(part)
-            for part in self.parts
-        )
+        return "".join(part if isinstance(part, str) else _format(part) for part in self.parts)
 
 
-def _braced(capture: Capture) -> str:
+def _format(capture: Capture) -> str:
+    if capture.name.startswith("*"):
+        return "*"
     return "{" + capture.name + ("*" if capture.star else "") + "}"
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The name of a tensor: literal text and expressions. A `Name` may be a captured text."""
+    """The name of a tensor: literal text and expressions. A variable may be a captured text."""
 
     parts: tuple[str | Expression, ...]
 
@@ -87,41 +105,47 @@ class Template:
         """
         words = []
         for part in self.parts:
-            if not isinstance(part, str | Name):
+            if not isinstance(part, str | Variable):
                 raise LayoutError(f"{self}: the name of a tied tensor cannot contain arithmetic")
             words.append(part if isinstance(part, str) else texts[part.name])
         return "".join(words)
 
     def __str__(self) -> str:
-        return "".join(p if isinstance(p, str) else f"{{{render(p)}}}" for p in self.parts)
+        return "".join(
+            part if isinstance(part, str) else f"{{{format_expression(part)}}}"
+            for part in self.parts
+        )
 
-    def names(self) -> tuple[str, ...]:
+    def variables(self) -> tuple[str, ...]:
         """Return the captures, coordinates, axes and constants in the template."""
-        holes = (part for part in self.parts if not isinstance(part, str))
-        return tuple(dict.fromkeys(name for hole in holes for name in names_in(hole)))
+        expressions = (part for part in self.parts if not isinstance(part, str))
+        return tuple(dict.fromkeys(name for each in expressions for name in variables_in(each)))
 
 
-def substitute(
-    parts: tuple[str | Capture, ...], by: Mapping[str, tuple[str | Capture, ...]]
+def substitute_captures(
+    parts: tuple[str | Capture, ...], replacements: Mapping[str, tuple[str | Capture, ...]]
 ) -> tuple[str | Capture, ...]:
     """Return a pattern's parts with some captures replaced by the parts of another pattern."""
-    found: list[str | Capture] = []
+    substituted: list[str | Capture] = []
     for part in parts:
-        own = by.get(part.name) if isinstance(part, Capture) else None
-        found.extend((part,) if own is None else own)
-    return tuple(found)
+        replacement = replacements.get(part.name) if isinstance(part, Capture) else None
+        substituted.extend((part,) if replacement is None else replacement)
+    return tuple(substituted)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A global tensor that a rule's arrays are parts of.
+    """A global tensor that a rule assembles.
 
-    Without `given`, its dimensions are those of the stored array.
+    Attributes:
+        name: the template of its name.
+        shape: its shape; None if it has the shape of the stored array.
+        position: the index of the target's first character in the text.
     """
 
     name: Template
-    given: Shape | None = None
-    at: int = field(default=0, compare=False)
+    shape: Shape | None = None
+    position: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,41 +155,41 @@ class Rule:
     Attributes:
         pattern: the pattern of the arrays' names.
         targets: the tensors.
-        stored: the dimensions of the array; by default those of its target without the axes of
-            ranks and of captured numbers.
+        array_shape: the shape of each array; None if it is the shape of the target without the axes
+            of ranks and of captured numbers.
         sizes: sizes of axes, from `where`.
-        flat: axes of the ranks that divide the flattened tensors.
-        average: axes of the ranks over which the tensor is the mean.
+        flat_axes: axes of the ranks that divide the flattened tensors.
+        average_axes: axes of the ranks over which the tensor is the mean.
         dtype: the required dtype of the arrays, if any.
-        on: coordinates of the ranks to which the rule applies.
-        at: the index of the rule's first character in the text.
+        coordinates: coordinates of the ranks to which the rule applies, by axis, from `on`.
+        position: the index of the rule's first character in the text.
     """
 
     pattern: Pattern
     targets: tuple[Target, ...]
-    stored: Shape | None = None
+    array_shape: Shape | None = None
     sizes: tuple[tuple[str, Declared], ...] = ()
-    flat: tuple[str, ...] = ()
-    average: tuple[str, ...] = ()
+    flat_axes: tuple[str, ...] = ()
+    average_axes: tuple[str, ...] = ()
     dtype: str | None = None
-    on: tuple[tuple[str, Expression], ...] = ()
-    at: int = field(default=0, compare=False)
+    coordinates: tuple[tuple[str, Expression], ...] = ()
+    position: int = field(default=0, compare=False)
 
     def shape_of(self, target: Target) -> Shape:
-        """Return the axis expression of a tensor."""
-        return target.given or self.stored or WHOLE
+        """Return the shape of a tensor."""
+        return target.shape or self.array_shape or ANY_SHAPE
 
     def shapes(self) -> Iterator[Shape]:
-        """Yield all axis expressions."""
-        if self.stored is not None:
-            yield self.stored
+        """Yield the shapes of the array and of all tensors."""
+        if self.array_shape is not None:
+            yield self.array_shape
         for target in self.targets:
             yield self.shape_of(target)
 
-    def axes(self) -> frozenset[str]:
-        """Return the names of the axes in all axis expressions."""
+    def axis_names(self) -> frozenset[str]:
+        """Return the names of the axes in all shapes."""
         return frozenset(
-            axis.name for shape in self.shapes() for dim in shape.dims for axis in axes_of(dim.node)
+            axis.name for shape in self.shapes() for dim in shape.dims for axis in axes_in(dim.axes)
         )
 
 
@@ -174,59 +198,147 @@ class Skip:
     """Stored arrays that are left out."""
 
     pattern: Pattern
-    at: int = field(default=0, compare=False)
+    position: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Tie:
     """Further names of tensors: `head = embed`.
 
-    With `unless_stored`, a name that has stored arrays is not tied.
+    Attributes:
+        name: the template of the further name.
+        target: the pattern of the names of tensors that get a further name.
+        unless_stored: do not tie a name that has stored arrays.
+        position: the index of the statement's first character in the text.
     """
 
     name: Template
-    of: Pattern
+    target: Pattern
     unless_stored: bool = False
-    at: int = field(default=0, compare=False)
+    position: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A specification. The first rule that a stored array matches applies to it.
+    """A specification. The first rule that matches a stored array applies to it.
 
     Attributes:
         ranks: the axes of the ranks, with their sizes where the text gives them.
-        lets: declared numbers and lists; None where the program must give a value.
-        rules: all rules in order, including those that follow others with `like`.
+        lets: declared numbers and lists; None where the caller must give a value.
+        rules: all rules in order, including those that `like` derives from others.
         ties: further names of tensors.
-        text: the text that was parsed.
+        source: the text that was parsed.
     """
 
     ranks: tuple[tuple[str, int | None], ...] = ()
     lets: tuple[tuple[str, Declared | None], ...] = ()
     rules: tuple[Rule | Skip, ...] = ()
     ties: tuple[Tie, ...] = ()
-    text: Text = UNWRITTEN
+    source: SourceText = NO_SOURCE
 
     @property
     def rank_axes(self) -> frozenset[str]:
         """Names of the axes of the ranks."""
         return frozenset(name for name, _ in self.ranks)
 
-    def numbers(self) -> frozenset[str]:
+    def numeric_captures(self) -> frozenset[str]:
         """Return the captures that are numbers: those used as an axis or in arithmetic."""
-        counted: set[str] = set()
+        used: set[str] = set()
         for rule in self.rules:
             if isinstance(rule, Rule):
-                counted |= rule.axes()
+                used |= rule.axis_names()
                 for target in rule.targets:
                     for part in target.name.parts:
-                        if not isinstance(part, str | Name):
-                            counted |= {*names_in(part), *sizes_in(part)}
-        captured = {
+                        if not isinstance(part, str | Variable):
+                            used |= {*variables_in(part), *sized_axes_in(part)}
+        captures = {
             part.name
             for rule in self.rules
             for part in rule.pattern.parts
             if isinstance(part, Capture) and not part.star
         }
-        return frozenset(counted & captured)
+        return frozenset(used & captures)
+
+    def indexed_axes(self, rule: Rule) -> frozenset[str]:
+        """Return the axes along which each array of a rule has one position.
+
+        These are the axes of the ranks, and captured numbers.
+        """
+        return self.rank_axes | (frozenset(rule.pattern.capture_names()) & self.numeric_captures())
+
+
+@dataclass(frozen=True, slots=True)
+class DimensionMap:
+    """How the dimensions of a stored array become those of a global tensor.
+
+    Attributes:
+        array_dims: the dimensions of the stored array.
+        tensor_dims: the dimensions of the tensor.
+        ragged_axes: the axes that ranks divide into shares of different sizes.
+        indexed_axes: the axes of the tensor along which each array has one position.
+        split_axes: the axes of the array whose names are in the tensor's name. The array is split
+            into one tensor for each position along them.
+    """
+
+    array_dims: tuple[AxisExpression, ...]
+    tensor_dims: tuple[ShapeDim, ...]
+    ragged_axes: tuple[RaggedAxis, ...]
+    indexed_axes: frozenset[str]
+    split_axes: tuple[str, ...]
+
+
+def map_dimensions(spec: Spec, rule: Rule, target: Target, ellipsis_dims: int) -> DimensionMap:
+    """Return how the dimensions of a rule's arrays become those of a target.
+
+    Args:
+        ellipsis_dims: the number of dimensions in place of `...`.
+
+    Raises:
+        LayoutError: no axis of ranks comes before a ragged axis.
+    """
+    indexed = spec.indexed_axes(rule)
+    array_dims = [
+        drop_axes(dim.axes, indexed)
+        for dim in (rule.array_shape or rule.shape_of(target)).expand_ellipsis(ellipsis_dims)
+    ]
+    tensor_dims = tuple(
+        ShapeDim(join_ragged_axes(dim.axes, indexed), dim.limit)
+        for dim in rule.shape_of(target).expand_ellipsis(ellipsis_dims)
+    )
+    ragged = tuple(axis for dim in tensor_dims for axis in _ragged_axes_in(dim.axes))
+    array_axes = {axis.name for dim in array_dims if dim for axis in axes_in(dim)}
+    tensor_axes = {axis.name for dim in tensor_dims for axis in axes_in(dim.axes)}
+    return DimensionMap(
+        array_dims=tuple(dim for dim in array_dims if dim is not None),
+        tensor_dims=tensor_dims,
+        ragged_axes=ragged,
+        indexed_axes=(indexed & tensor_axes)
+        | {name for each in ragged for name in each.outer_axes},
+        split_axes=tuple(name for name in target.name.variables() if name in array_axes),
+    )
+
+
+def _ragged_axes_in(expression: AxisExpression) -> list[RaggedAxis]:
+    match expression:
+        case RaggedAxis():
+            return [expression]
+        case AxisProduct(children) | AxisSum(children):
+            return [axis for child in children for axis in _ragged_axes_in(child)]
+        case _:
+            return []
+
+
+def count_ellipsis_dims(spec: Spec, rule: Rule, target: Target, ndim: int) -> int:
+    """Return the number of dimensions in place of `...`, for arrays of `ndim` dimensions.
+
+    Raises:
+        LayoutError: the rule does not allow `ndim` dimensions.
+    """
+    shape = rule.array_shape or rule.shape_of(target)
+    indexed = spec.indexed_axes(rule)
+    named = sum(drop_axes(dim.axes, indexed) is not None for dim in shape.dims)
+    if ndim < named or (ndim > named and shape.ellipsis is None):
+        raise LayoutError(
+            f"{format_shape(shape)} has {named} dimension(s) on a rank; the array has {ndim}"
+        )
+    return ndim - named

@@ -1,0 +1,293 @@
+"""Assemble a checkpoint from the collected boxes, and check that every tensor is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.errors import FormatError
+from shardwise.formats.foreign import Foreign, PieceTable
+from shardwise.formats.language.boxes import BoxTable
+from shardwise.formats.language.collector import Collector
+from shardwise.formats.language.rules import Rule, Skip
+from shardwise.layout.flat import row_major
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.manifest import TensorEntry
+from shardwise.manifest.table import Int, Pieces, padded_rows
+from shardwise.manifest.validate import uncovered
+
+SHOWN = 8
+"""The most names or numbers that a message lists."""
+TensorShapes = Sequence[tuple[int, ...] | None]
+"""The shape of each tensor; None for one without arrays."""
+
+
+def assemble_checkpoint(collector: Collector) -> Foreign:
+    """Check the tensors and return them as a checkpoint; problems are added to the collector."""
+    catalogue = collector.catalogue
+    for i in np.unique(catalogue.name[collector.matches.unmatched]).tolist():
+        problem = "no rule matches it; `skip` what is not wanted"
+        collector.problems.append(f"{catalogue.names[i]}: {problem}")
+    shapes = _find_shapes(collector)
+    dims = max((len(shape) for shape in shapes if shape is not None), default=0)
+    boxes = _join_boxes(collector.boxes, dims)
+    dtypes = _find_dtypes(collector)
+    ties = _resolve_ties(collector, shapes, dtypes)
+    boxes, tied = _split_tied(collector, boxes, ties)
+    boxes, copies = _split_copies(boxes, shapes)
+    copies = _join_boxes([copies, tied], boxes.offset.shape[1])
+    names = zip(collector.tensors.names, shapes, strict=True)
+    _check_coverage(collector, boxes, [None if name in ties else shape for name, shape in names])
+    _check_computed_numbers(collector)
+    copies = _select_rows(copies, np.argsort(copies.tensor, kind="stable"))
+    return Foreign(
+        format=f"rank files, as {collector.spec.source.source} says",
+        files=catalogue.files,
+        tensors=_make_entries(collector, shapes, dtypes, ties),
+        table=_make_piece_table(collector, boxes, shapes),
+        replicas=_make_piece_table(collector, copies, shapes),
+        replica_names=tuple(catalogue.names[i] for i in catalogue.name[copies.row].tolist()),
+        averages={name: tuple(terms) for name, terms in collector.tensors.averages.items()},
+        world_size=int(np.prod(list(catalogue.axes.values()), dtype=np.int64)),
+        left_out=tuple(_describe_skipped(collector)),
+    )
+
+
+def _find_shapes(collector: Collector) -> TensorShapes:
+    shapes: list[tuple[int, ...] | None] = [None] * len(collector.tensors.names)
+    for tensors, _, shape in collector.arrays:
+        for tensor in np.unique(tensors).tolist():
+            known = shapes[tensor]
+            if known is None:
+                shapes[tensor] = shape
+            elif known != shape:
+                collector.report_tensor(
+                    tensor, f"its arrays disagree on its shape: {list(shape)} and {list(known)}"
+                )
+    return shapes
+
+
+def _join_boxes(tables: Sequence[BoxTable], dims: int) -> BoxTable:
+    """Join tables, padded to `dims` dimensions."""
+    none = np.zeros(0, np.int64)
+    flat = np.zeros((0, dims), np.int64)
+    if not tables:
+        return BoxTable(none, none, none, flat, flat, flat)
+
+    def pad(column: Int, fill: int) -> Int:
+        wide = np.full((len(column), dims), fill, np.int64)
+        wide[:, : column.shape[1]] = column
+        return wide
+
+    return BoxTable(
+        np.concatenate([each.tensor for each in tables]),
+        np.concatenate([each.row for each in tables]),
+        np.concatenate([each.start for each in tables]),
+        np.concatenate([pad(each.offset, 0) for each in tables]),
+        np.concatenate([pad(each.shape, 1) for each in tables]),
+        np.concatenate([pad(each.stride, 0) for each in tables]),
+    )
+
+
+def _select_rows(boxes: BoxTable, rows: npt.NDArray[np.bool_] | Int) -> BoxTable:
+    columns = boxes.tensor, boxes.row, boxes.start, boxes.offset, boxes.shape, boxes.stride
+    return BoxTable(*(column[rows] for column in columns))
+
+
+def _find_dtypes(collector: Collector) -> list[str | None]:
+    """Return the dtype of each tensor, which its arrays must share; None without arrays."""
+    catalogue = collector.catalogue
+    lowest = np.full(len(collector.tensors.names), len(catalogue.dtypes), np.int64)
+    highest = np.full(len(collector.tensors.names), -1, np.int64)
+    for tensor, rows, _ in collector.arrays:
+        np.minimum.at(lowest, tensor, catalogue.dtype[rows])
+        np.maximum.at(highest, tensor, catalogue.dtype[rows])
+    for i in np.flatnonzero((highest >= 0) & (lowest != highest)).tolist():
+        low, high = catalogue.dtypes[int(lowest[i])], catalogue.dtypes[int(highest[i])]
+        collector.report_tensor(i, f"some of its arrays are {low}, some {high}")
+    for rule_index, rule in enumerate(collector.spec.rules):
+        if isinstance(rule, Rule) and rule.dtype is not None:
+            rows = collector.matches.rows[rule_index]
+            is_other = np.array([dtype != rule.dtype for dtype in catalogue.dtypes], bool)
+            wrong = rows[is_other[catalogue.dtype[rows]]] if len(rows) else rows
+            problem = f"its dtype is not {rule.dtype}, as the rule requires"
+            collector.report_arrays(wrong, rule, problem)
+    return [catalogue.dtypes[i] if i >= 0 else None for i in highest.tolist()]
+
+
+def _split_copies(boxes: BoxTable, shapes: TensorShapes) -> tuple[BoxTable, BoxTable]:
+    """Separate the first copy of each box from the others."""
+    dims = boxes.offset.shape[1]
+    strides = row_major(padded_rows([shape or () for shape in shapes], dims, 1))
+    if not len(boxes.tensor):
+        return boxes, boxes
+    first_element = (boxes.offset * strides[boxes.tensor]).sum(axis=1)
+    order = np.lexsort((first_element, boxes.tensor))
+    same = (np.diff(boxes.tensor[order]) == 0) & (np.diff(first_element[order]) == 0)
+    same &= (np.diff(boxes.shape[order], axis=0) == 0).all(axis=1)
+    is_copy = np.zeros(len(order), bool)
+    is_copy[order[1:]] = same
+    return _select_rows(boxes, ~is_copy), _select_rows(boxes, is_copy)
+
+
+def _check_coverage(collector: Collector, boxes: BoxTable, shapes: TensorShapes) -> None:
+    """Check that boxes cover each tensor exactly once; tensors without a shape are not checked."""
+    dims = boxes.offset.shape[1]
+    padded_shapes = padded_rows([shape or () for shape in shapes], dims, 1)
+    stored = np.array([shape is not None for shape in shapes], bool)
+    try:
+        wrong = uncovered(padded_shapes, boxes.tensor, boxes.offset, boxes.shape, stored)
+    except FormatError as error:
+        collector.problems.append(str(error))
+        return
+    if not len(wrong):
+        return
+    stored_elements = np.zeros(len(shapes), np.int64)
+    np.add.at(stored_elements, boxes.tensor, boxes.shape.prod(axis=1))
+    order = np.argsort(boxes.tensor, kind="stable")
+    bounds = np.searchsorted(boxes.tensor[order], np.stack([wrong, wrong + 1]))
+    for i, tensor in enumerate(wrong.tolist()):
+        total = int(padded_shapes[tensor].prod())
+        rows = boxes.row[order[bounds[0, i] : bounds[1, i]]]
+        catalogue = collector.catalogue
+        arrays = list(dict.fromkeys(catalogue.names[k] for k in catalogue.name[rows]))
+        sources = ", ".join(arrays[:SHOWN]) + (" …" if len(arrays) > SHOWN else "")
+        problem = f"{stored_elements[tensor]} of its {total} elements are there"
+        if stored_elements[tensor] >= total:
+            problem = "its arrays overlap"
+        shape = list(shapes[tensor] or ())
+        collector.report_tensor(tensor, f"{shape}: {problem}, from {sources or 'no array'}")
+
+
+def _check_computed_numbers(collector: Collector) -> None:
+    """Check that computed numbers in names have no gaps."""
+    for prefix, numbers in collector.tensors.computed.items():
+        missing = sorted(set(range(min(max(numbers) + 1, 2**20))) - numbers)
+        if missing:
+            shown = ", ".join(map(str, missing[:SHOWN])) + (" …" if len(missing) > SHOWN else "")
+            collector.problems.append(
+                f"{prefix}…: numbers go up to {max(numbers)}, without {shown}; captures of the "
+                "same name must count the same things; put `~` before a capture if ranks have "
+                "different numbers of it"
+            )
+
+
+def _make_entries(
+    collector: Collector,
+    shapes: TensorShapes,
+    dtypes: Sequence[str | None],
+    ties: Mapping[str, str],
+) -> tuple[TensorEntry, ...]:
+    tensors = collector.tensors
+    entries = {
+        name: TensorEntry(name, dtype, shape, same_as=ties.get(name))
+        for name, shape, dtype in zip(tensors.names, shapes, dtypes, strict=True)
+        if shape is not None and dtype is not None
+    }
+    for mean, terms in tensors.averages.items():
+        found = [entries[name] for name in terms if name in entries]
+        if mean in entries:
+            collector.problems.append(f"{mean}: it is stored, and is also the mean of other arrays")
+        elif found:
+            entries[mean] = TensorEntry(mean, found[0].dtype, found[0].shape)
+    for tied, target in ties.items():
+        if target not in entries:
+            collector.problems.append(f"{tied}: it is tied to {target}, which does not exist")
+        elif tied not in entries:
+            entry = entries[target]
+            entries[tied] = TensorEntry(tied, entry.dtype, entry.shape, same_as=target)
+    return tuple(entries.values())
+
+
+def _resolve_ties(
+    collector: Collector, shapes: TensorShapes, dtypes: Sequence[str | None]
+) -> dict[str, str]:
+    """Return the stored tensor that each tied name is tied to, and check that they fit."""
+    tensors = collector.tensors
+    declared: dict[str, str] = {}
+    for tied, target in _declared_ties(collector):
+        if declared.setdefault(tied, target) != target:
+            collector.problems.append(f"{tied}: it is tied to {target} and to {declared[tied]}")
+    ties = {}
+    for tied in declared:
+        target, visited = declared[tied], {tied}
+        while target in declared and target not in visited:
+            visited.add(target)
+            target = declared[target]
+        if target in visited:
+            collector.problems.append(f"{tied}: it is tied to itself")
+            continue
+        ties[tied] = target
+        if tied in tensors.averages or (tied in tensors and target in tensors.averages):
+            collector.problems.append(f"{tied}: it is tied to {target}, and one of them is a mean")
+        elif tied in tensors and target in tensors:
+            mine, other = tensors.index_of(tied), tensors.index_of(target)
+            if (shapes[mine], dtypes[mine]) != (shapes[other], dtypes[other]):
+                kinds = [f"{dtypes[i]} {list(shapes[i] or ())}" for i in (mine, other)]
+                problem = f"is {kinds[0]}, but is tied to {target}, which is {kinds[1]}"
+                collector.problems.append(f"{tied}: it {problem}")
+    return ties
+
+
+def _declared_ties(collector: Collector) -> Iterator[tuple[str, str]]:
+    """Yield each tied name, and the name it is tied to."""
+    averages = collector.tensors.averages
+    hidden = {name for terms in averages.values() for name in terms}
+    names = [name for name in (*collector.tensors.names, *averages) if name not in hidden]
+    for tie in collector.spec.ties:
+        match = tie.target.compile(())
+        pairs = [(texts, name) for name in names if (texts := match(name)) is not None]
+        if not pairs:
+            collector.problems.append(
+                f"{tie.target}: no tensor has this name, so nothing is tied to it"
+            )
+        for texts, name in pairs:
+            tied = tie.name.fill(texts)
+            if not (tie.unless_stored and tied in collector.tensors):
+                yield tied, name
+
+
+def _split_tied(
+    collector: Collector, boxes: BoxTable, ties: Mapping[str, str]
+) -> tuple[BoxTable, BoxTable]:
+    """Separate the boxes of tied tensors, which become copies of the tensor they are tied to."""
+    tensors = collector.tensors
+    target_of = np.arange(len(tensors.names))
+    for tied, target in ties.items():
+        if tied in tensors and target in tensors:
+            target_of[tensors.index_of(tied)] = tensors.index_of(target)
+    new_tensor = target_of[boxes.tensor]
+    is_tied = new_tensor != boxes.tensor
+    copies = replace(_select_rows(boxes, is_tied), tensor=new_tensor[is_tied])
+    return _select_rows(boxes, ~is_tied), copies
+
+
+def _make_piece_table(collector: Collector, boxes: BoxTable, shapes: TensorShapes) -> PieceTable:
+    catalogue = collector.catalogue
+    itemsize = np.array([DTYPES[dtype].itemsize for dtype in catalogue.dtypes], np.int64)
+    start = catalogue.start[boxes.row] + boxes.start * itemsize[catalogue.dtype[boxes.row]]
+    order = np.argsort(boxes.tensor, kind="stable")
+    pieces = Pieces(
+        boxes.tensor[order],
+        catalogue.file[boxes.row][order],
+        start[order],
+        boxes.offset[order],
+        boxes.shape[order],
+    )
+    # A dimension of size 1 may have any stride; take that of a row-major box.
+    ndim = np.array([len(shape or ()) for shape in shapes], np.int64)[pieces.tensor]
+    is_dim = np.arange(boxes.offset.shape[1]) < ndim[:, None]
+    stride = np.where(pieces.shape == 1, row_major(pieces.shape), boxes.stride[order])
+    return PieceTable(pieces, np.where(is_dim, stride, 0))
+
+
+def _describe_skipped(collector: Collector) -> Iterator[str]:
+    """Yield a line for each skipped name."""
+    catalogue = collector.catalogue
+    for rule, rows in zip(collector.spec.rules, collector.matches.rows, strict=True):
+        if isinstance(rule, Skip):
+            for i in np.unique(catalogue.name[rows]).tolist():
+                yield f"{catalogue.names[i]}: skipped by {collector.source_line(rule)}"

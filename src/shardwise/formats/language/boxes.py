@@ -1,0 +1,174 @@
+"""Boxes of global tensors in stored arrays: which boxes each array holds, at which strides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwise.errors import LayoutError
+from shardwise.formats.language.rules import DimensionMap
+from shardwise.formats.language.shapes import Sizes, Term, expand_terms, size_of_axis
+from shardwise.manifest.table import Int
+
+MOST_BOXES = 2**26
+
+
+@dataclass(frozen=True, slots=True)
+class RelativeBoxes:
+    """The K boxes in each array of the same sizes, relative to position 0 of all indexed axes.
+
+    Attributes:
+        start: `(K,)`, elements from the start of the array to the start of the box.
+        offset: `(K, D)`, offsets of the boxes in the tensor.
+        shape: `(D,)`, the shape of each box.
+        stride: `(D,)`, strides in the array, in elements.
+        moves: how far one step along an indexed axis moves the boxes: `(elements in the array,
+            dimension of the tensor, elements along this dimension)`.
+    """
+
+    start: Int
+    offset: Int
+    shape: Int
+    stride: Int
+    moves: Mapping[str, tuple[int, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class BoxTable:
+    """The n boxes of tensors in stored arrays, in columns.
+
+    Attributes:
+        tensor: `(n,)`, the index of the tensor.
+        row: `(n,)`, the row of the array in the catalogue.
+        start: `(n,)`, elements from the start of the array to the start of the box.
+        offset, shape: `(n, D)`, the box in the tensor.
+        stride: `(n, D)`, strides in the array, in elements.
+    """
+
+    tensor: Int
+    row: Int
+    start: Int
+    offset: Int
+    shape: Int
+    stride: Int
+
+
+@dataclass(slots=True)
+class _BoxDim:
+    """A dimension of a box, while axes are merged into it from the innermost outwards."""
+
+    size: int = 1
+    stride: int = 0
+    complete: bool = False  # whether further axes need separate boxes
+
+
+def find_relative_boxes(
+    dimension_map: DimensionMap, sizes: Sizes, strides: Sequence[int]
+) -> list[RelativeBoxes]:
+    """Return the boxes for each part of the stored array that the tensor takes.
+
+    Args:
+        sizes: the sizes of all axes; for a ragged axis its share, and under `~name` the sum.
+        strides: the strides of the stored array, in elements.
+
+    Raises:
+        LayoutError: there are too many boxes.
+    """
+    array_terms = {
+        frozenset(term.steps): term for term in expand_terms(dimension_map.array_dims, sizes)
+    }
+    found = []
+    for tensor_term in expand_terms([dim.axes for dim in dimension_map.tensor_dims], sizes):
+        local_axes = {
+            axis
+            for axis in tensor_term.steps
+            if axis not in dimension_map.indexed_axes and not axis.startswith("~")
+        }
+        array_term = array_terms[frozenset(local_axes | set(dimension_map.split_axes))]
+        if all(size_of_axis(axis, sizes) for axis in local_axes):
+            found.append(_boxes_of_term(dimension_map, tensor_term, array_term, sizes, strides))
+    return found
+
+
+def _boxes_of_term(
+    dimension_map: DimensionMap,
+    tensor_term: Term,
+    array_term: Term,
+    sizes: Sizes,
+    strides: Sequence[int],
+) -> RelativeBoxes:
+    array_steps = {axis: step * strides[dim] for axis, (dim, step) in array_term.steps.items()}
+    box_dims = [_BoxDim() for _ in dimension_map.tensor_dims]
+    first = sum(a * b for a, b in zip(array_term.starts, strides, strict=True))
+    start = np.array([first], np.int64)
+    offset = np.array([tensor_term.starts], np.int64).reshape(1, len(box_dims))
+    # The innermost axes of each dimension come first.
+    for axis, (dim, step) in sorted(tensor_term.steps.items(), key=lambda item: item[1][1]):
+        if axis in dimension_map.indexed_axes or axis.startswith("~"):
+            continue
+        size, box_dim = size_of_axis(axis, sizes), box_dims[dim]
+        if size == 1:
+            continue
+        contiguous = array_steps[axis] == box_dim.size * box_dim.stride
+        extends = step == box_dim.size and (box_dim.size == 1 or contiguous)
+        if extends and not box_dim.complete:
+            box_dim.stride = array_steps[axis] if box_dim.size == 1 else box_dim.stride
+            box_dim.size *= size
+            continue
+        box_dim.complete = True
+        if len(start) * size > MOST_BOXES:
+            raise LayoutError(f"the rule cuts an array into more than {MOST_BOXES} boxes")
+        positions = np.arange(size)
+        start = (start[:, None] + positions * array_steps[axis]).ravel()
+        offset = np.repeat(offset, size, axis=0)
+        offset[:, dim] += np.tile(positions * step, len(offset) // size)
+    moves = {
+        axis: (0, dim, step)
+        for axis, (dim, step) in tensor_term.steps.items()
+        if axis in dimension_map.indexed_axes or axis.startswith("~")
+    }
+    moves |= {axis: (array_steps[axis], 0, 0) for axis in dimension_map.split_axes}
+    return RelativeBoxes(
+        start,
+        offset,
+        np.array([dim.size for dim in box_dims], np.int64),
+        np.array([dim.stride for dim in box_dims], np.int64),
+        moves,
+    )
+
+
+def place_boxes(
+    boxes: RelativeBoxes, rows: Int, tensor: Int, positions: Mapping[str, Int], tensor_shape: Int
+) -> BoxTable:
+    """Return the boxes of many arrays.
+
+    Args:
+        rows, tensor: for each array, its row in the catalogue and the index of its tensor.
+        positions: for each array, the position along each indexed axis.
+        tensor_shape: `(D,)`; padding beyond it is left out.
+
+    Raises:
+        LayoutError: there are too many boxes.
+    """
+    count, dims = len(boxes.start), boxes.offset.shape[1]
+    if len(rows) * count > MOST_BOXES:
+        raise LayoutError(f"the rule cuts its arrays into more than {MOST_BOXES} boxes")
+    start, offset = np.zeros(len(rows), np.int64), np.zeros((len(rows), dims), np.int64)
+    for axis, (elements, dim, step) in boxes.moves.items():
+        start += elements * positions[axis]
+        if step:
+            offset[:, dim] += step * positions[axis]
+    starts = (start[:, None] + boxes.start).ravel()
+    offsets = (offset[:, None, :] + boxes.offset).reshape(len(starts), dims)
+    shape = np.minimum(boxes.shape, tensor_shape - offsets)
+    kept = (shape > 0).all(axis=1)
+    return BoxTable(
+        np.repeat(tensor, count)[kept],
+        np.repeat(rows, count)[kept],
+        starts[kept],
+        offsets[kept],
+        shape[kept],
+        np.broadcast_to(boxes.stride, shape.shape)[kept],
+    )

@@ -1,0 +1,160 @@
+"""Rules that follow others: `optimizer.*.{state} like *, model.* -> optimizer.*.{state}`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from shardwise.formats.language.arithmetic import Expression, Variable
+from shardwise.formats.language.rules import (
+    Capture,
+    Pattern,
+    Rule,
+    Skip,
+    Target,
+    Template,
+    substitute_captures,
+)
+from shardwise.formats.language.scanner import SourceText
+
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True, slots=True)
+class LikeStatement:
+    """A statement `pattern like followed, results -> target`.
+
+    Attributes:
+        rule: the pattern, the target and the further clauses of the statement.
+        followed: the name of the array whose rule is followed, made from the pattern's captures.
+        results: the pattern of the tensors' names that the statement renames.
+    """
+
+    rule: Rule
+    followed: Template
+    results: Pattern
+
+
+def expand_like_statements(
+    statements: Sequence[Rule | Skip | LikeStatement], source: SourceText
+) -> tuple[Rule | Skip, ...]:
+    """Replace each `like` statement by a copy of every rule that it follows.
+
+    Raises:
+        SpecError: a `like` statement has the wrong form, or follows no rule.
+    """
+    rules = [each for each in statements if not isinstance(each, LikeStatement)]
+    expanded: list[Rule | Skip] = []
+    for statement in statements:
+        if not isinstance(statement, LikeStatement):
+            expanded.append(statement)
+            continue
+        copies = [copy for rule in rules if (copy := _follow(statement, rule, source)) is not None]
+        if not copies:
+            raise source.error(
+                statement.rule.position,
+                "no other rule has an array and tensors with the names after `like`",
+            )
+        expanded.extend(copies)
+    return tuple(expanded)
+
+
+def _follow(like: LikeStatement, rule: Rule | Skip, source: SourceText) -> Rule | Skip | None:
+    """Return a copy of a rule, renamed by a `like` statement; None if the rule has other names."""
+    own_pattern = _rename_stars(like.rule.pattern)
+    variables = [i for i, part in enumerate(like.followed.parts) if not isinstance(part, str)]
+    variable = like.followed.parts[variables[0]] if len(variables) == 1 else None
+    star = _rename_star(variable.name) if isinstance(variable, Variable) else None
+    if star is None or Capture(star, star=True) not in own_pattern.parts:
+        raise source.error(
+            like.rule.position, "the name after `like` must contain one `*` of the name before it"
+        )
+    inner = _strip_text(rule.pattern.parts, _text_around(like.followed.parts, variables[0]))
+    if inner is None:
+        return None
+    shared = set(own_pattern.capture_names()) & set(rule.pattern.capture_names())
+    if shared:
+        names, line = " and ".join(sorted(shared)), source.line_number(rule.position)
+        raise source.error(
+            like.rule.position, f"{names} is captured here and in line {line}; rename one"
+        )
+    pattern = Pattern(substitute_captures(own_pattern.parts, {star: inner}))
+    if isinstance(rule, Skip):
+        return Skip(pattern, like.rule.position)
+    targets = [_rename_target(like, target, source) for target in rule.targets]
+    renamed = tuple(target for target in targets if target is not None)
+    if len(renamed) < len(targets):
+        return None
+    has_shape = like.rule.targets[0].shape is not None  # then it replaces the shape of the rule
+    return replace(
+        rule,
+        pattern=pattern,
+        targets=renamed,
+        sizes=(*(() if has_shape else rule.sizes), *like.rule.sizes),
+        dtype=like.rule.dtype or rule.dtype,
+        array_shape=None if has_shape else rule.array_shape,
+        average_axes=like.rule.average_axes or rule.average_axes,
+        flat_axes=like.rule.flat_axes or rule.flat_axes,
+        coordinates=rule.coordinates + like.rule.coordinates,
+        position=like.rule.position,
+    )
+
+
+def _rename_stars(pattern: Pattern) -> Pattern:
+    """Rename a pattern's stars, because the followed rule has stars too."""
+    return Pattern(
+        tuple(
+            Capture(_rename_star(part.name), star=True)
+            if isinstance(part, Capture) and part.star
+            else part
+            for part in pattern.parts
+        )
+    )
+
+
+def _rename_star(name: str) -> str:
+    return name.replace("*", "*like")
+
+
+def _text_around(parts: Sequence[object], index: int) -> tuple[str, str]:
+    """Return the literal text before and after a part."""
+    before = "".join(part for part in parts[:index] if isinstance(part, str))
+    return before, "".join(part for part in parts[index + 1 :] if isinstance(part, str))
+
+
+def _rename_target(like: LikeStatement, target: Target, source: SourceText) -> Target | None:
+    results = like.results.parts
+    stars = [i for i, part in enumerate(results) if isinstance(part, Capture) and part.star]
+    if len(stars) != 1 or sum(not isinstance(part, str) for part in results) != 1:
+        raise source.error(
+            like.rule.position, "the name between `,` and `->` must contain exactly one `*`"
+        )
+    (star,) = like.results.capture_names()
+    inner = _strip_text(target.name.parts, _text_around(results, stars[0]))
+    if inner is None:
+        return None
+    (new,) = like.rule.targets
+    parts: list[str | Expression] = []
+    for part in new.name.parts:
+        parts.extend(inner if part == Variable(star) else [part])
+    shape = target.shape if new.shape is None else new.shape
+    return Target(Template(tuple(parts)), shape, new.position)
+
+
+def _strip_text(
+    parts: tuple[Part, ...], prefix_and_suffix: tuple[str, str]
+) -> tuple[Part | str, ...] | None:
+    """Remove a prefix and a suffix from the parts; return None if they do not have both."""
+    prefix, suffix = prefix_and_suffix
+    stripped: list[Part | str] = list(parts)
+    for end, text in ((0, prefix), (-1, suffix)):
+        part = stripped[end]
+        if not text:
+            continue
+        if not isinstance(part, str):
+            return None
+        if not (part.startswith(text) if end == 0 else part.endswith(text)):
+            return None
+        stripped[end] = part[len(text) :] if end == 0 else part[: len(part) - len(text)]
+    return tuple(part for part in stripped if part != "")
