@@ -1,4 +1,4 @@
-"""The opcodes of pickles, as operations on the stack of a restricted machine."""
+"""The opcodes of pickles, as functions on the stack of a machine that runs no code of a pickle."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_values import Constant, Name, Opaque, Stubs, set_state
+from shardwise.formats.containers.pickle_values import (
+    AllowedCallable,
+    AllowedNames,
+    Constant,
+    UnknownObject,
+    set_state,
+)
 from shardwise.state.keys import SAFE_KEYS, Keys
 
-NEWEST = 5
-SENSELESS = (
+NEWEST_PROTOCOL = 5
+MALFORMED_ERRORS = (
     ArithmeticError,
     AttributeError,
     LookupError,
@@ -21,47 +27,54 @@ SENSELESS = (
     ValueError,
     struct.error,
 )
-"""The exceptions that malformed values raise."""
+"""The exceptions that malformed pickles cause."""
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
-Persistent: TypeAlias = Callable[[Any], object]
-"""Returns the value of a persistent id, or raises one of `SENSELESS`."""
-Operation: TypeAlias = Callable[["Machine", int], int]
-"""Takes the position of the opcode's argument; returns the position of the next opcode."""
+PersistentLoad: TypeAlias = Callable[[Any], object]
+"""A function that returns the value of a persistent id, or raises one of `MALFORMED_ERRORS`."""
+Operation: TypeAlias = Callable[["PickleMachine", int], int]
+"""A function that runs an opcode: from the position of its argument to that of the next opcode."""
 
 
-class CutOffError(FormatError):
-    """The pickle is longer than the data."""
+class TruncatedError(FormatError):
+    """The pickle continues after the end of the data."""
 
 
-class Machine:
-    """The stack, marks and memo of a pickle."""
+class PickleMachine:
+    """The stack, marks and memo of a pickle that is being read.
 
-    def __init__(self, data: bytes, stubs: Stubs, persistent: Persistent | None) -> None:
+    Attributes:
+        globals: the values of the global names that the pickle used so far.
+        unknown_names: global names that are not on the list.
+    """
+
+    def __init__(
+        self, data: bytes, allowed: AllowedNames, persistent_load: PersistentLoad | None
+    ) -> None:
         self.data = data
-        self.stubs = stubs
-        self.persistent = persistent
+        self.allowed = allowed
+        self.persistent_load = persistent_load
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
-        self.names: dict[tuple[str, str], object] = {}
-        self.unknown: set[str] = set()
+        self.globals: dict[tuple[str, str], object] = {}
+        self.unknown_names: set[str] = set()
         self._keys: dict[int, tuple[object, Keys]] = {}
 
-    def take(self, at: int, count: int) -> bytes:
-        """Return `count` bytes."""
-        if count > len(self.data) - at:
-            raise CutOffError(
-                "the pickle is cut off or contains a wrong length: copy the file again"
+    def read_bytes(self, position: int, count: int) -> bytes:
+        """Return `count` bytes from a position; raise TruncatedError if there are fewer."""
+        if count > len(self.data) - position:
+            raise TruncatedError(
+                "the pickle is truncated or has a wrong length: copy the file again"
             )
-        return self.data[at : at + count]
+        return self.data[position : position + count]
 
-    def line(self, at: int) -> tuple[str, int]:
+    def read_line(self, position: int) -> tuple[str, int]:
         """Return the text up to the end of the line, and the start of the next line."""
-        end = self.data.find(b"\n", at)
+        end = self.data.find(b"\n", position)
         if end < 0:
-            raise CutOffError("it is cut off")
-        return self.data[at:end].decode(), end + 1
+            raise TruncatedError("the pickle is truncated: copy the file again")
+        return self.data[position:end].decode(), end + 1
 
     def count_keys(self, target: object, keys: Sequence[object]) -> None:
         """Count keys before they are added to a dict or set; see `Keys.add`.
@@ -78,306 +91,309 @@ class Machine:
         except ValueError as error:
             raise FormatError(str(error)) from error
 
-    def since_mark(self) -> list[Any]:
+    def pop_to_mark(self) -> list[Any]:
         """Remove and return the values above the last mark."""
         mark = self.marks.pop()
         items = self.stack[mark:]
         del self.stack[mark:]
         return items
 
-    def find(self, module: str, name: str) -> object:
-        """Return the value of a global name."""
-        found = self.names.get((module, name))
+    def resolve_global(self, module: str, name: str) -> object:
+        """Return the value of a global name; a placeholder if the name is not on the list."""
+        found = self.globals.get((module, name))
         if found is None:
-            full = f"{_RENAMED.get(module, module)}.{name}"
-            stub = self.stubs.get(full)
-            if stub is None:
-                self.unknown.add(full[:200])
-                found = Opaque(full[:200])
+            full_name = f"{_RENAMED.get(module, module)}.{name}"
+            allowed = self.allowed.get(full_name)
+            if allowed is None:
+                self.unknown_names.add(full_name[:200])
+                found = UnknownObject(full_name[:200])
+            elif isinstance(allowed, Constant):
+                found = allowed.value
             else:
-                found = stub.value if isinstance(stub, Constant) else Name(full, stub)
-            self.names[module, name] = found
+                found = AllowedCallable(full_name, allowed)
+            self.globals[module, name] = found
         return found
 
-    def make(self, kind: object, args: object) -> object:
-        """Call the builder of a class or function on the list."""
-        if isinstance(kind, Opaque):
+    def call(self, kind: object, args: object) -> object:
+        """Return what a class or function on the list constructs from arguments.
+
+        Raises:
+            FormatError: `kind` is not a class or function, or the arguments are invalid.
+        """
+        if isinstance(kind, UnknownObject):
             return kind
-        if not isinstance(kind, Name) or not isinstance(args, tuple):
-            raise FormatError("it calls something that is not a class or function")
+        if not isinstance(kind, AllowedCallable) or not isinstance(args, tuple):
+            raise FormatError("malformed pickle: it calls a value that is not a function")
         try:
-            return kind.build(*args)
-        except SENSELESS as error:
+            return kind.construct(*args)
+        except MALFORMED_ERRORS as error:
             if isinstance(error, FormatError):
                 raise
             raise FormatError(f"invalid arguments of {kind.name}: {error}") from error
 
 
-def _refused(machine: Machine, at: int) -> int:
-    op = machine.data[at - 1 : at]
-    raise FormatError(f"not a pickle, or one with an unsupported opcode: {op!r}")
+def _refuse(machine: PickleMachine, position: int) -> int:
+    op = machine.data[position - 1 : position]
+    raise FormatError(f"not a pickle, or an unsupported opcode: {op!r}")
 
 
-def _proto(machine: Machine, at: int) -> int:
-    version = machine.data[at]
-    if version > NEWEST:
+def _read_protocol(machine: PickleMachine, position: int) -> int:
+    version = machine.data[position]
+    if version > NEWEST_PROTOCOL:
         raise FormatError(
-            f"pickle protocol {version} is newer than {NEWEST}, the newest that is supported"
+            f"pickle protocol {version} is not supported: save with protocol {NEWEST_PROTOCOL}"
         )
-    return at + 1
+    return position + 1
 
 
-def _frame(machine: Machine, at: int) -> int:
-    machine.take(at + 8, int.from_bytes(machine.take(at, 8), "little"))
-    return at + 8
+def _read_frame(machine: PickleMachine, position: int) -> int:
+    machine.read_bytes(position + 8, int.from_bytes(machine.read_bytes(position, 8), "little"))
+    return position + 8
 
 
-def _pop(machine: Machine, at: int) -> int:
+def _pop(machine: PickleMachine, position: int) -> int:
     if machine.marks and machine.marks[-1] == len(machine.stack):
         machine.marks.pop()
     else:
         machine.stack.pop()
-    return at
+    return position
 
 
-def _pop_mark(machine: Machine, at: int) -> int:
-    machine.since_mark()
-    return at
+def _pop_mark(machine: PickleMachine, position: int) -> int:
+    machine.pop_to_mark()
+    return position
 
 
-def _dup(machine: Machine, at: int) -> int:
+def _duplicate(machine: PickleMachine, position: int) -> int:
     machine.stack.append(machine.stack[-1])
-    return at
+    return position
 
 
-def _long_get(machine: Machine, at: int) -> int:
-    machine.stack.append(machine.memo[int.from_bytes(machine.take(at, 4), "little")])
-    return at + 4
+def _get_memo(machine: PickleMachine, position: int) -> int:
+    machine.stack.append(machine.memo[int.from_bytes(machine.read_bytes(position, 4), "little")])
+    return position + 4
 
 
-def _memoize(machine: Machine, at: int) -> int:
+def _memoize(machine: PickleMachine, position: int) -> int:
     machine.memo[len(machine.memo)] = machine.stack[-1]
-    return at
+    return position
 
 
-def _constant(value: object) -> Operation:
-    def push(machine: Machine, at: int) -> int:
+def _push_constant(value: object) -> Operation:
+    def push(machine: PickleMachine, position: int) -> int:
         machine.stack.append(value)
-        return at
+        return position
 
     return push
 
 
-def _empty(kind: type) -> Operation:
-    def push(machine: Machine, at: int) -> int:
+def _push_empty(kind: type) -> Operation:
+    def push(machine: PickleMachine, position: int) -> int:
         machine.stack.append(kind())
-        return at
+        return position
 
     return push
 
 
-def _number(code: str) -> Operation:
+def _push_number(code: str) -> Operation:
     form = struct.Struct(code)
 
-    def push(machine: Machine, at: int) -> int:
-        machine.stack += form.unpack_from(machine.data, at)
-        return at + form.size
+    def push(machine: PickleMachine, position: int) -> int:
+        machine.stack += form.unpack_from(machine.data, position)
+        return position + form.size
 
     return push
 
 
-def _sized(width: int, of: Callable[[bytes], object]) -> Operation:
-    def push(machine: Machine, at: int) -> int:
-        count = int.from_bytes(machine.take(at, width), "little")
-        at += width
-        machine.stack.append(of(machine.take(at, count)))
-        return at + count
+def _push_sized(width: int, decode: Callable[[bytes], object]) -> Operation:
+    def push(machine: PickleMachine, position: int) -> int:
+        count = int.from_bytes(machine.read_bytes(position, width), "little")
+        position += width
+        machine.stack.append(decode(machine.read_bytes(position, count)))
+        return position + count
 
     return push
 
 
-def _text(data: bytes) -> str:
+def _decode_text(data: bytes) -> str:
     return data.decode("utf-8", "surrogatepass")
 
 
-def _old_text(data: bytes) -> str | bytes:
-    # Python 2 stored text and bytes alike.
+def _decode_python2_text(data: bytes) -> str | bytes:
+    # Python 2 stored text and bytes with the same opcode.
     try:
         return data.decode()
     except UnicodeDecodeError:
         return data
 
 
-def _integer(data: bytes) -> int:
+def _decode_integer(data: bytes) -> int:
     return int.from_bytes(data, "little", signed=True)
 
 
-def _tuple_of(count: int) -> Operation:
-    def push(machine: Machine, at: int) -> int:
+def _build_tuple(count: int) -> Operation:
+    def push(machine: PickleMachine, position: int) -> int:
         items = tuple(machine.stack[-count:])
         if len(items) < count:
             raise IndexError("the stack is empty")
         machine.stack[-count:] = [items]
-        return at
+        return position
 
     return push
 
 
-def _append(machine: Machine, at: int) -> int:
-    item = machine.stack.pop()
-    _extend(machine, [item])
-    return at
+def _append(machine: PickleMachine, position: int) -> int:
+    _extend(machine, [machine.stack.pop()])
+    return position
 
 
-def _appends(machine: Machine, at: int) -> int:
-    _extend(machine, machine.since_mark())
-    return at
+def _appends(machine: PickleMachine, position: int) -> int:
+    _extend(machine, machine.pop_to_mark())
+    return position
 
 
-def _extend(machine: Machine, items: list[Any]) -> None:
+def _extend(machine: PickleMachine, items: list[Any]) -> None:
     target = machine.stack[-1]
     if type(target) is list:
         target += items
-    elif not isinstance(target, Opaque):
-        raise FormatError(f"it appends to a {type(target).__name__}")
+    elif not isinstance(target, UnknownObject):
+        raise FormatError(f"malformed pickle: it appends to a {type(target).__name__}")
 
 
-def _set_item(machine: Machine, at: int) -> int:
+def _set_item(machine: PickleMachine, position: int) -> int:
     value, key = machine.stack.pop(), machine.stack.pop()
     _update(machine, [key, value])
-    return at
+    return position
 
 
-def _set_items(machine: Machine, at: int) -> int:
-    _update(machine, machine.since_mark())
-    return at
+def _set_items(machine: PickleMachine, position: int) -> int:
+    _update(machine, machine.pop_to_mark())
+    return position
 
 
-def _update(machine: Machine, items: list[Any]) -> None:
+def _update(machine: PickleMachine, items: list[Any]) -> None:
     target = machine.stack[-1]
     keys = items[::2]
     if not isinstance(target, dict):
-        if isinstance(target, Opaque):
+        if isinstance(target, UnknownObject):
             return
-        raise FormatError(f"it sets items of a {type(target).__name__}")
+        raise FormatError(f"malformed pickle: it sets items of a {type(target).__name__}")
     machine.count_keys(target, keys)
     target.update(zip(keys, items[1::2], strict=True))
 
 
-def _add_items(machine: Machine, at: int) -> int:
-    items, target = machine.since_mark(), machine.stack[-1]
+def _add_items(machine: PickleMachine, position: int) -> int:
+    items, target = machine.pop_to_mark(), machine.stack[-1]
     if type(target) is set:
         machine.count_keys(target, items)
         target.update(items)
-    elif not isinstance(target, Opaque):
-        raise FormatError(f"it adds to a {type(target).__name__}")
-    return at
+    elif not isinstance(target, UnknownObject):
+        raise FormatError(f"malformed pickle: it adds to a {type(target).__name__}")
+    return position
 
 
-def _frozen_set(machine: Machine, at: int) -> int:
-    items = machine.since_mark()
+def _build_frozenset(machine: PickleMachine, position: int) -> int:
+    items = machine.pop_to_mark()
     machine.count_keys(items, items)
     machine.stack.append(frozenset(items))
-    return at
+    return position
 
 
-def _global(machine: Machine, at: int) -> int:
-    module, at = machine.line(at)
-    name, at = machine.line(at)
-    machine.stack.append(machine.find(module, name))
-    return at
+def _push_global(machine: PickleMachine, position: int) -> int:
+    module, position = machine.read_line(position)
+    name, position = machine.read_line(position)
+    machine.stack.append(machine.resolve_global(module, name))
+    return position
 
 
-def _stack_global(machine: Machine, at: int) -> int:
+def _push_stack_global(machine: PickleMachine, position: int) -> int:
     name, module = machine.stack.pop(), machine.stack.pop()
     if type(name) is not str or type(module) is not str:
-        raise FormatError("it names a class by something that is not text")
-    machine.stack.append(machine.find(module, name))
-    return at
+        raise FormatError("malformed pickle: the name of a class is not text")
+    machine.stack.append(machine.resolve_global(module, name))
+    return position
 
 
-def _reduce(machine: Machine, at: int) -> int:
+def _call(machine: PickleMachine, position: int) -> int:
     args = machine.stack.pop()
-    machine.stack[-1] = machine.make(machine.stack[-1], args)
-    return at
+    machine.stack[-1] = machine.call(machine.stack[-1], args)
+    return position
 
 
-def _new_with_keywords(machine: Machine, at: int) -> int:
+def _call_with_keywords(machine: PickleMachine, position: int) -> int:
     keywords = machine.stack.pop()
     args = machine.stack.pop()
     kind = machine.stack[-1]
-    if keywords and not isinstance(kind, Opaque):
-        raise FormatError(
-            "the pickle creates a value with keyword arguments, which is not supported"
-        )
-    machine.stack[-1] = machine.make(kind, args)
-    return at
+    if keywords and not isinstance(kind, UnknownObject):
+        raise FormatError("keyword arguments in a pickle are not supported")
+    machine.stack[-1] = machine.call(kind, args)
+    return position
 
 
-def _build(machine: Machine, at: int) -> int:
+def _set_state(machine: PickleMachine, position: int) -> int:
     state = machine.stack.pop()
     set_state(machine.stack[-1], state)
-    return at
+    return position
 
 
-def _persistent(machine: Machine, at: int) -> int:
-    if machine.persistent is None:
-        raise FormatError("it refers to external storage, which does not exist here")
-    machine.stack[-1] = machine.persistent(machine.stack[-1])
-    return at
+def _load_persistent(machine: PickleMachine, position: int) -> int:
+    if machine.persistent_load is None:
+        raise FormatError("the pickle refers to a storage, but the file contains none")
+    machine.stack[-1] = machine.persistent_load(machine.stack[-1])
+    return position
 
 
 def _operations() -> list[Operation]:
-    table: list[Operation] = [_refused] * 256
+    table: list[Operation] = [_refuse] * 256
     for code, operation in {
-        pickle.PROTO: _proto,
-        pickle.FRAME: _frame,
+        pickle.PROTO: _read_protocol,
+        pickle.FRAME: _read_frame,
         pickle.POP: _pop,
         pickle.POP_MARK: _pop_mark,
-        pickle.DUP: _dup,
-        pickle.LONG_BINGET: _long_get,
+        pickle.DUP: _duplicate,
+        pickle.LONG_BINGET: _get_memo,
         pickle.MEMOIZE: _memoize,
-        pickle.NONE: _constant(None),
-        pickle.NEWTRUE: _constant(True),
-        pickle.NEWFALSE: _constant(False),
-        pickle.EMPTY_TUPLE: _constant(()),
-        pickle.EMPTY_LIST: _empty(list),
-        pickle.EMPTY_DICT: _empty(dict),
-        pickle.EMPTY_SET: _empty(set),
-        pickle.BININT: _number("<i"),
-        pickle.BININT2: _number("<H"),
-        pickle.BINFLOAT: _number(">d"),
-        pickle.LONG1: _sized(1, _integer),
-        pickle.LONG4: _sized(4, _integer),
-        pickle.SHORT_BINUNICODE: _sized(1, _text),
-        pickle.BINUNICODE8: _sized(8, _text),
-        pickle.SHORT_BINBYTES: _sized(1, bytes),
-        pickle.BINBYTES: _sized(4, bytes),
-        pickle.BINBYTES8: _sized(8, bytes),
-        pickle.BYTEARRAY8: _sized(8, bytearray),
-        pickle.SHORT_BINSTRING: _sized(1, _old_text),
-        pickle.BINSTRING: _sized(4, _old_text),
-        pickle.TUPLE1: _tuple_of(1),
-        pickle.TUPLE2: _tuple_of(2),
-        pickle.TUPLE3: _tuple_of(3),
+        pickle.NONE: _push_constant(None),
+        pickle.NEWTRUE: _push_constant(True),
+        pickle.NEWFALSE: _push_constant(False),
+        pickle.EMPTY_TUPLE: _push_constant(()),
+        pickle.EMPTY_LIST: _push_empty(list),
+        pickle.EMPTY_DICT: _push_empty(dict),
+        pickle.EMPTY_SET: _push_empty(set),
+        pickle.BININT: _push_number("<i"),
+        pickle.BININT2: _push_number("<H"),
+        pickle.BINFLOAT: _push_number(">d"),
+        pickle.LONG1: _push_sized(1, _decode_integer),
+        pickle.LONG4: _push_sized(4, _decode_integer),
+        pickle.SHORT_BINUNICODE: _push_sized(1, _decode_text),
+        pickle.BINUNICODE8: _push_sized(8, _decode_text),
+        pickle.SHORT_BINBYTES: _push_sized(1, bytes),
+        pickle.BINBYTES: _push_sized(4, bytes),
+        pickle.BINBYTES8: _push_sized(8, bytes),
+        pickle.BYTEARRAY8: _push_sized(8, bytearray),
+        pickle.SHORT_BINSTRING: _push_sized(1, _decode_python2_text),
+        pickle.BINSTRING: _push_sized(4, _decode_python2_text),
+        pickle.TUPLE1: _build_tuple(1),
+        pickle.TUPLE2: _build_tuple(2),
+        pickle.TUPLE3: _build_tuple(3),
         pickle.APPEND: _append,
         pickle.APPENDS: _appends,
         pickle.SETITEM: _set_item,
         pickle.SETITEMS: _set_items,
         pickle.ADDITEMS: _add_items,
-        pickle.FROZENSET: _frozen_set,
-        pickle.GLOBAL: _global,
-        pickle.STACK_GLOBAL: _stack_global,
-        pickle.REDUCE: _reduce,
-        pickle.NEWOBJ: _reduce,  # the same here, because neither calls a class
-        pickle.NEWOBJ_EX: _new_with_keywords,
-        pickle.BUILD: _build,
-        pickle.BINPERSID: _persistent,
+        pickle.FROZENSET: _build_frozenset,
+        pickle.GLOBAL: _push_global,
+        pickle.STACK_GLOBAL: _push_stack_global,
+        pickle.REDUCE: _call,
+        pickle.NEWOBJ: _call,  # the same, because both call an `AllowedCallable`
+        pickle.NEWOBJ_EX: _call_with_keywords,
+        pickle.BUILD: _set_state,
+        pickle.BINPERSID: _load_persistent,
     }.items():
         table[code[0]] = operation
     return table
 
 
 OPERATIONS = _operations()
-"""Operations by opcode, except those that `pickles` inlines. Opcodes of protocol 0, registered
-extensions and out-of-band buffers are refused."""
+"""Operations by opcode, except those that `pickles` inlines. Opcodes of protocol 0, of registered
+extensions and of out-of-band buffers are refused."""

@@ -1,4 +1,7 @@
-"""The values that pickles may contain: a closed list of Python's and numpy's, and inert records."""
+"""The values that pickles may contain: a closed list of types of Python and numpy.
+
+Instances of other classes become inert records, or are refused.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,12 @@ import numpy as np
 from shardwise.errors import FormatError
 from shardwise.state.keys import check_keys
 
-Builder: TypeAlias = Callable[..., object]
-"""Builds a value from the arguments in a pickle, which are not trusted. It raises TypeError,
-ValueError, LookupError, ArithmeticError or RuntimeError for bad arguments. The value must not have
-methods that a pickle could abuse, since items may be added to it. If hashable, it must be flat."""
+Constructor: TypeAlias = Callable[..., object]
+"""A function that builds a value from the arguments in a pickle, which are not trusted.
+
+It raises TypeError, ValueError, LookupError, ArithmeticError or RuntimeError for bad arguments. A
+pickle may add items to the value, so the value must not have methods that a pickle could abuse. A
+hashable value must not contain other values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +32,20 @@ class Constant:
     value: object
 
 
-Stubs: TypeAlias = Mapping[str, Builder | Constant]
-"""A closed list of dotted names in pickles, and the builder or constant for each."""
+AllowedNames: TypeAlias = Mapping[str, Constructor | Constant]
+"""A closed list of dotted names in pickles, with the constructor or constant for each."""
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
-    """A class or function on the list, as a value in a pickle."""
+class AllowedCallable:
+    """A class or function on the list, as a value in a pickle. The pickle cannot call it itself."""
 
     name: str
-    build: Builder
+    construct: Constructor
 
 
 @dataclass(frozen=True, slots=True)
-class Opaque:
+class UnknownObject:
     """A placeholder for a class or function that is not on the list, and for its results."""
 
     name: str
@@ -68,53 +73,53 @@ class Record:
             if part is None:
                 continue
             if not isinstance(part, dict) or not all(type(key) is str for key in part):
-                raise TypeError(f"the attributes of a {self.name} are not a dict of names")
+                raise TypeError(f"the attributes of a {self.name} are not a dict with text as keys")
             self.fields.update(part)
 
 
-def records(*names: str) -> Stubs:
-    """Return stubs for classes whose instances or members become records."""
-    return {name: _record_of(name) for name in names}
+def allow_as_records(*names: str) -> AllowedNames:
+    """Return a list of classes whose instances or members become records."""
+    return {name: _record_constructor(name) for name in names}
 
 
-def _record_of(name: str) -> Builder:
+def _record_constructor(name: str) -> Constructor:
     return lambda *args: Record(name, args)
 
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
-_NUMBERS = re.compile(r"[|<=]?[biufc]\d{1,2}")
+_NUMBER_DTYPE = re.compile(r"[|<=]?[biufc]\d{1,2}")
 
 
-def set_state(made: object, state: object) -> None:
+def set_state(value: object, state: object) -> None:
     """Set the state of a value.
 
     Raises:
         TypeError, ValueError: the value has no state, or the state is malformed.
     """
-    if isinstance(made, Record):
-        made.set_state(state)
-    elif isinstance(made, np.ndarray):
-        _fill(made, state)
-    elif isinstance(made, np.dtype):
+    if isinstance(value, Record):
+        value.set_state(state)
+    elif isinstance(value, np.ndarray):
+        _fill_array(value, state)
+    elif isinstance(value, np.dtype):
         if not isinstance(state, tuple) or state[1] not in ("<", "|", "="):
             raise ValueError("a numpy dtype is not little-endian")
-    elif not isinstance(made, (Opaque, OrderedDict)):
+    elif not isinstance(value, (UnknownObject, OrderedDict)):
         # The attributes of an OrderedDict are version numbers of modules, not part of a state.
-        raise TypeError(f"a {type(made).__name__} has no attributes to set")
+        raise TypeError(f"a {type(value).__name__} has no attributes to set")
 
 
-def _fill(array: Array, state: object) -> None:
+def _fill_array(array: Array, state: object) -> None:
     if not isinstance(state, tuple) or len(state) != 5:
-        raise TypeError("the state of a numpy array is not a tuple of five")
+        raise TypeError("the state of a numpy array is not a tuple of five values")
     _, shape, dtype, fortran, data = state
-    _check_numbers(dtype, shape, data)
+    _check_array(dtype, shape, data)
     array.__setstate__((1, shape, dtype, bool(fortran), bytes(data)))  # type: ignore[arg-type]
 
 
-def _check_numbers(dtype: object, shape: object, data: object) -> None:
-    if not isinstance(dtype, np.dtype) or not _NUMBERS.fullmatch(dtype.str):
-        raise TypeError("a numpy array of objects, where only numbers are read")
+def _check_array(dtype: object, shape: object, data: object) -> None:
+    if not isinstance(dtype, np.dtype) or not _NUMBER_DTYPE.fullmatch(dtype.str):
+        raise TypeError("a numpy array contains objects; only arrays of numbers are read")
     if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 2**62 for n in shape):
         raise TypeError("a numpy array has an invalid shape")
     if len(shape) > 32 or not isinstance(data, (bytes, bytearray)):
@@ -123,97 +128,97 @@ def _check_numbers(dtype: object, shape: object, data: object) -> None:
         raise ValueError(f"{len(data)} bytes are not a numpy array of shape {list(shape)}")
 
 
-def _dtype(code: object, *_: object) -> np.dtype[Any]:
-    # Numpy itself would parse much more.
-    if not isinstance(code, str) or not _NUMBERS.fullmatch(code):
+def _make_dtype(code: object, *_: object) -> np.dtype[Any]:
+    # np.dtype alone would also accept structured dtypes and objects.
+    if not isinstance(code, str) or not _NUMBER_DTYPE.fullmatch(code):
         raise ValueError(f"numpy dtype {str(code)[:40]!r} is not a dtype of numbers")
     return np.dtype(code)
 
 
-def _empty_array(*_: object) -> Array:
+def _make_empty_array(*_: object) -> Array:
     return np.zeros(0, np.uint8)
 
 
-def _array_from(data: object, dtype: object, shape: object, order: object) -> Array:
-    array = _empty_array()
-    _fill(array, (1, shape, dtype, order == "F", data))
+def _array_from_buffer(data: object, dtype: object, shape: object, order: object) -> Array:
+    array = _make_empty_array()
+    _fill_array(array, (1, shape, dtype, order == "F", data))
     return array
 
 
-def _scalar(dtype: object, data: object) -> object:
-    _check_numbers(dtype, (), data)
-    return _array_from(data, dtype, (), "C")[()]
+def _make_scalar(dtype: object, data: object) -> object:
+    _check_array(dtype, (), data)
+    return _array_from_buffer(data, dtype, (), "C")[()]
 
 
-def _text_to_bytes(text: object, codec: object = "utf-8") -> bytes:
+def _encode_text(text: object, codec: object = "utf-8") -> bytes:
     if not isinstance(text, str) or codec not in ("latin1", "latin-1", "utf-8", "ascii"):
-        raise ValueError("bytes are encoded with a codec that pickles do not use")
+        raise ValueError(f"bytes are encoded with an unsupported codec: {str(codec)[:40]!r}")
     return text.encode(codec)
 
 
-def _bytes(data: object = b"", codec: object = None) -> bytes:
+def _make_bytes(data: object = b"", codec: object = None) -> bytes:
     if isinstance(data, str):
-        return _text_to_bytes(data, codec)
+        return _encode_text(data, codec)
     # bytes(n) would allocate n zeros.
     if not isinstance(data, (bytes, bytearray, list)):
         raise TypeError("bytes() of something that is not bytes or a list")
     return bytes(data)
 
 
-def _ordered(pairs: object = ()) -> OrderedDict[Any, Any]:
+def _make_ordered_dict(pairs: object = ()) -> OrderedDict[Any, Any]:
     if pairs == ():
         return OrderedDict()  # every tensor has an empty one: its hooks
-    listed = list(_items(pairs))
+    listed = list(_pairs_of(pairs))
     check_keys(key for key, _ in listed)
     return OrderedDict(listed)
 
 
-def _counter(pairs: object = ()) -> Counter[Any]:
-    return Counter(dict(_ordered(pairs)))
+def _make_counter(pairs: object = ()) -> Counter[Any]:
+    return Counter(dict(_make_ordered_dict(pairs)))
 
 
-def _defaultdict(*_: object) -> dict[Any, Any]:
+def _make_dict(*_: object) -> dict[Any, Any]:
     return {}
 
 
-def _items(pairs: object) -> Iterable[tuple[Any, Any]]:
+def _pairs_of(pairs: object) -> Iterable[tuple[Any, Any]]:
     if isinstance(pairs, dict):
         return pairs.items()
-    return [(key, value) for key, value in _listed(pairs)]
+    return [(key, value) for key, value in _as_list(pairs)]
 
 
-def _listed(items: object) -> list[Any]:
+def _as_list(items: object) -> list[Any]:
     if not isinstance(items, (list, tuple, set, frozenset)):
         raise TypeError("items of something that is not a list, tuple or set")
     return list(items)
 
 
-def _list(items: object = (), *_: object) -> list[Any]:
-    return _listed(items)
+def _make_list(items: object = (), *_: object) -> list[Any]:
+    return _as_list(items)
 
 
-def _set(items: object = ()) -> set[Any]:
-    listed = _listed(items)
+def _make_set(items: object = ()) -> set[Any]:
+    listed = _as_list(items)
     check_keys(listed)
     return set(listed)
 
 
-def _frozenset(items: object = ()) -> frozenset[Any]:
-    return frozenset(_set(items))
+def _make_frozenset(items: object = ()) -> frozenset[Any]:
+    return frozenset(_make_set(items))
 
 
-def _complex(real: object = 0.0, imaginary: object = 0.0) -> complex:
+def _make_complex(real: object = 0.0, imaginary: object = 0.0) -> complex:
     if not isinstance(real, (int, float)) or not isinstance(imaginary, (int, float)):
         raise TypeError("complex() of something that is not a number")
     return complex(real, imaginary)
 
 
-def _slice(*bounds: object) -> slice:
+def _make_slice(*bounds: object) -> slice:
     _check_bounds(bounds)
     return slice(*bounds)
 
 
-def _range(*bounds: Any) -> range:
+def _make_range(*bounds: Any) -> range:
     _check_bounds(bounds)
     return range(*bounds)
 
@@ -223,37 +228,37 @@ def _check_bounds(bounds: tuple[object, ...]) -> None:
         raise TypeError("slice or range with bounds that are not integers")
 
 
-def _member(kind: object, member: object) -> object:
+def _make_enum_member(kind: object, member: object) -> object:
     # Some versions of Python store members of enums this way. No attribute is looked up.
-    if isinstance(kind, Opaque):
+    if isinstance(kind, UnknownObject):
         return kind
-    if not isinstance(kind, Name) or not isinstance(member, str):
+    if not isinstance(kind, AllowedCallable) or not isinstance(member, str):
         raise TypeError("getattr() of something that is not an enum")
-    made = kind.build(member)
-    if not isinstance(made, Record):
+    value = kind.construct(member)
+    if not isinstance(value, Record):
         raise TypeError(f"{kind.name} is not an enum")
-    return made
+    return value
 
 
-def _instance(kind: object, *args: object) -> object:
-    if isinstance(kind, Opaque):
+def _make_instance(kind: object, *args: object) -> object:
+    if isinstance(kind, UnknownObject):
         return kind
-    if not isinstance(kind, Name):
+    if not isinstance(kind, AllowedCallable):
         raise TypeError("an instance of something that is not a class")
-    return kind.build(*args)
+    return kind.construct(*args)
 
 
-def _old_instance(kind: object, base: object, state: object) -> object:
-    return _instance(kind) if state is None else _instance(kind, state)
+def _reconstruct_instance(kind: object, base: object, state: object) -> object:
+    return _make_instance(kind) if state is None else _make_instance(kind, state)
 
 
-def _path(*parts: object) -> str:
+def _join_path(*parts: object) -> str:
     if not all(isinstance(part, str) for part in parts):
         raise TypeError("a path with a part that is not text")
     return "/".join(map(str, parts)).replace("//", "/")
 
 
-def _datetime(*args: object) -> str:
+def _format_datetime(*args: object) -> str:
     data = args[0] if args else None
     if not isinstance(data, bytes) or len(data) != 10:
         raise TypeError("a datetime is not ten bytes")
@@ -262,114 +267,120 @@ def _datetime(*args: object) -> str:
     return f"{year:04}-{month & 127:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{micro:06}"
 
 
-def _date(data: object) -> str:
+def _format_date(data: object) -> str:
     if not isinstance(data, bytes) or len(data) != 4:
         raise TypeError("a date is not four bytes")
     return f"{int.from_bytes(data[:2], 'big'):04}-{data[2]:02}-{data[3]:02}"
 
 
-def _seconds(days: object = 0, seconds: object = 0, microseconds: object = 0) -> float:
+def _seconds_of_timedelta(days: object = 0, seconds: object = 0, microseconds: object = 0) -> float:
     counts = [days, seconds, microseconds]
     if not all(type(n) is int and abs(n) < 2**40 for n in counts):
         raise TypeError("timedelta() of something that is not an integer")
     return sum(n * unit for n, unit in zip(counts, (86400, 1, 1e-6), strict=True))  # type: ignore[operator, misc]
 
 
-def _text(text: object = "") -> str:
+def _make_text(text: object = "") -> str:
     if not isinstance(text, str):
         raise TypeError("str() of something that is not text")
     return text
 
 
-def _namespace(*args: object) -> Record:
+def _make_namespace(*args: object) -> Record:
     return Record("argparse.Namespace", args)
 
 
-_NUMPY: dict[str, Builder] = {
-    "multiarray._reconstruct": _empty_array,
-    "multiarray.scalar": _scalar,
-    "numeric._frombuffer": _array_from,
+_NUMPY: dict[str, Constructor] = {
+    "multiarray._reconstruct": _make_empty_array,
+    "multiarray.scalar": _make_scalar,
+    "numeric._frombuffer": _array_from_buffer,
 }
 _PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 
-ALLOWED: Stubs = {
-    **{f"numpy.core.{name}": build for name, build in _NUMPY.items()},
-    **{f"numpy._core.{name}": build for name, build in _NUMPY.items()},
-    "numpy.ndarray": _empty_array,
-    "numpy.dtype": _dtype,
-    "_codecs.encode": _text_to_bytes,
-    "argparse.Namespace": _namespace,
-    "builtins.bytearray": lambda *args: bytearray(_bytes(*args)),
-    "builtins.bytes": _bytes,
-    "builtins.complex": _complex,
-    "builtins.dict": lambda pairs=(): dict(_ordered(pairs)),
-    "builtins.frozenset": _frozenset,
-    "builtins.getattr": _member,
-    "builtins.list": _list,
+ALLOWED_NAMES: AllowedNames = {
+    **{f"numpy.core.{name}": construct for name, construct in _NUMPY.items()},
+    **{f"numpy._core.{name}": construct for name, construct in _NUMPY.items()},
+    "numpy.ndarray": _make_empty_array,
+    "numpy.dtype": _make_dtype,
+    "_codecs.encode": _encode_text,
+    "argparse.Namespace": _make_namespace,
+    "builtins.bytearray": lambda *args: bytearray(_make_bytes(*args)),
+    "builtins.bytes": _make_bytes,
+    "builtins.complex": _make_complex,
+    "builtins.dict": lambda pairs=(): dict(_make_ordered_dict(pairs)),
+    "builtins.frozenset": _make_frozenset,
+    "builtins.getattr": _make_enum_member,
+    "builtins.list": _make_list,
     "builtins.object": lambda: Record("object"),
-    "builtins.range": _range,
-    "builtins.set": _set,
-    "builtins.slice": _slice,
-    "builtins.str": _text,
-    "builtins.tuple": lambda items=(): tuple(_listed(items)),
-    "builtins.xrange": _range,
-    "collections.Counter": _counter,
-    "collections.OrderedDict": _ordered,
-    "collections.defaultdict": _defaultdict,
-    "collections.deque": _list,
-    "copyreg.__newobj__": _instance,
-    "copyreg._reconstructor": _old_instance,
-    "datetime.date": _date,
-    "datetime.datetime": _datetime,
-    "datetime.timedelta": _seconds,
-    **{f"{module}.{name}": _path for module in ("pathlib", "pathlib._local") for name in _PATHS},
-    **records("types.SimpleNamespace"),
+    "builtins.range": _make_range,
+    "builtins.set": _make_set,
+    "builtins.slice": _make_slice,
+    "builtins.str": _make_text,
+    "builtins.tuple": lambda items=(): tuple(_as_list(items)),
+    "builtins.xrange": _make_range,
+    "collections.Counter": _make_counter,
+    "collections.OrderedDict": _make_ordered_dict,
+    "collections.defaultdict": _make_dict,
+    "collections.deque": _make_list,
+    "copyreg.__newobj__": _make_instance,
+    "copyreg._reconstructor": _reconstruct_instance,
+    "datetime.date": _format_date,
+    "datetime.datetime": _format_datetime,
+    "datetime.timedelta": _seconds_of_timedelta,
+    **{
+        f"{module}.{name}": _join_path
+        for module in ("pathlib", "pathlib._local")
+        for name in _PATHS
+    },
+    **allow_as_records("types.SimpleNamespace"),
 }
 """Dates and paths become text, deques lists, defaultdicts dicts, and timedeltas seconds."""
 
 
-DEEPEST = 100
+MOST_DEPTH = 100
 _CONTAINERS = (dict, list, tuple, set, frozenset, Record, slice)
 
 
-def check_unfolded(value: object, most: int) -> None:
-    """Refuse values that are small in the file but huge or endless to walk through.
+def check_expanded_size(value: object, most: int) -> None:
+    """Refuse values that are small in the file, but huge or endless if references are followed.
 
     Args:
         most: the largest number of values, where each reference counts as a copy.
 
     Raises:
-        FormatError: there are more values, nesting is deeper than `DEEPEST`, or a value contains
+        FormatError: there are more values, nesting is deeper than `MOST_DEPTH`, or a value contains
             itself.
     """
-    done: dict[int, tuple[int, int]] = {}  # by id: the number of values and the depth
-    entered: set[int] = set()
+    measured: dict[int, tuple[int, int]] = {}  # by id: size and depth
+    open_ids: set[int] = set()
     stack = [(value, False)]
     while stack:
-        here, after = stack.pop()
-        if id(here) in done:
+        current, children_done = stack.pop()
+        if id(current) in measured:
             continue
-        parts = _parts(here)
-        inner = [part for part in parts if isinstance(part, _CONTAINERS)]
-        if after or not inner:
-            entered.discard(id(here))
-            below = [done[id(part)] for part in inner]
-            size = 1 + len(parts) + sum(n for n, _ in below)
-            depth = 1 + max((n for _, n in below), default=0)
-            if size > most or depth > DEEPEST:
-                raise FormatError("values are nested too deeply or repeated too often")
-            done[id(here)] = size, depth
-        elif id(here) in entered:
+        parts = _children(current)
+        containers = [part for part in parts if isinstance(part, _CONTAINERS)]
+        if children_done or not containers:
+            open_ids.discard(id(current))
+            child_sizes = [measured[id(part)] for part in containers]
+            size = 1 + len(parts) + sum(n for n, _ in child_sizes)
+            depth = 1 + max((n for _, n in child_sizes), default=0)
+            if size > most or depth > MOST_DEPTH:
+                raise FormatError(
+                    f"values are nested more than {MOST_DEPTH} deep, or repeated too often"
+                )
+            measured[id(current)] = size, depth
+        elif id(current) in open_ids:
             raise FormatError("a value contains itself")
-        elif len(entered) > DEEPEST:
-            raise FormatError(f"values are nested more than {DEEPEST} deep")
+        elif len(open_ids) > MOST_DEPTH:
+            raise FormatError(f"values are nested more than {MOST_DEPTH} deep")
         else:
-            entered.add(id(here))
-            stack.append((here, True))
-            stack += [(part, False) for part in inner]
+            open_ids.add(id(current))
+            stack.append((current, True))
+            stack += [(part, False) for part in containers]
 
 
-def _parts(value: object) -> Sequence[object]:
+def _children(value: object) -> Sequence[object]:
     if isinstance(value, dict):
         return [*value, *value.values()]
     if isinstance(value, Record):

@@ -12,48 +12,58 @@ from shardwise.store import ReadableFile
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """`size` bytes of a file from `offset`.
+    """A range of bytes of a file. Offsets that methods take are relative to its start.
 
     Attributes:
-        number: the index of the file in `Foreign.files`.
-        where: a description of the range, for messages.
+        file: the file.
+        file_index: the index of the file in `Foreign.files`.
+        offset: the start of the range in the file, in bytes.
+        size: the length in bytes.
+        label: the path of the file and the part of it, for messages.
     """
 
     file: ReadableFile
-    number: int
+    file_index: int
     offset: int
     size: int
-    where: str
+    label: str
 
     @classmethod
-    def whole(cls, file: ReadableFile, number: int, where: str) -> FileRange:
+    def whole(cls, file: ReadableFile, file_index: int, label: str) -> FileRange:
         """Return the range of a whole file."""
-        return cls(file, number, 0, file.size, where)
+        return cls(file, file_index, 0, file.size, label)
 
-    def within(self, offset: int, size: int, where: str) -> FileRange:
+    def within(self, offset: int, size: int, label: str) -> FileRange:
         """Return a range within this range.
 
         Raises:
-            FormatError: it reaches outside of this range.
+            FormatError: the new range exceeds this range.
         """
-        if offset < 0 or size < 0 or size > self.size or offset > self.size - size:
+        if not self._contains(offset, size):
             raise FormatError(
-                f"{self.where}: {where} should be at bytes [{offset}, {offset + size}), but there "
-                f"are only {self.size} bytes"
+                f"{self.label}: {label} should be at bytes [{offset}, {offset + size}), but there "
+                f"are only {self.size} bytes: copy the file again"
             )
-        return FileRange(
-            self.file, self.number, self.offset + offset, size, f"{self.where}: {where}"
-        )
+        start = self.offset + offset
+        return FileRange(self.file, self.file_index, start, size, f"{self.label}: {label}")
 
     def read(self, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`.
 
         Raises:
-            FormatError: the range is shorter.
+            FormatError: the bytes exceed this range, or the file became shorter.
         """
-        if offset < 0 or size < 0 or size > self.size or offset > self.size - size:
-            raise FormatError(f"{self.where}: it is cut off, or contains a wrong length")
+        if not self._contains(offset, size):
+            raise FormatError(
+                f"{self.label}: truncated, or contains a wrong length: copy the file again"
+            )
         data = np.empty(size, np.uint8)
         if self.file.read_at(self.offset + offset, data) != size:
-            raise FormatError(f"{self.where}: it became shorter while it was read")
+            raise FormatError(
+                f"{self.label}: the file became shorter while it was read: open the checkpoint "
+                "when no program writes it"
+            )
         return data.tobytes()
+
+    def _contains(self, offset: int, size: int) -> bool:
+        return offset >= 0 and 0 <= size <= self.size and offset <= self.size - size

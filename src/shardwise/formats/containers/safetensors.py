@@ -1,4 +1,4 @@
-"""Headers of safetensors files: the arrays in a file, and where each one is."""
+"""Headers of safetensors files: the names, dtypes, shapes and offsets of the arrays."""
 
 from __future__ import annotations
 
@@ -25,67 +25,84 @@ _Offset = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The arrays of a file by name, its metadata, and the reasons why arrays were left out."""
+    """The header of a safetensors file.
+
+    Attributes:
+        arrays: the arrays by name.
+        metadata: text by key.
+        left_out: the reason for each array that is left out, by name.
+    """
 
     arrays: Mapping[str, StoredArray]
     metadata: Mapping[str, str]
     left_out: Mapping[str, str]
 
 
-class _Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _ArrayEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     shape: Dims
     data_offsets: tuple[_Offset, _Offset]
 
 
 def is_safetensors(head: bytes) -> bool:
-    """Whether a file with these first bytes may be a safetensors file."""
+    """Return whether a file that begins with these bytes may be a safetensors file."""
     return len(head) > 8 and int.from_bytes(head[:8], "little") <= LARGEST_HEADER and head[8] == 123
 
 
-def read_header(part: FileRange) -> Header:
+def read_header(file_range: FileRange) -> Header:
     """Read the header of a file. No array is read.
 
     Raises:
-        FormatError: the file is malformed or cut off, arrays overlap or leave holes, or the size
+        FormatError: the file is malformed or truncated, arrays overlap or leave gaps, or the size
             of an array does not match its shape.
     """
-    size = int.from_bytes(part.read(0, 8), "little")
+    size = int.from_bytes(file_range.read(0, 8), "little")
     if size > LARGEST_HEADER:
-        raise FormatError(f"{part.where}: a header of {size} bytes; not a safetensors file")
-    entries, metadata = _decoded(part, part.read(8, size))
-    data = part.within(8 + size, part.size - 8 - size, "its arrays")
+        raise FormatError(
+            f"{file_range.label}: not a safetensors file: its header would have {size} bytes"
+        )
+    entries, metadata = _decode_header(file_range, file_range.read(8, size))
+    data = file_range.within(8 + size, file_range.size - 8 - size, "the arrays")
     arrays: dict[str, StoredArray] = {}
     left_out: dict[str, str] = {}
-    at = 0
+    end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         start, stop = entry.data_offsets
-        if start != at or stop < start or stop > data.size:
+        if start != end or stop < start or stop > data.size:
             raise FormatError(
-                f"{part.where}: {name[:200]!r} overlaps another array, leaves a hole or is cut off"
+                f"{file_range.label}: {name[:200]!r} is at bytes [{start}, {stop}) of "
+                f"{data.size}, which overlaps another array, leaves a gap or is outside of the "
+                "file: copy the file again"
             )
-        at = stop
+        end = stop
         dtype = _DTYPES.get(entry.dtype)
         if dtype is None:
             left_out[name] = f"{entry.dtype[:40]!r} is an unknown dtype"
             continue
         if math.prod(entry.shape) * DTYPES[dtype].itemsize != stop - start:
             raise FormatError(
-                f"{part.where}: {name[:200]!r} has {stop - start} bytes, wrong for its shape"
+                f"{file_range.label}: {name[:200]!r} has {stop - start} bytes, which does not match "
+                f"its shape {list(entry.shape)} and dtype {dtype}"
             )
         stride = tuple(math.prod(entry.shape[i + 1 :]) for i in range(len(entry.shape)))
-        where = data.offset + start
-        arrays[name] = StoredArray(part.number, where, dtype, entry.shape, stride)
-    if at != data.size:
-        raise FormatError(f"{part.where}: it has bytes after its last array")
+        file_offset = data.offset + start
+        arrays[name] = StoredArray(file_range.file_index, file_offset, dtype, entry.shape, stride)
+    if end != data.size:
+        raise FormatError(
+            f"{file_range.label}: {data.size - end} bytes follow the last array: copy the file again"
+        )
     in_order = {name: arrays[name] for name in entries if name in arrays}
     return Header(in_order, metadata, left_out)
 
 
-def _decoded(part: FileRange, text: bytes) -> tuple[dict[str, _Array], dict[str, str]]:
+def _decode_header(
+    file_range: FileRange, header_bytes: bytes
+) -> tuple[dict[str, _ArrayEntry], dict[str, str]]:
     try:
-        header: Any = msgspec.json.decode(text, type=dict[str, Any])
+        header: Any = msgspec.json.decode(header_bytes, type=dict[str, Any])
         metadata = msgspec.convert(header.pop(METADATA, {}), dict[str, str])
-        return msgspec.convert(header, dict[str, _Array]), metadata
+        return msgspec.convert(header, dict[str, _ArrayEntry]), metadata
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"{part.where}: its header is malformed: {error}") from error
+        raise FormatError(
+            f"{file_range.label}: the header is malformed: {error}: copy the file again"
+        ) from error

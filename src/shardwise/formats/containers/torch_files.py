@@ -11,20 +11,20 @@ from threading import Lock
 from typing import Any
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_opcodes import CutOffError
-from shardwise.formats.containers.pickle_values import Opaque, Record, Stubs
+from shardwise.formats.containers.pickle_opcodes import TruncatedError
+from shardwise.formats.containers.pickle_values import AllowedNames, Record, UnknownObject
 from shardwise.formats.containers.pickles import Pickled, unpickle
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_values import (
-    RESOLVE,
-    TORCH,
-    UNRESOLVED,
+    RESOLVE_HINT,
+    TORCH_NAMES,
+    UNRESOLVED_NAMES,
     Storage,
     StorageType,
-    Unresolved,
-    UnresolvedError,
+    UnresolvedView,
+    UnresolvedViewError,
 )
-from shardwise.formats.containers.zip_archive import START, Entry, read_directory
+from shardwise.formats.containers.zip_archive import ZIP_START, Entry, read_directory
 
 _PICKLE = "/data.pkl"
 LARGEST_PICKLE = 2**31
@@ -38,19 +38,20 @@ class Contents:
 
     Attributes:
         value: the value. Tensors that share memory have equal `StoredArray`s.
-        opaque: names of the classes that were left out.
-        file: the file number in the arrays; another file's if the value is from a `ParseCache`.
+        skipped: names of the classes whose objects were left out.
+        file_index: the index of the file in all arrays. If the value is from a `ParseCache`, it is
+            the index of the file that was parsed first.
     """
 
     value: Any
-    opaque: tuple[str, ...]
-    file: int
+    skipped: tuple[str, ...]
+    file_index: int
 
 
 class ParseCache:
-    """A cache of parsed files. Ranks write many files with the same pickle and the same places.
+    """A cache of parsed files. Ranks write many files with equal pickles and equal offsets.
 
-    All files must be read with the same stubs.
+    All files must be read with the same allowed names.
     """
 
     def __init__(self) -> None:
@@ -58,66 +59,69 @@ class ParseCache:
         self._lock = Lock()
 
     def find(
-        self, text: bytes, places: Mapping[str, Entry], parse: Callable[[], Contents]
+        self, pickle_bytes: bytes, storages: Mapping[str, Entry], parse: Callable[[], Contents]
     ) -> Contents:
-        """Return the contents of a pickle with storages at these places; parse it if needed."""
-        with self._lock:  # only one of several threads parses the same pickle
-            known = self._parsed.setdefault(text, [])
-            for others, contents in known:
-                if others == places:
+        """Return the contents of a pickle with these storages; call `parse` if they are not cached."""
+        with self._lock:  # so that several threads do not parse the same pickle
+            cached = self._parsed.setdefault(pickle_bytes, [])
+            for cached_storages, contents in cached:
+                if cached_storages == storages:
                     return contents
-            known.append((places, parse()))
-            return known[-1][1]
+            cached.append((storages, parse()))
+            return cached[-1][1]
 
 
 def is_torch_file(head: bytes) -> bool:
-    """Whether a file with these first bytes may be a file of torch.save."""
-    return head.startswith(START) or is_legacy(head)
+    """Return whether a file that begins with these bytes may be a file of torch.save."""
+    return head.startswith(ZIP_START) or is_legacy(head)
 
 
 def read_torch_file(
-    part: FileRange,
+    file_range: FileRange,
     *,
-    stubs: Stubs | None = None,
-    opaque: bool = False,
+    also_allowed: AllowedNames | None = None,
+    skip_unknown: bool = False,
     cache: ParseCache | None = None,
 ) -> Contents:
     """Read the value in a file of torch.save, or in a range of a file. No tensor is read.
 
     Args:
-        part: the file or range.
-        stubs, opaque: see `unpickle`.
+        file_range: the file or range.
+        also_allowed: names that are allowed in addition to `TORCH_NAMES`; see `unpickle`.
+        skip_unknown: see `unpickle`.
         cache: files that were parsed before.
 
     Raises:
-        FormatError: the file is not of torch.save, is malformed or cut off, was written on a
-            big-endian machine, or contains objects that are not read from pickles.
+        FormatError: the file is not a file of torch.save, is malformed or truncated, was written on
+            a big-endian machine, or contains objects that are not on the list.
     """
-    table = {**TORCH, **(stubs or {})}
+    allowed = {**TORCH_NAMES, **(also_allowed or {})}
     try:
-        return _read(part, table, opaque, cache)
-    except UnresolvedError as error:
-        found = _read(part, {**table, **UNRESOLVED}, True, None).value
-        names = [name for name in _unresolved(found, "") if name]
+        return _read(file_range, allowed, skip_unknown, cache)
+    except UnresolvedViewError as error:
+        value = _read(file_range, {**allowed, **UNRESOLVED_NAMES}, True, None).value
+        names = [name for name in _names_of_unresolved(value, "") if name]
         if not names:
             raise
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        said = f"{', '.join(names[:MOST_NAMED])}{more}: {RESOLVE}"
-        raise FormatError(f"{part.where}: {said}") from error
+        shown = ", ".join(names[:MOST_NAMED])
+        raise FormatError(f"{file_range.label}: {shown}{more}: {RESOLVE_HINT}") from error
 
 
-def _read(part: FileRange, table: Stubs, opaque: bool, cache: ParseCache | None) -> Contents:
-    head = part.read(0, min(64, part.size))
-    if head.startswith(START):
-        return _read_zip(part, table, opaque, cache)
+def _read(
+    file_range: FileRange, allowed: AllowedNames, skip_unknown: bool, cache: ParseCache | None
+) -> Contents:
+    head = file_range.read(0, min(64, file_range.size))
+    if head.startswith(ZIP_START):
+        return _read_zip(file_range, allowed, skip_unknown, cache)
     if is_legacy(head):
-        return Contents(*read_legacy(part, table, opaque), part.number)
-    raise FormatError(f"{part.where}: not a file of torch.save")
+        return Contents(*read_legacy(file_range, allowed, skip_unknown), file_range.file_index)
+    raise FormatError(f"{file_range.label}: not a file of torch.save, or damaged")
 
 
-def _unresolved(value: object, name: str) -> Iterator[str]:
-    """Yield the names of tensors that cannot be read."""
-    if isinstance(value, Unresolved):
+def _names_of_unresolved(value: object, name: str) -> Iterator[str]:
+    """Yield the names of tensors that are conjugated or negated views."""
+    if isinstance(value, UnresolvedView):
         yield name
     items: Mapping[Any, object] = {}
     if isinstance(value, dict):
@@ -126,179 +130,221 @@ def _unresolved(value: object, name: str) -> Iterator[str]:
         items = dict(enumerate(value))
     elif isinstance(value, Record):
         items = value.fields
-    for key, each in items.items():
-        yield from _unresolved(each, f"{name}.{key}" if name else str(key))
+    for key, item in items.items():
+        yield from _names_of_unresolved(item, f"{name}.{key}" if name else str(key))
 
 
-def pickle_text(part: FileRange) -> bytes:
+def read_pickle_bytes(file_range: FileRange) -> bytes:
     """Return the pickle in a zip archive of torch.save.
 
     Raises:
         FormatError: the file is not such an archive, or is malformed.
     """
-    return _pickle_of(part, read_directory(part))[1]
+    return _read_pickle_entry(file_range, read_directory(file_range))[1]
 
 
-def _pickle_of(part: FileRange, entries: Mapping[str, Entry]) -> tuple[str, bytes]:
-    """Return the folder of all entries, and the pickle."""
+def _read_pickle_entry(file_range: FileRange, entries: Mapping[str, Entry]) -> tuple[str, bytes]:
+    """Return the folder in the archive, and the pickle."""
     names = [name for name in entries if name.endswith(_PICKLE) and name.count("/") == 1]
     if len(names) != 1:
-        raise FormatError(f"{part.where}: a zip archive without data.pkl, so not of torch.save")
+        raise FormatError(
+            f"{file_range.label}: not a file of torch.save: a zip archive without data.pkl"
+        )
     data = entries[names[0]]
     if data.size > LARGEST_PICKLE:
         raise FormatError(
-            f"{part.where}: its pickle has {data.size} bytes; at most 2^31 are supported"
+            f"{file_range.label}: its pickle has {data.size} bytes; at most {LARGEST_PICKLE} are "
+            "supported: save large values as tensors"
         )
-    return names[0].removesuffix(_PICKLE), part.read(data.start, data.size)
+    return names[0].removesuffix(_PICKLE), file_range.read(data.start, data.size)
 
 
-def _read_zip(part: FileRange, stubs: Stubs, opaque: bool, cache: ParseCache | None) -> Contents:
-    entries = read_directory(part)
-    folder, text = _pickle_of(part, entries)
+def _read_zip(
+    file_range: FileRange, allowed: AllowedNames, skip_unknown: bool, cache: ParseCache | None
+) -> Contents:
+    entries = read_directory(file_range)
+    folder, pickle_bytes = _read_pickle_entry(file_range, entries)
     order = entries.get(f"{folder}/byteorder")
-    if order is not None and part.read(order.start, min(order.size, 16)) != b"little":
+    if order is not None and file_range.read(order.start, min(order.size, 16)) != b"little":
         raise FormatError(
-            f"{part.where}: it was written on a big-endian machine, which is not supported"
+            f"{file_range.label}: written on a big-endian machine, which is not supported: load it "
+            "with torch and save it again on a little-endian machine"
         )
     prefix = f"{folder}/data/"
-    places = {n.removeprefix(prefix): e for n, e in entries.items() if n.startswith(prefix)}
-    parse = partial(_parse, part, text, places, stubs, opaque)
-    return parse() if cache is None or part.offset else cache.find(text, places, parse)
+    storages = {n.removeprefix(prefix): e for n, e in entries.items() if n.startswith(prefix)}
+    parse = partial(_parse, file_range, pickle_bytes, storages, allowed, skip_unknown)
+    return (
+        parse() if cache is None or file_range.offset else cache.find(pickle_bytes, storages, parse)
+    )
 
 
 def _parse(
-    part: FileRange, text: bytes, places: Mapping[str, Entry], stubs: Stubs, opaque: bool
+    file_range: FileRange,
+    pickle_bytes: bytes,
+    storages: Mapping[str, Entry],
+    allowed: AllowedNames,
+    skip_unknown: bool,
 ) -> Contents:
-    def storage(found: object) -> object:
-        kind, key, numel = storage_fields(found)
-        if isinstance(kind, Opaque):
-            return kind
-        entry = places.get(key)
+    def load_storage(persistent_id: object) -> object:
+        storage_type, key, numel = parse_storage_id(persistent_id)
+        if isinstance(storage_type, UnknownObject):
+            return storage_type
+        entry = storages.get(key)
         if entry is None:
             raise ValueError(f"storage {key[:40]!r} is missing")
-        if numel * kind.itemsize > entry.size:
-            raise ValueError(f"storage {key[:40]!r} is shorter than the pickle says")
-        return Storage(part.number, part.offset + entry.start, numel * kind.itemsize, kind.dtype)
+        if numel * storage_type.itemsize > entry.size:
+            raise ValueError(
+                f"storage {key[:40]!r} has {entry.size} bytes, fewer than the pickle says"
+            )
+        start, size = file_range.offset + entry.start, numel * storage_type.itemsize
+        return Storage(file_range.file_index, start, size, storage_type.dtype)
 
-    read = unpickle(text, part.where, stubs=stubs, persistent=storage, opaque=opaque)
-    return Contents(read.value, read.opaque, part.number)
+    pickled = unpickle(
+        pickle_bytes,
+        file_range.label,
+        also_allowed=allowed,
+        persistent_load=load_storage,
+        skip_unknown=skip_unknown,
+    )
+    return Contents(pickled.value, pickled.skipped, file_range.file_index)
 
 
-def storage_fields(found: object) -> tuple[Any, str, int]:
+def parse_storage_id(persistent_id: object) -> tuple[Any, str, int]:
     """Return the type, the key and the number of elements in the persistent id of a storage.
 
     Raises:
-        ValueError: it is not such an id.
+        ValueError: this is not the persistent id of a storage.
     """
-    if not isinstance(found, tuple) or len(found) != 5 or found[0] != "storage":
-        raise ValueError("it refers to something that is not a storage")
-    _, kind, key, _, numel = found
-    if not isinstance(kind, (StorageType, Opaque)) or type(key) is not str:
-        raise ValueError("it refers to a storage without a type or key")
+    if (
+        not isinstance(persistent_id, tuple)
+        or len(persistent_id) != 5
+        or persistent_id[0] != "storage"
+    ):
+        raise ValueError("a persistent id is not that of a storage")
+    _, storage_type, key, _, numel = persistent_id
+    if not isinstance(storage_type, (StorageType, UnknownObject)) or type(key) is not str:
+        raise ValueError("the persistent id of a storage has no type or key")
     if type(numel) is not int or not 0 <= numel < 2**62:
-        raise ValueError("it refers to a storage without a size")
-    return kind, key, numel
+        raise ValueError("the persistent id of a storage has an invalid size")
+    return storage_type, key, numel
 
 
-MAGIC = 0x1950A86A20F9469CFC6C
-PROTOCOL = 1001
-_HEADS = [pickle.dumps(MAGIC, protocol) for protocol in range(2, 6)]
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+LEGACY_PROTOCOL = 1001
+LEGACY_STARTS = [pickle.dumps(LEGACY_MAGIC, protocol) for protocol in range(2, 6)]
 _FIRST_READ = 2**20
 
 
 def is_legacy(head: bytes) -> bool:
-    """Whether a file with these first bytes was written before torch 1.6."""
-    return any(head.startswith(each.rstrip(b".")) for each in _HEADS)
+    """Return whether a file that begins with these bytes has the format before torch 1.6."""
+    return any(head.startswith(item.rstrip(b".")) for item in LEGACY_STARTS)
 
 
-def read_legacy(part: FileRange, stubs: Stubs, opaque: bool) -> tuple[Any, tuple[str, ...]]:
-    """Read a file from before torch 1.6; return its value and the names not on the list.
+def read_legacy(
+    file_range: FileRange, allowed: AllowedNames, skip_unknown: bool
+) -> tuple[Any, tuple[str, ...]]:
+    """Read a file in the format before torch 1.6; return its value and the skipped names.
 
     Raises:
         FormatError: the file is malformed.
     """
-    most = min(part.size, LARGEST_PICKLE)
-    size = min(_FIRST_READ, most)
-    while size < most:  # the pickles are at the start; their size is unknown
-        with suppress(CutOffError):
-            return _read_pickles(part, part.read(0, size), stubs, opaque)
-        size = min(8 * size, most)
-    return _read_pickles(part, part.read(0, size), stubs, opaque)
+    largest = min(file_range.size, LARGEST_PICKLE)
+    size = min(_FIRST_READ, largest)
+    while size < largest:  # the pickles are at the start; their size is unknown
+        with suppress(TruncatedError):
+            return _parse_legacy(file_range, file_range.read(0, size), allowed, skip_unknown)
+        size = min(8 * size, largest)
+    return _parse_legacy(file_range, file_range.read(0, size), allowed, skip_unknown)
 
 
 @dataclass(slots=True)
-class _Storages:
-    """Storages by key. Their starts are 0 until they are known, which is after the pickles."""
+class _LegacyStorages:
+    """Storages by key. All starts are 0 until the end of the pickles is known."""
 
     file: int
     types: dict[str, StorageType] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     starts: dict[str, int] = field(default_factory=dict)
 
-    def __call__(self, found: object) -> object:
-        """Return the storage, or the part of one, with this persistent id."""
-        if not isinstance(found, tuple) or len(found) != 6 or found[0] != "storage":
-            raise ValueError("it refers to something that is not a storage")
-        _, kind, key, _, count, view = found
-        if isinstance(kind, Opaque):
-            return kind
-        if not isinstance(kind, StorageType) or type(key) is not str:
-            raise ValueError("it refers to a storage without a type or key")
-        self.types.setdefault(key, kind)
+    def __call__(self, persistent_id: object) -> object:
+        """Return the storage, or the part of a storage, with this persistent id."""
+        if (
+            not isinstance(persistent_id, tuple)
+            or len(persistent_id) != 6
+            or persistent_id[0] != "storage"
+        ):
+            raise ValueError("a persistent id is not that of a storage")
+        _, storage_type, key, _, count, view = persistent_id
+        if isinstance(storage_type, UnknownObject):
+            return storage_type
+        if not isinstance(storage_type, StorageType) or type(key) is not str:
+            raise ValueError("the persistent id of a storage has no type or key")
+        self.types.setdefault(key, storage_type)
         self.counts.setdefault(key, count)
-        if (self.types[key], self.counts[key]) != (kind, count):
-            raise ValueError(f"it has two different storages {key[:40]!r}")
+        if (self.types[key], self.counts[key]) != (storage_type, count):
+            raise ValueError(f"storage {key[:40]!r} has two types or sizes")
         first, numel = (0, count) if view is None else view[1:]
         if not all(type(n) is int and 0 <= n < 2**62 for n in (count, first, numel)):
-            raise ValueError("it refers to a storage without a size")
+            raise ValueError("the persistent id of a storage has an invalid size")
         if first + numel > count:
-            raise ValueError("it refers to a range outside of a storage")
-        start = self.starts.get(key, 0) + first * kind.itemsize
-        return Storage(self.file, start, numel * kind.itemsize, kind.dtype)
+            raise ValueError(f"a part of storage {key[:40]!r} is outside of the storage")
+        start = self.starts.get(key, 0) + first * storage_type.itemsize
+        return Storage(self.file, start, numel * storage_type.itemsize, storage_type.dtype)
 
 
-def _read_pickles(
-    part: FileRange, data: bytes, stubs: Stubs, opaque: bool
+def _parse_legacy(
+    file_range: FileRange, data: bytes, allowed: AllowedNames, skip_unknown: bool
 ) -> tuple[Any, tuple[str, ...]]:
-    pickles = _in_turn(data, part.where)
-    if next(pickles).value != MAGIC or next(pickles).value != PROTOCOL:
-        raise FormatError(f"{part.where}: a file of an unknown version of torch.save")
+    pickles = _read_pickles_in_order(data, file_range.label)
+    if next(pickles).value != LEGACY_MAGIC or next(pickles).value != LEGACY_PROTOCOL:
+        raise FormatError(f"{file_range.label}: written by an unknown version of torch.save")
     system = next(pickles)
     if not isinstance(system.value, dict) or system.value.get("little_endian") is not True:
         raise FormatError(
-            f"{part.where}: it was written on a big-endian machine, which is not supported"
+            f"{file_range.label}: written on a big-endian machine, which is not supported: load it "
+            "with torch and save it again on a little-endian machine"
         )
-    storages = _Storages(part.number)
+    storages = _LegacyStorages(file_range.file_index)
 
     def read_values() -> Pickled:
         return unpickle(
-            data, part.where, stubs=stubs, persistent=storages, opaque=opaque, start=system.end
+            data,
+            file_range.label,
+            also_allowed=allowed,
+            persistent_load=storages,
+            skip_unknown=skip_unknown,
+            start=system.end,
         )
 
-    keys = unpickle(data, part.where, start=read_values().end)
-    _locate(part, storages, keys.value, keys.end)
-    read = read_values()  # once more, now that the starts of storages are known
-    return read.value, read.opaque
+    keys = unpickle(data, file_range.label, start=read_values().end)
+    _locate_storages(file_range, storages, keys.value, keys.end)
+    pickled = read_values()  # again, because the starts of storages are known now
+    return pickled.value, pickled.skipped
 
 
-def _in_turn(data: bytes, where: str) -> Iterator[Pickled]:
-    at = 0
+def _read_pickles_in_order(data: bytes, source: str) -> Iterator[Pickled]:
+    position = 0
     while True:
-        read = unpickle(data, where, start=at)
-        at = read.end
-        yield read
+        pickled = unpickle(data, source, start=position)
+        position = pickled.end
+        yield pickled
 
 
-def _locate(part: FileRange, storages: _Storages, keys: object, at: int) -> None:
+def _locate_storages(
+    file_range: FileRange, storages: _LegacyStorages, keys: object, position: int
+) -> None:
     if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(storages.types):
-        raise FormatError(f"{part.where}: its list of storages does not match its tensors")
+        raise FormatError(
+            f"{file_range.label}: the list of storages does not match the tensors; copy the file again"
+        )
     for key in keys:
-        count = int.from_bytes(part.read(at, 8), "little")
+        count = int.from_bytes(file_range.read(position, 8), "little")
         if count != storages.counts[key]:
             raise FormatError(
-                f"{part.where}: storage {key[:40]!r} has not the size that the pickle says"
+                f"{file_range.label}: storage {key[:40]!r} has another size than the pickle says; copy "
+                "the file again"
             )
         size = count * storages.types[key].itemsize
-        part.within(at + 8, size, f"storage {key[:40]!r}")
-        storages.starts[key] = part.offset + at + 8
-        at += 8 + size
+        file_range.within(position + 8, size, f"storage {key[:40]!r}")
+        storages.starts[key] = file_range.offset + position + 8
+        position += 8 + size

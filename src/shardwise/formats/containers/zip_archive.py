@@ -1,4 +1,4 @@
-"""Zip archives with uncompressed entries: where the bytes of each entry are."""
+"""The directory of a zip archive: the offsets, sizes and checksums of uncompressed entries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from shardwise.errors import FormatError
 from shardwise.formats.containers.ranges import FileRange
 
-START, ENTRY_MARK = b"PK\x03\x04", b"PK\x01\x02"
+ZIP_START, ENTRY_MARK = b"PK\x03\x04", b"PK\x01\x02"
 END_MARK, LOCATOR_MARK, END64_MARK = b"PK\x05\x06", b"PK\x06\x07", b"PK\x06\x06"
 END = struct.Struct("<4sHHHHIIH")
 LOCATOR = struct.Struct("<4sIQI")
@@ -19,70 +19,76 @@ LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _MOST_COMMENT = 2**16
 ENCRYPTED = 1
 FULL16, FULL32 = 0xFFFF, 0xFFFFFFFF
-_WINDOW = 2**20
-_GAP = 2**14
-"""Headers that are closer to each other than this are read in one request."""
+_LARGEST_WINDOW = 2**20
+_LARGEST_GAP = 2**14
+"""The largest gap in bytes between headers that are read in one request."""
 
 
 class Entry(NamedTuple):
-    """The bytes of an entry: their start in the archive, and their number."""
+    """The content of an entry: its offset in the archive and its size, in bytes."""
 
     start: int
     size: int
 
 
 def read_directory(archive: FileRange) -> dict[str, Entry]:
-    """Return the entries by name. Each entry's own header is compared with the directory.
+    """Return the entries by name. The header of each entry is compared with the directory.
 
     Raises:
-        FormatError: it is not a zip archive or is cut off, has compressed, encrypted, overlapping
-            or duplicate entries, or its headers contradict each other.
+        FormatError: this is not a zip archive, or it is truncated; entries are compressed,
+            encrypted, overlapping or duplicate; or headers contradict each other.
     """
-    return {name: entry for name, entry, _ in _read(archive)}
+    return {name: entry for name, entry, _ in _read_entries(archive)}
 
 
-def read_sums(archive: FileRange) -> list[tuple[Entry, int]]:
+def read_checksums(archive: FileRange) -> list[tuple[Entry, int]]:
     """Return the entries with their CRC-32 in the directory, which is 0 for some writers.
 
     Raises:
         FormatError: see `read_directory`.
     """
-    return [(entry, crc32) for _, entry, crc32 in _read(archive)]
+    return [(entry, crc32) for _, entry, crc32 in _read_entries(archive)]
 
 
-def _read(archive: FileRange) -> list[tuple[str, Entry, int]]:
+def _read_entries(archive: FileRange) -> list[tuple[str, Entry, int]]:
     try:
-        directory, count = _directory(archive)
-        listed = sorted(_listed(archive, directory, count))
-        located = _located(archive, listed)
+        directory, count = _read_directory_bytes(archive)
+        entries = sorted(_list_entries(archive, directory, count))
+        located = _locate_entries(archive, entries)
         return [
-            (name, entry, each.crc32) for each, (name, entry) in zip(listed, located, strict=True)
+            (name, entry, each.crc32) for each, (name, entry) in zip(entries, located, strict=True)
         ]
     except struct.error as error:
-        raise FormatError(f"{archive.where}: this zip archive is cut off") from error
+        raise FormatError(
+            f"{archive.label}: the zip archive is truncated: copy the file again"
+        ) from error
 
 
-class _Listed(NamedTuple):
-    """An entry in the directory. Sorting puts entries in the order of their headers."""
+def _damaged(archive: FileRange, reason: str) -> FormatError:
+    return FormatError(
+        f"{archive.label}: the zip archive is damaged: {reason}; copy the file again"
+    )
 
-    header: int
+
+class _DirectoryEntry(NamedTuple):
+    """An entry in the directory. Entries are sorted by the offsets of their headers."""
+
+    header_offset: int
     name: bytes
     size: int
     crc32: int
 
 
-def _directory(archive: FileRange) -> tuple[bytes, int]:
+def _read_directory_bytes(archive: FileRange) -> tuple[bytes, int]:
     """Return the bytes of the directory, and its number of entries."""
-    tail_at = max(0, archive.size - END.size - LOCATOR.size - _MOST_COMMENT)
-    tail = archive.read(tail_at, archive.size - tail_at)
-    at = tail.rfind(END_MARK)
-    if at < 0:
-        raise FormatError(
-            f"{archive.where}: not a zip archive, or the file was cut off: copy it again"
-        )
-    _, disk, first_disk, _, count, size, start, _ = END.unpack_from(tail, at)
-    end = tail_at + at
-    locator = tail[max(0, at - LOCATOR.size) : at]
+    tail_offset = max(0, archive.size - END.size - LOCATOR.size - _MOST_COMMENT)
+    tail = archive.read(tail_offset, archive.size - tail_offset)
+    position = tail.rfind(END_MARK)
+    if position < 0:
+        raise FormatError(f"{archive.label}: not a zip archive, or truncated: copy the file again")
+    _, disk, first_disk, _, count, size, start, _ = END.unpack_from(tail, position)
+    end = tail_offset + position
+    locator = tail[max(0, position - LOCATOR.size) : position]
     if locator.startswith(LOCATOR_MARK):
         end = LOCATOR.unpack(locator)[2]
         fields = END64.unpack(archive.read(end, END64.size))
@@ -93,96 +99,101 @@ def _directory(archive: FileRange) -> tuple[bytes, int]:
             for n, wide in zip(narrow, (count, size, start), strict=True)
         )
         if signature != END64_MARK or not agree:
-            raise FormatError(f"{archive.where}: this zip archive's two ends contradict each other")
+            raise _damaged(archive, "its two end records contradict each other")
     if disk or first_disk or start + size != end or count * ENTRY.size > size:
-        raise FormatError(
-            f"{archive.where}: the directory of this zip archive is not where it should be"
-        )
+        raise _damaged(archive, "its directory is not before its end record")
     return archive.read(start, size), count
 
 
-def _listed(archive: FileRange, directory: bytes, count: int) -> Iterator[_Listed]:
-    at = 0
+def _list_entries(archive: FileRange, directory: bytes, count: int) -> Iterator[_DirectoryEntry]:
+    position = 0
     for _ in range(count):
-        fields = ENTRY.unpack_from(directory, at)
+        fields = ENTRY.unpack_from(directory, position)
         signature, flags, method = fields[0], fields[3], fields[4]
-        crc32, packed, size, name_size, extra_size, comment_size = fields[7:13]
-        header = fields[16]
-        at += ENTRY.size
-        name = directory[at : at + name_size]
-        at += name_size
+        crc32, packed_size, size, name_size, extra_size, comment_size = fields[7:13]
+        header_offset = fields[16]
+        position += ENTRY.size
+        name = directory[position : position + name_size]
+        position += name_size
         if signature != ENTRY_MARK or len(name) != name_size:
-            raise FormatError(f"{archive.where}: the directory of this zip archive is damaged")
-        if FULL32 in (packed, size, header):
-            extra = directory[at : at + extra_size]
-            size, packed, header = _wide(archive, extra, size, packed, header)
-        at += extra_size + comment_size
-        if method or flags & ENCRYPTED or packed != size:
+            raise _damaged(archive, "its directory is malformed")
+        if FULL32 in (packed_size, size, header_offset):
+            extra = directory[position : position + extra_size]
+            size, packed_size, header_offset = _read_zip64_numbers(
+                archive, extra, size, packed_size, header_offset
+            )
+        position += extra_size + comment_size
+        if method or flags & ENCRYPTED or packed_size != size:
             raise FormatError(
-                f"{archive.where}: entry {name[:80]!r} is compressed or encrypted, so it "
+                f"{archive.label}: entry {name[:80]!r} is compressed or encrypted, so it "
                 "cannot be read in place. For a TorchScript program, save the state_dict of its "
                 "module; unpack any other archive and pack it again with `zip -0`"
             )
-        yield _Listed(header, name, size, crc32)
+        yield _DirectoryEntry(header_offset, name, size, crc32)
 
 
-def _wide(archive: FileRange, extra: bytes, *narrow: int) -> Iterator[int]:
-    """Yield numbers of an entry; those too large for their fields are in the extra field."""
-    at = 0
-    while at + 4 <= len(extra):
-        kind, length = struct.unpack_from("<HH", extra, at)
+def _read_zip64_numbers(archive: FileRange, extra: bytes, *narrow: int) -> Iterator[int]:
+    """Yield numbers of an entry. Numbers that exceed 32 bits are taken from the extra field."""
+    position = 0
+    while position + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, position)
         if kind == 1:
-            wide = iter(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
+            wide = iter(struct.unpack_from(f"<{length // 8}Q", extra, position + 4))
             break
-        at += 4 + length
+        position += 4 + length
     else:
         wide = iter(())
     for number in narrow:
-        found = next(wide, None) if number == FULL32 else number
-        if found is None:
-            raise FormatError(f"{archive.where}: an entry of this zip archive has no size")
-        yield found
+        wide_number = next(wide, None) if number == FULL32 else number
+        if wide_number is None:
+            raise _damaged(archive, "an entry has no size or offset")
+        yield wide_number
 
 
-def _located(archive: FileRange, listed: Sequence[_Listed]) -> Iterator[tuple[str, Entry]]:
-    """Find the bytes of entries from the headers before them."""
+def _locate_entries(
+    archive: FileRange, entries: Sequence[_DirectoryEntry]
+) -> Iterator[tuple[str, Entry]]:
+    """Yield the name and content of each entry. The content follows the header of the entry."""
     seen: set[bytes] = set()
-    before = 0
-    for entry, header in zip(listed, _headers(archive, listed), strict=True):
-        signature, _, flags, method, _, _, _, packed, size, name_size, extra = LOCAL.unpack_from(
-            header
+    previous_end = 0
+    for entry, header in zip(entries, _read_entry_headers(archive, entries), strict=True):
+        signature, _, flags, method, _, _, _, packed_size, size, name_size, extra = (
+            LOCAL.unpack_from(header)
         )
         name = header[LOCAL.size :]
-        known = packed == size and (size in (entry.size, FULL32) or (flags & 8 and not size))
-        if signature != START or method or name != entry.name or name_size != len(name):
-            raise FormatError(
-                f"{archive.where}: {entry.name[:80]!r} has a header unlike its directory entry"
+        size_fits = packed_size == size and (
+            size in (entry.size, FULL32) or (flags & 8 and not size)
+        )
+        if signature != ZIP_START or method or name != entry.name or name_size != len(name):
+            raise _damaged(archive, f"header and directory disagree about {entry.name[:80]!r}")
+        start = entry.header_offset + LOCAL.size + name_size + extra
+        if not size_fits or flags & ENCRYPTED:
+            raise _damaged(
+                archive, f"header and directory disagree about the size of {entry.name[:80]!r}"
             )
-        start = entry.header + LOCAL.size + name_size + extra
-        if not known or flags & ENCRYPTED:
-            raise FormatError(
-                f"{archive.where}: {entry.name[:80]!r} has a size that its header contradicts"
-            )
-        if entry.name in seen or entry.header < before or start + entry.size > archive.size:
-            raise FormatError(
-                f"{archive.where}: {entry.name[:80]!r} occurs twice, or overlaps another entry"
-            )
+        if (
+            entry.name in seen
+            or entry.header_offset < previous_end
+            or start + entry.size > archive.size
+        ):
+            raise _damaged(archive, f"{entry.name[:80]!r} occurs twice, or overlaps another entry")
         seen.add(entry.name)
-        before = start + entry.size
+        previous_end = start + entry.size
         yield entry.name.decode("utf-8", "replace"), Entry(start, entry.size)
 
 
-def _headers(archive: FileRange, listed: Sequence[_Listed]) -> Iterator[bytes]:
-    """Yield the headers before entries, including names; read nearby ones in one request."""
-    window, at = b"", 0
-    for index, entry in enumerate(listed):
-        end = entry.header + LOCAL.size + len(entry.name)
-        if end > at + len(window):
-            at, last = entry.header, end
-            for other in listed[index + 1 :]:
-                stop = other.header + LOCAL.size + len(other.name)
-                if other.header - last > _GAP or stop - at > _WINDOW:
+def _read_entry_headers(archive: FileRange, entries: Sequence[_DirectoryEntry]) -> Iterator[bytes]:
+    """Yield the headers of entries, including names. Nearby headers are read in one request."""
+    window, window_start = b"", 0
+    for index, entry in enumerate(entries):
+        end = entry.header_offset + LOCAL.size + len(entry.name)
+        if end > window_start + len(window):
+            window_start, window_end = entry.header_offset, end
+            for other in entries[index + 1 :]:
+                other_end = other.header_offset + LOCAL.size + len(other.name)
+                gap = other.header_offset - window_end
+                if gap > _LARGEST_GAP or other_end - window_start > _LARGEST_WINDOW:
                     break
-                last = max(last, stop)
-            window = archive.read(at, last - at)
-        yield window[entry.header - at : end - at]
+                window_end = max(window_end, other_end)
+            window = archive.read(window_start, window_end - window_start)
+        yield window[entry.header_offset - window_start : end - window_start]
