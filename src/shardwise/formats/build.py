@@ -1,4 +1,4 @@
-"""Builds the manifest of a foreign checkpoint from arrays, boxes, numbers and plain values."""
+"""Build the manifest of a foreign checkpoint from arrays, boxes, numbers and plain values."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 import torch
 
 from shardwise.errors import FormatError, StateError
-from shardwise.formats.containers.pickle_values import Name, Opaque, Record
+from shardwise.formats.containers.pickle_values import AllowedCallable, Record, UnknownObject
 from shardwise.formats.containers.torch_values import Storage
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
 from shardwise.formats.optimizers import ParamGroup, encode_param_groups
-from shardwise.formats.piece_tables import joined, table_of_boxes
+from shardwise.formats.piece_tables import join_tables, table_of_boxes
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import LARGEST, ObjectEntry, TensorEntry
 from shardwise.state.objects import JsonValue, encode
 
 CONTENT = "(content)"
-"""The name of the file entry for numbers and numpy arrays whose bytes lie in a pickle."""
+"""The name of the `ForeignFile` that contains the bytes of numbers and numpy arrays in pickles."""
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 
 
@@ -30,11 +30,12 @@ class Builder:
     """Collects tensors, pieces and plain values of a foreign checkpoint.
 
     Args:
-        files: the files that arrays count.
+        files: the files of the checkpoint; `StoredArray.file` is an index into them.
 
     Attributes:
-        left_out: lines about content that is not taken.
-        averages: as in `Foreign`.
+        files: the files.
+        left_out: a line for each thing that was not read, with the reason.
+        averages: for each tensor that is a mean, the names of its terms; see `Foreign.averages`.
     """
 
     def __init__(self, files: Iterable[ForeignFile]) -> None:
@@ -42,22 +43,23 @@ class Builder:
         self.left_out: list[str] = []
         self.averages: dict[str, tuple[str, ...]] = {}
         self._tensors: list[TensorEntry] = []
-        self._numbers: dict[str, int] = {}
+        self._index: dict[str, int] = {}
         self._objects: list[ObjectEntry] = []
+        # By whether the pieces are replicas.
         self._tables: dict[bool, list[PieceTable]] = {False: [], True: []}
         self._boxes: dict[bool, list[tuple[int, tuple[int, ...], StoredArray]]] = {
             False: [],
             True: [],
         }
         self._content = bytearray()
-        self._starts: dict[bytes, int] = {}
+        self._content_starts: dict[bytes, int] = {}
 
     @classmethod
-    def of(cls, foreign: Foreign) -> Builder:
+    def from_foreign(cls, foreign: Foreign) -> Builder:
         """Return a builder that adds to an existing manifest."""
         builder = cls(foreign.files)
         for entry in foreign.tensors:
-            builder._numbers.setdefault(entry.name, len(builder._tensors))
+            builder._index.setdefault(entry.name, len(builder._tensors))
             builder._tensors.append(entry)
         builder._objects += foreign.objects
         builder.add_table(foreign.table)
@@ -67,48 +69,51 @@ class Builder:
         return builder
 
     def __contains__(self, name: str) -> bool:
-        return name in self._numbers
+        return name in self._index
 
     def entry(self, name: str) -> TensorEntry:
         """Return the entry of a tensor that was added."""
-        return self._tensors[self._numbers[name]]
+        return self._tensors[self._index[name]]
 
     def names(self) -> Iterable[str]:
         """Return the names of all tensors that were added."""
-        return self._numbers.keys()
+        return self._index.keys()
 
-    def number(self, name: str) -> int:
-        """Return the number of a tensor that was added."""
-        return self._numbers[name]
+    def index_of(self, name: str) -> int:
+        """Return the index of a tensor that was added."""
+        return self._index[name]
 
     def add_tensor(
         self, name: str, dtype: str, shape: tuple[int, ...], *, same_as: str | None = None
     ) -> int:
-        """Add a tensor without pieces, and return its number.
+        """Add a tensor without pieces, and return its index.
 
-        `validate.checked` refuses a name that is added twice.
+        `validate_foreign` refuses a name that is added twice.
 
         Raises:
             FormatError: the shape is too large.
         """
         itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else 1
         if math.prod(n for n in shape if n) * itemsize > LARGEST:
-            raise FormatError(f"{name}: the shape {list(shape)} is absurdly large")
-        self._numbers[name] = len(self._tensors)
+            raise FormatError(
+                f"{name}: a tensor of shape {list(shape)} is larger than {LARGEST} bytes: the "
+                "checkpoint is damaged"
+            )
+        self._index[name] = len(self._tensors)
         self._tensors.append(TensorEntry(name, dtype, tuple(shape), same_as=same_as))
         return len(self._tensors) - 1
 
-    def tie(self, name: str, other: str) -> None:
-        """Add a tensor that is the same as another one."""
+    def add_tie(self, name: str, other: str) -> None:
+        """Add a name of a tensor that was added under the name `other`."""
         entry = self.entry(other)
         self.add_tensor(name, entry.dtype, entry.shape, same_as=entry.same_as or other)
 
     def add_table(self, table: PieceTable, *, replica: bool = False) -> None:
-        """Add pieces of tensors; as replicas, if the tensors already have these pieces."""
+        """Add pieces of tensors, or with `replica`, further copies of pieces."""
         self._tables[replica].append(table)
 
     def add_array(self, name: str, array: StoredArray) -> int:
-        """Add a tensor that is one array of a file, and return its number.
+        """Add a tensor that is one array of a file, and return its index.
 
         Raises:
             FormatError: the shape is too large.
@@ -126,17 +131,25 @@ class Builder:
         *,
         replica: bool = False,
     ) -> None:
-        """Add a box of an array, by default all of it, as the piece at `offset` of a tensor."""
+        """Add an array as a piece of a tensor.
+
+        Args:
+            tensor: the index of the tensor.
+            offset: the offset of the piece in the tensor.
+            array: the array.
+            box: the part of the array to add; None for the whole array.
+            replica: whether the tensor already has a piece with the same bytes.
+        """
         if box is not None:
-            steps = sum(o * step for o, step in zip(box.offset, array.stride, strict=True))
-            start = array.start + steps * array.itemsize
+            elements = sum(o * step for o, step in zip(box.offset, array.stride, strict=True))
+            start = array.start + elements * array.itemsize
             array = StoredArray(array.file, start, array.dtype, box.shape, array.stride)
         self._boxes[replica].append((tensor, offset, array))
 
-    def content(self, tensor: torch.Tensor) -> StoredArray:
-        """Return an array for a tensor that lies in no file; equal bytes are kept once."""
-        data = bytes_of(tensor)
-        start = self._starts.setdefault(data, len(self._content))
+    def add_content(self, tensor: torch.Tensor) -> StoredArray:
+        """Store a tensor in the manifest, and return its array. Equal bytes are stored once."""
+        data = tensor_bytes(tensor)
+        start = self._content_starts.setdefault(data, len(self._content))
         if start == len(self._content):
             self._content += data
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -150,12 +163,12 @@ class Builder:
         Raises:
             FormatError: the number is too large.
         """
-        self.add_array(name, self.content(number_tensor(value)))
+        self.add_array(name, self.add_content(number_tensor(value)))
 
     def add_value(self, name: str, value: object) -> None:
-        """Add a plain value and the arrays in it; a lone array becomes a tensor.
+        """Add a plain value and the arrays in it. An array alone becomes a tensor.
 
-        A value that has no plain form adds a line to `left_out`.
+        If the value has no plain form, a line is added to `left_out`.
         """
         if isinstance(value, StoredArray):
             self.add_array(name, value)
@@ -166,13 +179,13 @@ class Builder:
             self.left_out.append(str(error))
             return
         self._objects.append(ObjectEntry(name, plain.value))
-        for where, array in plain.arrays.items():
-            self.add_array(where, array)
-        for where, tensor in plain.contents.items():
-            self.add_array(where, self.content(tensor))
+        for path, array in plain.arrays.items():
+            self.add_array(path, array)
+        for path, tensor in plain.contents.items():
+            self.add_array(path, self.add_content(tensor))
 
     def add_groups(self, groups: Iterable[ParamGroup], name: str) -> None:
-        """Add the param groups of an optimizer, or a line to `left_out`."""
+        """Add the param groups of an optimizer. If they have no plain form, add to `left_out`."""
         try:
             self._objects.append(ObjectEntry(name, encode_param_groups(groups, name)))
         except StateError as error:
@@ -180,13 +193,19 @@ class Builder:
 
     def build(
         self,
-        format: str,  # noqa: A002 - the name that `Foreign` has for it
+        format: str,  # noqa: A002 - the name in `Foreign`
         *,
         step: int | None = None,
         world_size: int = 1,
         replica_names: tuple[str, ...] = (),
     ) -> Foreign:
         """Return the manifest of everything that was added.
+
+        Args:
+            format: the name of the format, for people.
+            step: the training step, if known.
+            world_size: the number of ranks that wrote the checkpoint.
+            replica_names: the name of the array of each replica; see `Foreign.replica_names`.
 
         Raises:
             FormatError: the elements of an array share bytes too often.
@@ -195,7 +214,7 @@ class Builder:
         if self._content:
             files = (*files, ForeignFile(CONTENT, len(self._content), bytes(self._content)))
         table, replicas = (
-            joined(*self._tables[replica], table_of_boxes(self._boxes[replica]))
+            join_tables(*self._tables[replica], table_of_boxes(self._boxes[replica]))
             for replica in (False, True)
         )
         return Foreign(
@@ -215,11 +234,12 @@ class Builder:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """An encoded value, and the arrays that it refers to by name.
+    """An encoded value, and the arrays that the value refers to by name.
 
     Attributes:
-        arrays: arrays of files.
-        contents: numpy arrays, whose bytes lie in a pickle.
+        value: the value, as `shardwise.state.objects` encodes it.
+        arrays: arrays in files, by name.
+        contents: numpy arrays from pickles, by name.
     """
 
     value: JsonValue
@@ -227,7 +247,7 @@ class Plain:
     contents: Mapping[str, torch.Tensor]
 
 
-def bytes_of(tensor: torch.Tensor) -> bytes:
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
     """Return the bytes of a tensor in memory, row-major."""
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
@@ -236,12 +256,14 @@ def number_tensor(value: float) -> torch.Tensor:
     """Return a number as a 0-d float32 tensor, the type that optimizers count steps with.
 
     Raises:
-        FormatError: the number is too large.
+        FormatError: the number exceeds the range of a float.
     """
     try:
         return torch.tensor(float(value), dtype=torch.float32, device="cpu")
     except OverflowError as error:
-        raise FormatError("a number in an optimizer's state is too large for a float") from error
+        raise FormatError(
+            f"a number in an optimizer's state is too large for a float: {str(value)[:40]}"
+        ) from error
 
 
 def encode_plain(value: object, name: str) -> Plain:
@@ -250,80 +272,98 @@ def encode_plain(value: object, name: str) -> Plain:
     Namespaces become dicts; other objects become dicts with the key `class`.
 
     Raises:
-        StateError: a part of it has no plain form.
+        StateError: a part of the value has no plain form.
     """
     encoder = _Encoder(name)
-    encoded = encode(encoder.plain(value), name, encoder.give)
+    encoded = encode(encoder.convert(value), name, encoder.take_array)
     return Plain(encoded, encoder.arrays, encoder.contents)
 
 
 @dataclass(slots=True)
 class _Encoder:
-    """Replaces stored arrays by meta tensors, which `encode` hands back with their names."""
+    """Replaces stored arrays by meta tensors, which `encode` returns with their names.
+
+    Attributes:
+        name: the name of the value, for messages.
+        arrays: the stored arrays in the value, by name.
+        contents: the numpy arrays in the value, by name.
+        stored: the stored array of each meta tensor, by the id of the meta tensor.
+    """
 
     name: str
     arrays: dict[str, StoredArray] = field(default_factory=dict)
     contents: dict[str, torch.Tensor] = field(default_factory=dict)
     stored: dict[int, tuple[torch.Tensor, StoredArray]] = field(default_factory=dict)
 
-    def give(self, where: str, array: torch.Tensor | np.ndarray[Any, Any]) -> None:
+    def take_array(self, path: str, array: torch.Tensor | np.ndarray[Any, Any]) -> None:
         if isinstance(array, np.ndarray):
-            self.contents[where] = torch.from_numpy(np.array(array, order="C"))
+            self.contents[path] = torch.from_numpy(np.array(array, order="C"))
         else:
-            self.arrays[where] = self.stored[id(array)][1]
+            self.arrays[path] = self.stored[id(array)][1]
 
-    def _stand_in(self, array: StoredArray) -> torch.Tensor:
+    def _make_meta_tensor(self, array: StoredArray) -> torch.Tensor:
         tensor = torch.empty(array.shape, dtype=getattr(torch, array.dtype), device="meta")
-        self.stored[id(tensor)] = tensor, array  # holds the tensor, so that its id stays unique
+        self.stored[id(tensor)] = tensor, array  # the tensor is kept, so that its id stays unique
         return tensor
 
-    def plain(self, value: Any) -> Any:
+    def convert(self, value: Any) -> Any:
         if isinstance(value, StoredArray):
-            return self._stand_in(value)
+            return self._make_meta_tensor(value)
         if isinstance(value, Storage):
-            return self._stand_in(
+            return self._make_meta_tensor(
                 StoredArray(value.file, value.start, "uint8", (value.size,), (1,))
             )
         if isinstance(value, Record):
-            fields = {key: self.plain(each) for key, each in value.fields.items()}
+            fields = {key: self.convert(item) for key, item in value.fields.items()}
             if value.name in _NAMESPACES:
                 return fields
-            args = {"args": [self.plain(each) for each in value.args]} if value.args else {}
+            args = {"args": [self.convert(item) for item in value.args]} if value.args else {}
             return {"class": value.name, **args, **fields}
-        if isinstance(value, Name):
+        if isinstance(value, AllowedCallable):
             return {"class": value.name}
-        if isinstance(value, Opaque):
-            raise StateError(f"{self.name}: {value.name} is not read from pickles")
+        if isinstance(value, UnknownObject):
+            raise StateError(f"{self.name}: objects of {value.name} are not read from pickles")
         if type(value) in (list, tuple):
-            return type(value)(self.plain(each) for each in value)
+            return type(value)(self.convert(item) for item in value)
         if isinstance(value, dict):
-            made = type(value)()
-            made.update({key: self.plain(each) for key, each in value.items()})
-            return made
+            new_dict = type(value)()
+            new_dict.update({key: self.convert(item) for key, item in value.items()})
+            return new_dict
         return value
 
 
-def same_plain(value: object, other: object) -> bool:
-    """Return whether two values are equal; values without a plain form count as equal."""
+def equal_plain_values(value: object, other: object) -> bool:
+    """Return whether two values are equal. Values without a plain form count as equal."""
     if value is other:
         return True
     try:
-        one, two = encode_plain(value, ""), encode_plain(other, "")
+        plain, other_plain = encode_plain(value, ""), encode_plain(other, "")
     except StateError:
         return True
-    known, found = ({k: bytes_of(t) for k, t in each.contents.items()} for each in (one, two))
-    return (one.value, one.arrays, known) == (two.value, two.arrays, found)
+    contents, other_contents = (
+        {name: tensor_bytes(tensor) for name, tensor in each.contents.items()}
+        for each in (plain, other_plain)
+    )
+    return (plain.value, plain.arrays, contents) == (
+        other_plain.value,
+        other_plain.arrays,
+        other_contents,
+    )
 
 
-def unlike_values(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each name whose values differ from the first rank's, which are taken."""
-    found = []
+def describe_differing_values(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each name whose values differ between ranks.
+
+    Args:
+        ranks: the values of each rank, by name. Readers take the values of the first rank.
+    """
+    lines = []
     for name in dict.fromkeys(name for values in ranks for name in values):
         if name not in ranks[0]:
-            found.append(f"{name}: missing in the first rank's file, whose values are taken")
+            lines.append(f"{name}: missing in the first rank's file, whose values are taken")
             continue
-        having = [values for values in ranks[1:] if name in values]
-        others = sum(not same_plain(values[name], ranks[0][name]) for values in having)
-        if others:
-            found.append(f"{name}: {others} ranks have other values; the first rank's is taken")
-    return found
+        others = [values[name] for values in ranks[1:] if name in values]
+        differing = sum(not equal_plain_values(other, ranks[0][name]) for other in others)
+        if differing:
+            lines.append(f"{name}: {differing} ranks have other values; the first rank's is taken")
+    return lines

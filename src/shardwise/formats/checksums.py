@@ -1,4 +1,4 @@
-"""Checksums in foreign files: the CRC-32 of entries of zip archives."""
+"""Read the checksums in foreign files: the CRC-32 of entries of zip archives."""
 
 from __future__ import annotations
 
@@ -7,49 +7,52 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from shardwise.formats.containers.ranges import FileRange
-from shardwise.formats.containers.zip_archive import START, read_sums
+from shardwise.formats.containers.zip_archive import ZIP_START, read_entry_checksums
 from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
 from shardwise.formats.tree import Tree
 from shardwise.manifest.checksums import Summed
 
-OF_ITEMS = ".distcp"
+ITEMS_SUFFIX = ".distcp"
 """The suffix of DCP's files, which contain an archive for each item listed in the metadata."""
 
-_Ranges = dict[str, list[tuple[int, int]]]
+_RangesByFile = dict[str, list[tuple[int, int]]]
 
 
-def sums_of(tree: Tree, names: Iterable[str]) -> Iterator[Summed]:
+def read_checksums(tree: Tree, names: Iterable[str]) -> Iterator[Summed]:
     """Yield the checksums of ranges of each file. A file without checksums has no ranges.
 
     Raises:
-        FormatError: an archive is malformed or cut off.
+        FormatError: an archive is malformed or truncated.
     """
-    folders: dict[str, _Ranges] = {}
+    items_of_folder: dict[str, _RangesByFile] = {}
     for name in names:
-        folder, _, base = name.rpartition("/")
+        folder, _, base_name = name.rpartition("/")
         with tree.open_range(name) as whole:
-            parts = [whole]
-            if name.endswith(OF_ITEMS):
-                items = folders.setdefault(folder, _items(tree, folder))
-                places = items.get(base, [])
-                parts = [whole.within(at, size, f"an item at {at}") for at, size in places]
-            rows = [row for part in parts for row in _rows(part)]
+            ranges = [whole]
+            if name.endswith(ITEMS_SUFFIX):
+                if folder not in items_of_folder:
+                    items_of_folder[folder] = _find_item_ranges(tree, folder)
+                ranges = [
+                    whole.within(offset, size, f"the item at {offset}")
+                    for offset, size in items_of_folder[folder].get(base_name, [])
+                ]
+            rows = [row for file_range in ranges for row in _checksum_rows(file_range)]
         yield Summed(name, np.array(rows, np.int64).reshape(len(rows), 3))
 
 
-def _rows(part: FileRange) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges of the file and their checksums, if it is a zip archive."""
-    if part.read(0, min(len(START), part.size)) != START:
+def _checksum_rows(file_range: FileRange) -> Iterator[tuple[int, int, int]]:
+    """Yield `(offset, size, crc32)` of the entries of a zip archive; nothing for other files."""
+    if file_range.read(0, min(len(ZIP_START), file_range.size)) != ZIP_START:
         return
-    for entry, crc32 in read_sums(part):
+    for entry, crc32 in read_entry_checksums(file_range):
         if entry.size and crc32:
-            yield part.offset + entry.start, entry.size, crc32
+            yield file_range.offset + entry.start, entry.size, crc32
 
 
-def _items(tree: Tree, folder: str) -> _Ranges:
-    """Return the ranges of the items in each file."""
-    found: dict[str, dict[tuple[int, int], None]] = {}
+def _find_item_ranges(tree: Tree, folder: str) -> _RangesByFile:
+    """Return `(offset, size)` of the items in each file of a DCP checkpoint."""
+    ranges: dict[str, dict[tuple[int, int], None]] = {}
     metadata = read_metadata(tree, f"{folder}/{METADATA}" if folder else METADATA)
     for item in metadata.items.values():
-        found.setdefault(item.file, {})[item.offset, item.length] = None
-    return {name: sorted(places) for name, places in found.items()}
+        ranges.setdefault(item.file, {})[item.offset, item.length] = None
+    return {name: sorted(item_ranges) for name, item_ranges in ranges.items()}

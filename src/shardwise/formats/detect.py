@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwise.errors import CheckpointNotFoundError, StateError
+from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.readers import (
     accelerate,
@@ -22,7 +22,8 @@ from shardwise.formats.readers.deepspeed import universal as deepspeed_universal
 from shardwise.formats.readers.megatron_legacy import reader as megatron_legacy
 from shardwise.formats.tree import Tree
 
-MOST_HINTS = 8
+MOST_SUGGESTIONS = 8
+"""The most directories that a message suggests to open instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +31,18 @@ class Reader:
     """A foreign format.
 
     Attributes:
-        key: the name of the format as an option: `format="dcp"`.
+        key: the name of the format as an option: "dcp" in `format="dcp"`.
         name: the name of the format in messages.
         recognise: a function that returns whether a tree looks like this format.
         read: a function that reads a tree.
-        covers: the keys of formats that the same files look like, and that this format overrides.
+        overrides: the keys of other formats whose readers recognise the same files.
     """
 
     key: str
     name: str
     recognise: Callable[[Tree], bool]
     read: Callable[[Tree], Foreign]
-    covers: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
 
 
 READERS: tuple[Reader, ...] = (
@@ -95,15 +96,15 @@ READERS: tuple[Reader, ...] = (
 )
 
 
-def recognised(tree: Tree) -> list[Reader]:
-    """Return the formats that a tree looks like: more than one if it holds several checkpoints.
+def find_readers(tree: Tree) -> list[Reader]:
+    """Return the readers that recognise the files; several, if there are several checkpoints.
 
     Raises:
         CheckpointNotFoundError: the place does not exist.
     """
     found = [reader for reader in READERS if reader.recognise(tree)]
-    covered = {key for reader in found for key in reader.covers}
-    return [reader for reader in found if reader.key not in covered]
+    overridden = {key for reader in found for key in reader.overrides}
+    return [reader for reader in found if reader.key not in overridden]
 
 
 def read_foreign(tree: Tree, format: str | None = None) -> Foreign:  # noqa: A002 - as in `open`
@@ -121,47 +122,52 @@ def read_foreign(tree: Tree, format: str | None = None) -> Foreign:  # noqa: A00
     if format is not None and format not in {reader.key for reader in READERS}:
         known = ", ".join(reader.key for reader in READERS)
         raise StateError(f"format={format!r}: unknown format; known formats are {known}")
-    found = recognised(tree)
-    wanted = [
+    found = find_readers(tree)
+    chosen = [
         reader
         for reader in READERS
         if (reader in found if format is None else reader.key == format and reader.recognise(tree))
     ]
-    if not wanted:
-        raise CheckpointNotFoundError(_unknown(tree, found))
-    if len(wanted) > 1:
-        names = " and ".join(reader.name for reader in wanted)
-        keys = " or ".join(reader.key for reader in wanted)
+    if not chosen:
+        raise CheckpointNotFoundError(_describe_unrecognised(tree, found))
+    if len(chosen) > 1:
+        names = " and ".join(reader.name for reader in chosen)
+        keys = " or ".join(reader.key for reader in chosen)
         raise StateError(
             f"{tree} contains checkpoints of several formats, {names}: choose one by "
-            f"format={wanted[0].key!r} (on the command line --format {wanted[0].key}); keys: {keys}"
+            f"format={chosen[0].key!r} (on the command line --format {chosen[0].key}); keys: {keys}"
         )
-    return wanted[0].read(tree)
+    try:
+        return chosen[0].read(tree)
+    except FormatError as error:
+        if type(error) is not FormatError or str(tree) in str(error):
+            raise
+        raise FormatError(f"{tree}: {error}") from error
 
 
-def _unknown(tree: Tree, found: list[Reader]) -> str:
+def _describe_unrecognised(tree: Tree, found: list[Reader]) -> str:
     if found:
         names = " and ".join(f"{reader.name} (format={reader.key!r})" for reader in found)
-        return f"{tree}: the checkpoint is not of the given format, but of {names}"
+        return f"{tree}: the checkpoint does not have the given format, but that of {names}"
     known = ", ".join(reader.name for reader in READERS)
     files = ", ".join(list(tree.sizes)[:5]) or "no file"
     return (
         f"{tree} is not a checkpoint of a known format ({known}): it contains {files}"
-        f"{', …' if len(tree.sizes) > 5 else ''}{_below(tree)}"
+        f"{', …' if len(tree.sizes) > 5 else ''}{_suggest_below(tree)}"
     )
 
 
-def _below(tree: Tree) -> str:
-    """Return a suggestion of checkpoints one level below; "" if there are none."""
+def _suggest_below(tree: Tree) -> str:
+    """Return a sentence that suggests checkpoints one level below; "" if there are none."""
     names = [] if tree.only is not None else sorted({name.partition("/")[0] for name in tree.sizes})
-    trees = [Tree(tree.path / name) for name in names[-MOST_HINTS:]]
-    meant = [each for each in trees if recognised(each)]
-    if not meant:
+    trees = [Tree(tree.path / name) for name in names[-MOST_SUGGESTIONS:]]
+    recognised = [item for item in trees if find_readers(item)]
+    if not recognised:
         return ""
-    names = [each.path.name for each in meant]
-    if sum(each.only is not None for each in meant) > 1:
+    names = [item.path.name for item in recognised]
+    if sum(item.only is not None for item in recognised) > 1:
         return (
-            f". Open one of {', '.join(names)}; or, if these files are parts of one checkpoint, "
+            f". Open one of {', '.join(names)}. If these files are parts of one checkpoint, "
             "read all of them with a specification (spec=)"
         )
     return f". Open a checkpoint below: {', '.join(names)}"

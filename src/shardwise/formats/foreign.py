@@ -1,4 +1,4 @@
-"""A foreign checkpoint: the result of every reader, and catalogues of arrays in files."""
+"""A foreign checkpoint, as every reader returns it; and catalogues of the arrays in files."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class ForeignFile:
     Attributes:
         name: the path below the checkpoint's directory, with `/`.
         size: the size in bytes.
-        content: the bytes, if there is no file: for example a step count in a pickle that is loaded
-            as a tensor.
+        content: the bytes, if they are not in a file of their own. For example, a step count in a
+            pickle becomes a tensor whose bytes are here.
     """
 
     name: str
@@ -32,12 +32,12 @@ class ForeignFile:
 
 @dataclass(frozen=True, slots=True)
 class PieceTable:
-    """Boxes of global tensors, and where their bytes are in files.
+    """Pieces: boxes of global tensors, and the offsets of their bytes in files.
 
     Attributes:
-        pieces: the boxes; `pieces.start` is the offset of the first element in its file, in bytes.
-        stride: `(n, D)`, strides in elements; 0 in padded dimensions. Pieces that are not row-major
-            are transposed, or parts of larger arrays.
+        pieces: the boxes, their files, and the offset of the first element of each, in bytes.
+        stride: `(n, D)`, strides in elements; 0 in padded dimensions. They are not row-major if an
+            array is transposed, or if the piece is a part of an array.
     """
 
     pieces: Pieces
@@ -47,35 +47,36 @@ class PieceTable:
         return len(self.pieces)
 
     @classmethod
-    def nothing(cls) -> PieceTable:
+    def empty(cls) -> PieceTable:
         """Return an empty table."""
-        none, flat = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
-        return cls(Pieces(none, none, none, flat, flat), flat)
+        column, table = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
+        return cls(Pieces(column, column, column, table, table), table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
-    """A foreign checkpoint: global tensors, plain values, and where their bytes are.
+    """A foreign checkpoint: global tensors, plain values, and the places of their bytes.
 
-    Names are those that `shardwise.save` gives a state with the keys `model` and `optimizer`:
+    Names are like those of `shardwise.save` for a state with the keys `model` and `optimizer`:
     `model.<parameter or buffer>`, `optimizer.<parameter>.<key>` and `optimizer.param_groups`.
     Other nested names are kept.
 
     Attributes:
         format: the name of the format, for people.
         files: the files; `table.pieces.file` is an index into them.
-        tensors: the tensors without pieces; tied ones have `same_as`.
+        tensors: the entries of the tensors, which contain no pieces. The entry of a tied tensor has
+            `same_as`.
         table: the pieces of all stored tensors; they cover each element exactly once.
-        replicas: further pieces, which must have the same bytes as those in `table`.
-        replica_names: the name of the stored array of each replica; empty if all have the names of
-            their tensors.
-        averages: for each tensor that is a mean, the names of its terms. These are in `tensors`,
-            hidden from users.
+        replicas: further copies of pieces, whose bytes must equal those of the pieces in `table`.
+        replica_names: the name of the stored array of each replica; empty if each array has the
+            name of its tensor.
+        averages: for each tensor that is a mean, the names of its terms. The terms are entries of
+            `tensors`, hidden from users.
         objects: plain values, encoded by `shardwise.state.objects`.
         step: the training step, if known.
-        world_size: the number of ranks that wrote the checkpoint, as far as known.
+        world_size: the number of ranks that wrote the checkpoint; 1 if unknown.
         left_out: a line for each thing that was not read, with the reason.
-        absent: files that such a checkpoint usually has but this one lacks, by the name of their
+        absent: files that this format usually has but this checkpoint lacks, by the name of their
             content in the state: `{"optimizer": "optimizer.pt"}`.
     """
 
@@ -83,7 +84,7 @@ class Foreign:
     files: tuple[ForeignFile, ...]
     tensors: tuple[TensorEntry, ...]
     table: PieceTable
-    replicas: PieceTable = field(default_factory=PieceTable.nothing)
+    replicas: PieceTable = field(default_factory=PieceTable.empty)
     replica_names: tuple[str, ...] = ()
     averages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     objects: tuple[ObjectEntry, ...] = ()
@@ -98,7 +99,7 @@ class StoredArray:
     """An array in a file, whose bytes were not read.
 
     Attributes:
-        file: the number of the file.
+        file: the index of the file in `Foreign.files`.
         start: the offset of the first element in the file, in bytes.
         dtype: torch's name.
         shape: the shape.
@@ -113,7 +114,7 @@ class StoredArray:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """The size of an element in bytes."""
         return DTYPES[self.dtype].itemsize
 
 
@@ -124,16 +125,18 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """The n arrays in the files of all ranks, in columns.
+    """The n arrays in the files of all ranks, as a table.
 
     Attributes:
         files: the files; `file` is an index into them.
         axes: the axes of the ranks and their sizes: `{"tp": 2, "pp": 4}`.
-        names: distinct names of arrays; `name` is an index into them.
-        dtypes: distinct dtypes, by torch's names; `dtype` is an index into them.
-        name, dtype, file, start, ndim: `(n,)`; `start` in bytes.
+        names: the distinct names of arrays; `name` is an index into them.
+        dtypes: the distinct dtypes, by torch's names; `dtype` is an index into them.
+        name, dtype, file: `(n,)`, indices.
+        start: `(n,)`, the offset of the first element in the file, in bytes.
+        ndim: `(n,)`, the number of dimensions.
         shape, stride: `(n, D)`, padded on the right with 1 and 0; strides in elements.
-        coordinate: `(n, len(axes))`, the coordinate of the rank.
+        coordinate: `(n, len(axes))`, the coordinate of the rank along each axis.
     """
 
     files: tuple[ForeignFile, ...]
@@ -153,23 +156,23 @@ class Catalogue:
         return len(self.name)
 
 
-Row: TypeAlias = tuple[str, StoredArray, tuple[int, ...]]
-"""The name of an array, the array, and the coordinate of its rank."""
+CatalogueRow: TypeAlias = tuple[str, StoredArray, tuple[int, ...]]
+"""The name of an array, the array, and the coordinate of its rank along each axis."""
 
 
-def catalogued(
-    files: Sequence[ForeignFile], axes: Mapping[str, int], rows: Iterable[Row]
+def build_catalogue(
+    files: Sequence[ForeignFile], axes: Mapping[str, int], rows: Iterable[CatalogueRow]
 ) -> Catalogue:
     """Return a catalogue of arrays.
 
     Raises:
-        FormatError: the table of so many arrays and dimensions would be too large.
+        FormatError: there are too many arrays of too many dimensions for a table.
     """
     rows = list(rows)
     arrays = [array for _, array, _ in rows]
     names = list(dict.fromkeys(name for name, _, _ in rows))
     dtypes = list(dict.fromkeys(array.dtype for array in arrays))
-    number = {name: i for i, name in enumerate(names)}
+    name_index = {name: i for i, name in enumerate(names)}
     dims = max((len(array.shape) for array in arrays), default=0)
     check_width(len(rows), dims)
 
@@ -181,12 +184,14 @@ def catalogued(
         axes=axes,
         names=names,
         dtypes=dtypes,
-        name=column(number[name] for name, _, _ in rows),
+        name=column(name_index[name] for name, _, _ in rows),
         dtype=column(dtypes.index(array.dtype) for array in arrays),
         file=column(array.file for array in arrays),
         start=column(array.start for array in arrays),
         ndim=column(len(array.shape) for array in arrays),
         shape=padded_rows((array.shape for array in arrays), dims, 1),
         stride=padded_rows((array.stride for array in arrays), dims, 0),
-        coordinate=np.array([at for _, _, at in rows], np.int64).reshape(len(rows), len(axes)),
+        coordinate=np.array([coordinate for _, _, coordinate in rows], np.int64).reshape(
+            len(rows), len(axes)
+        ),
     )

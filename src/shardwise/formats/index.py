@@ -1,4 +1,4 @@
-"""The index of a foreign checkpoint: the encoded description, and the file that caches it."""
+"""The index of a foreign checkpoint: what a reader found, as bytes, and the file that keeps it."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ from shardwise.manifest.validate import MOST_PIECES
 
 MAGIC = b"shardwise-index-2\n"
 MOST_DIMS = 64
-_START = len(MAGIC) + 4
+BODY_START = len(MAGIC) + 4
+
+RECREATE = "delete the index file and open the checkpoint again"
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 
 
-class _File(msgspec.Struct, frozen=True, array_like=True):
+class _FileEntry(msgspec.Struct, frozen=True, array_like=True):
     name: str
     size: Count
     content: bytes | None
 
 
-class _Table(msgspec.Struct, frozen=True, array_like=True):
+class _PackedTable(msgspec.Struct, frozen=True, array_like=True):
     """Columns of pieces, each stored as compressed differences between its rows."""
 
     rows: Annotated[int, msgspec.Meta(ge=0, le=MOST_PIECES)]
@@ -44,12 +46,12 @@ class _Table(msgspec.Struct, frozen=True, array_like=True):
     columns: tuple[bytes, ...]
 
 
-class _Index(msgspec.Struct, frozen=True, array_like=True):
+class _IndexBody(msgspec.Struct, frozen=True, array_like=True):
     format: str
-    files: tuple[_File, ...]
+    files: tuple[_FileEntry, ...]
     tensors: tuple[TensorEntry, ...]
-    table: _Table
-    replicas: _Table
+    table: _PackedTable
+    replicas: _PackedTable
     replica_names: tuple[tuple[str, ...], bytes]
     averages: dict[str, tuple[str, ...]]
     objects: tuple[ObjectEntry, ...]
@@ -60,13 +62,13 @@ class _Index(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_index(foreign: Foreign) -> bytes:
-    """Return the description of a foreign checkpoint as bytes."""
-    index = _Index(
+    """Return what a reader found in a foreign checkpoint as bytes."""
+    index = _IndexBody(
         foreign.format,
-        tuple(_File(file.name, file.size, file.content) for file in foreign.files),
+        tuple(_FileEntry(file.name, file.size, file.content) for file in foreign.files),
         foreign.tensors,
-        _pack(foreign.table),
-        _pack(foreign.replicas),
+        _pack_table(foreign.table),
+        _pack_table(foreign.replicas),
         _pack_names(foreign.replica_names),
         dict(foreign.averages),
         foreign.objects,
@@ -79,34 +81,36 @@ def encode_index(foreign: Foreign) -> bytes:
     return MAGIC + crc32(body).to_bytes(4, "little") + body
 
 
-def is_index(data: bytes) -> bool:
+def is_intact_index(data: bytes) -> bool:
     """Return whether these bytes are an intact result of `encode_index`."""
-    sum_ = crc32(memoryview(data)[_START:])
-    return data.startswith(MAGIC) and data[len(MAGIC) : _START] == sum_.to_bytes(4, "little")
+    checksum = crc32(memoryview(data)[BODY_START:])
+    return data.startswith(MAGIC) and data[len(MAGIC) : BODY_START] == checksum.to_bytes(
+        4, "little"
+    )
 
 
 def decode_index(data: bytes) -> Foreign:
-    """Decode the result of `encode_index`. Check the description with `validate.checked`.
+    """Decode the result of `encode_index`. Check the decoded checkpoint by `validate_foreign`.
 
     Raises:
         FormatError: the data is not an index, or is damaged.
     """
     if not data.startswith(MAGIC):
-        raise FormatError("the data is not an index of a foreign checkpoint")
-    if not is_index(data):
         raise FormatError(
-            "the index is damaged or truncated: delete the file and open the checkpoint again"
+            "not an index of a foreign checkpoint: pass the path of another file as index="
         )
+    if not is_intact_index(data):
+        raise FormatError(f"the index is damaged or truncated; {RECREATE}")
     try:
-        index = msgspec.msgpack.decode(memoryview(data)[_START:], type=_Index)
+        index = msgspec.msgpack.decode(memoryview(data)[BODY_START:], type=_IndexBody)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise FormatError(f"the index is malformed: {error}") from error
+        raise _malformed(str(error)) from error
     return Foreign(
         format=index.format,
         files=tuple(ForeignFile(file.name, file.size, file.content) for file in index.files),
         tensors=index.tensors,
-        table=_unpack(index.table),
-        replicas=_unpack(index.replicas),
+        table=_unpack_table(index.table),
+        replicas=_unpack_table(index.replicas),
         replica_names=_unpack_names(*index.replica_names, index.replicas.rows),
         averages=index.averages,
         objects=index.objects,
@@ -117,71 +121,75 @@ def decode_index(data: bytes) -> Foreign:
     )
 
 
-def _pack(table: PieceTable) -> _Table:
+def _malformed(reason: str) -> FormatError:
+    return FormatError(f"the index is malformed: {reason}; {RECREATE}")
+
+
+def _pack_table(table: PieceTable) -> _PackedTable:
     pieces = table.pieces
     tables = (*pieces.offset.T, *pieces.shape.T, *table.stride.T)
     columns = (pieces.tensor, pieces.file, pieces.start, *tables)
-    steps = (np.diff(column, prepend=0).astype("<i8") for column in columns)
-    packed = tuple(zlib.compress(column.tobytes(), 1) for column in steps)
-    return _Table(len(pieces), pieces.offset.shape[1], packed)
+    differences = (np.diff(column, prepend=0).astype("<i8") for column in columns)
+    packed = tuple(zlib.compress(column.tobytes(), 1) for column in differences)
+    return _PackedTable(len(pieces), pieces.offset.shape[1], packed)
 
 
-def _unpack(table: _Table) -> PieceTable:
+def _unpack_table(table: _PackedTable) -> PieceTable:
     dims = table.dims
     if len(table.columns) != 3 + 3 * dims:
-        raise FormatError(
-            f"the index is malformed: {len(table.columns)} columns for {dims} dimensions"
-        )
+        raise _malformed(f"{len(table.columns)} columns for {dims} dimensions")
     check_width(table.rows, dims)
     rows = np.empty((3 + 3 * dims, table.rows), np.int64)
     for row, column in zip(rows, table.columns, strict=True):
-        np.cumsum(_inflated(column, 8 * table.rows), out=row)
+        np.cumsum(_decompress_column(column, 8 * table.rows), out=row)
     parts = rows[3:].reshape(3, dims, table.rows).transpose(0, 2, 1)
     offset, shape, stride = (np.ascontiguousarray(part) for part in parts)
     return PieceTable(Pieces(rows[0], rows[1], rows[2], offset, shape), stride)
 
 
 def _pack_names(names: tuple[str, ...]) -> tuple[tuple[str, ...], bytes]:
-    """Return the distinct names, and for each row the position of its name."""
-    number = {name: i for i, name in enumerate(dict.fromkeys(names))}
-    column = np.array([number[name] for name in names], "<i8")
-    return tuple(number), zlib.compress(column.tobytes(), 1) if names else b""
+    """Return the distinct names, and for each row the index of its name, compressed."""
+    name_index = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    column = np.array([name_index[name] for name in names], "<i8")
+    return tuple(name_index), zlib.compress(column.tobytes(), 1) if names else b""
 
 
 def _unpack_names(names: tuple[str, ...], column: bytes, rows: int) -> tuple[str, ...]:
     if not names:
         return ()
-    found = _inflated(column, 8 * rows)
-    if rows and not 0 <= int(found.min()) <= int(found.max()) < len(names):
-        raise FormatError("the index is malformed: the name of a replica is missing")
-    return tuple(names[i] for i in found.tolist())
+    values = _decompress_column(column, 8 * rows)
+    if rows and not 0 <= int(values.min()) <= int(values.max()) < len(names):
+        raise _malformed("the name of a replica is missing")
+    return tuple(names[i] for i in values.tolist())
 
 
-def _inflated(data: bytes, size: int) -> Int:
+def _decompress_column(data: bytes, size: int) -> Int:
     inflater = zlib.decompressobj()
     try:
-        found = inflater.decompress(data, size + 1) if data else b""
+        values = inflater.decompress(data, size + 1) if data else b""
     except zlib.error as error:
-        raise FormatError(f"the index is malformed: {error}") from error
-    if len(found) != size:
-        raise FormatError("the index is malformed: a column has the wrong length")
-    return np.frombuffer(found, "<i8").astype(np.int64)
+        raise _malformed(str(error)) from error
+    if len(values) != size:
+        raise _malformed(f"a column does not have {size} bytes")
+    return np.frombuffer(values, "<i8").astype(np.int64)
 
 
-_STAMP = 32
-"""The number of characters of the stamp at the start of an index file."""
+STAMP_LENGTH = 32
+"""The number of characters in the stamp at the start of an index file.
+
+The stamp identifies the files of the checkpoint and all options."""
 
 
-def read_indexed(
+def read_or_write_index(
     tree: Tree, index: str | os.PathLike[str], read: Callable[[Tree], Foreign], options: str = ""
 ) -> bytes:
-    """Return the index of a foreign checkpoint from a file; write the file if needed.
+    """Return the index of a foreign checkpoint from its file; write the file if it is outdated.
 
     Args:
-        tree: the checkpoint.
-        index: the index file. It is rewritten if it is damaged, or if the size or modification time
-            of a file of the checkpoint changed.
-        read: reads the checkpoint.
+        tree: the files of the checkpoint.
+        index: the path of the index file. The file is rewritten if it is damaged, or if the size or
+            modification time of a file of the checkpoint changed.
+        read: a function that reads the checkpoint.
         options: text that identifies all other inputs of `read`.
 
     Raises:
@@ -189,10 +197,10 @@ def read_indexed(
         StoreError: the file cannot be written.
     """
     path = Path(index)
-    stamp = _stamp(tree, path, options)
-    if _is_index(path):
+    stamp = _compute_stamp(tree, path, options)
+    if _is_index_file(path):
         head, _, body = path.read_bytes().partition(b"\n")
-        if head == stamp and is_index(body):
+        if head == stamp and is_intact_index(body):
             return body
     body = encode_index(read(tree))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -210,8 +218,8 @@ def read_indexed(
     return body
 
 
-def _is_index(path: Path) -> bool:
-    """Return whether an index file exists at a path.
+def _is_index_file(path: Path) -> bool:
+    """Return whether an index file exists at a path; an empty file counts as missing.
 
     Raises:
         StateError: the path exists and is not an index file.
@@ -220,20 +228,24 @@ def _is_index(path: Path) -> bool:
         return False
     if path.is_file():
         with open(path, "rb") as file:
-            head = file.read(_STAMP + 1)
-        if not head or re.fullmatch(rb"[0-9a-f]{%d}\n" % _STAMP, head):
+            head = file.read(STAMP_LENGTH + 1)
+        if not head or re.fullmatch(rb"[0-9a-f]{%d}\n" % STAMP_LENGTH, head):
             return bool(head)
     raise StateError(
         f"index={str(path)!r}: not an index file; refusing to overwrite it: name a new file"
     )
 
 
-def _stamp(tree: Tree, index: Path, options: str) -> bytes:
-    """Return a digest of the options, and of the name, size and time of every other file."""
-    own = index.resolve()
+def _compute_stamp(tree: Tree, index: Path, options: str) -> bytes:
+    """Return a digest of the options, and of the name, size and time of each file but the index."""
+    index_path = index.resolve()
     lines = [options]
     for name, size in tree.sizes.items():
         path = tree.path if tree.only is not None else tree.path / name
-        if path.resolve() != own:
+        if path.resolve() != index_path:
             lines.append(f"{name}\0{size}\0{path.stat().st_mtime_ns}")
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=_STAMP // 2).hexdigest().encode()
+    return (
+        hashlib.blake2b("\n".join(lines).encode(), digest_size=STAMP_LENGTH // 2)
+        .hexdigest()
+        .encode()
+    )

@@ -1,4 +1,4 @@
-"""Nested states as torch.save writes them: their leaves, and the names shardwise gives them."""
+"""Nested states, as torch.save writes them: find their tensors and values, and name them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ from shardwise.formats.optimizers import (
     Path,
     find_optimizers,
 )
-from shardwise.formats.piece_tables import joined, table_of_arrays
+from shardwise.formats.piece_tables import join_tables, table_of_arrays
 
-_OF_NORMS = ("running_mean", "running_var", "num_batches_tracked")
-"""Buffers of torch's own modules, which a state_dict lists among the parameters."""
+_NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers of torch's normalization modules, which a state_dict lists among the parameters."""
 
 State = Mapping[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Leaves:
-    """Tensors and values of a nested state, by their paths in it.
+class NestedLeaves:
+    """The tensors and values in a nested state, by their paths.
 
     Attributes:
-        tensors: paths, dtypes and shapes; `table` counts them.
+        files: the files; `table.pieces.file` is an index into them.
+        tensors: paths, dtypes and shapes; `table.pieces.tensor` is an index into them.
+        table: the pieces of the tensors.
+        values: plain values by path.
+        left_out: a line for each thing that was not read, with the reason.
     """
 
     files: tuple[ForeignFile, ...]
@@ -40,8 +44,8 @@ class Leaves:
     left_out: Sequence[str] = ()
 
 
-def united(*parts: Leaves) -> Leaves:
-    """Return the leaves of all parts; their arrays count the files of all of them."""
+def join_leaves(*parts: NestedLeaves) -> NestedLeaves:
+    """Return the leaves of several files together; file indices refer to the files of all parts."""
     files: list[ForeignFile] = []
     tensors: list[tuple[Path, str, tuple[int, ...]]] = []
     tables: list[PieceTable] = []
@@ -54,11 +58,11 @@ def united(*parts: Leaves) -> Leaves:
         files += part.files
         values |= part.values
         left_out += part.left_out
-    return Leaves(tuple(files), tensors, joined(*tables), values, left_out)
+    return NestedLeaves(tuple(files), tensors, join_tables(*tables), values, left_out)
 
 
-def foreign_of(leaves: Leaves, format: str) -> Foreign:  # noqa: A002 - the name in `Foreign`
-    """Return the manifest of a state, with the names that shardwise would have given it.
+def build_foreign(leaves: NestedLeaves, format: str) -> Foreign:  # noqa: A002 - as in `Foreign`
+    """Return the manifest of a state, with the names that `shardwise.save` would give.
 
     A leaf is named by its path, joined by dots. Optimizer state is named
     `<optimizer>.<parameter>.<key>` where the names of the parameters are known. A module whose
@@ -66,44 +70,45 @@ def foreign_of(leaves: Leaves, format: str) -> Foreign:  # noqa: A002 - the name
     """
     paths = [path for path, _, _ in leaves.tensors]
     optimizers = find_optimizers((*paths, *leaves.values), leaves.values)
-    names = _Names(optimizers, paths, leaves.values)
+    names = _LeafNames(optimizers, paths, leaves.values)
     builder = Builder(leaves.files)
     builder.add_table(leaves.table)
     builder.left_out += leaves.left_out
     for path, dtype, shape in leaves.tensors:
-        builder.add_tensor(names.of(path), dtype, shape)
-    taken = {path for optimizer in optimizers for path in optimizer.group_paths}
+        builder.add_tensor(names.name_of(path), dtype, shape)
+    consumed = {path for optimizer in optimizers for path in optimizer.group_paths}
     for path, value in leaves.values.items():
-        if path in taken:
+        if path in consumed:
             continue
         if path[-1] == "step" and names.in_optimizer(path) and _is_number(value):
-            builder.add_number(names.of(path), value)
+            builder.add_number(names.name_of(path), value)
         else:
-            builder.add_value(names.of(path), value)
+            builder.add_value(names.name_of(path), value)
     for optimizer in optimizers:
         name = f"{names.root(optimizer)}.{GROUPS}"
         builder.add_groups(optimizer.groups, name)
-        if lost := optimizer.ungrouped():
+        if ungrouped := optimizer.ungrouped():
             builder.left_out.append(
-                f"{name}: the hyperparameters of {len(lost)} parameters are missing, such as of "
-                f"{lost[0]}: pipeline stages overwrote each other's param groups in the save"
+                f"{name}: the hyperparameters of {len(ungrouped)} parameters are missing, for "
+                f"example those of {ungrouped[0]}: pipeline stages overwrote each other's param "
+                "groups in the save"
             )
     return builder.build(format)
 
 
-def combined(one: Foreign, other: Foreign) -> Foreign:
-    """Return one manifest of both; all bytes of the first must lie in files."""
-    pieces = other.table.pieces
-    moved = replace(
-        pieces, tensor=pieces.tensor + len(one.tensors), file=pieces.file + len(one.files)
+def join_foreign(first: Foreign, second: Foreign) -> Foreign:
+    """Return one manifest of both. All bytes of the first must be in files."""
+    pieces = second.table.pieces
+    shifted = replace(
+        pieces, tensor=pieces.tensor + len(first.tensors), file=pieces.file + len(first.files)
     )
     return replace(
-        one,
-        files=(*one.files, *other.files),
-        tensors=(*one.tensors, *other.tensors),
-        table=joined(one.table, replace(other.table, pieces=moved)),
-        objects=(*one.objects, *other.objects),
-        left_out=(*one.left_out, *other.left_out),
+        first,
+        files=(*first.files, *second.files),
+        tensors=(*first.tensors, *second.tensors),
+        table=join_tables(first.table, replace(second.table, pieces=shifted)),
+        objects=(*first.objects, *second.objects),
+        left_out=(*first.left_out, *second.left_out),
     )
 
 
@@ -111,7 +116,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-class _Names:
+class _LeafNames:
     """Names the leaves of a state by their paths."""
 
     def __init__(
@@ -123,20 +128,22 @@ class _Names:
             for path, key in optimizer.keys.items()
         }
         outside = [path for path in tensors if path not in self._keys]
-        flat = {path for path in outside if len(path) == 1}
+        top_level = {path for path in outside if len(path) == 1}
         parameters = {(name,) for optimizer in optimizers for name in optimizer.parameters}
-        alone = not optimizers and len(flat) == len(tensors) > 0 and all(map(_is_extra, values))
-        self._module = flat if alone or flat & parameters else set()
+        is_module_state = (
+            not optimizers and len(top_level) == len(tensors) > 0 and all(map(_is_extra, values))
+        )
+        self._module = top_level if is_module_state or top_level & parameters else set()
 
-    def of(self, path: Path) -> str:
+    def name_of(self, path: Path) -> str:
         """Return the name of a leaf."""
         found = self._keys.get(path)
         if found is not None:
             optimizer, (parameter, key) = found
             return f"{self.root(optimizer)}.{parameter}.{key}"
         name = ".".join(map(str, path))
-        module = path in self._module or (len(self._module) > 0 and _is_extra(path))
-        return f"model.{name}" if module else name
+        in_module = path in self._module or (len(self._module) > 0 and _is_extra(path))
+        return f"model.{name}" if in_module else name
 
     def in_optimizer(self, path: Path) -> bool:
         """Return whether a leaf is part of the optimizer state of a parameter."""
@@ -144,7 +151,7 @@ class _Names:
 
     @staticmethod
     def root(optimizer: Optimizer) -> str:
-        """Return the name of an optimizer: `optimizer`, if it is the whole state."""
+        """Return the name of an optimizer; `optimizer`, if the optimizer is the whole state."""
         return ".".join(map(str, optimizer.root)) or "optimizer"
 
 
@@ -152,52 +159,53 @@ def _is_extra(path: Path) -> bool:
     return len(path) == 1 and str(path[0]).endswith("_extra_state")
 
 
-def nested_leaves(
+def find_leaves(
     state: State, files: tuple[ForeignFile, ...], values: Mapping[Path, Any] | None = None
-) -> Leaves:
-    """Return the tensors and values of a state.
+) -> NestedLeaves:
+    """Return the tensors and values in a state.
 
-    If an optimizer numbers its parameters, as `state_dict()` does, and the state has one module
-    with as many parameters, of the same shapes in the same order, the optimizer's parameters get
-    the module's names. Otherwise they keep their numbers.
+    `Optimizer.state_dict()` identifies parameters by position. If the state has one module with as
+    many parameters, of the same shapes in the same order, the optimizer's parameters get the names
+    of the module's parameters. Otherwise they keep their numbers as names.
 
     Args:
-        files: the files that arrays in the state count.
+        state: the state, as `read_torch_file` returns it.
+        files: the files; `StoredArray.file` is an index into them.
         values: further values by path, which are kept whole.
     """
     arrays: list[tuple[Path, StoredArray]] = []
-    found: dict[Path, Any] = {}
-    for path, leaf in _leaves(_named(state), ()):
+    values_by_path: dict[Path, Any] = {}
+    for path, leaf in _iterate_leaves(_name_parameters(state), ()):
         if isinstance(leaf, StoredArray):
             arrays.append((path, leaf))
         else:
-            found[path] = leaf
+            values_by_path[path] = leaf
     tensors = [(path, array.dtype, array.shape) for path, array in arrays]
     table = table_of_arrays([(i, array) for i, (_, array) in enumerate(arrays)])
-    return Leaves(files, tensors, table, {**found, **(values or {})})
+    return NestedLeaves(files, tensors, table, {**values_by_path, **(values or {})})
 
 
-def _leaves(state: State, path: Path) -> Iterator[tuple[Path, Any]]:
+def _iterate_leaves(state: State, path: Path) -> Iterator[tuple[Path, Any]]:
     for key, value in state.items():
-        here = (*path, key if isinstance(key, int) else str(key))
-        if _is_tree(value):
-            yield from _leaves(value, here)
+        leaf_path = (*path, key if isinstance(key, int) else str(key))
+        if _is_named_dict(value):
+            yield from _iterate_leaves(value, leaf_path)
         elif not (key == STATE and value == {} and GROUPS in state):
-            yield here, value
+            yield leaf_path, value
 
 
-def _is_tree(value: object) -> bool:
-    """Return whether the items of a dict get names of their own.
+def _is_named_dict(value: object) -> bool:
+    """Return whether each item of a dict gets its own name.
 
-    A dict without tensors is one value, as a scheduler's state_dict.
+    A dict without tensors, for example a scheduler's state_dict, is one value.
     """
     named = isinstance(value, dict) and all(type(key) in (str, int) for key in value)
-    return named and (_is_optimizer(value) or _has_arrays(value))
+    return named and (_is_optimizer(value) or _contains_arrays(value))
 
 
-def _has_arrays(value: object) -> bool:
+def _contains_arrays(value: object) -> bool:
     if isinstance(value, dict):
-        return any(map(_has_arrays, value.values()))
+        return any(map(_contains_arrays, value.values()))
     return isinstance(value, StoredArray)
 
 
@@ -207,16 +215,18 @@ def _is_optimizer(value: object) -> bool:
         and isinstance(value.get(STATE), dict)
         and isinstance(value.get(GROUPS), list)
         and all(
-            isinstance(each, dict) and isinstance(each.get(PARAMS), list) for each in value[GROUPS]
+            isinstance(item, dict) and isinstance(item.get(PARAMS), list) for item in value[GROUPS]
         )
     )
 
 
-def _named(state: State) -> State:
-    """Add names of parameters to the optimizers of a state, where the names are certain."""
+def _name_parameters(state: State) -> State:
+    """Add the names of parameters to the optimizers of a state, if they follow from the shapes."""
     modules = [value for value in state.values() if _is_module(value)]
     return {
-        key: _with_names(value, modules[0]) if _is_optimizer(value) and len(modules) == 1 else value
+        key: _with_parameter_names(value, modules[0])
+        if _is_optimizer(value) and len(modules) == 1
+        else value
         for key, value in state.items()
     }
 
@@ -224,24 +234,24 @@ def _named(state: State) -> State:
 def _is_module(value: object) -> bool:
     if not isinstance(value, dict) or not all(type(key) is str for key in value):
         return False
-    return any(isinstance(each, StoredArray) for each in value.values())
+    return any(isinstance(item, StoredArray) for item in value.values())
 
 
-def _with_names(optimizer: State, module: State) -> State:
+def _with_parameter_names(optimizer: State, module: State) -> State:
     groups = optimizer[GROUPS]
     if any(PARAM_NAMES in group for group in groups):
         return optimizer
-    numbers = [number for group in groups for number in group[PARAMS]]
+    parameter_numbers = [number for group in groups for number in group[PARAMS]]
     parameters: dict[StoredArray, str] = {}
     for name, array in module.items():
-        if isinstance(array, StoredArray) and name.rpartition(".")[2] not in _OF_NORMS:
+        if isinstance(array, StoredArray) and name.rpartition(".")[2] not in _NORM_BUFFERS:
             parameters.setdefault(array, name)
     shapes = [array.shape for array in parameters]
-    fitting = len(numbers) == len(shapes) and all(
-        _fits(optimizer[STATE].get(number), shape)
-        for number, shape in zip(numbers, shapes, strict=True)
+    fitting = len(parameter_numbers) == len(shapes) and all(
+        _state_fits(optimizer[STATE].get(number), shape)
+        for number, shape in zip(parameter_numbers, shapes, strict=True)
     )
-    # Several groups need not have the parameters in the module's order.
+    # With several groups, the parameters may be in another order than in the module.
     if not fitting or (len(groups) > 1 and len(set(shapes)) < len(shapes)):
         return optimizer
     names = iter(parameters.values())
@@ -249,9 +259,9 @@ def _with_names(optimizer: State, module: State) -> State:
     return {**optimizer, GROUPS: named}
 
 
-def _fits(state: object, shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter of this shape can have this state; None is no state yet."""
+def _state_fits(state: object, shape: tuple[int, ...]) -> bool:
+    """Return whether a parameter of this shape can have this state; None: it has no state yet."""
     if not isinstance(state, dict):
         return state is None
-    shapes = {each.shape for each in state.values() if isinstance(each, StoredArray)}
+    shapes = {item.shape for item in state.values() if isinstance(item, StoredArray)}
     return shapes <= {shape, ()}

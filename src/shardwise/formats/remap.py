@@ -1,4 +1,4 @@
-"""Apply a specification to the global tensors of a checkpoint, to change names and shapes."""
+"""Apply a specification to the global tensors of a checkpoint: change their names and shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.errors import StateError
 from shardwise.formats.foreign import Catalogue, Foreign, ForeignFile, PieceTable, StoredArray
 from shardwise.formats.language import apply_spec
 from shardwise.formats.language.rules import Spec
-from shardwise.formats.piece_tables import joined, table_of_arrays
+from shardwise.formats.piece_tables import join_tables, table_of_arrays
 from shardwise.layout import find_overlaps, row_major
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import ObjectEntry, TensorEntry
@@ -28,12 +28,12 @@ def remap(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
     Args:
         opened: the checkpoint.
         spec: the specification.
-        sizes: the sizes of the axes of the specification.
+        sizes: values for the numbers that the specification declares with `let`.
 
     Raises:
         MismatchError: the specification does not match the checkpoint.
-        StateError: the checkpoint has tensors that are means of several copies, or the
-            specification reshapes a tensor across the borders of its shards.
+        StateError: tensors of the checkpoint are means of several copies, or the specification
+            reshapes a tensor across the borders of its shards.
     """
     if opened.means:
         raise StateError(
@@ -41,76 +41,86 @@ def remap(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
             "checkpoint are means of several copies; export it first, and open the export"
         )
     catalogue = catalogue_of(opened.manifest.tensors)
-    held = _inside_values(opened)
-    upper = _without_means(
-        apply_spec(spec, _select_rows(catalogue, np.flatnonzero(~held)), sizes=sizes)
+    inside_values = _are_inside_values(opened)
+    remapped = _drop_means(
+        apply_spec(spec, _select_rows(catalogue, np.flatnonzero(~inside_values)), sizes=sizes)
     )
-    upper = _add_arrays(upper, catalogue, np.flatnonzero(held).tolist())
-    built, _ = _compose(upper, upper.table, catalogue, opened, (opened.pieces, opened.stride))
+    remapped = _add_unchanged(remapped, catalogue, np.flatnonzero(inside_values).tolist())
+    composed, _ = _compose_pieces(
+        remapped, remapped.table, catalogue, opened, (opened.pieces, opened.stride)
+    )
     objects = tuple(
-        _renamed(each, upper, opened.manifest.tensors) for each in opened.manifest.objects
+        _rename_members(each, remapped, opened.manifest.tensors) for each in opened.manifest.objects
     )
-    manifest = msgspec.structs.replace(opened.manifest, tensors=upper.tensors, objects=objects)
-    left_out = (*opened.left_out, *upper.left_out)
+    manifest = msgspec.structs.replace(opened.manifest, tensors=remapped.tensors, objects=objects)
+    left_out = (*opened.left_out, *remapped.left_out)
     return replace(
         opened,
         manifest=manifest,
-        pieces=built.pieces,
-        stride=built.stride,
+        pieces=composed.pieces,
+        stride=composed.stride,
         left_out=left_out,
-        replicas=_replicas(upper, catalogue, opened),
+        replicas=_remap_replicas(remapped, catalogue, opened),
     )
 
 
-def _replicas(upper: Foreign, catalogue: Catalogue, opened: Opened) -> Replicas | None:
-    """Return the copies of new tensors: old tensors that the specification equates, and copies."""
-    held = (opened.pieces, opened.stride)
+def _remap_replicas(remapped: Foreign, catalogue: Catalogue, opened: Opened) -> Replicas | None:
+    """Return the replicas of new tensors.
+
+    They are old tensors that the specification makes replicas of others, and replicas of old
+    tensors.
+    """
+    stored = (opened.pieces, opened.stride)
     tables: list[tuple[PieceTable, tuple[str, ...], tuple[Pieces, Int], tuple[str, ...]]]
-    tables = [(upper.replicas, upper.replica_names, held, ())]
+    tables = [(remapped.replicas, remapped.replica_names, stored, ())]
     if opened.replicas is not None:
-        again = (opened.replicas.pieces, opened.replicas.stride)
-        tables.append((upper.table, (), again, opened.replicas.names))
-        tables.append((upper.replicas, upper.replica_names, again, opened.replicas.names))
-    found: list[PieceTable] = []
+        copies = (opened.replicas.pieces, opened.replicas.stride)
+        tables.append((remapped.table, (), copies, opened.replicas.names))
+        tables.append((remapped.replicas, remapped.replica_names, copies, opened.replicas.names))
+    composed_tables: list[PieceTable] = []
     names: list[str] = []
-    for table, of_table, below, of_below in tables:
-        if not len(table) or not len(below[0]):
+    for table, array_names, lower, lower_names in tables:
+        if not len(table) or not len(lower[0]):
             continue
-        built, (left, right) = _compose(upper, table, catalogue, opened, below)
-        found.append(built)
-        for row, below_row in zip(left.tolist(), right.tolist(), strict=True):
-            name = opened.manifest.tensors[int(below[0].tensor[below_row])].name
-            names.append(of_table[row] if of_table else of_below[below_row] if of_below else name)
-    if not found:
+        composed, (new_rows, old_rows) = _compose_pieces(remapped, table, catalogue, opened, lower)
+        composed_tables.append(composed)
+        for row, old_row in zip(new_rows.tolist(), old_rows.tolist(), strict=True):
+            name = opened.manifest.tensors[int(lower[0].tensor[old_row])].name
+            names.append(
+                array_names[row] if array_names else lower_names[old_row] if lower_names else name
+            )
+    if not composed_tables:
         return None
-    united = joined(*found)
-    return Replicas(united.pieces, united.stride, tuple(names))
+    joined = join_tables(*composed_tables)
+    return Replicas(joined.pieces, joined.stride, tuple(names))
 
 
-def _inside_values(opened: Opened) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return which tensors are parts of plain values; a specification does not apply to them."""
+def _are_inside_values(opened: Opened) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Return which tensors are parts of plain values. The specification does not apply to them."""
     values = {entry.name for entry in opened.manifest.objects}
 
-    def above(name: str) -> Iterator[str]:
-        at = name.find(".")
-        while at >= 0:
-            yield name[:at]
-            at = name.find(".", at + 1)
+    def parents_of(name: str) -> Iterator[str]:
+        dot = name.find(".")
+        while dot >= 0:
+            yield name[:dot]
+            dot = name.find(".", dot + 1)
 
-    held = [not values.isdisjoint(above(tensor.name)) for tensor in opened.manifest.tensors]
-    return np.array(held, bool)
+    inside_values = [
+        not values.isdisjoint(parents_of(tensor.name)) for tensor in opened.manifest.tensors
+    ]
+    return np.array(inside_values, bool)
 
 
-def _without_means(upper: Foreign) -> Foreign:
-    """Replace each mean by its only value: global tensors have no ranks to average over."""
-    mean_of = {own: mean for mean, parts in upper.averages.items() for own in parts}
+def _drop_means(remapped: Foreign) -> Foreign:
+    """Replace each mean by its only term, because global tensors have no ranks to average over."""
+    mean_of = {term: mean for mean, terms in remapped.averages.items() for term in terms}
     tensors = tuple(
         msgspec.structs.replace(entry, name=mean_of.get(entry.name, entry.name))
-        for entry in upper.tensors
+        for entry in remapped.tensors
         if entry.name
-        not in upper.averages  # means follow all tensors with pieces, so numbers stay valid
+        not in remapped.averages  # means follow all tensors with pieces, so indices stay valid
     )
-    return replace(upper, tensors=tensors, averages={})
+    return replace(remapped, tensors=tensors, averages={})
 
 
 def _select_rows(catalogue: Catalogue, rows: Int) -> Catalogue:
@@ -118,28 +128,30 @@ def _select_rows(catalogue: Catalogue, rows: Int) -> Catalogue:
     return replace(catalogue, **{name: getattr(catalogue, name)[rows] for name in columns})
 
 
-def _add_arrays(upper: Foreign, catalogue: Catalogue, rows: Sequence[int]) -> Foreign:
-    """Return the result of a specification together with unchanged arrays of a catalogue."""
+def _add_unchanged(remapped: Foreign, catalogue: Catalogue, rows: Sequence[int]) -> Foreign:
+    """Add rows of a catalogue unchanged to the result of a specification."""
     arrays, entries = [], []
-    for number, row in enumerate(rows, len(upper.tensors)):
+    for tensor_index, row in enumerate(rows, len(remapped.tensors)):
         ndim, dtype = catalogue.ndim[row], catalogue.dtypes[int(catalogue.dtype[row])]
         shape, stride = (tuple(c[row, :ndim].tolist()) for c in (catalogue.shape, catalogue.stride))
-        arrays.append((number, StoredArray(int(catalogue.file[row]), 0, dtype, shape, stride)))
+        arrays.append(
+            (tensor_index, StoredArray(int(catalogue.file[row]), 0, dtype, shape, stride))
+        )
         entries.append(TensorEntry(catalogue.names[row], dtype, shape))
-    built = joined(upper.table, table_of_arrays(arrays))
-    return replace(upper, tensors=(*upper.tensors, *entries), table=built)
+    composed = join_tables(remapped.table, table_of_arrays(arrays))
+    return replace(remapped, tensors=(*remapped.tensors, *entries), table=composed)
 
 
 def catalogue_of(tensors: Sequence[TensorEntry]) -> Catalogue:
-    """Return global tensors as a catalogue of whole arrays without ranks, one in each file."""
-    number = {tensor.name: i for i, tensor in enumerate(tensors)}
+    """Return global tensors as a catalogue without ranks, with one whole array in each file."""
+    tensor_index = {tensor.name: i for i, tensor in enumerate(tensors)}
     dims = max((len(tensor.shape) for tensor in tensors), default=0)
     shape = padded_rows([tensor.shape for tensor in tensors], dims, 1)
     ndim = np.array([len(tensor.shape) for tensor in tensors], np.int64)
     inside = np.arange(dims) < ndim[:, None]
     dtypes = sorted({tensor.dtype for tensor in tensors})
     rows = np.arange(len(tensors))
-    stored = np.array([number[tensor.same_as or tensor.name] for tensor in tensors], np.int64)
+    stored = np.array([tensor_index[tensor.same_as or tensor.name] for tensor in tensors], np.int64)
     itemsize = np.array([DTYPES[tensor.dtype].itemsize for tensor in tensors], np.int64)
     nbytes = shape.prod(axis=1) * itemsize
     return Catalogue(
@@ -161,55 +173,66 @@ def catalogue_of(tensors: Sequence[TensorEntry]) -> Catalogue:
     )
 
 
-def _compose(
-    upper: Foreign,
+def _compose_pieces(
+    remapped: Foreign,
     table: PieceTable,
     catalogue: Catalogue,
     opened: Opened,
-    below: tuple[Pieces, Int],
+    lower: tuple[Pieces, Int],
 ) -> tuple[PieceTable, tuple[Int, Int]]:
     """Translate pieces of new tensors, which refer to old tensors, into pieces in files.
 
     Args:
-        table: the pieces of new tensors.
-        below: the pieces of old tensors in files, and their strides.
+        remapped: the new tensors.
+        table: the pieces of new tensors in old tensors.
+        catalogue: the old tensors.
+        lower: the pieces of old tensors in files, and their strides.
 
     Returns:
-        The pieces, and for each the row of `table` and the row of `below` that it comes from.
+        The pieces of new tensors in files; for each, its row in `table` and its row in `lower`.
     """
-    new, (old, old_strides) = table.pieces, below
+    new, (old, old_strides) = table.pieces, lower
     dims = max(catalogue.shape.shape[1], old.offset.shape[1])
-    shapes = _padded(catalogue.shape, dims, 1)
+    shapes = _pad_columns(catalogue.shape, dims, 1)
     strides = row_major(shapes)
     itemsize = np.array([DTYPES[t.dtype].itemsize for t in opened.manifest.tensors], np.int64)
     first = new.start // itemsize[new.file]
-    corner = first[:, None] // strides[new.file] % shapes[new.file]
-    source = _source_dims(upper, table, shapes, strides)
-    extent = np.ones((len(new), dims), np.int64)
-    rows, at = np.nonzero(source >= 0)
-    extent[rows, source[rows, at]] = new.shape[rows, at]
-    _refuse_reshapes(upper, table, corner + extent > shapes[new.file])
-    found = find_overlaps(
-        (new.file, corner, extent),
-        (old.tensor, _padded(old.offset, dims, 0), _padded(old.shape, dims, 1)),
+    first_offset = first[:, None] // strides[new.file] % shapes[new.file]
+    source = _find_source_dims(remapped, table, shapes, strides)
+    extents = np.ones((len(new), dims), np.int64)
+    rows, dims_of_new = np.nonzero(source >= 0)
+    extents[rows, source[rows, dims_of_new]] = new.shape[rows, dims_of_new]
+    _refuse_reshapes(remapped, table, first_offset + extents > shapes[new.file])
+    overlaps = find_overlaps(
+        (new.file, first_offset, extents),
+        (old.tensor, _pad_columns(old.offset, dims, 0), _pad_columns(old.shape, dims, 1)),
     )
-    left, right = found.left, found.right
-    old_stride = _padded(old_strides, dims, 0)[right]
-    within = found.offset - _padded(old.offset, dims, 0)[right]
-    start = old.start[right] + (within * old_stride).sum(axis=1) * itemsize[new.file[left]]
-    along = source[left]
+    new_rows, old_rows = overlaps.left, overlaps.right
+    old_stride = _pad_columns(old_strides, dims, 0)[old_rows]
+    offset_in_old = overlaps.offset - _pad_columns(old.offset, dims, 0)[old_rows]
+    start = (
+        old.start[old_rows]
+        + (offset_in_old * old_stride).sum(axis=1) * itemsize[new.file[new_rows]]
+    )
+    old_dims = source[new_rows]
 
-    def along_source(values: Int, otherwise: int) -> Int:
-        taken = np.take_along_axis(values, np.maximum(along, 0), axis=1)
-        return np.where(along >= 0, taken, otherwise)
+    def take_along_source(values: Int, otherwise: int) -> Int:
+        values_of_old = np.take_along_axis(values, np.maximum(old_dims, 0), axis=1)
+        return np.where(old_dims >= 0, values_of_old, otherwise)
 
-    offset = new.offset[left] + along_source(found.offset - corner[left], 0)
-    pieces = Pieces(new.tensor[left], old.file[right], start, offset, along_source(found.shape, 1))
-    return PieceTable(pieces, along_source(old_stride, 0)), (left, right)
+    offset = new.offset[new_rows] + take_along_source(overlaps.offset - first_offset[new_rows], 0)
+    pieces = Pieces(
+        new.tensor[new_rows],
+        old.file[old_rows],
+        start,
+        offset,
+        take_along_source(overlaps.shape, 1),
+    )
+    return PieceTable(pieces, take_along_source(old_stride, 0)), (new_rows, old_rows)
 
 
-def _source_dims(upper: Foreign, table: PieceTable, shapes: Int, strides: Int) -> Int:
-    """Return, for each dimension of each piece, the matching dimension of the old tensor, or -1.
+def _find_source_dims(remapped: Foreign, table: PieceTable, shapes: Int, strides: Int) -> Int:
+    """Return the dimension of the old tensor for each dimension of each piece; -1 for size 1.
 
     Raises:
         StateError: a dimension with several elements matches no dimension of the old tensor.
@@ -218,40 +241,42 @@ def _source_dims(upper: Foreign, table: PieceTable, shapes: Int, strides: Int) -
     runs = pieces.shape > 1
     matches = stride[:, :, None] == strides[pieces.file][:, None, :]
     matches &= (shapes[pieces.file] > 1)[:, None, :]
-    _refuse_reshapes(upper, table, (runs & ~matches.any(axis=2)))
-    found: Int = np.where(runs, matches.argmax(axis=2), -1)
-    return found
+    _refuse_reshapes(remapped, table, (runs & ~matches.any(axis=2)))
+    source: Int = np.where(runs, matches.argmax(axis=2), -1)
+    return source
 
 
 def _refuse_reshapes(
-    upper: Foreign, table: PieceTable, wrong: np.ndarray[tuple[int, int], np.dtype[np.bool_]]
+    remapped: Foreign, table: PieceTable, wrong: np.ndarray[tuple[int, int], np.dtype[np.bool_]]
 ) -> None:
     rows = np.flatnonzero(wrong.any(axis=1))
     if len(rows):
-        name = upper.tensors[int(table.pieces.tensor[rows[0]])].name
+        name = remapped.tensors[int(table.pieces.tensor[rows[0]])].name
         raise StateError(
             f"{name}: the specification joins or splits dimensions of a stored tensor across the "
             "borders of its shards; load the tensor without this rule, and reshape it afterwards"
         )
 
 
-def _padded(columns: Int, dims: int, fill: int) -> Int:
+def _pad_columns(columns: Int, dims: int, fill: int) -> Int:
     missing = dims - columns.shape[1]
     return np.pad(columns, ((0, 0), (0, missing)), constant_values=fill) if missing else columns
 
 
-def _renamed(entry: ObjectEntry, upper: Foreign, old: Sequence[TensorEntry]) -> ObjectEntry:
-    """Return parameter groups with the new names of their members, or any other value unchanged."""
+def _rename_members(
+    entry: ObjectEntry, remapped: Foreign, old: Sequence[TensorEntry]
+) -> ObjectEntry:
+    """Return parameter groups with the new names of their members; other values unchanged."""
     root, _, last = entry.name.rpartition(".")
     if last != "param_groups" or not isinstance(entry.value, list):
         return entry
-    pieces = upper.table.pieces
+    pieces = remapped.table.pieces
     pairs = np.unique(np.column_stack([pieces.file, pieces.tensor]), axis=0).tolist()
-    names: dict[str, dict[str, None]] = {}  # in order, each once
+    names: dict[str, dict[str, None]] = {}  # ordered sets of new names
     for source, target in pairs:
         before, after = (
             _parameter_of(old[source].name, root),
-            _parameter_of(upper.tensors[target].name, root),
+            _parameter_of(remapped.tensors[target].name, root),
         )
         if before is not None and after is not None:
             names.setdefault(before, {})[after] = None
@@ -263,5 +288,5 @@ def _renamed(entry: ObjectEntry, upper: Foreign, old: Sequence[TensorEntry]) -> 
 
 
 def _parameter_of(name: str, root: str) -> str | None:
-    """Return the parameter to which a state below `root` belongs; None for other names."""
+    """Return the parameter of an optimizer state below `root`; None for other names."""
     return name[len(root) + 1 :].rpartition(".")[0] if name.startswith(f"{root}.") else None

@@ -29,23 +29,24 @@ class Tree:
     """The files below a directory, named by relative paths with `/`, or a single file.
 
     Links are followed, because caches of published models consist of links. The constructor does
-    not access the file system, so that errors occur inside an exchange, which reports them to all
+    not access the file system. Errors therefore occur inside an exchange, which reports them on all
     ranks.
 
     Args:
-        place: the directory or file.
-        opaque: leave out objects that are not read from pickles, instead of refusing the file.
+        path: the directory or file.
+        skip_unknown: leave out objects that are not read from pickles, instead of refusing the
+            file.
     """
 
-    def __init__(self, place: str | os.PathLike[str], *, opaque: bool = False) -> None:
-        self.path = Path(place)
-        self.opaque = opaque
+    def __init__(self, path: str | os.PathLike[str], *, skip_unknown: bool = False) -> None:
+        self.path = Path(path)
+        self.skip_unknown = skip_unknown
 
     def __str__(self) -> str:
         return str(self.path)
 
     @cached_property
-    def only(self) -> str | None:
+    def single_file(self) -> str | None:
         """The name of the single file; None for a directory.
 
         Raises:
@@ -63,23 +64,23 @@ class Tree:
 
         Raises:
             CheckpointNotFoundError: the place does not exist.
-            FormatError: there are too many files.
+            FormatError: the directory contains more than `MOST_FILES` files.
             OSError: a directory cannot be listed.
         """
-        if self.only is not None:
-            return {self.only: self.path.stat().st_size}
-        found: dict[str, int] = {}
-        for folder, _, names in os.walk(self.path, onerror=_raise):
+        if self.single_file is not None:
+            return {self.single_file: self.path.stat().st_size}
+        sizes: dict[str, int] = {}
+        for folder, _, names in os.walk(self.path, onerror=_raise_error):
             for name in names:
                 path = Path(folder, name)
                 if path.is_file():
-                    found[path.relative_to(self.path).as_posix()] = path.stat().st_size
-            if len(found) > MOST_FILES:
+                    sizes[path.relative_to(self.path).as_posix()] = path.stat().st_size
+            if len(sizes) > MOST_FILES:
                 raise FormatError(
                     f"{self.path}: the directory contains more than the supported {MOST_FILES} "
                     "files; open the directory of one checkpoint"
                 )
-        return dict(sorted(found.items()))
+        return dict(sorted(sizes.items()))
 
     def file(self, name: str) -> ForeignFile:
         """Return a file with its size.
@@ -94,11 +95,11 @@ class Tree:
             )
         return ForeignFile(name, self.sizes[name])
 
-    def require(self, names: Iterable[str], needed: str) -> None:
+    def require(self, names: Iterable[str], needed_by: str) -> None:
         """Check that files exist.
 
         Args:
-            needed: what refers to them, for the message: "the index names".
+            needed_by: a phrase for the message: "the index names".
 
         Raises:
             FormatError: some files do not exist.
@@ -107,7 +108,7 @@ class Tree:
         if missing:
             more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
             raise FormatError(
-                f"{self}: of the files that {needed}, {len(missing)} "
+                f"{self}: of the files that {needed_by}, {len(missing)} "
                 f"{'is' if len(missing) == 1 else 'are'} missing: {', '.join(missing[:MOST_NAMED])}"
                 f"{more}. Copy them from a complete copy of the checkpoint, or open another"
             )
@@ -119,42 +120,44 @@ class Tree:
             FormatError: the file does not exist.
         """
         self.file(name)
-        path = self.path if self.only is not None else self.path / name
-        real = path.resolve()
-        return LocalStore(real.parent).open(real.name)
+        path = self.path if self.single_file is not None else self.path / name
+        target = path.resolve()
+        return LocalStore(target.parent).open(target.name)
 
     @contextmanager
-    def open_range(self, name: str, number: int = 0) -> Iterator[FileRange]:
-        """Open a file as a range whose messages name the file, and close it at the end.
+    def open_range(self, name: str, file_index: int = 0) -> Iterator[FileRange]:
+        """Open a file as a range, and close it at the end.
 
         Args:
-            number: the number of the file among those of the manifest.
+            name: the name of the file.
+            file_index: the index of the file in `Foreign.files`.
 
         Raises:
             FormatError: the file does not exist.
         """
-        where = f"{self}/{name}" if self.only is None else str(self)
+        label = f"{self}/{name}" if self.single_file is None else str(self)
         with closing(self.open(name)) as file:
-            yield FileRange.whole(file, number, where)
+            yield FileRange.whole(file, file_index, label)
 
     def read_each(
-        self, numbers: Mapping[str, int], read: Callable[[FileRange], Value]
+        self, file_indices: Mapping[str, int], read: Callable[[FileRange], Value]
     ) -> dict[str, Value]:
         """Return what a function reads from each file, by name; files are read in parallel.
 
         Args:
-            numbers: the names of the files, and their numbers among those of the manifest.
+            file_indices: the names of the files, and their indices in `Foreign.files`.
+            read: the function, which gets the whole file as a range.
 
         Raises:
             FormatError: a file does not exist, or the function raises it.
         """
 
         def open_and_read(name: str) -> Value:
-            with self.open_range(name, numbers[name]) as part:
-                return read(part)
+            with self.open_range(name, file_indices[name]) as file_range:
+                return read(file_range)
 
         with ThreadPoolExecutor(THREADS, "shardwise-open") as pool:
-            return dict(zip(numbers, pool.map(open_and_read, numbers), strict=True))
+            return dict(zip(file_indices, pool.map(open_and_read, file_indices), strict=True))
 
     def read(self, name: str, *, limit: int = LARGEST_PICKLE) -> bytes:
         """Return the content of a small file.
@@ -164,20 +167,20 @@ class Tree:
         """
         if self.file(name).size > limit:
             raise FormatError(
-                f"{self.path}/{name}: the file has {self.sizes[name]} bytes, more than the "
-                f"supported {limit}"
+                f"{self.path}/{name}: the file has {self.sizes[name]} bytes; at most {limit} are "
+                "supported"
             )
-        path = self.path if self.only is not None else self.path / name
+        path = self.path if self.single_file is not None else self.path / name
         return path.read_bytes()
 
 
-def _raise(error: OSError) -> None:
-    """Raise an error that `os.walk` would ignore: a directory cannot be listed."""
+def _raise_error(error: OSError) -> None:
+    """Raise the error of a directory that cannot be listed, which `os.walk` ignores by default."""
     raise error
 
 
 class ForeignFiles:
-    """The files of a foreign checkpoint, including those that exist only in memory."""
+    """The files of a foreign checkpoint, including those whose content is in the manifest."""
 
     def __init__(self, tree: Tree, files: Sequence[ForeignFile]) -> None:
         self._tree = tree
@@ -197,7 +200,7 @@ class ForeignFiles:
 
 
 class BytesFile:
-    """Bytes in memory that act as the part of a file from `offset` on."""
+    """Bytes in memory, as the part of a file that starts at `offset`."""
 
     def __init__(self, data: bytes, offset: int = 0) -> None:
         self._data = np.frombuffer(data, np.uint8)
@@ -205,11 +208,11 @@ class BytesFile:
         self.size = offset + len(data)
 
     def read_at(self, offset: int, out: Buffer) -> int:
-        """Copy bytes from `offset` into `out`; return their number."""
-        at = offset - self._offset
-        part = self._data[at : at + len(out)]
-        out[: len(part)] = part
-        return len(part)
+        """Copy bytes of the file from `offset` into `out`; return the number of bytes."""
+        start = offset - self._offset
+        data = self._data[start : start + len(out)]
+        out[: len(data)] = data
+        return len(data)
 
     def close(self) -> None:
         """Do nothing."""

@@ -81,15 +81,16 @@ def read_header(file_range: FileRange) -> Header:
             continue
         if math.prod(entry.shape) * DTYPES[dtype].itemsize != stop - start:
             raise FormatError(
-                f"{file_range.label}: {name[:200]!r} has {stop - start} bytes, which does not match "
-                f"its shape {list(entry.shape)} and dtype {dtype}"
+                f"{file_range.label}: {name[:200]!r} has {stop - start} bytes, which do not "
+                f"match its shape {list(entry.shape)} and dtype {dtype}"
             )
         stride = tuple(math.prod(entry.shape[i + 1 :]) for i in range(len(entry.shape)))
         file_offset = data.offset + start
         arrays[name] = StoredArray(file_range.file_index, file_offset, dtype, entry.shape, stride)
     if end != data.size:
         raise FormatError(
-            f"{file_range.label}: {data.size - end} bytes follow the last array: copy the file again"
+            f"{file_range.label}: {data.size - end} bytes follow the last array: copy the file "
+            "again"
         )
     in_order = {name: arrays[name] for name in entries if name in arrays}
     return Header(in_order, metadata, left_out)

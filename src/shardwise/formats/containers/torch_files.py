@@ -61,7 +61,7 @@ class ParseCache:
     def find(
         self, pickle_bytes: bytes, storages: Mapping[str, Entry], parse: Callable[[], Contents]
     ) -> Contents:
-        """Return the contents of a pickle with these storages; call `parse` if they are not cached."""
+        """Return the contents of a pickle with these storages, from the cache or by `parse`."""
         with self._lock:  # so that several threads do not parse the same pickle
             cached = self._parsed.setdefault(pickle_bytes, [])
             for cached_storages, contents in cached:
@@ -335,14 +335,15 @@ def _locate_storages(
 ) -> None:
     if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(storages.types):
         raise FormatError(
-            f"{file_range.label}: the list of storages does not match the tensors; copy the file again"
+            f"{file_range.label}: the list of storages does not match the tensors: copy the file "
+            "again"
         )
     for key in keys:
         count = int.from_bytes(file_range.read(position, 8), "little")
         if count != storages.counts[key]:
             raise FormatError(
-                f"{file_range.label}: storage {key[:40]!r} has another size than the pickle says; copy "
-                "the file again"
+                f"{file_range.label}: storage {key[:40]!r} has another size than the pickle says: "
+                "copy the file again"
             )
         size = count * storages.types[key].itemsize
         file_range.within(position + 8, size, f"storage {key[:40]!r}")

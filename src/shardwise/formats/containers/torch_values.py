@@ -227,8 +227,8 @@ TORCH_NAMES: AllowedNames = {
 }
 """The names of torch that pickles may contain.
 
-Sparse and quantized tensors, and subclasses of tensors, are not an array in a storage, and therefore
-not on the list. Errors give the names of their functions and classes."""
+Sparse and quantized tensors and subclasses of tensors are not on the list, because they are not one
+array in a storage. Errors give the names of their functions and classes."""
 
 
 MOST_RANKS = 2**24

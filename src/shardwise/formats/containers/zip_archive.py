@@ -41,7 +41,7 @@ def read_directory(archive: FileRange) -> dict[str, Entry]:
     return {name: entry for name, entry, _ in _read_entries(archive)}
 
 
-def read_checksums(archive: FileRange) -> list[tuple[Entry, int]]:
+def read_entry_checksums(archive: FileRange) -> list[tuple[Entry, int]]:
     """Return the entries with their CRC-32 in the directory, which is 0 for some writers.
 
     Raises:
