@@ -9,7 +9,7 @@ from statistics import median
 
 from benchmarks.harness import ITS_OWN, Bench, arguments
 from shardwise.formats.language import apply_spec
-from shardwise.formats.specs import shipped
+from shardwise.formats.specs import load_builtin
 from tests.formats.language.test_scale import PP, SIZES, simulated
 
 LAYERS = (3, 8)
@@ -18,7 +18,7 @@ LAYERS = (3, 8)
 
 def main() -> None:
     bench = Bench("foreign_check", ITS_OWN, arguments())
-    spec, rows = shipped("megatron_llama"), []
+    spec, rows = load_builtin("megatron_llama"), []
     for layers in LAYERS[:1] if bench.quick else LAYERS:
         catalogue, name = simulated(layers), f"check {layers * PP} layers"
         for _ in bench.rounds:

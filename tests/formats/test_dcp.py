@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.readers.dcp import reader
 from shardwise.formats.tree import Tree
-from shardwise.formats.validate import checked
+from shardwise.formats.validate import validate_foreign
 from shardwise.state.objects import decode
 from shardwise.testing import Gang
 from tests.formats.dcp_checkpoints import FLAT, NESTED, named, settings_of, torch_loads
@@ -25,7 +25,7 @@ from tests.multirank.models import WORLDS, build
 
 
 def opened(place: Path) -> Foreign:
-    return checked(reader.read(Tree(place)))
+    return validate_foreign(reader.read(Tree(place)))
 
 
 def values_of(foreign: Foreign) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from shardwise.checkpoint import Checkpoint
 from shardwise.errors import FormatError
 from shardwise.formats import detect
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable
-from shardwise.formats.index import decode_index, encode_index, read_indexed
+from shardwise.formats.index import decode_index, encode_index, read_or_write_index
 from shardwise.formats.tree import Tree
-from shardwise.formats.validate import checked
+from shardwise.formats.validate import validate_foreign
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.table import Pieces
 from shardwise.opening import opened_foreign
@@ -156,15 +156,15 @@ def test_an_index_is_used_until_a_file_changes(tmp_path: Path) -> None:
     foreign = scattered(values, tmp_path, 1)
     index = tmp_path / "index"
     for _ in range(3):
-        found = decode_index(read_indexed(Tree(tmp_path), index, read))
+        found = decode_index(read_or_write_index(Tree(tmp_path), index, read))
         assert (found.tensors, found.files) == (foreign.tensors, foreign.files)
     assert len(calls) == 1
     index.write_bytes(index.read_bytes()[:-1])
-    read_indexed(Tree(tmp_path), index, read)
+    read_or_write_index(Tree(tmp_path), index, read)
     assert len(calls) == 2
     (tmp_path / "1.bin").write_bytes(b"another")
-    read_indexed(Tree(tmp_path), index, read)
-    read_indexed(Tree(tmp_path), index, read, "other terms")
+    read_or_write_index(Tree(tmp_path), index, read)
+    read_or_write_index(Tree(tmp_path), index, read, "other terms")
     assert len(calls) == 4
 
 
@@ -196,9 +196,9 @@ FILE = ForeignFile("a.bin", 24)
 def test_what_does_not_hold_together_is_refused(
     entry: TensorEntry, rows: list[Row], file: ForeignFile, says: str
 ) -> None:
-    assert checked(foreign_of([ENTRY], [GOOD], FILE))
+    assert validate_foreign(foreign_of([ENTRY], [GOOD], FILE))
     with pytest.raises(FormatError, match=says):
-        checked(foreign_of([entry], rows, file))
+        validate_foreign(foreign_of([entry], rows, file))
 
 
 def test_a_place_of_no_known_format_says_what_it_has(tmp_path: Path) -> None:

@@ -25,9 +25,14 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_opcodes import OPERATIONS
-from shardwise.formats.containers.pickle_values import ALLOWED, Name, Opaque, Record
+from shardwise.formats.containers.pickle_values import (
+    ALLOWED_NAMES,
+    AllowedCallable,
+    Record,
+    UnknownObject,
+)
 from shardwise.formats.containers.pickles import unpickle
-from shardwise.formats.containers.torch_values import TORCH
+from shardwise.formats.containers.torch_values import TORCH_NAMES
 from shardwise.formats.readers.dcp.metadata import read_metadata
 from shardwise.formats.tree import Tree
 
@@ -138,10 +143,10 @@ def test_gadgets_are_names_and_nothing_else(way: str, canary: list[object]) -> N
     for name in (*GADGETS, "canary.run", "canary.Bird"):
         data = WAYS[way](name)
         with pytest.raises(FormatError, match=name.rpartition(".")[2].replace("+", "")):
-            unpickle(data, "it", stubs=TORCH)
-        read = unpickle(data, "it", stubs=TORCH, opaque=True)
-        assert read.value in (Opaque(name), {"key": 1})
-        assert read.opaque == (name,)
+            unpickle(data, "it", also_allowed=TORCH_NAMES)
+        read = unpickle(data, "it", also_allowed=TORCH_NAMES, skip_unknown=True)
+        assert read.value in (UnknownObject(name), {"key": 1})
+        assert read.skipped == (name,)
     assert not canary
 
 
@@ -157,7 +162,9 @@ def test_an_object_that_reduces_to_a_call(protocol: int, canary: list[object]) -
     canary.clear()
     with pytest.raises(FormatError, match=r"canary\.Bird; nothing of it was run"):
         unpickle(data, "it")
-    assert unpickle(data, "it", opaque=True).value == {"weights": [Opaque("canary.Bird")]}
+    assert unpickle(data, "it", skip_unknown=True).value == {
+        "weights": [UnknownObject("canary.Bird")]
+    }
     assert not canary
 
 
@@ -176,15 +183,15 @@ PLAIN = (
     range,
     slice,
 )
-INERT = (*PLAIN, Record, Name, torch.device, torch.dtype, np.ndarray)
+INERT = (*PLAIN, Record, AllowedCallable, torch.device, torch.dtype, np.ndarray)
 
 
 @pytest.mark.usefixtures("nothing_is_imported")
 @pytest.mark.parametrize("way", WAYS)
 def test_names_of_the_list_do_nothing_else_than_they_should(way: str) -> None:
-    for name in (*ALLOWED, *TORCH):
+    for name in (*ALLOWED_NAMES, *TORCH_NAMES):
         try:
-            value = unpickle(WAYS[way](name), "it", stubs=TORCH).value
+            value = unpickle(WAYS[way](name), "it", also_allowed=TORCH_NAMES).value
         except FormatError:
             continue
         assert value is None or isinstance(value, INERT), (name, value)
@@ -224,7 +231,7 @@ def test_opcodes_that_no_saver_needs_are_refused(data: bytes) -> None:
     with pytest.raises(FormatError):
         unpickle(data, "it")
     with pytest.raises(FormatError):
-        unpickle(data, "it", opaque=True)
+        unpickle(data, "it", skip_unknown=True)
 
 
 DEEP = 100_000
@@ -370,10 +377,10 @@ def test_keys_of_all_kinds_are_read() -> None:
 
 
 def test_state_is_set_on_nothing_that_others_see() -> None:
-    for name in (*ALLOWED, *TORCH):
+    for name in (*ALLOWED_NAMES, *TORCH_NAMES):
         data = named(name) + b"}" + text("build") + b"Nsb."
         with pytest.raises(FormatError):
-            unpickle(data, "it", stubs=TORCH)
+            unpickle(data, "it", also_allowed=TORCH_NAMES)
     assert all(callable(operation) for operation in OPERATIONS)
 
 
@@ -403,9 +410,9 @@ def test_an_altered_pickle_gives_a_value_or_a_refusal(at: int, byte: int, cut: i
 
 def read_or_refuse(data: bytes) -> None:
     with suppress(FormatError):
-        unpickle(data, "it", stubs=TORCH)
+        unpickle(data, "it", also_allowed=TORCH_NAMES)
     with suppress(FormatError):
-        unpickle(data, "it", stubs=TORCH, opaque=True)
+        unpickle(data, "it", also_allowed=TORCH_NAMES, skip_unknown=True)
 
 
 def test_items_of_dcp_whose_offsets_have_one_hash_are_refused(tmp_path: Path) -> None:

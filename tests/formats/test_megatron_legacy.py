@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import shardwise as sw
 from shardwise.formats.detect import read_foreign
 from shardwise.formats.tree import Tree
-from shardwise.formats.validate import checked
+from shardwise.formats.validate import validate_foreign
 from tests.formats.comparing import assert_same
 from tests.formats.conftest import LEGACY, Checkpoints
 from tests.formats.reference import read_tensors
@@ -41,7 +41,7 @@ def wanted(expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("case", [*LEGACY, "llama"])
 def test_all_that_the_ranks_had_is_there(megatron: Checkpoints, case: str) -> None:
     tree = Tree(megatron.place(case, 4))
-    foreign = checked(read_foreign(tree))
+    foreign = validate_foreign(read_foreign(tree))
     assert (foreign.format, foreign.step) == ("legacy Megatron-LM", 2)
     read = read_tensors(tree.path, foreign)
     expected = wanted(megatron.expected(case, 4))

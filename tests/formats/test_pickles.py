@@ -15,7 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_values import Constant, Name, Opaque, Record, records
+from shardwise.formats.containers.pickle_values import (
+    AllowedCallable,
+    Constant,
+    Record,
+    UnknownObject,
+    allow_as_records,
+)
 from shardwise.formats.containers.pickles import unpickle
 
 PROTOCOLS = range(2, 6)
@@ -71,7 +77,7 @@ def test_plain_values_are_as_they_were(value: object, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
     read = unpickle(data, "it")
     assert same(read.value, pickle.loads(data))
-    assert (read.opaque, read.end) == ((), len(data))
+    assert (read.skipped, read.end) == ((), len(data))
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -118,36 +124,36 @@ def test_arrays_of_numpy(array: np.ndarray | np.generic, protocol: int) -> None:
 def test_instances_of_classes_on_the_list_become_records() -> None:
     data = pickle.dumps([argparse.Namespace(lr=0.1), Strange(), Colour.RED, Colour], 4)
     names = [f"{__name__}.{kind.__name__}" for kind in (Strange, Colour)]
-    space, strange, red, colour = unpickle(data, "it", stubs=records(*names)).value
+    space, strange, red, colour = unpickle(data, "it", also_allowed=allow_as_records(*names)).value
     assert isinstance(space, Record)
     assert space.fields == {"lr": 0.1}
     assert isinstance(strange, Record)
     assert (strange.name, strange.fields) == (names[0], {"inner": {"a": 1}})
     assert isinstance(red, Record)
     assert (red.name, red.args) == (names[1], (7,))
-    assert isinstance(colour, Name)
+    assert isinstance(colour, AllowedCallable)
     assert colour.name == names[1]
 
 
 def test_a_member_by_its_name_is_a_record() -> None:
     data = b"cbuiltins\ngetattr\ncsome\nKind\nX\x03\x00\x00\x00RED\x86R."
-    red = unpickle(data, "it", stubs=records("some.Kind")).value
+    red = unpickle(data, "it", also_allowed=allow_as_records("some.Kind")).value
     assert (red.name, red.args) == ("some.Kind", ("RED",))
-    assert unpickle(data, "it", opaque=True).value == Opaque("some.Kind")
+    assert unpickle(data, "it", skip_unknown=True).value == UnknownObject("some.Kind")
 
 
 def test_a_name_may_stand_for_a_value() -> None:
     data = pickle.dumps(Colour)
-    assert unpickle(data, "it", stubs={f"{__name__}.Colour": Constant(5)}).value == 5
+    assert unpickle(data, "it", also_allowed={f"{__name__}.Colour": Constant(5)}).value == 5
 
 
 def test_what_is_not_on_the_list_is_named_all_of_it() -> None:
     data = pickle.dumps({"a": Strange(), "b": [Colour.RED], "c": 1})
     with pytest.raises(FormatError, match=r"it: .*\.Colour, .*\.Strange"):
         unpickle(data, "it")
-    read = unpickle(data, "it", opaque=True)
-    assert read.opaque == (f"{__name__}.Colour", f"{__name__}.Strange")
-    strange, red = Opaque(f"{__name__}.Strange"), Opaque(f"{__name__}.Colour")
+    read = unpickle(data, "it", skip_unknown=True)
+    assert read.skipped == (f"{__name__}.Colour", f"{__name__}.Strange")
+    strange, red = UnknownObject(f"{__name__}.Strange"), UnknownObject(f"{__name__}.Colour")
     assert read.value == {"a": strange, "b": [red], "c": 1}
 
 

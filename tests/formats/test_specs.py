@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.errors import SpecError
 from shardwise.formats.language import apply_spec
-from shardwise.formats.specs import names, shipped
+from shardwise.formats.specs import builtin_names, load_builtin
 from tests.formats.language.rankfiles import NOWHERE, Array, Ranks, catalogue, same
 from tests.formats.reference import read_tensors
 
@@ -37,9 +37,9 @@ def with_states(ranks: Mapping[tuple[int, ...], dict[str, Array]]) -> Ranks:
 
 
 def test_what_ships() -> None:
-    assert names() == ["megatron", "megatron_gpt2", "megatron_llama", "megatron_mixtral"]
+    assert builtin_names() == ["megatron", "megatron_gpt2", "megatron_llama", "megatron_mixtral"]
     with pytest.raises(SpecError, match="there are megatron, megatron_gpt2"):
-        shipped("of_nobody")
+        load_builtin("of_nobody")
 
 
 def megatron_llama() -> tuple[Ranks, dict[str, Array]]:
@@ -87,7 +87,7 @@ def test_megatron_llama() -> None:
     ranks, whole = megatron_llama()
     sizes = {"vocab": VOCAB, "heads": GROUPS * PER, "groups": GROUPS}
     foreign = apply_spec(
-        shipped("megatron_llama"), catalogue({"tp": TP, "pp": PP}, ranks), sizes=sizes
+        load_builtin("megatron_llama"), catalogue({"tp": TP, "pp": PP}, ranks), sizes=sizes
     )
     read = read_tensors(NOWHERE, foreign)
     assert len(read) == 3 * len(whole)
@@ -104,7 +104,7 @@ def test_a_head_that_is_not_stored_is_the_embedding() -> None:
             del arrays[name]
     sizes = {"vocab": VOCAB, "heads": GROUPS * PER, "groups": GROUPS}
     foreign = apply_spec(
-        shipped("megatron_llama"), catalogue({"tp": TP, "pp": PP}, ranks), sizes=sizes
+        load_builtin("megatron_llama"), catalogue({"tp": TP, "pp": PP}, ranks), sizes=sizes
     )
     entries = {entry.name: entry.same_as for entry in foreign.tensors}
     assert entries["model.lm_head.weight"] == "model.model.embed_tokens.weight"
@@ -126,7 +126,7 @@ def test_megatron_gpt2_fuses_otherwise_and_transposes() -> None:
         for t in range(TP)
         for p in range(PP)
     }
-    spec, sizes = shipped("megatron_gpt2"), {"vocab": VOCAB, "heads": heads}
+    spec, sizes = load_builtin("megatron_gpt2"), {"vocab": VOCAB, "heads": heads}
     read = read_tensors(
         NOWHERE, apply_spec(spec, catalogue({"tp": TP, "pp": PP}, ranks), sizes=sizes)
     )
@@ -157,7 +157,7 @@ def test_megatron_mixtral_has_experts_on_two_axes() -> None:
             ]
     sizes = {"vocab": VOCAB, "heads": 4, "groups": 2}
     foreign = apply_spec(
-        shipped("megatron_mixtral"), catalogue({"tp": TP, "ep": 2}, ranks), sizes=sizes
+        load_builtin("megatron_mixtral"), catalogue({"tp": TP, "ep": 2}, ranks), sizes=sizes
     )
     read = read_tensors(NOWHERE, foreign)
     to = "model.model.layers.0.block_sparse_moe."

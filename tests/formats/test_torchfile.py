@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_values import Opaque
+from shardwise.formats.containers.pickle_values import UnknownObject
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import (
     Contents,
@@ -81,7 +81,7 @@ def test_a_training_state_is_as_torch_loads_it(zipped: bool, protocol: int, tmp_
     state = training_state()
     data = save(state, tmp_path / "a.pt", zipped=zipped, protocol=protocol)
     contents = read_torch_file(part_of(tmp_path / "a.pt"))
-    assert contents.opaque == ()
+    assert contents.skipped == ()
     assert_same(tensors_of(data, contents.value), state)
     assert is_torch_file(data[:64])
 
@@ -186,10 +186,10 @@ def test_what_is_no_plain_tensor_is_named(
     save(OrderedDict(a=make(), b=torch.ones(2)), tmp_path / "a.pt")
     with pytest.raises(FormatError, match=name):
         read_torch_file(part_of(tmp_path / "a.pt"))
-    contents = read_torch_file(part_of(tmp_path / "a.pt"), opaque=True)
+    contents = read_torch_file(part_of(tmp_path / "a.pt"), skip_unknown=True)
     assert isinstance(contents, Contents)
-    assert name in contents.opaque
-    assert contents.value["a"] == Opaque(name)
+    assert name in contents.skipped
+    assert contents.value["a"] == UnknownObject(name)
     assert contents.value["b"].shape == (2,)
 
 
@@ -225,10 +225,10 @@ def test_files_that_are_alike_are_parsed_once(tmp_path: Path) -> None:
         part = FileRange.whole(LocalStore(tmp_path).open(path.name), number, path.name)
         read.append(read_torch_file(part, cache=cache))
         alone = read_torch_file(part)
-        assert read[-1].file in (number, 0)
+        assert read[-1].file_index in (number, 0)
         moved = {k: replace(a, file=number) for k, a in read[-1].value.items()}
         assert moved == alone.value
-    assert [contents.file for contents in read] == [0, 0, 2, 0]
+    assert [contents.file_index for contents in read] == [0, 0, 2, 0]
     assert read[0].value is read[1].value is read[3].value
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import shardwise as sw
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickles import unpickle
-from shardwise.formats.containers.torch_values import DTENSORS, TORCH, Storage
+from shardwise.formats.containers.torch_values import DTENSOR_NAMES, TORCH_NAMES, Storage
 from shardwise.testing import Gang
 from tests.formats.comparing import assert_same
 from tests.multirank.models import WORLDS, build, train
@@ -218,4 +218,9 @@ def test_altered_pickles_are_read_or_refused(saved: Path, at: int, byte: int, co
         pickle[(at + 977 * i) % len(pickle)] = byte
     storage = Storage(0, 0, 2**20, "float32")
     with contextlib.suppress(FormatError):
-        unpickle(bytes(pickle), "it", stubs={**TORCH, **DTENSORS}, persistent=lambda _: storage)
+        unpickle(
+            bytes(pickle),
+            "it",
+            also_allowed={**TORCH_NAMES, **DTENSOR_NAMES},
+            persistent_load=lambda _: storage,
+        )

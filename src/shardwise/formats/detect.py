@@ -159,13 +159,13 @@ def _describe_unrecognised(tree: Tree, found: list[Reader]) -> str:
 
 def _suggest_below(tree: Tree) -> str:
     """Return a sentence that suggests checkpoints one level below; "" if there are none."""
-    names = [] if tree.only is not None else sorted({name.partition("/")[0] for name in tree.sizes})
+    names = [] if tree.single_file is not None else sorted({name.partition("/")[0] for name in tree.sizes})
     trees = [Tree(tree.path / name) for name in names[-MOST_SUGGESTIONS:]]
     recognised = [item for item in trees if find_readers(item)]
     if not recognised:
         return ""
     names = [item.path.name for item in recognised]
-    if sum(item.only is not None for item in recognised) > 1:
+    if sum(item.single_file is not None for item in recognised) > 1:
         return (
             f". Open one of {', '.join(names)}. If these files are parts of one checkpoint, "
             "read all of them with a specification (spec=)"

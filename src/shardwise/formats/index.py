@@ -241,7 +241,7 @@ def _compute_stamp(tree: Tree, index: Path, options: str) -> bytes:
     index_path = index.resolve()
     lines = [options]
     for name, size in tree.sizes.items():
-        path = tree.path if tree.only is not None else tree.path / name
+        path = tree.path if tree.single_file is not None else tree.path / name
         if path.resolve() != index_path:
             lines.append(f"{name}\0{size}\0{path.stat().st_mtime_ns}")
     return (

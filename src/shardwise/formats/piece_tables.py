@@ -66,7 +66,7 @@ def table_of_boxes(boxes: Sequence[tuple[int, tuple[int, ...], StoredArray]]) ->
 def join_tables(*tables: PieceTable) -> PieceTable:
     """Return one table with the pieces of all."""
     if not tables:
-        return PieceTable.nothing()
+        return PieceTable.empty()
     dims = max(table.stride.shape[1] for table in tables)
     padded = [pad_table(table, dims) for table in tables]
     columns = [

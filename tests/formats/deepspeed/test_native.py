@@ -14,7 +14,7 @@ from shardwise.errors import FormatError
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.readers.deepspeed import reader
 from shardwise.formats.tree import Tree
-from shardwise.formats.validate import checked
+from shardwise.formats.validate import validate_foreign
 from shardwise.state.objects import decode
 from tests.formats.conftest import ON_FOUR, ON_TWO, Checkpoints
 from tests.formats.programs.small_model import Model, optimizer_of
@@ -37,7 +37,7 @@ def same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def read(place: Path) -> Foreign:
-    return checked(reader.read(Tree(place)))
+    return validate_foreign(reader.read(Tree(place)))
 
 
 @pytest.mark.parametrize(("case", "ranks"), CASES)
@@ -198,7 +198,7 @@ def test_the_place_may_be_the_tag_itself(checkpoints: Checkpoints) -> None:
     assert reader.recognise(Tree(place))
     assert reader.recognise(Tree(inside))
     assert read_tensors(inside, read(inside)).keys() == read_tensors(place, read(place)).keys()
-    by_tag = checked(reader.read(Tree(place), "global_step3"))
+    by_tag = validate_foreign(reader.read(Tree(place), "global_step3"))
     assert by_tag.tensors == read(place).tensors
 
 

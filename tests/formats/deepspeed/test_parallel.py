@@ -10,7 +10,7 @@ import torch
 
 from shardwise.formats.readers.deepspeed import reader
 from shardwise.formats.tree import Tree
-from shardwise.formats.validate import checked
+from shardwise.formats.validate import validate_foreign
 from tests.formats.conftest import PARALLEL
 from tests.formats.deepspeed.test_native import same
 from tests.formats.reference import read_tensors
@@ -36,7 +36,7 @@ def expected(directory: Path, case: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("case", PARALLEL)
 def test_all_is_as_the_ranks_had_it(parallel: Path, case: str) -> None:
     place = parallel / case
-    foreign = checked(reader.read(Tree(place)))
+    foreign = validate_foreign(reader.read(Tree(place)))
     tensors = read_tensors(place, foreign)
     wanted = expected(parallel, case)
     assert len(wanted) == (63 if case.startswith("experts") else 15)
@@ -49,7 +49,7 @@ def test_all_is_as_the_ranks_had_it(parallel: Path, case: str) -> None:
 @pytest.mark.parametrize("case", [case for case in PARALLEL if "bfloat16" in case])
 def test_the_module_has_weights_of_lower_precision(parallel: Path, case: str) -> None:
     place = parallel / case
-    tensors = read_tensors(place, checked(reader.read(Tree(place))))
+    tensors = read_tensors(place, validate_foreign(reader.read(Tree(place))))
     module = {name: tensor for name, tensor in tensors.items() if name.startswith("module.")}
     for name, tensor in module.items():
         # A pipeline's file of a tied layer does not say which of tied_modules it is.

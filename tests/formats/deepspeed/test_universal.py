@@ -12,7 +12,7 @@ from shardwise.errors import FormatError
 from shardwise.formats.detect import read_foreign
 from shardwise.formats.readers.deepspeed import reader, universal
 from shardwise.formats.tree import Tree
-from shardwise.formats.validate import checked
+from shardwise.formats.validate import validate_foreign
 from shardwise.state.objects import decode
 from tests.formats.conftest import CONVERTED, Checkpoints
 from tests.formats.deepspeed.test_native import same
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", CONVERTED)
 def test_all_is_as_the_engine_had_it(checkpoints: Checkpoints, case: str) -> None:
     place, expected = checkpoints.place(case) / "universal", checkpoints.expected(case)
-    foreign = checked(universal.read(Tree(place)))
+    foreign = validate_foreign(universal.read(Tree(place)))
     tensors = read_tensors(place, foreign)
     wanted = {f"model.{name}": tensor for name, tensor in expected["parameters"].items()}
     wanted |= {f"optimizer.{name}": tensor for name, tensor in expected["moments"].items()}
@@ -59,7 +59,7 @@ def test_a_root_with_universal_ones_only_is_recognised(
     (tmp_path / "latest_universal").write_text("universal")
     assert universal.recognise(Tree(tmp_path))
     assert not reader.recognise(Tree(tmp_path))
-    assert checked(universal.read(Tree(tmp_path))).tensors
+    assert validate_foreign(universal.read(Tree(tmp_path))).tensors
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from shardwise.errors import MismatchError
 from shardwise.formats.foreign import Catalogue, ForeignFile
 from shardwise.formats.language import Spec, apply_spec, parse
-from shardwise.formats.validate import checked
+from shardwise.formats.validate import validate_foreign
 from tests.formats.reference import read_tensors
 
 Array = np.ndarray[Any, Any]
@@ -75,7 +75,7 @@ def read(
 ) -> dict[str, torch.Tensor]:
     """Read the tensors that a specification makes of files of ranks, element by element."""
     return read_tensors(
-        NOWHERE, checked(apply_spec(parse(text), catalogue(axes, ranks), **options))
+        NOWHERE, validate_foreign(apply_spec(parse(text), catalogue(axes, ranks), **options))
     )
 
 

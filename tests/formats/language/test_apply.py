@@ -7,7 +7,7 @@ import pytest
 
 from shardwise.errors import MismatchError
 from shardwise.formats.language import apply_spec, parse
-from shardwise.formats.validate import checked
+from shardwise.formats.validate import validate_foreign
 from tests.formats.language.rankfiles import (
     NOWHERE,
     Array,
@@ -328,7 +328,7 @@ def test_names_that_are_tied_and_stored_are_copies() -> None:
     one, other = numbered(2, 2), numbered(2, 2) + 1
     ranks = {(0,): {"embed": one}, (1,): {"head": other, "norm": numbered(3)}}
     text = "ranks pp\nembed -> embed\nhead -> head\nnorm -> norm\nhead = embed"
-    foreign = checked(apply_spec(parse(text), catalogue({"pp": 2}, ranks)))
+    foreign = validate_foreign(apply_spec(parse(text), catalogue({"pp": 2}, ranks)))
     assert {entry.name: entry.same_as for entry in foreign.tensors} == {
         "embed": None,
         "head": "embed",
@@ -345,10 +345,12 @@ def test_names_that_are_tied_and_stored_are_copies() -> None:
 def test_a_tie_may_give_way_to_what_is_stored() -> None:
     text = "ranks pp\nembed -> embed\nhead -> head\nhead = embed unless stored"
     ranks = {(0,): {"embed": numbered(2, 2)}, (1,): {"head": numbered(2, 2) + 1}}
-    own = checked(apply_spec(parse(text), catalogue({"pp": 2}, ranks)))
+    own = validate_foreign(apply_spec(parse(text), catalogue({"pp": 2}, ranks)))
     assert not len(own.replicas)
     same(read_tensors(NOWHERE, own)["head"], numbered(2, 2) + 1)
-    tied = checked(apply_spec(parse(text), catalogue({"pp": 1}, {(0,): {"embed": numbered(2, 2)}})))
+    tied = validate_foreign(
+        apply_spec(parse(text), catalogue({"pp": 1}, {(0,): {"embed": numbered(2, 2)}}))
+    )
     same(read_tensors(NOWHERE, tied)["head"], numbered(2, 2))
 
 

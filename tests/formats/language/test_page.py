@@ -14,7 +14,7 @@ import torch
 
 from shardwise.errors import MismatchError
 from shardwise.formats.language import apply_spec, parse
-from shardwise.formats.validate import checked
+from shardwise.formats.validate import validate_foreign
 from tests.formats.language.rankfiles import NOWHERE, Array, catalogue, numbered
 from tests.formats.reference import read_tensors
 
@@ -67,7 +67,7 @@ def test_pictures_are_true(text: str, picture: str) -> None:
     spec = parse(text, "language.md")
     sizes = np.max(list(ranks), axis=0) + 1
     axes = dict(zip((name for name, _ in spec.ranks), sizes.tolist(), strict=True))
-    foreign = checked(apply_spec(spec, catalogue(axes, ranks)))
+    foreign = validate_foreign(apply_spec(spec, catalogue(axes, ranks)))
     hidden = {name for own in foreign.averages.values() for name in own}
     got: dict[str, Any] = read_tensors(NOWHERE, foreign) if not hidden else means(foreign)
     assert {name: t.tolist() for name, t in got.items()} == {

@@ -8,7 +8,7 @@ import numpy as np
 
 from shardwise.formats.foreign import Catalogue, ForeignFile
 from shardwise.formats.language import apply_spec
-from shardwise.formats.specs import shipped
+from shardwise.formats.specs import load_builtin
 
 TP, PP, DP = 8, 64, 8
 WIDTH, HEADS, GROUPS, DIM, INNER, VOCAB = 25600, 160, 8, 160, 65536, 128000
@@ -67,7 +67,7 @@ def test_a_trillion_parameters_on_4096_ranks() -> None:
     """A tenth of its arrays, in half of the time that all may take."""
     catalogue = simulated(layers=1)
     begin = time.process_time()
-    foreign = apply_spec(shipped("megatron_llama"), catalogue, sizes=SIZES)
+    foreign = apply_spec(load_builtin("megatron_llama"), catalogue, sizes=SIZES)
     spent = time.process_time() - begin
     assert len(catalogue) > 120_000
     assert len(foreign.tensors) == PP * (2 + len(LAYER) + 1) * (len(STATES) + 2) + 3

@@ -24,7 +24,7 @@ from shardwise.formats.containers.zip_archive import (
     LOCAL,
     LOCATOR,
     LOCATOR_MARK,
-    START,
+    ZIP_START,
 )
 from shardwise.manifest.checksums import crc32
 
@@ -112,7 +112,9 @@ class Archive:
         padding = -(header + LOCAL.size + len(encoded) + len(wide) + _PADDING.size) % ALIGNMENT
         extra = wide + _PADDING.pack(b"FB", padding) + b"Z" * padding
         file.add(
-            LOCAL.pack(START, *fields, stated, stated, len(encoded), len(extra)) + encoded + extra
+            LOCAL.pack(ZIP_START, *fields, stated, stated, len(encoded), len(extra))
+            + encoded
+            + extra
         )
         if isinstance(content, Part) and late:
             number = file.add_summed(content)

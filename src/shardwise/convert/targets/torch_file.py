@@ -19,14 +19,14 @@ from shardwise.convert.plan import Chosen, Part, Target
 from shardwise.convert.targets.archive import Archive, Growing
 from shardwise.convert.targets.nested import nested
 from shardwise.errors import StateError
-from shardwise.formats.containers.torch_values import STORAGES
+from shardwise.formats.containers.torch_values import STORAGE_DTYPES
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 FILE = "checkpoint.pt"
 _FOLDER = "archive"
 _VERSION = b"3\n"
 _PROTOCOL = 2
-_TYPED = {dtype: getattr(torch, f"{kind}Storage") for kind, dtype in STORAGES.items()}
+_TYPED = {dtype: getattr(torch, f"{kind}Storage") for kind, dtype in STORAGE_DTYPES.items()}
 _REBUILD = torch._utils._rebuild_tensor_v2
 _REBUILD_OF_DTYPE = torch._utils._rebuild_tensor_v3
 _NAMED = frozenset(

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_values import Record, Stubs, records
+from shardwise.formats.containers.pickle_values import AllowedNames, Record, allow_as_records
 from shardwise.formats.foreign import StoredArray
 from shardwise.manifest.manifest import LARGEST
 
@@ -22,7 +22,7 @@ ParameterState: TypeAlias = Mapping[str, "StoredArray | Number"]
 """The state of an optimizer for one parameter or flat group, by key."""
 T = TypeVar("T")
 
-STUBS: Stubs = records(
+STUBS: AllowedNames = allow_as_records(
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
