@@ -176,7 +176,7 @@ FILE = ForeignFile("a.bin", 24)
 @pytest.mark.parametrize(
     ("entry", "rows", "file", "says"),
     [
-        (ENTRY, [], FILE, "holes"),
+        (ENTRY, [], FILE, "gaps"),
         (ENTRY, [GOOD, GOOD], FILE, "overlap"),
         (ENTRY, [dataclasses.replace(GOOD, start=4)], FILE, "outside its file"),
         (ENTRY, [dataclasses.replace(GOOD, start=-4)], FILE, "outside its file"),
@@ -189,7 +189,7 @@ FILE = ForeignFile("a.bin", 24)
         (ENTRY, [GOOD], ForeignFile("../a.bin", 24), "not a path below"),
         (ENTRY, [GOOD], ForeignFile("/a.bin", 24), "not a path below"),
         (TensorEntry("w", "float31", (2, 3)), [GOOD], FILE, "unknown dtype"),
-        (TensorEntry("w", "float32", (2**62, 2**62)), [GOOD], FILE, "invalid shape"),
+        (TensorEntry("w", "float32", (2**62, 2**62)), [GOOD], FILE, "too large"),
         (TensorEntry("w", "float32", (2, 3), same_as="v"), [], FILE, "tied"),
     ],
 )

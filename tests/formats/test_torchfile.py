@@ -247,7 +247,7 @@ def test_of_files_that_are_alike_only_the_places_may_differ(tmp_path: Path) -> N
                 new.writestr(name, data)
         part = FileRange.whole(LocalStore(tmp_path).open(path.name), number, path.name)
         found = read_torch_file(part, cache=cache)
-        assert found.file == number
+        assert found.file_index == number
         assert torch.equal(
             read_array(np.frombuffer(path.read_bytes(), np.uint8), found.value[0]), torch.arange(4)
         )
