@@ -27,14 +27,14 @@ from shardwise.errors import (
     MismatchError,
     StateError,
 )
-from shardwise.formats.checksums import sums_of
-from shardwise.formats.detect import read_foreign, recognised
+from shardwise.formats.checksums import read_checksums
+from shardwise.formats.detect import find_readers, read_foreign
 from shardwise.formats.foreign import Foreign
-from shardwise.formats.index import MAGIC, decode_index, encode_index, read_indexed
+from shardwise.formats.index import MAGIC, decode_index, encode_index, read_or_write_index
 from shardwise.formats.remap import remap
 from shardwise.formats.specification import Specification
 from shardwise.formats.tree import ForeignFiles, Tree
-from shardwise.formats.validate import checked
+from shardwise.formats.validate import validate_foreign
 from shardwise.manifest.manifest import FileEntry, Manifest
 from shardwise.manifest.names import MANIFEST, made_by_save, step_directory, step_of_directory
 from shardwise.retention import Choice, checked_choice, choose_step
@@ -134,14 +134,14 @@ def _describe_foreign(path: Path, options: OpenOptions) -> bytes:
         FormatError: the checkpoint is malformed.
         MismatchError: the specification does not fit the checkpoint.
     """
-    tree = Tree(path, opaque=options.skip_unknown)
+    tree = Tree(path, skip_unknown=options.skip_unknown)
     spec = options.spec if options.spec is not None and options.spec.files is not None else None
     read = partial(read_foreign, format=options.format) if spec is None else spec.read
     try:
         if options.index is None:
             return encode_index(read(tree))
         terms = f"{spec}, {options.skip_unknown}, {options.format}"
-        return read_indexed(tree, options.index, read, terms)
+        return read_or_write_index(tree, options.index, read, terms)
     except FormatError as error:
         if str(tree) in str(error):
             raise
@@ -216,7 +216,7 @@ def foreign_formats(store: Store) -> str:
     if path is None:
         return ""
     try:
-        return " and ".join(reader.name for reader in recognised(Tree(path)))
+        return " and ".join(reader.name for reader in find_readers(Tree(path)))
     except (FormatError, OSError):  # reading the checkpoint reports it
         return ""
 
@@ -283,7 +283,7 @@ def opened_foreign(tree: Tree, foreign: Foreign) -> Opened:
         FormatError: the description is inconsistent.
     """
     try:
-        foreign = checked(foreign)
+        foreign = validate_foreign(foreign)
     except FormatError as error:
         raise FormatError(f"{tree}: {error}") from error
     hidden = {name for names in foreign.averages.values() for name in names}
@@ -323,5 +323,5 @@ def opened_foreign(tree: Tree, foreign: Foreign) -> Opened:
         stride,
         replicas,
         (*foreign.left_out, *missing),
-        ForeignDetails(means, foreign.absent, partial(sums_of, tree, stored)),
+        ForeignDetails(means, foreign.absent, partial(read_checksums, tree, stored)),
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from shardwise.formats.detect import read_foreign
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.tree import Tree
-from shardwise.formats.validate import checked
+from shardwise.formats.validate import validate_foreign
 
 GOLDEN = Path(__file__).parents[1] / "compat" / "foreign"
 
@@ -22,4 +22,4 @@ def unpacked(name: str, folder: Path) -> Path:
 
 def opened(place: Path) -> Foreign:
     """Return the checked description of a checkpoint by the reader that recognises it."""
-    return checked(read_foreign(Tree(place)))
+    return validate_foreign(read_foreign(Tree(place)))

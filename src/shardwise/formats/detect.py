@@ -159,7 +159,11 @@ def _describe_unrecognised(tree: Tree, found: list[Reader]) -> str:
 
 def _suggest_below(tree: Tree) -> str:
     """Return a sentence that suggests checkpoints one level below; "" if there are none."""
-    names = [] if tree.single_file is not None else sorted({name.partition("/")[0] for name in tree.sizes})
+    names = (
+        []
+        if tree.single_file is not None
+        else sorted({name.partition("/")[0] for name in tree.sizes})
+    )
     trees = [Tree(tree.path / name) for name in names[-MOST_SUGGESTIONS:]]
     recognised = [item for item in trees if find_readers(item)]
     if not recognised:

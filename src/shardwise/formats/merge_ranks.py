@@ -14,9 +14,14 @@ from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_values import Record
 from shardwise.formats.containers.torch_values import StoredShard
 from shardwise.formats.foreign import Foreign, ForeignFile, StoredArray, row_major_strides
-from shardwise.formats.nested import foreign_of, nested_leaves
+from shardwise.formats.nested import build_foreign, find_leaves
 from shardwise.formats.optimizers import Path, is_of_optimizer
-from shardwise.formats.piece_tables import joined, rows_of, table_of_boxes, with_ties
+from shardwise.formats.piece_tables import (
+    join_tables,
+    select_rows,
+    table_of_boxes,
+    tie_equal_arrays,
+)
 
 _COUNTERS = ("step", "global_step", "iteration", "epoch")
 _DIFFERS = object()
@@ -61,8 +66,10 @@ def merge_ranks(
             f"{path}: the ranks saved different values, and not dicts: there is nothing to merge"
         )
     left_out = [f"{_name_of(each)}: its value differs between ranks" for each in merger.differing]
-    leaves = nested_leaves(state if isinstance(state, dict) else {"value": state}, files)
-    return merger.place_shards(with_ties(foreign_of(replace(leaves, left_out=left_out), format)))
+    leaves = find_leaves(state if isinstance(state, dict) else {"value": state}, files)
+    return merger.place_shards(
+        tie_equal_arrays(build_foreign(replace(leaves, left_out=left_out), format))
+    )
 
 
 @dataclass(slots=True)
@@ -214,9 +221,9 @@ class _Merger:
             if tensor_of_first is not None:
                 zeros = (0,) * len(first.shape)
                 copies += [(tensor_of_first, zeros, other) for other in others]
-        kept = rows_of(foreign.table, pieces.file >= 0)
+        kept = select_rows(foreign.table, pieces.file >= 0)
         return replace(
-            foreign, table=joined(kept, table_of_boxes(boxes)), replicas=table_of_boxes(copies)
+            foreign, table=join_tables(kept, table_of_boxes(boxes)), replicas=table_of_boxes(copies)
         )
 
 

@@ -15,7 +15,7 @@ from shardwise.formats.foreign import Foreign
 from shardwise.formats.readers.deepspeed import reader
 from shardwise.formats.readers.deepspeed.tensor_parallel import Placement, placement_rule
 from shardwise.formats.tree import Tree
-from shardwise.formats.validate import checked
+from shardwise.formats.validate import validate_foreign
 from tests.formats.deepspeed.test_native import same
 from tests.formats.reference import read_tensors
 
@@ -133,7 +133,7 @@ def full() -> dict[str, torch.Tensor]:
 
 
 def read(place: Path) -> Foreign:
-    return checked(reader.read(Tree(place)))
+    return validate_foreign(reader.read(Tree(place)))
 
 
 def test_divided_both_ways_it_is_put_together(
@@ -175,7 +175,7 @@ def test_without_patterns_it_asks_how(tmp_path: Path, full: dict[str, torch.Tens
     write(tmp_path, full, lambda state: state.pop("universal_checkpoint_info"))
     with pytest.raises(FormatError, match="`universal_checkpoint_info` in client_state"):
         read(tmp_path)
-    foreign = checked(reader.read(Tree(tmp_path), place=placement_rule(INFO, "here")))
+    foreign = validate_foreign(reader.read(Tree(tmp_path), place=placement_rule(INFO, "here")))
     assert {entry.name for entry in foreign.tensors} >= {f"model.{name}" for name in full}
 
 

@@ -16,8 +16,14 @@ import msgspec
 
 from shardwise.errors import FormatError
 from shardwise.formats.foreign import Foreign
-from shardwise.formats.nested import Leaves, combined, foreign_of, nested_leaves, united
-from shardwise.formats.piece_tables import with_ties
+from shardwise.formats.nested import (
+    NestedLeaves,
+    build_foreign,
+    find_leaves,
+    join_foreign,
+    join_leaves,
+)
+from shardwise.formats.piece_tables import tie_equal_arrays
 from shardwise.formats.readers import huggingface
 from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
 from shardwise.formats.readers.dcp.reader import count_ranks, leaves_of, read_content
@@ -48,7 +54,7 @@ def recognise(tree: Tree) -> bool:
     Published weights with other files of a training run count too: the optimizer may not have been
     saved or copied.
     """
-    if tree.only is not None:
+    if tree.single_file is not None:
         return False
     if any(map(_MODEL_OR_OPTIMIZER.fullmatch, tree.sizes)):
         return True
@@ -71,22 +77,22 @@ def read(tree: Tree) -> Foreign:
             f"{tree}: each rank wrote its own FSDP weights (LOCAL_STATE_DICT), and no file "
             "says how they fit together: save with SHARDED_STATE_DICT"
         )
-    parts: list[Leaves] = []
+    parts: list[NestedLeaves] = []
     for read_part in _list_parts(tree):
         parts.append(read_part(sum(len(part.files) for part in parts)))
-    leaves = united(*parts)
+    leaves = join_leaves(*parts)
     trainer_state = _read_trainer_state(tree)
     values = dict(leaves.values)
     if trainer_state:
         values["trainer_state",] = trainer_state
     left_out = [*leaves.left_out, *_list_left_out(tree)]
-    foreign = foreign_of(replace(leaves, values=values, left_out=left_out), FORMAT)
+    foreign = build_foreign(replace(leaves, values=values, left_out=left_out), FORMAT)
     if huggingface.recognise(tree) and not any(FSDP_MODEL in file.name for file in leaves.files):
-        foreign = combined(huggingface.read(tree), foreign)
+        foreign = join_foreign(huggingface.read(tree), foreign)
     random_states = sum(1 for name in tree.sizes if _RANDOM_STATE.fullmatch(name))
     step = trainer_state.get("global_step")
     return replace(
-        with_ties(foreign),
+        tie_equal_arrays(foreign),
         format=FORMAT,
         step=step if type(step) is int and step >= 0 else None,
         world_size=max(count_ranks(leaves.files), random_states),
@@ -117,7 +123,7 @@ def _find_absent(tree: Tree) -> dict[str, str]:
     return absent
 
 
-def _list_parts(tree: Tree) -> Iterator[partial[Leaves]]:
+def _list_parts(tree: Tree) -> Iterator[partial[NestedLeaves]]:
     """Yield a function for each folder or file that reads it, given the index of its first file."""
     for name in tree.sizes:
         if match := _DCP_FOLDER.fullmatch(name):
@@ -135,14 +141,14 @@ def _state_key(kind: str, number: str | None) -> str:
     return f"{key}_{int(number)}" if number and int(number) else key
 
 
-def _read_dcp_folder(tree: Tree, folder: str, key: str, first: int) -> Leaves:
+def _read_dcp_folder(tree: Tree, folder: str, key: str, first: int) -> NestedLeaves:
     metadata = read_metadata(tree, f"{folder}{METADATA}")
     content = read_content(tree, metadata, folder=folder, first=first)
     return leaves_of(content, metadata, lambda path: (key, *path[1:]))
 
 
-def _read_torch_file(tree: Tree, name: str, key: str, index: int) -> Leaves:
-    return nested_leaves({key: read_value(tree, name, index)}, (tree.file(name),))
+def _read_torch_file(tree: Tree, name: str, key: str, index: int) -> NestedLeaves:
+    return find_leaves({key: read_value(tree, name, index)}, (tree.file(name),))
 
 
 def _read_trainer_state(tree: Tree) -> Mapping[str, Any]:

@@ -12,9 +12,9 @@ import numpy as np
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickles import unpickle
-from shardwise.formats.containers.torch_values import TORCH
+from shardwise.formats.containers.torch_values import TORCH_NAMES
 from shardwise.formats.foreign import Foreign, PieceTable, StoredArray
-from shardwise.formats.nested import Leaves, foreign_of, united
+from shardwise.formats.nested import NestedLeaves, build_foreign, join_leaves
 from shardwise.formats.optimizers import Path
 from shardwise.formats.readers.dcp.items import ItemArrays, load_only_storage
 from shardwise.formats.readers.dcp.metadata import METADATA, Metadata, parse_index, read_metadata
@@ -45,7 +45,7 @@ def read(tree: Tree) -> Foreign:
     Raises:
         FormatError: it is malformed.
     """
-    parts: list[Leaves] = []
+    parts: list[NestedLeaves] = []
     missing = [part for part in PARTS if f"{part}/{METADATA}" not in tree.sizes]
     for part in PARTS:
         if part not in missing:
@@ -60,18 +60,18 @@ def read(tree: Tree) -> Foreign:
                 f"extra_state of {len(ranks) - 1} ranks: only that of rank {ranks[0]} is read"
             ]
         values: dict[Path, Any] = {("extra_state",): value}
-        parts.append(Leaves((tree.file(name),), [], PieceTable.nothing(), values, left_out))
-    leaves = united(*parts)
+        parts.append(NestedLeaves((tree.file(name),), [], PieceTable.empty(), values, left_out))
+    leaves = join_leaves(*parts)
     step = _STEP.fullmatch(tree.path.resolve().name)
     return replace(
-        foreign_of(leaves, FORMAT),
+        build_foreign(leaves, FORMAT),
         step=int(step[1]) if step else None,
         world_size=max(count_ranks(leaves.files), len(ranks)),
         absent={part: f"{part}/{METADATA}" for part in missing},
     )
 
 
-def _read_part(tree: Tree, part: str, first: int) -> Leaves:
+def _read_part(tree: Tree, part: str, first: int) -> NestedLeaves:
     """Read the model or the optimizer.
 
     Args:
@@ -97,7 +97,9 @@ def _parse_chunk_arrays(metadata: Metadata, path: str) -> ChunkArrays:
             continue
         if data not in parsed:
             label = f"{path}: {name}"
-            array = unpickle(data, label, stubs=TORCH, persistent=load_only_storage).value
+            array = unpickle(
+                data, label, also_allowed=TORCH_NAMES, persistent_load=load_only_storage
+            ).value
             if not isinstance(array, StoredArray):
                 raise FormatError(f"{label}: expected a plain tensor, found {type(array).__name__}")
             parsed[data] = array

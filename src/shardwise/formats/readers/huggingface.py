@@ -19,7 +19,7 @@ from shardwise.errors import CheckpointNotFoundError, FormatError
 from shardwise.formats.build import Builder
 from shardwise.formats.containers.safetensors import METADATA, Header, is_safetensors, read_header
 from shardwise.formats.foreign import Foreign, StoredArray
-from shardwise.formats.piece_tables import table_of_boxes, with_ties
+from shardwise.formats.piece_tables import table_of_boxes, tie_equal_arrays
 from shardwise.formats.readers.torch_save import read_value
 from shardwise.formats.tree import Tree
 from shardwise.manifest.manifest import Dims, TensorEntry
@@ -35,9 +35,9 @@ _THREADS = 8
 
 def recognise(tree: Tree) -> bool:
     """Return whether a tree is a safetensors file or an index, or has the weights of a model."""
-    if tree.only is None:
+    if tree.single_file is None:
         return _find_weights(tree) is not None or bool(_expected_without_index(tree))
-    if tree.only.endswith(INDEX):
+    if tree.single_file.endswith(INDEX):
         return True
     with open(tree.path, "rb") as file:
         return is_safetensors(file.read(9))
@@ -50,9 +50,9 @@ def read(tree: Tree) -> Foreign:
         CheckpointNotFoundError: the tree is only an index.
         FormatError: a file is malformed or missing, or contradicts the index.
     """
-    if tree.only is not None and tree.only.endswith(INDEX):
+    if tree.single_file is not None and tree.single_file.endswith(INDEX):
         raise CheckpointNotFoundError(f"{tree} is only an index: open {tree.path.parent}")
-    main = tree.only or _find_weights(tree)
+    main = tree.single_file or _find_weights(tree)
     if main is None:
         tree.require(_expected_without_index(tree), "make up the model")
         raise FormatError(f"{tree} has no weights of a model: open the directory that has them")
@@ -65,13 +65,13 @@ def read(tree: Tree) -> Foreign:
     builder = Builder(files)
     for name, shard in zip(names, shards, strict=True):
         _add_shard(builder, name, shard, index)
-    if tree.only is not None and (match := _SHARD.fullmatch(tree.only)) is not None:
+    if tree.single_file is not None and (match := _SHARD.fullmatch(tree.single_file)) is not None:
         builder.left_out.append(
-            f"{tree.only} is one of {int(match[3])} files: open {tree.path.parent}"
+            f"{tree.single_file} is one of {int(match[3])} files: open {tree.path.parent}"
         )
     if index is not None:
         _require_indexed_tensors(tree, index, dict(zip(names, shards, strict=True)))
-    foreign = with_ties(builder.build(FORMAT))
+    foreign = tie_equal_arrays(builder.build(FORMAT))
     return _with_removed_ties(foreign, shards)
 
 
@@ -215,7 +215,7 @@ def read_sharded(tree: Tree) -> Foreign:
         CheckpointNotFoundError: the tree is one of the files.
         FormatError: a file is missing or malformed, or lacks the offsets of its arrays.
     """
-    if tree.only is not None:
+    if tree.single_file is not None:
         raise CheckpointNotFoundError(f"{tree} is one of several shards: open {tree.path.parent}")
     names = [name for name in tree.sizes if _SHARDED_FILE.fullmatch(name)]
     _require_all_shards(tree, names)

@@ -9,9 +9,9 @@ from typing import Any
 
 from shardwise.errors import FormatError
 from shardwise.formats.foreign import Foreign
-from shardwise.formats.nested import Leaves, foreign_of, nested_leaves, united
+from shardwise.formats.nested import NestedLeaves, build_foreign, find_leaves, join_leaves
 from shardwise.formats.optimizers import Path
-from shardwise.formats.piece_tables import with_ties
+from shardwise.formats.piece_tables import tie_equal_arrays
 from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
 from shardwise.formats.readers.dcp.reader import count_ranks, leaves_of, read_content
 from shardwise.formats.readers.torch_save import contains_text, read_value
@@ -29,9 +29,9 @@ _OPTIMIZER_KEY = re.compile(r"optimizer_(\d{1,4})")
 
 def recognise(tree: Tree) -> bool:
     """Return whether a tree is a file with Lightning's version, or a directory with both parts."""
-    if tree.only is None:
+    if tree.single_file is None:
         return METADATA in tree.sizes and UNSHARDED_FILE in tree.sizes
-    return contains_text(tree, tree.only, _VERSION.encode())
+    return contains_text(tree, tree.single_file, _VERSION.encode())
 
 
 def read(tree: Tree) -> Foreign:
@@ -43,18 +43,18 @@ def read(tree: Tree) -> Foreign:
     Raises:
         FormatError: it is malformed, or contains objects that are not read from pickles.
     """
-    if tree.only is not None:
-        state = _read_dict(tree, tree.only, 0)
-        leaves = _leaves_of_file(tree, tree.only, state)
-        return replace(with_ties(foreign_of(leaves, FORMAT)), step=_find_step(state))
+    if tree.single_file is not None:
+        state = _read_dict(tree, tree.single_file, 0)
+        leaves = _leaves_of_file(tree, tree.single_file, state)
+        return replace(tie_equal_arrays(build_foreign(leaves, FORMAT)), step=_find_step(state))
     metadata = read_metadata(tree)
     content = read_content(tree, metadata)
     state = _read_dict(tree, UNSHARDED_FILE, len(content.files))
     rename = _rename_trainer_path if _VERSION in state else lambda path: path
-    leaves = united(
+    leaves = join_leaves(
         leaves_of(content, metadata, rename), _leaves_of_file(tree, UNSHARDED_FILE, state)
     )
-    foreign = foreign_of(leaves, FORMAT)
+    foreign = build_foreign(leaves, FORMAT)
     return replace(foreign, step=_find_step(state), world_size=count_ranks(content.files))
 
 
@@ -65,7 +65,7 @@ def _read_dict(tree: Tree, name: str, index: int) -> dict[Any, Any]:
     return value
 
 
-def _leaves_of_file(tree: Tree, name: str, state: Mapping[Any, Any]) -> Leaves:
+def _leaves_of_file(tree: Tree, name: str, state: Mapping[Any, Any]) -> NestedLeaves:
     """Return the tensors and values of a file."""
     trainer_values: dict[Path, Any] = {(key,): state[key] for key in _TRAINER_KEYS if key in state}
     renamed: dict[Any, Any] = {}
@@ -76,7 +76,7 @@ def _leaves_of_file(tree: Tree, name: str, state: Mapping[Any, Any]) -> Leaves:
             renamed |= {_add_number(_LIST_KEYS[key], i): item for i, item in enumerate(value)}
         elif key not in _TRAINER_KEYS:
             renamed[key] = value
-    return nested_leaves(renamed, (tree.file(name),), trainer_values)
+    return find_leaves(renamed, (tree.file(name),), trainer_values)
 
 
 def _rename_trainer_path(path: Path) -> Path:

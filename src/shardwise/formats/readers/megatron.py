@@ -24,7 +24,7 @@ from shardwise.formats.foreign import (
     row_major_strides,
 )
 from shardwise.formats.optimizers import GROUPS, ParamGroup
-from shardwise.formats.piece_tables import joined, rows_of, table_of_boxes
+from shardwise.formats.piece_tables import join_tables, select_rows, table_of_boxes
 from shardwise.formats.readers.dcp.metadata import METADATA, Metadata, read_metadata
 from shardwise.formats.readers.dcp.reader import DcpContent, count_ranks, read_content
 from shardwise.formats.readers.torch_save import read_value
@@ -142,7 +142,7 @@ def unflatten_optimizer(content: DcpContent, metadata: Metadata, path: str) -> D
                 f"{path}: {content.names[tensor]} was flattened, and its pieces do not make up the "
                 f"shape {list(shapes[tensor])}: {error}"
             ) from error
-    table = joined(rows_of(content.table, ~is_flat), table_of_boxes(boxes))
+    table = join_tables(select_rows(content.table, ~is_flat), table_of_boxes(boxes))
     unflattened = tuple(shapes.get(i, shape) for i, shape in enumerate(content.shapes))
     return replace(content, shapes=unflattened, table=table)
 

@@ -9,15 +9,15 @@ from math import prod
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_values import Stubs
+from shardwise.formats.containers.pickle_values import AllowedNames
 from shardwise.formats.containers.torch_files import (
     MOST_NAMED,
     is_torch_file,
-    pickle_text,
+    read_pickle_bytes,
     read_torch_file,
 )
-from shardwise.formats.containers.torch_values import DTENSORS
-from shardwise.formats.containers.zip_archive import START
+from shardwise.formats.containers.torch_values import DTENSOR_NAMES
+from shardwise.formats.containers.zip_archive import ZIP_START
 from shardwise.formats.foreign import Foreign, StoredArray
 from shardwise.formats.merge_ranks import merge_ranks
 from shardwise.formats.tree import Tree
@@ -35,33 +35,37 @@ FilesOfRanks: TypeAlias = Mapping[tuple[str, str], Mapping[int, str]]
 """The file of each rank, by the parts of the file names before and after the rank."""
 
 
-def read_value(tree: Tree, name: str, index: int = 0, stubs: Stubs | None = None) -> Any:
+def read_value(
+    tree: Tree, name: str, index: int = 0, also_allowed: AllowedNames | None = None
+) -> Any:
     """Return the value in a file of torch.save, with `StoredArray` for tensors.
 
     Args:
         index: the index of the file in `Foreign.files`.
-        stubs: names that are allowed in pickles, in addition to torch's.
+        also_allowed: names that are allowed in pickles, in addition to torch's.
 
     Raises:
         FormatError: the file is missing or malformed, or contains objects that are not read from
             pickles.
     """
     with tree.open_range(name, index) as file:
-        return read_torch_file(file, stubs=stubs, opaque=tree.opaque).value
+        return read_torch_file(
+            file, also_allowed=also_allowed, skip_unknown=tree.skip_unknown
+        ).value
 
 
 def contains_text(tree: Tree, name: str, text: bytes) -> bool:
     """Return whether a file is a zip archive of torch.save whose pickle contains a text."""
     with tree.open_range(name) as file:
         try:
-            return file.read(0, len(START)) == START and text in pickle_text(file)
+            return file.read(0, len(ZIP_START)) == ZIP_START and text in read_pickle_bytes(file)
         except FormatError:
             return False
 
 
 def recognise(tree: Tree) -> bool:
     """Return whether a tree is a file that starts like one of torch.save."""
-    if tree.only is None:
+    if tree.single_file is None:
         return False
     with open(tree.path, "rb") as file:
         return is_torch_file(file.read(64))
@@ -74,14 +78,14 @@ def read(tree: Tree) -> Foreign:
         FormatError: it is malformed, contains objects that are not read from pickles, or has a
             DTensor with parts on other ranks.
     """
-    name = tree.only or ""
-    value = read_value(tree, name, stubs=DTENSORS)
+    name = tree.single_file or ""
+    value = read_value(tree, name, also_allowed=DTENSOR_NAMES)
     return merge_ranks([(0, value)], (tree.file(name),), str(tree), FORMAT, lambda *_: True)
 
 
 def recognise_ranks(tree: Tree) -> bool:
     """Return whether a directory has files that are named after ranks and contain DTensors."""
-    return tree.only is None and any(
+    return tree.single_file is None and any(
         contains_text(tree, files[min(files)], _DTENSOR) for files in _find_files(tree).values()
     )
 
@@ -108,7 +112,10 @@ def read_ranks(tree: Tree) -> Foreign:
     names = [name for files in sets.values() for _, name in sorted(files.items())]
     indices = {name: index for index, name in enumerate(names)}
     values = tree.read_each(
-        indices, lambda file: read_torch_file(file, stubs=DTENSORS, opaque=tree.opaque).value
+        indices,
+        lambda file: (
+            read_torch_file(file, also_allowed=DTENSOR_NAMES, skip_unknown=tree.skip_unknown).value
+        ),
     )
     ranks = sorted({rank for files in sets.values() for rank in files})
     states: list[tuple[int, Any]] = [(indices[name], values[name]) for name in names]

@@ -15,7 +15,7 @@ import msgspec
 from shardwise.errors import FormatError
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.foreign import Foreign, StoredArray, row_major_strides
-from shardwise.formats.nested import Leaves, foreign_of
+from shardwise.formats.nested import NestedLeaves, build_foreign
 from shardwise.formats.optimizers import STATE, Path
 from shardwise.formats.piece_tables import table_of_boxes
 from shardwise.formats.readers.dcp.reader import fold_values, restore_lists
@@ -137,8 +137,8 @@ class _Snapshot:
         files = tuple(map(self._tree.file, self._file_indices))
         tensors = [(path, dtype, shape) for path, (dtype, shape) in self._tensors.items()]
         values = fold_values(self._join_lists(), list(self._tensors))
-        leaves = Leaves(files, tensors, table_of_boxes(boxes), values, self._left_out)
-        return replace(foreign_of(leaves, FORMAT), replicas=table_of_boxes(replicas))
+        leaves = NestedLeaves(files, tensors, table_of_boxes(boxes), values, self._left_out)
+        return replace(build_foreign(leaves, FORMAT), replicas=table_of_boxes(replicas))
 
     def _add_shards(self, path: Path, entry: _Entry) -> None:
         shards = (*entry.shards, *entry.chunks)
@@ -224,7 +224,7 @@ class _Snapshot:
             if byte_range is not None:
                 start, stop = byte_range
                 file = file.within(start, stop - start, "byte_range")
-            return read_torch_file(file, opaque=self._tree.opaque).value
+            return read_torch_file(file, skip_unknown=self._tree.skip_unknown).value
 
     def _index_of(self, location: str) -> int:
         self._tree.file(location)

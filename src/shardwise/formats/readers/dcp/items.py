@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_values import Stubs
+from shardwise.formats.containers.pickle_values import AllowedNames
 from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.ranges import FileRange
-from shardwise.formats.containers.torch_files import read_torch_file, storage_fields
-from shardwise.formats.containers.torch_values import TORCH, Storage
+from shardwise.formats.containers.torch_files import parse_storage_id, read_torch_file
+from shardwise.formats.containers.torch_values import TORCH_NAMES, Storage
 from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.dcp.metadata import Item
 from shardwise.formats.tree import BytesFile, Tree
@@ -90,14 +90,14 @@ def read_values(
     names: Sequence[str],
     items: Sequence[Item],
     numbers: Sequence[int],
-    stubs: Stubs | None = None,
+    also_allowed: AllowedNames | None = None,
 ) -> list[Any]:
     """Read the values of pickled items, with `StoredArray` for tensors in them.
 
     Args:
         names: names of the items, for messages.
         numbers: the number of each item's file.
-        stubs: names that are allowed in pickles, in addition to torch's.
+        also_allowed: names that are allowed in pickles, in addition to torch's.
 
     Raises:
         FormatError: an item is malformed, or contains objects that are not read from pickles.
@@ -112,7 +112,9 @@ def read_values(
             return
         window: ReadableFile = BytesFile(data, item.offset) if len(data) == item.length else file
         part = FileRange(window, numbers[index], item.offset, item.length, names[index])
-        values[index] = read_torch_file(part, stubs=stubs, opaque=tree.opaque).value
+        values[index] = read_torch_file(
+            part, also_allowed=also_allowed, skip_unknown=tree.skip_unknown
+        ).value
         if b"/data/" not in data and len(data) == item.length:
             seen[data] = values[index]
 
@@ -156,7 +158,9 @@ def _parse_head(head: bytes, name: str) -> tuple[StoredArray, int] | None:
                 f"{name}: it was written on a big-endian machine, which is not supported"
             )
         elif record.endswith("/data/0") and pickle is not None:
-            stored = unpickle(pickle, name, stubs=TORCH, persistent=load_only_storage).value
+            stored = unpickle(
+                pickle, name, also_allowed=TORCH_NAMES, persistent_load=load_only_storage
+            ).value
             if not isinstance(stored, StoredArray):
                 raise FormatError(f"{name}: expected a plain tensor, found {type(stored).__name__}")
             return stored, start
@@ -169,7 +173,7 @@ def load_only_storage(persistent_id: object) -> object:
     Raises:
         ValueError: the persistent id is not that of a storage, or not of the first one.
     """
-    kind, key, numel = storage_fields(persistent_id)
+    kind, key, numel = parse_storage_id(persistent_id)
     if key != "0":
         raise ValueError("the pickle of a tensor has several storages")
     return Storage(0, 0, numel * kind.itemsize, kind.dtype)

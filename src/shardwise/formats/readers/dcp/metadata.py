@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_values import Record, Stubs, records
+from shardwise.formats.containers.pickle_values import AllowedNames, Record, allow_as_records
 from shardwise.formats.containers.pickles import unpickle
-from shardwise.formats.containers.torch_values import TORCH
+from shardwise.formats.containers.torch_values import TORCH_NAMES
 from shardwise.formats.tree import Tree
 from shardwise.manifest.manifest import LARGEST
 from shardwise.manifest.validate import MOST_PIECES
@@ -83,7 +83,7 @@ def read_metadata(tree: Tree, name: str = METADATA) -> Metadata:
             compressed.
     """
     path = f"{tree}/{name}"
-    root = unpickle(tree.read(name), path, stubs=_STUBS, unfolded=False).value
+    root = unpickle(tree.read(name), path, also_allowed=_STUBS, limit_expansion=False).value
     try:
         return _parse_metadata(_fields_of(root, "Metadata"))
     except FormatError as error:
@@ -107,9 +107,9 @@ _TORCH_DCP = "torch.distributed.checkpoint"
 _OLD_TORCH = "torch.distributed._shard.sharded_tensor.metadata"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _BYTECHECKPOINT = "bytecheckpoint.checkpointer.meta_type"
-_STUBS: Stubs = {
-    **TORCH,
-    **records(
+_STUBS: AllowedNames = {
+    **TORCH_NAMES,
+    **allow_as_records(
         *(
             f"{_TORCH_DCP}.metadata.{name}"
             for name in (

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
-from shardwise.formats.containers.pickle_values import Stubs
+from shardwise.formats.containers.pickle_values import AllowedNames
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
-from shardwise.formats.nested import Leaves, foreign_of
+from shardwise.formats.nested import NestedLeaves, build_foreign
 from shardwise.formats.optimizers import Path, is_of_optimizer
 from shardwise.formats.readers.dcp.items import ItemArrays, find_arrays, read_values
 from shardwise.formats.readers.dcp.metadata import METADATA, Item, Metadata, read_metadata
@@ -39,7 +39,7 @@ def read(tree: Tree) -> Foreign:
         CheckpointNotFoundError: the save was never finished, or the tree is a single file of it.
         FormatError: it is malformed, or compressed.
     """
-    if tree.only is not None:
+    if tree.single_file is not None:
         parent = tree.path.parent
         raise CheckpointNotFoundError(
             f"{tree} is a part of a checkpoint of {FORMAT}: open {parent}"
@@ -58,7 +58,7 @@ def read(tree: Tree) -> Foreign:
         absent = dict.fromkeys(
             ("model", "optimizer", "scheduler"), "meta.pt, which Lightning writes,"
         )
-    foreign = foreign_of(leaves, FORMAT)
+    foreign = build_foreign(leaves, FORMAT)
     return replace(foreign, world_size=count_ranks(content.files), absent=absent)
 
 
@@ -89,7 +89,7 @@ def read_content(
     *,
     folder: str = "",
     first: int = 0,
-    stubs: Stubs | None = None,
+    also_allowed: AllowedNames | None = None,
     find: Callable[[Tree, Chunks], ItemArrays] | None = None,
 ) -> DcpContent:
     """Find the bytes of all tensors, and read all values.
@@ -97,7 +97,7 @@ def read_content(
     Args:
         folder: the folder of the files below the tree; empty, or ends in `/`.
         first: the index of the first file.
-        stubs: names that are allowed in pickles, in addition to torch's.
+        also_allowed: names that are allowed in pickles, in addition to torch's.
         find: finds the arrays of chunks, for formats whose items are not files of torch.save.
 
     Raises:
@@ -118,7 +118,7 @@ def read_content(
     file = np.array([indices[item.file] for item in chunks.items], np.int64)
     pieces = Pieces(chunks.tensor, file, arrays.start, chunks.offset, chunks.shape)
     file_indices = [indices[item.file] for item in values.values()]
-    contents = read_values(tree, list(values), list(values.values()), file_indices, stubs)
+    contents = read_values(tree, list(values), list(values.values()), file_indices, also_allowed)
     return DcpContent(
         files,
         tuple(metadata.tensors),
@@ -219,7 +219,7 @@ def leaves_of(
     content: DcpContent,
     metadata: Metadata,
     rename: Callable[[Path], Path] = lambda path: path,
-) -> Leaves:
+) -> NestedLeaves:
     """Return the content by its path in the state. A name without a known path is a path itself.
 
     Args:
@@ -229,7 +229,7 @@ def leaves_of(
     values = {
         rename(metadata.paths.get(name, (name,))): value for name, value in content.values.items()
     }
-    return Leaves(
+    return NestedLeaves(
         content.files,
         list(zip(paths, content.dtypes, content.shapes, strict=True)),
         content.table,

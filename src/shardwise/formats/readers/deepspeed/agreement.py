@@ -81,8 +81,8 @@ def read_scalars(tree: Tree, arrays: Iterable[StoredArray]) -> Scalars:
 
     def read(file: FileRange) -> dict[tuple[int, int], float]:
         return {
-            (file.number, start): _decode(file.read(start, array.itemsize), array.dtype)
-            for start, array in by_file[file.number].items()
+            (file.file_index, start): _decode(file.read(start, array.itemsize), array.dtype)
+            for start, array in by_file[file.file_index].items()
         }
 
     by_name = tree.read_each({names[index]: index for index in by_file}, read)

@@ -177,7 +177,7 @@ def find_files(tree: Tree, tag: str | None, *, universal: bool = False) -> TagFi
 
 
 def _existing_folder(tree: Tree, tag: str | None, *, universal: bool) -> str:
-    if tree.only is not None and not _FIRST_MODEL.fullmatch(tree.only):
+    if tree.single_file is not None and not _FIRST_MODEL.fullmatch(tree.single_file):
         raise _single_file_error(tree)
     folder = folder_of_tag(tree, tag, universal=universal)
     if folder is not None:
@@ -228,7 +228,7 @@ def require_rank_files(
         bf16 = any("bf16_" in name for name in files.optimizer.values())
         prefix = f"{'bf16_' if bf16 else ''}{_DATA_PARALLEL_PREFIX}"
         names += [f"{prefix}{d}_mp_rank_{m:02d}_optim_states.pt" for d, m in ranks]
-    if tree.only is not None and names != [tree.only]:
+    if tree.single_file is not None and names != [tree.single_file]:
         raise _single_file_error(tree)
     tree.require([f"{files.folder}{name}" for name in names], _WROTE)
 

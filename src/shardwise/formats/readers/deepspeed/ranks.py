@@ -216,10 +216,12 @@ def _read_contents(
     indices = {name: index for index, name in enumerate(tree.sizes)}
     contents = tree.read_each(
         {name: indices.get(name, 0) for name in names},  # a missing file cannot be opened
-        lambda file: read_torch_file(file, stubs=STUBS, opaque=tree.opaque, cache=cache),
+        lambda file: read_torch_file(
+            file, also_allowed=STUBS, skip_unknown=tree.skip_unknown, cache=cache
+        ),
     )
     for name, file in contents.items():
-        left_out.extend(f"{name}: {line}" for line in file.opaque)
+        left_out.extend(f"{name}: {line}" for line in file.skipped)
     return contents
 
 
@@ -236,9 +238,9 @@ def _read_model_states(
     parsed: dict[int, ModelState] = {}
     for key, name in others.items():
         file, path = contents[name], f"{tree}/{name}"
-        if file.file not in parsed:
-            parsed[file.file] = parse_model_state(file.value, path)
-        states[key] = parsed[file.file].for_rank(indices[name], path)
+        if file.file_index not in parsed:
+            parsed[file.file_index] = parse_model_state(file.value, path)
+        states[key] = parsed[file.file_index].for_rank(indices[name], path)
     if others:
         left_out.append(
             f"buffers of {len(others)} other ranks: under ZeRO 3 each rank has its own; the first "
@@ -268,7 +270,7 @@ def _require_recorded_ranks(
         files,
         data_parallel=max(files.data_parallel, data_parallel if type(data_parallel) is int else 0),
         model_parallel=max(files.model_parallel, model_parallel),
-        with_zero=bool(optimizers) or (bool(model.shapes) and tree.only is None),
+        with_zero=bool(optimizers) or (bool(model.shapes) and tree.single_file is None),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardwise.errors import FormatError
-from shardwise.formats.build import Builder, same_plain
+from shardwise.formats.build import Builder, equal_plain_values
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.optimizers import ParamGroup
 from shardwise.formats.readers.deepspeed.files import (
@@ -74,7 +74,7 @@ def read(
         add_frozen_slices(builder, ranks.models_by_tensor_rank(), place)
     add_modules(builder, modules, place, zero_3=ranks.zero_3)
     add_values(builder, ranks)
-    if tree.only is not None and ranks.first.shapes:
+    if tree.single_file is not None and ranks.first.shapes:
         builder.left_out.append(
             "optimizer.*, and weights in full precision: they are in files of other ranks: open "
             f"{tree.path.parent}"
@@ -190,10 +190,10 @@ def add_modules(
         owner = ties.get(owner, owner)
         for prefix in ("model", "module"):
             if f"{prefix}.{owner}" in builder and f"{prefix}.{alias}" not in builder:
-                builder.tie(f"{prefix}.{alias}", f"{prefix}.{owner}")
+                builder.add_tie(f"{prefix}.{alias}", f"{prefix}.{owner}")
     for name in (*first.arrays, *ties) if has_lower_precision else ():
         if f"module.{name}" not in builder and f"model.{name}" in builder:
-            builder.tie(f"module.{name}", f"model.{name}")
+            builder.add_tie(f"module.{name}", f"model.{name}")
 
 
 def _may_be_tied(builder: Builder, name: str, shape: tuple[int, ...]) -> bool:
@@ -228,7 +228,7 @@ def add_values(builder: Builder, ranks: AllRanks) -> None:
     for prefix, key, value, values_of_ranks in rows:
         if value is not None:
             builder.add_value(f"{prefix}.{key}", value)
-        differing = sum(not same_plain(each.get(key), value) for each in values_of_ranks)
+        differing = sum(not equal_plain_values(each.get(key), value) for each in values_of_ranks)
         if differing:
             builder.left_out.append(
                 f"{prefix}.{key}: {differing} ranks have other values; the first rank's is taken"

@@ -195,13 +195,13 @@ def ensure_tensor(builder: Builder, name: str, dtype: str, placement: Placement)
     if name not in builder:
         builder.add_tensor(name, dtype, placement.shape)
     if not placement.averaged:
-        return np.full(len(ranks), builder.number(name))
+        return np.full(len(ranks), builder.index_of(name))
     if name not in builder.averages:
         hidden_names = tuple(f"{name}.of_rank_{rank}" for rank in ranks)
         builder.averages[name] = hidden_names
         for hidden_name in hidden_names:
             builder.add_tensor(hidden_name, dtype, placement.shape)
-    return np.array([builder.number(hidden) for hidden in builder.averages[name]], np.int64)
+    return np.array([builder.index_of(hidden) for hidden in builder.averages[name]], np.int64)
 
 
 def add_shards(

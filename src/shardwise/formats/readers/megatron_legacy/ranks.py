@@ -71,7 +71,7 @@ def has_rank_files(tree: Tree) -> bool:
     Also true if the place is the directory of one rank, or has only the file that names the latest
     iteration.
     """
-    if tree.only is not None:
+    if tree.single_file is not None:
         return False
     return tree.sizes.keys() == {LATEST} or any(
         name in (MODEL_FILE, BUFFERS_FILE, OLD_MODEL_FILE)
@@ -226,7 +226,7 @@ def read_ranks(tree: Tree, files: IterationFiles) -> list[Rank]:
         FormatError: a file is malformed.
     """
     indices = {file.name: index for index, file in enumerate(list_files(tree, files))}
-    values = tree.read_each(indices, lambda file: read_torch_file(file, opaque=True).value)
+    values = tree.read_each(indices, lambda file: read_torch_file(file, skip_unknown=True).value)
     return [
         _parse_rank(tree, numbers, {name: (path, values[path]) for name, path in paths.items()})
         for numbers, paths in files.ranks.items()

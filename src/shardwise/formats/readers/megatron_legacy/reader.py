@@ -8,9 +8,9 @@ from itertools import product
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
-from shardwise.formats.build import Builder, unlike_values
-from shardwise.formats.containers.pickle_values import Name, Opaque, Record
-from shardwise.formats.foreign import Foreign, Row, catalogued
+from shardwise.formats.build import Builder, describe_differing_values
+from shardwise.formats.containers.pickle_values import AllowedCallable, Record, UnknownObject
+from shardwise.formats.foreign import CatalogueRow, Foreign, build_catalogue
 from shardwise.formats.language import apply_spec
 from shardwise.formats.optimizers import (
     GROUPS,
@@ -52,7 +52,7 @@ from shardwise.formats.readers.megatron_legacy.ranks import (
     read_ranks,
     require_files,
 )
-from shardwise.formats.specs import shipped
+from shardwise.formats.specs import load_builtin
 from shardwise.formats.tree import MOST_FILES, Tree
 from shardwise.manifest.table import Int
 
@@ -89,9 +89,9 @@ def read(tree: Tree) -> Foreign:
         for rank, optimizer in zip(ranks, optimizers, strict=True)
         for row in _rows_of_rank(rank, optimizer, geometry, master_dtypes)
     ]
-    catalogue = catalogued(list_files(tree, files), geometry.sizes, rows)
-    assembled = apply_spec(shipped(SPEC), catalogue, sizes={"gates": geometry.gates})
-    builder = Builder.of(assembled)
+    catalogue = build_catalogue(list_files(tree, files), geometry.sizes, rows)
+    assembled = apply_spec(load_builtin(SPEC), catalogue, sizes={"gates": geometry.gates})
+    builder = Builder.from_foreign(assembled)
     _add_param_groups(builder, assembled, optimizers)
     _add_values(builder, ranks, optimizers[0].values)
     builder.left_out += [f"{name}: not a file of a checkpoint" for name in files.others]
@@ -227,13 +227,13 @@ def _find_master_dtypes(
 
 def _rows_of_rank(
     rank: Rank, optimizer: RankOptimizer, geometry: Geometry, master_dtypes: MasterDtypes
-) -> list[Row]:
+) -> list[CatalogueRow]:
     """Return the arrays of a rank, by the names that the specification has for them.
 
     The last pipeline stage of a tied model has a copy of the embedding as its output layer. It gets
     the embedding's name, so that it is compared with the embedding as a replica.
     """
-    rows: list[Row] = []
+    rows: list[CatalogueRow] = []
     ties = {OUTPUT: EMBEDDING} if rank.args.get(UNTIED) is False else {}
     for chunk, chunk_arrays in enumerate(rank.chunks):
         coordinate = geometry.coordinate(rank, chunk)
@@ -315,7 +315,7 @@ def _add_values(
         optimizer_values: values of the first rank's optimizer that are not state of parameters.
     """
     first = ranks[0]
-    builder.left_out += unlike_values([{**rank.values, RNG: None} for rank in ranks])
+    builder.left_out += describe_differing_values([{**rank.values, RNG: None} for rank in ranks])
     if first.args:
         builder.add_value(ARGS, _plain_args(builder, first.args))
     for name, value in {**first.values, **optimizer_values}.items():
@@ -336,17 +336,17 @@ def _plain_args(builder: Builder, args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that have a plain form; functions and others are left out by name."""
     plain = {}
     for name, value in args.items():
-        opaque = _find_opaque(value)
-        if opaque is None:
+        unknown = _find_unknown(value)
+        if unknown is None:
             plain[name] = value
         else:
-            builder.left_out.append(f"{ARGS}.{name}: {opaque} is not read from pickles")
+            builder.left_out.append(f"{ARGS}.{name}: {unknown} is not read from pickles")
     return plain
 
 
-def _find_opaque(value: object) -> str | None:
+def _find_unknown(value: object) -> str | None:
     """Return the name of the first object in a value that is not read from pickles, or None."""
-    if isinstance(value, Opaque):
+    if isinstance(value, UnknownObject):
         return value.name
     parts: list[object] = []
     if isinstance(value, dict):
@@ -355,6 +355,6 @@ def _find_opaque(value: object) -> str | None:
         parts = list(value)
     elif isinstance(value, Record):
         parts = [*value.args, *value.fields.values()]
-    elif isinstance(value, Name):
+    elif isinstance(value, AllowedCallable):
         return None
-    return next((opaque for part in parts if (opaque := _find_opaque(part)) is not None), None)
+    return next((unknown for part in parts if (unknown := _find_unknown(part)) is not None), None)
