@@ -70,7 +70,7 @@ def test_what_is_below_is_what_was_meant(foreign: Path, tmp_path: Path) -> None:
 def test_files_that_may_be_parts_are_not_offered_as_wholes(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save({"w": torch.ones(2)}, tmp_path / f"consolidated.0{rank}.pth")
-    said = r"Open one of consolidated\.00\.pth, consolidated\.01\.pth; or, if these files are parts"
+    said = r"Open one of consolidated\.00\.pth, consolidated\.01\.pth\. If these files are parts"
     with pytest.raises(sw.CheckpointNotFoundError, match=said):
         sw.open(tmp_path)
 
@@ -149,7 +149,7 @@ def test_values_of_unknown_classes_are_left_out_on_request(tmp_path: Path) -> No
     found = sw.open(tmp_path / "one.pt", skip_unknown=True)
     assert torch.equal(found.tensors()["model.w"][...], weights)
     assert found["epoch"] == 3
-    assert found.left_out == (f"mine: {__name__}.Mine is not read from pickles",)
+    assert found.left_out == (f"mine: objects of {__name__}.Mine are not read from pickles",)
     out = torch.zeros(4)
     sw.load(tmp_path / "one.pt", {"model": {"w": out}}, skip_unknown=True)
     assert torch.equal(out, weights)

@@ -81,7 +81,7 @@ def unpickle(
     if names and not skip_unknown:
         more = f" and {len(names) - MOST_NAMES_SHOWN} more" if len(names) > MOST_NAMES_SHOWN else ""
         raise FormatError(
-            f"{source}: the pickle contains objects that shardwise does not read from pickles: "
+            f"{source}: contains objects that are not read from pickles: "
             f"{', '.join(names[:MOST_NAMES_SHOWN])}{more}; nothing of it was run. Save without "
             "them, or leave them out with skip_unknown=True"
         )
