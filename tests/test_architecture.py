@@ -53,10 +53,10 @@ LAYERS_OF_FORMATS = (
     ("readers",),
     ("specs", "validate", "merge_ranks"),
     ("nested",),
-    ("language", "build"),
+    ("language", "foreign_builder"),
     ("optimizers", "piece_tables"),
     ("index",),
-    ("tree",),
+    ("file_tree",),
     ("containers",),
     ("foreign",),
 )

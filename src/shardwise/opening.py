@@ -29,11 +29,11 @@ from shardwise.errors import (
 )
 from shardwise.formats.checksums import read_checksums
 from shardwise.formats.detect import find_readers, read_foreign
+from shardwise.formats.file_tree import ForeignFiles, Tree
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.index import MAGIC, decode_index, encode_index, read_or_write_index
 from shardwise.formats.remap import remap
 from shardwise.formats.specification import Specification
-from shardwise.formats.tree import ForeignFiles, Tree
 from shardwise.formats.validate import validate_foreign
 from shardwise.manifest.manifest import FileEntry, Manifest
 from shardwise.manifest.names import MANIFEST, made_by_save, step_directory, step_of_directory

@@ -6,8 +6,8 @@ import tarfile
 from pathlib import Path
 
 from shardwise.formats.detect import read_foreign
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import Foreign
-from shardwise.formats.tree import Tree
 from shardwise.formats.validate import validate_foreign
 
 GOLDEN = Path(__file__).parents[1] / "compat" / "foreign"

@@ -13,9 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardwise as sw
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.readers.dcp import reader
-from shardwise.formats.tree import Tree
 from shardwise.formats.validate import validate_foreign
 from shardwise.state.objects import decode
 from shardwise.testing import Gang

@@ -17,9 +17,9 @@ import shardwise as sw
 from shardwise.checkpoint import Checkpoint
 from shardwise.errors import FormatError
 from shardwise.formats import detect
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable
 from shardwise.formats.index import decode_index, encode_index, read_or_write_index
-from shardwise.formats.tree import Tree
 from shardwise.formats.validate import validate_foreign
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.table import Pieces

@@ -33,8 +33,8 @@ from shardwise.formats.containers.pickle_values import (
 )
 from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.torch_values import TORCH_NAMES
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.readers.dcp.metadata import read_metadata
-from shardwise.formats.tree import Tree
 
 MOST_MEMORY = 16 << 20
 GADGETS = """

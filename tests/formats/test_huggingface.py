@@ -12,8 +12,8 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import FormatError
 from shardwise.formats.detect import read_foreign
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.readers import huggingface
-from shardwise.formats.tree import Tree
 from tests.formats.comparing import assert_same
 from tests.formats.reference import read_tensors
 

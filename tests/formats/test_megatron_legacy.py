@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import shardwise as sw
 from shardwise.formats.detect import read_foreign
-from shardwise.formats.tree import Tree
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.validate import validate_foreign
 from tests.formats.comparing import assert_same
 from tests.formats.conftest import LEGACY, Checkpoints

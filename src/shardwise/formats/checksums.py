@@ -8,8 +8,8 @@ import numpy as np
 
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.zip_archive import ZIP_START, read_entry_checksums
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
-from shardwise.formats.tree import Tree
 from shardwise.manifest.checksums import Summed
 
 ITEMS_SUFFIX = ".distcp"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.readers import (
     accelerate,
@@ -20,7 +21,6 @@ from shardwise.formats.readers.dcp import reader as dcp
 from shardwise.formats.readers.deepspeed import reader as deepspeed
 from shardwise.formats.readers.deepspeed import universal as deepspeed_universal
 from shardwise.formats.readers.megatron_legacy import reader as megatron_legacy
-from shardwise.formats.tree import Tree
 
 MOST_SUGGESTIONS = 8
 """The most directories that a message suggests to open instead."""

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 
 from shardwise.errors import FormatError, StateError, StoreError
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable
-from shardwise.formats.tree import Tree
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.manifest import LARGEST, ObjectEntry, TensorEntry
 from shardwise.manifest.table import Int, Pieces, check_width

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.formats.build import Builder
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
+from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.optimizers import (
     GROUPS,
     PARAM_NAMES,

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
-from shardwise.formats.build import Builder, describe_differing_values
 from shardwise.formats.containers.pickle_values import Record
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.safetensors import is_safetensors, read_header
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.containers.torch_values import DTENSOR_NAMES, StoredShard
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import Catalogue, Foreign, StoredArray, build_catalogue
+from shardwise.formats.foreign_builder import Builder, describe_differing_values
 from shardwise.formats.language import Spec, apply_spec, parse
 from shardwise.formats.specs import builtin_names, load_builtin
-from shardwise.formats.tree import Tree
 from shardwise.manifest.table import Int
 
 _AXIS = re.compile(r"\{([a-z_][a-z0-9_]*)\}")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shardwise.errors import FormatError
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.readers.deepspeed import reader
-from shardwise.formats.tree import Tree
 from shardwise.formats.validate import validate_foreign
 
 HUGE = 2**61

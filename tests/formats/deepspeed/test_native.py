@@ -11,9 +11,9 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import FormatError
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.readers.deepspeed import reader
-from shardwise.formats.tree import Tree
 from shardwise.formats.validate import validate_foreign
 from shardwise.state.objects import decode
 from tests.formats.conftest import ON_FOUR, ON_TWO, Checkpoints

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.readers.deepspeed import reader
-from shardwise.formats.tree import Tree
 from shardwise.formats.validate import validate_foreign
 from tests.formats.conftest import PARALLEL
 from tests.formats.deepspeed.test_native import same

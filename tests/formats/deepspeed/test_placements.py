@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from shardwise.errors import FormatError
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.readers.deepspeed import reader
 from shardwise.formats.readers.deepspeed.tensor_parallel import Placement, placement_rule
-from shardwise.formats.tree import Tree
 from shardwise.formats.validate import validate_foreign
 from tests.formats.deepspeed.test_native import same
 from tests.formats.reference import read_tensors

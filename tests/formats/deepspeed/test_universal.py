@@ -10,8 +10,8 @@ import torch
 
 from shardwise.errors import FormatError
 from shardwise.formats.detect import read_foreign
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.readers.deepspeed import reader, universal
-from shardwise.formats.tree import Tree
 from shardwise.formats.validate import validate_foreign
 from shardwise.state.objects import decode
 from tests.formats.conftest import CONVERTED, Checkpoints

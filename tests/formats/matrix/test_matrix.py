@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.formats.detect import READERS, read_foreign
-from shardwise.formats.tree import Tree
+from shardwise.formats.file_tree import Tree
 from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.formats.matrix.sources import SOURCES

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from shardwise.errors import FormatError
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.nested import (
     NestedLeaves,
@@ -28,7 +29,6 @@ from shardwise.formats.readers import huggingface
 from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
 from shardwise.formats.readers.dcp.reader import count_ranks, leaves_of, read_content
 from shardwise.formats.readers.torch_save import read_value
-from shardwise.formats.tree import Tree
 
 FORMAT = "accelerate"
 FSDP_MODEL, OPTIMIZER, SCHEDULER = "pytorch_model_fsdp", "optimizer", "scheduler"

@@ -13,6 +13,7 @@ import numpy as np
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.torch_values import TORCH_NAMES
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import Foreign, PieceTable, StoredArray
 from shardwise.formats.nested import NestedLeaves, build_foreign, join_leaves
 from shardwise.formats.optimizers import Path
@@ -20,7 +21,6 @@ from shardwise.formats.readers.dcp.items import ItemArrays, load_only_storage
 from shardwise.formats.readers.dcp.metadata import METADATA, Metadata, parse_index, read_metadata
 from shardwise.formats.readers.dcp.reader import Chunks, count_ranks, leaves_of, read_content
 from shardwise.formats.readers.torch_save import read_value
-from shardwise.formats.tree import Tree
 
 FORMAT = "ByteCheckpoint"
 PARTS = ("model", "optimizer")

@@ -16,12 +16,12 @@ from typing import TypeAlias
 import msgspec
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
-from shardwise.formats.build import Builder
 from shardwise.formats.containers.safetensors import METADATA, Header, is_safetensors, read_header
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import Foreign, StoredArray
+from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.piece_tables import table_of_boxes, tie_equal_arrays
 from shardwise.formats.readers.torch_save import read_value
-from shardwise.formats.tree import Tree
 from shardwise.manifest.manifest import Dims, TensorEntry
 
 FORMAT = "Hugging Face"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import FormatError
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.nested import NestedLeaves, build_foreign, find_leaves, join_leaves
 from shardwise.formats.optimizers import Path
@@ -15,7 +16,6 @@ from shardwise.formats.piece_tables import tie_equal_arrays
 from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
 from shardwise.formats.readers.dcp.reader import count_ranks, leaves_of, read_content
 from shardwise.formats.readers.torch_save import contains_text, read_value
-from shardwise.formats.tree import Tree
 
 FORMAT = "Lightning"
 UNSHARDED_FILE = "meta.pt"

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from shardwise.errors import FormatError, LayoutError
-from shardwise.formats.build import Builder
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import (
     Foreign,
     ForeignFile,
@@ -23,12 +23,12 @@ from shardwise.formats.foreign import (
     StoredArray,
     row_major_strides,
 )
+from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.optimizers import GROUPS, ParamGroup
 from shardwise.formats.piece_tables import join_tables, select_rows, table_of_boxes
 from shardwise.formats.readers.dcp.metadata import METADATA, Metadata, read_metadata
 from shardwise.formats.readers.dcp.reader import DcpContent, count_ranks, read_content
 from shardwise.formats.readers.torch_save import read_value
-from shardwise.formats.tree import Tree
 from shardwise.layout import boxes_of_range
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.table import Int, Pieces

@@ -18,9 +18,9 @@ from shardwise.formats.containers.torch_files import (
 )
 from shardwise.formats.containers.torch_values import DTENSOR_NAMES
 from shardwise.formats.containers.zip_archive import ZIP_START
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import Foreign, StoredArray
 from shardwise.formats.merge_ranks import merge_ranks
-from shardwise.formats.tree import Tree
 
 FORMAT = "a file of torch.save"
 RANKS_FORMAT = "torch.save by each rank"

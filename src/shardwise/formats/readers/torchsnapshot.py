@@ -14,12 +14,12 @@ import msgspec
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.torch_files import read_torch_file
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import Foreign, StoredArray, row_major_strides
 from shardwise.formats.nested import NestedLeaves, build_foreign
 from shardwise.formats.optimizers import STATE, Path
 from shardwise.formats.piece_tables import table_of_boxes
 from shardwise.formats.readers.dcp.reader import fold_values, restore_lists
-from shardwise.formats.tree import Tree
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Count, Dims
 

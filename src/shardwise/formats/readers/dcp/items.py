@@ -22,9 +22,9 @@ from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import parse_storage_id, read_torch_file
 from shardwise.formats.containers.torch_values import TORCH_NAMES, Storage
+from shardwise.formats.file_tree import BytesFile, Tree
 from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.dcp.metadata import Item
-from shardwise.formats.tree import BytesFile, Tree
 from shardwise.manifest.table import Int
 from shardwise.store import ReadableFile
 

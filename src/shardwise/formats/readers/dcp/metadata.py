@@ -10,7 +10,7 @@ from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_values import AllowedNames, Record, allow_as_records
 from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.torch_values import TORCH_NAMES
-from shardwise.formats.tree import Tree
+from shardwise.formats.file_tree import Tree
 from shardwise.manifest.manifest import LARGEST
 from shardwise.manifest.validate import MOST_PIECES
 from shardwise.state.keys import check_keys

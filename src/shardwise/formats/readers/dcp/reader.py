@@ -11,12 +11,12 @@ import numpy as np
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
 from shardwise.formats.containers.pickle_values import AllowedNames
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
 from shardwise.formats.nested import NestedLeaves, build_foreign
 from shardwise.formats.optimizers import Path, is_of_optimizer
 from shardwise.formats.readers.dcp.items import ItemArrays, find_arrays, read_values
 from shardwise.formats.readers.dcp.metadata import METADATA, Item, Metadata, read_metadata
-from shardwise.formats.tree import Tree
 from shardwise.manifest.table import Int, Pieces, check_width, padded_rows
 
 FORMAT = "PyTorch DCP"

@@ -9,9 +9,9 @@ import torch
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.ranges import FileRange
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.deepspeed.states import ModelState, OptimizerState
-from shardwise.formats.tree import Tree
 
 MOST_SHOWN = 4
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")

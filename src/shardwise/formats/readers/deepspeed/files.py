@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
-from shardwise.formats.tree import MOST_FILES, Tree
+from shardwise.formats.file_tree import MOST_FILES, Tree
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 WEIGHTS_KEY, HYPERPARAMETERS_FILE = "fp32", "optimizer_state.pt"

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import FormatError
-from shardwise.formats.build import Builder, number_tensor
 from shardwise.formats.foreign import PieceTable, StoredArray
+from shardwise.formats.foreign_builder import Builder, number_tensor
 from shardwise.formats.optimizers import ParamGroup, merge_param_groups
 from shardwise.formats.readers.deepspeed.agreement import STEP
 from shardwise.formats.readers.deepspeed.states import ModelState, Number

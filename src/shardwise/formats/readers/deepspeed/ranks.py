@@ -10,6 +10,7 @@ from typing import Any
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.torch_files import Contents, ParseCache, read_torch_file
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.deepspeed.agreement import check_counters, check_optimizers
 from shardwise.formats.readers.deepspeed.files import (
@@ -27,7 +28,6 @@ from shardwise.formats.readers.deepspeed.states import (
     require_arrays,
 )
 from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule, placement_rule
-from shardwise.formats.tree import Tree
 
 
 @dataclass(frozen=True, slots=True)

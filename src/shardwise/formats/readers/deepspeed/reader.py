@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardwise.errors import FormatError
-from shardwise.formats.build import Builder, equal_plain_values
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import Foreign
+from shardwise.formats.foreign_builder import Builder, equal_plain_values
 from shardwise.formats.optimizers import ParamGroup
 from shardwise.formats.readers.deepspeed.files import (
     FILES_WITHOUT_STATE,
@@ -28,7 +29,6 @@ from shardwise.formats.readers.deepspeed.tensor_parallel import (
 )
 from shardwise.formats.readers.deepspeed.without_zero import add_undivided_optimizer
 from shardwise.formats.readers.deepspeed.zero import flat_groups
-from shardwise.formats.tree import Tree
 
 FORMAT = "DeepSpeed"
 

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shardwise.errors import FormatError
-from shardwise.formats.build import Builder
 from shardwise.formats.foreign import StoredArray
+from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.readers.deepspeed.states import Shape
 from shardwise.layout import Box
 from shardwise.manifest.table import Int

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
-from shardwise.formats.build import Builder
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import Foreign, StoredArray, row_major_strides
+from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.optimizers import ParamGroup
 from shardwise.formats.readers.deepspeed.agreement import STEP
 from shardwise.formats.readers.deepspeed.files import (
@@ -39,7 +40,6 @@ from shardwise.formats.readers.deepspeed.tensor_parallel import (
     place_whole,
 )
 from shardwise.formats.readers.deepspeed.zero import MASTER
-from shardwise.formats.tree import Tree
 
 FORMAT = "DeepSpeed universal"
 _PARAMETER_FILE = re.compile(r"zero/(.+)/([^/]+)\.pt")

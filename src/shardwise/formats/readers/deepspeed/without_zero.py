@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.errors import FormatError
-from shardwise.formats.build import Builder
 from shardwise.formats.foreign import StoredArray
+from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.optimizers import ParamGroup
 from shardwise.formats.readers.deepspeed.agreement import STEP
 from shardwise.formats.readers.deepspeed.optimizers import (

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 from shardwise.errors import CheckpointNotFoundError, FormatError
 from shardwise.formats.containers.pickle_values import Record
 from shardwise.formats.containers.torch_files import read_torch_file
+from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import ForeignFile, StoredArray
-from shardwise.formats.tree import Tree
 
 LATEST = "latest_checkpointed_iteration.txt"
 LARGEST_LATEST = 100

@@ -8,9 +8,10 @@ from itertools import product
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
-from shardwise.formats.build import Builder, describe_differing_values
 from shardwise.formats.containers.pickle_values import AllowedCallable, Record, UnknownObject
+from shardwise.formats.file_tree import MOST_FILES, Tree
 from shardwise.formats.foreign import CatalogueRow, Foreign, build_catalogue
+from shardwise.formats.foreign_builder import Builder, describe_differing_values
 from shardwise.formats.language import apply_spec
 from shardwise.formats.optimizers import (
     GROUPS,
@@ -53,7 +54,6 @@ from shardwise.formats.readers.megatron_legacy.ranks import (
     require_files,
 )
 from shardwise.formats.specs import load_builtin
-from shardwise.formats.tree import MOST_FILES, Tree
 from shardwise.manifest.table import Int
 
 FORMAT = "legacy Megatron-LM"
