@@ -20,7 +20,7 @@ LAYERS = (
     ("cli",),
     ("shardwise",),  # the package's __init__, which exports the public names
     ("checkpointer",),
-    ("exporting", "surgery"),
+    ("exporting", "combining"),
     ("api",),
     ("loading",),
     ("convert",),

@@ -16,7 +16,7 @@ from shardwise.manifest.checksums import crc32
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import decode_manifest, encode_manifest
 from shardwise.manifest.validate import validated_pieces
-from shardwise.testing.threads import ThreadGroup, run_ranks
+from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 PAGE = Path(__file__).parent.parent / "docs" / "format.md"
 

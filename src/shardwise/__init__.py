@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from shardwise.checkpoint import SavedTensor as SavedTensor
     from shardwise.checkpointer.checkpointer import Checkpointer as Checkpointer
     from shardwise.checkpointer.restoring import RestoreReport as RestoreReport
+    from shardwise.combining import average as average
+    from shardwise.combining import merge_lora as merge_lora
     from shardwise.convert.write import ConversionReport as ConversionReport
     from shardwise.engine.load import LoadReport as LoadReport
     from shardwise.engine.save import SaveReport as SaveReport
@@ -43,8 +45,6 @@ if TYPE_CHECKING:
     from shardwise.state.leaves import Shards as Shards
     from shardwise.state.per_rank import PerRank as PerRank
     from shardwise.state.rng import RngState as RngState
-    from shardwise.surgery import average as average
-    from shardwise.surgery import merge_lora as merge_lora
 
 _HOMES = {
     "Best": "retention",
@@ -76,10 +76,10 @@ _HOMES = {
     "StoreError": "errors",
     "Tls": "memory.tls",
     "VerifyReport": "engine.verify",
-    "average": "surgery",
+    "average": "combining",
     "export": "exporting",
     "load": "api",
-    "merge_lora": "surgery",
+    "merge_lora": "combining",
     "open": "api",
     "save": "api",
     "spec": "formats.specification",

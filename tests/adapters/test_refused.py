@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.testing.threads import ThreadGroup, outcomes_of_ranks, run_ranks
+from shardwise.testing.thread_group import ThreadGroup, outcomes_of_ranks, run_ranks
 
 
 class Loader:

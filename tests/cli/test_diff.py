@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.cli import compare
-from shardwise.cli.compare import batches
+from shardwise.cli.differences import batches
 from shardwise.layout import boxes_of
 from shardwise.manifest.manifest import TensorEntry
 from tests.cli.conftest import Run

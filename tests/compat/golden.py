@@ -14,7 +14,7 @@ import torch
 
 import shardwise as sw
 from shardwise.layout import boxes_of_range
-from shardwise.testing.threads import ThreadGroup, run_ranks
+from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 VERSION_1 = Path(__file__).with_name("v1")
 WORLD = 2

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.testing.threads import ThreadGroup, run_ranks
+from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.compat.golden import (
     DTYPES,
     METRICS,

@@ -26,7 +26,7 @@ from shardwise.engine.group import SoloGroup
 from shardwise.manifest.checksums import crc32
 from shardwise.opening import open_any
 from shardwise.store import LocalStore
-from shardwise.testing.threads import ThreadGroup, run_ranks
+from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import mostly_long
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64, torch.bool)

@@ -17,7 +17,7 @@ from shardwise.manifest.names import MANIFEST
 from shardwise.store import LocalStore, ReadableFile
 from shardwise.store.store import Buffer
 from shardwise.testing.strategies import Holding, holdings
-from shardwise.testing.threads import ThreadGroup, run_ranks
+from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 SHAPE = (40, 30, 64)
 WORLDS = st.integers(1, 6)

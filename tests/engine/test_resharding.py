@@ -19,7 +19,7 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.store import LocalStore, ReadableFile
 from shardwise.store.store import Buffer
 from shardwise.testing.strategies import Holding, Tensor, holdings, tensors
-from shardwise.testing.threads import ThreadGroup, run_ranks
+from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 
 def raw_values(tensor: Tensor) -> npt.NDArray[np.uint8]:

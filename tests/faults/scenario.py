@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.store import LocalStore, Store
-from shardwise.testing.faulty import Fault, FaultyStore
+from shardwise.testing.faulty_store import Fault, FaultyStore
 
 ROWS, COLUMNS = 12, 64
 State = dict[str, object]

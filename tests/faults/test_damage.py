@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import shardwise as sw
-from shardwise.testing.threads import ThreadGroup, run_ranks
+from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.faults.scenario import assert_values, restored, state_of, step_directory
 
 WORLD = 2

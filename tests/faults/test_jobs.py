@@ -12,7 +12,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.store import LocalStore
 from shardwise.testing import Gang
-from shardwise.testing.faulty import Fault, FaultyStore
+from shardwise.testing.faulty_store import Fault, FaultyStore
 from tests.faults.scenario import (
     assert_values,
     leftovers,

@@ -17,8 +17,8 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.store import LocalStore
 from shardwise.testing import Gang
-from shardwise.testing.faulty import FULL_DISK, READ_ONLY, Action, Fault, FaultyStore, refuse
-from shardwise.testing.threads import ThreadGroup, outcomes_of_ranks
+from shardwise.testing.faulty_store import FULL_DISK, READ_ONLY, Action, Fault, FaultyStore, refuse
+from shardwise.testing.thread_group import ThreadGroup, outcomes_of_ranks
 from tests.faults.scenario import (
     assert_values,
     leftovers,

@@ -24,7 +24,7 @@ from shardwise.formats.validate import validate_foreign
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.table import Pieces
 from shardwise.opening import opened_foreign
-from shardwise.testing.threads import ThreadGroup, run_ranks
+from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 
 @dataclass

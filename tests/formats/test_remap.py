@@ -15,7 +15,7 @@ from shardwise.formats.language import parse
 from shardwise.formats.remap import remap
 from shardwise.opening import open_any
 from shardwise.store import LocalStore
-from shardwise.testing.threads import ThreadGroup, run_ranks
+from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 GROUPS, QUERIES, DIM, HIDDEN = 3, 2, 4, 5
 SPEC = """

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 import shardwise as sw
-from shardwise.testing.threads import ThreadGroup, run_ranks
+from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 TEXT = """
 ranks tp pp

@@ -10,7 +10,7 @@ import torch
 
 import shardwise as sw
 from shardwise.manifest.checksums import crc32
-from shardwise.testing.threads import ThreadGroup, run_ranks
+from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 Document = dict[str, Any]
 WORLD = 2

@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.manifest.datafile import list_pieces
 from shardwise.plan.cache import PlanCache, RankPlan
 from shardwise.plan.tables import PieceTable
-from shardwise.testing.threads import ThreadGroup, run_ranks
+from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 WORLD = 2
 ROWS = 8

@@ -12,7 +12,7 @@ import torch
 
 import shardwise as sw
 from shardwise.state.per_rank import PerRankValue
-from shardwise.testing.threads import ThreadGroup, run_ranks
+from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 
 def draw() -> tuple[float, float, float, float]:

@@ -23,6 +23,7 @@ from shardwise.adapters.deepspeed import (
     torch_optimizer_of,
     wrapped_by,
 )
+from shardwise.adapters.deepspeed_optimizer import filled_groups, is_optimizer_of_engine
 from shardwise.adapters.megatron import (
     MegatronOptimizerBinding,
     MegatronWeights,
@@ -42,7 +43,6 @@ from shardwise.adapters.values import (
     TensorBinding,
     object_in,
 )
-from shardwise.adapters.zero import filled_groups, is_optimizer_of_engine
 from shardwise.errors import StateError
 from shardwise.state.leaves import LocalState, Shards
 from shardwise.state.per_rank import PerRankValue

@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.adapters.binding import Binding
+from shardwise.adapters.deepspeed_optimizer import frozen_leaf, is_optimizer_of_engine, kind_of
 from shardwise.adapters.modules import Contents, ModuleWeights
 from shardwise.adapters.parameters import CleanNames, Parameter
 from shardwise.adapters.tensors import tensor_leaf
-from shardwise.adapters.zero import frozen_leaf, is_optimizer_of_engine, kind_of
 from shardwise.errors import StateError
 from shardwise.plan.lookup import SavedState
 from shardwise.state.leaves import LocalState, TensorLeaf

@@ -13,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli import formatting as fmt
-from shardwise.cli.places import checkpoint_at
+from shardwise.cli.find_checkpoints import checkpoint_at
 from shardwise.cli.terminal import AsJson, output, print_json
 from shardwise.manifest.names import MANIFEST
 
 if TYPE_CHECKING:
-    from shardwise.cli.compare import Comparison, Differing, Unlike
+    from shardwise.cli.differences import Comparison, Differing, Unlike
 
 MOST_NAMES = 20
 
@@ -41,7 +41,7 @@ def diff(
 
     Exit status: 0 if they are the same, 1 if they differ or one of them is damaged.
     """
-    from shardwise.cli.compare import compare  # imports torch, which takes a second
+    from shardwise.cli.differences import compare  # imports torch, which takes a second
 
     one, other = checkpoint_at(a), checkpoint_at(b)
     with ExitStack() as held:

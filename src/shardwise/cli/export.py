@@ -158,10 +158,10 @@ def average(
 
     Example: shardwise average RUN/step-00000100 RUN/step-00000200 MEAN --only 'model.*'
     """
-    from shardwise import surgery
+    from shardwise import combining
 
     write = partial(
-        surgery.average, sources, target, weights=weight or None, take_first=take_first or ()
+        combining.average, sources, target, weights=weight or None, take_first=take_first or ()
     )
     _run(write, to, only, skip, root, dtype, config, max_memory, max_file, as_json=as_json)
 
@@ -190,9 +190,9 @@ def merge_lora(
 
     Example: shardwise merge-lora llama adapter merged --to hf --config llama/config.json
     """
-    from shardwise import surgery
+    from shardwise import combining
 
-    write = partial(surgery.merge_lora, base, adapter, target, alpha=alpha)
+    write = partial(combining.merge_lora, base, adapter, target, alpha=alpha)
     _run(write, to, only, skip, root, dtype, config, max_memory, max_file, as_json=as_json)
 
 

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.cli import formatting as fmt
-from shardwise.cli.picture import draw, rank_style
-from shardwise.cli.places import Saved, checkpoint_at, trusted_pieces
+from shardwise.cli.box_picture import draw, rank_style
+from shardwise.cli.find_checkpoints import Saved, checkpoint_at, trusted_pieces
+from shardwise.cli.name_tree import leaves, print_tree, tensor_bytes, tree
 from shardwise.cli.terminal import AsJson, output, print_facts, print_json, table
-from shardwise.cli.tree import leaves, print_tree, tensor_bytes, tree
 from shardwise.engine.datareader import DataReader
 from shardwise.errors import FormatError, StateError
 from shardwise.layout import Box, plane

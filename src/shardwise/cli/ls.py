@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.cli import formatting as fmt
-from shardwise.cli.places import Entry, checkpoints_below, read_manifest
+from shardwise.cli.find_checkpoints import Entry, checkpoints_below, read_manifest
 from shardwise.cli.terminal import AsJson, output, print_json, table
 from shardwise.errors import FormatError
 from shardwise.manifest.manifest import FileEntry

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.cli.checkpoint_interval import DAY, Costs, Failures, Plan, Waste, plan_intervals
+from shardwise.cli.interval_formulas import DAY, Costs, Failures, Plan, Waste, plan_intervals
 from shardwise.cli.terminal import AsJson, output, print_json, table
 
 GROUP = 8

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.cli import formatting as fmt
+from shardwise.cli.find_checkpoints import Entry, checkpoints_below
 from shardwise.cli.ls import Listed, Root, examine
-from shardwise.cli.places import Entry, checkpoints_below
 from shardwise.cli.terminal import AsJson, complain, output, print_json
 from shardwise.engine.leftovers import collect_leftovers
 from shardwise.errors import CheckpointNotFoundError, StateError, StoreError

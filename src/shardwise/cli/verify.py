@@ -13,7 +13,13 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.cli import formatting as fmt
-from shardwise.cli.places import Entry, Saved, checkpoints_at, read_manifest, trusted_pieces
+from shardwise.cli.find_checkpoints import (
+    Entry,
+    Saved,
+    checkpoints_at,
+    read_manifest,
+    trusted_pieces,
+)
 from shardwise.cli.terminal import Advance, AsJson, complain, output, print_json, progress
 from shardwise.engine.buffers import Arena
 from shardwise.engine.datareader import DataReader

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.cli.checkpoint_interval import (
+from shardwise.cli.interval_formulas import (
     DAY,
     Costs,
     Failures,

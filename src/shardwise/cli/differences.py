@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from shardwise.cli.find_checkpoints import Saved
 from shardwise.cli.inspect import rank_values
-from shardwise.cli.places import Saved
+from shardwise.cli.name_tree import tensor_bytes
 from shardwise.cli.terminal import Advance, progress
-from shardwise.cli.tree import tensor_bytes
 from shardwise.engine.buffers import Arena
 from shardwise.engine.load import read_boxes
 from shardwise.engine.opened import opened_manifest, read_manifest

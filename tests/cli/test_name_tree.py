@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.cli import formatting as fmt
-from shardwise.cli.tree import Leaf, Node, rows, tree
+from shardwise.cli.name_tree import Leaf, Node, rows, tree
 from shardwise.state.objects import encode
 
 

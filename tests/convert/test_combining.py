@@ -17,7 +17,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.convert import write
 from shardwise.state.leaves import same_bytes
-from shardwise.testing.threads import run_ranks
+from shardwise.testing.thread_group import run_ranks
 from tests.formats.foreign_goldens import unpacked
 
 SMALLEST = 16 << 20

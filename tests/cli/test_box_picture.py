@@ -8,7 +8,7 @@ from itertools import pairwise, product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.cli.picture import HEIGHT, SHADES, WIDTH, draw
+from shardwise.cli.box_picture import HEIGHT, SHADES, WIDTH, draw
 from shardwise.layout import Box, plane
 
 CUTS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
