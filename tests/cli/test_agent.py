@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardwise.cli.agent_status import show_kept, show_status
+from shardwise.cli.agent import show_kept_runs, show_status
 from shardwise.manifest.manifest import (
     FileEntry,
     Manifest,
@@ -244,7 +244,7 @@ def test_tables_fit_80_columns(home: Home) -> None:
     console = Console(file=io.StringIO(), width=80, markup=False)
     show_status(status_of(home, None, None), console)
     kept = [kept_run(home.run(name)) for name in home.runs()]
-    show_kept(str(home), kept, False, console)
+    show_kept_runs(str(home), kept, False, console)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "…" not in shown.replace("1…3", "")
     assert "[bold" not in shown  # no markup that is not meant to be seen

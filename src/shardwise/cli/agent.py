@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from shardwise.cli import formatting as fmt
-from shardwise.cli.agent_status import show_kept, show_status
-from shardwise.cli.terminal import AsJson, output, print_json
+from shardwise.cli.terminal import AsJson, output, print_json, table
 from shardwise.errors import StoreError
-from shardwise.memory.agent.status import kept_run
+from shardwise.memory.agent.status import (
+    STAGES,
+    Behind,
+    KeptRun,
+    NodeStatus,
+    RunStatus,
+    SnapshotStatus,
+    kept_run,
+    status_of,
+)
 from shardwise.memory.agent.supervise import is_training
+from shardwise.memory.agent.tensor_status import TensorsStatus, TensorStatus
 from shardwise.memory.home import Home
 from shardwise.memory.interface import LOOPBACK
 from shardwise.memory.options import DIRECTORY
@@ -35,6 +47,8 @@ Authority = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="The CA that signed all nodes' certificates."),
 ]
+STAGE_DONE = {"commit": "committed", "protect": "protected", "persist": "persisted"}
+STYLE_OF_STATE = {"done": "green", "under way": "yellow", "failed": "bold red", "": "dim"}
 
 
 @agent.command()
@@ -69,8 +83,8 @@ def run(
     """Run the agent of this node.
 
     Training starts an agent automatically if none is running. Use this command, next to torchrun
-    or in a separate container, if the agent would otherwise be killed together with the training.
-    On SIGTERM the agent finishes its current writes, within 20 seconds.
+    or in a separate container, if an agent that training starts would be killed together with it.
+    On SIGTERM the agent finishes its current writes, within 20 seconds, and exits.
     """
     from shardwise.memory.agent.service import ServeOptions, run_agent
 
@@ -84,7 +98,7 @@ def run(
         interface=interface,
         port=port,
         domain=domain,
-        tls=_tls(tls_cert, tls_key, tls_ca),
+        tls=_tls_from_options(tls_cert, tls_key, tls_ca),
         secret=secret_file,
         until_idle=until_idle,
     )
@@ -107,16 +121,15 @@ def status(
 ) -> None:
     """Show the agent of this node and its snapshots.
 
-    For each run and step: when the snapshot was committed, protected by other nodes and persisted
-    to storage, and how far each stage is behind the newest step.
+    For each run and step, shows how long it took to commit the snapshot, to protect it on other
+    nodes and to persist it to storage. Also shows how far each of these stages is behind the newest
+    step.
     """
-    from shardwise.memory.agent.status import status_of
-
-    found = status_of(Home(directory), _tls(tls_cert, tls_key, tls_ca), tensors)
+    node = status_of(Home(directory), _tls_from_options(tls_cert, tls_key, tls_ca), tensors)
     if as_json:
-        print_json(found)
+        print_json(node)
     else:
-        show_status(found, output())
+        show_status(node, output())
 
 
 @agent.command()
@@ -134,16 +147,18 @@ def clear(
 ) -> None:
     """Remove the snapshots of runs from the memory of this node.
 
-    Without --run or --all, lists the runs and removes nothing. Checkpoints in storage are kept. If
-    any of the runs is training on this node, nothing is removed unless --force is given. Other
-    nodes keep their snapshots: run this command on each of them.
+    Without --run or --all, lists the runs and removes nothing. Checkpoints in storage are kept.
+    Refuses to clear a run that is training on this node, unless --force is given. Other nodes keep
+    their snapshots: run this command on each of them.
     """
-    home = _home(directory)
-    kept = {name: kept_run(home.run(name)) for name in _runs(home)}
-    unknown = [name for name in run_id or () if name not in kept]
-    if unknown:
-        there = ", ".join(kept) or "none"
-        raise StoreError(f"{home} has no snapshots of run {', '.join(unknown)}; its runs: {there}")
+    home = _open_home(directory)
+    kept = {name: kept_run(home.run(name)) for name in _run_ids(home)}
+    unknown_runs = [name for name in run_id or () if name not in kept]
+    if unknown_runs:
+        known_runs = ", ".join(kept) or "none"
+        raise StoreError(
+            f"{home} has no snapshots of run {', '.join(unknown_runs)}; its runs: {known_runs}"
+        )
     chosen = list(kept.values()) if all_runs else [kept[name] for name in run_id or ()]
     busy = [each.run for each in chosen if each.training]
     if busy and not force:
@@ -156,7 +171,7 @@ def clear(
     if as_json:
         print_json({"runs": list(kept.values()), "cleared": [each.run for each in chosen]})
         return
-    show_kept(str(home), chosen or list(kept.values()), bool(chosen), output())
+    show_kept_runs(str(home), chosen or list(kept.values()), bool(chosen), output())
 
 
 @agent.command()
@@ -168,14 +183,14 @@ def stop(
 ) -> None:
     """Stop the agent of this node.
 
-    The snapshots are kept, and the next agent takes them over. The agent first finishes its current
-    writes, within 20 seconds. Refused if training runs on this node, unless --force is given:
-    training would start another agent within seconds.
+    The agent first finishes its current writes, within 20 seconds. The snapshots are kept, and the
+    next agent continues with them. Refuses to stop the agent while training runs on this node,
+    unless --force is given: training would start another agent within seconds.
     """
-    home = _home(directory)
+    home = _open_home(directory)
     info = running_agent(home)
     if info is None and not home.has_agent():
-        raise StoreError(f"no agent is running in {home}")
+        raise StoreError(f"nothing to stop: no agent is running in {home}")
     if info is None:
         raise StoreError(f"the agent of {home} is starting or stopping: try again in a few seconds")
     if is_training(home) and not force:
@@ -187,29 +202,176 @@ def stop(
     output().print(f"stopped the agent of node {fmt.printable(info.node)}")
 
 
-def _home(directory: Path) -> Home:
-    """Return the home in a directory, without creating it.
+def _open_home(directory: Path) -> Home:
+    """Return this user's snapshots in a directory, without creating anything.
 
     Raises:
-        StoreError: there is none.
+        StoreError: the directory has no snapshots of this user.
     """
     if not (directory / f"shardwise-{os.getuid()}").exists():
-        raise StoreError(f"{directory} has no snapshots of this user: check --dir")
+        raise StoreError(
+            f"--dir {directory}: the directory has no snapshots of this user. Pass the directory "
+            "that the training uses"
+        )
     return Home(directory)
 
 
-def _runs(home: Home) -> list[str]:
-    """Return the ids of the runs of a node. Directories that are not runs are skipped."""
-    found = []
+def _run_ids(home: Home) -> list[str]:
+    """Return the ids of the runs that have snapshots on this node."""
+    run_ids = []
     for name in home.runs():
-        with suppress(StoreError):
-            found.append(home.run(name).name)
-    return found
+        with suppress(StoreError):  # the directory is not a run
+            run_ids.append(home.run(name).name)
+    return run_ids
 
 
-def _tls(certificate: Path | None, key: Path | None, ca: Path | None) -> Tls | None:
+def _tls_from_options(certificate: Path | None, key: Path | None, ca: Path | None) -> Tls | None:
     if certificate is None and key is None and ca is None:
         return None
     if certificate is None or key is None or ca is None:
         raise typer.BadParameter("give all three of --tls-cert, --tls-key and --tls-ca, or none")
     return Tls(certificate=certificate, key=key, ca=ca)
+
+
+def show_status(node: NodeStatus, console: Console) -> None:
+    """Print the state of a node, its agent, its runs and its snapshots."""
+    console.print(_agent_line(node))
+    console.print(
+        f"{fmt.size(node.bytes)} kept in {fmt.printable(node.directory)}, "
+        f"{fmt.size(node.bytes_left)} left; "
+        f"{'training runs' if node.training else 'no training runs'} on this node",
+        soft_wrap=True,
+    )
+    for run in node.runs:
+        console.print()
+        _show_run(run, console)
+
+
+def show_kept_runs(home: str, runs: Sequence[KeptRun], cleared: bool, console: Console) -> None:
+    """Print the runs that a node keeps snapshots of, or those that were cleared."""
+    if not runs:
+        console.print(f"{fmt.printable(home)} keeps no snapshots")
+        return
+    shown = table()
+    shown.add_column("run", no_wrap=True, style="bold")
+    shown.add_column("size", justify="right", no_wrap=True)
+    for header in ("steps", "in storage", "training"):
+        shown.add_column(header, min_width=len(header))
+    shown.add_column("root", overflow="fold")
+    for each in runs:
+        in_storage = Text("–" if each.persisted is None else str(each.persisted))
+        if each.steps and each.persisted != each.steps[-1]:
+            in_storage = Text(f"not {each.steps[-1]}", "bold red")
+        shown.add_row(
+            each.run,
+            fmt.size(each.bytes),
+            fmt.indices(each.steps) or "–",
+            in_storage,
+            "yes" if each.training else "no",
+            fmt.printable(each.root or "–"),
+        )
+    console.print(shown)
+    total = fmt.size(sum(each.bytes for each in runs))
+    if cleared:
+        console.print(f"cleared {fmt.count(len(runs), 'run')}: {total} freed")
+    else:
+        console.print(f"{total} in total. Nothing was removed: pass --run ID or --all")
+
+
+def _agent_line(node: NodeStatus) -> Text:
+    if node.node is None:
+        return Text.assemble(("no agent runs here", "bold red"))
+    text = Text.assemble("agent of ", (fmt.printable(node.node), "bold"))
+    if node.domain:
+        text.append(f" in domain {fmt.printable(node.domain)}")
+    if not node.alive:
+        return text.append(": ").append("not running", "bold red")
+    text.append(f" at {fmt.printable(node.url or '')}: ")
+    if node.answers is False:
+        text.append("runs, but does not answer", "bold red")
+    else:
+        text.append("runs", "green")
+    if node.process is not None:
+        text.append(f", process {node.process}")
+    if node.agent_bytes is not None:
+        text.append(f", {fmt.size(node.agent_bytes)} of memory")
+    return text
+
+
+def _show_run(run: RunStatus, console: Console) -> None:
+    used, free = fmt.count(run.slots_used, "slot"), fmt.size(run.bytes_free)
+    slots = f"{used} used, {run.slots_free} free ({free})"
+    console.print(Text.assemble(("run ", "dim"), (run.run, "bold"), f"   {slots}"))
+    if not run.snapshots:
+        return
+    console.print(Text("   ").join(_lag_text(stage, run.behind[stage]) for stage in STAGES))
+    shown = table(gap=2)
+    shown.add_column("step", justify="right", no_wrap=True, style="bold")
+    for header in ("age", "size", "others'"):
+        shown.add_column(header, justify="right", no_wrap=True)
+    for stage in STAGES:
+        shown.add_column(STAGE_DONE[stage], min_width=len(STAGE_DONE[stage]))
+    shown.add_column("protected by", overflow="fold", min_width=len("protected by"))
+    for each in run.snapshots:
+        shown.add_row(*_snapshot_cells(each))
+    console.print(shown)
+    for line in _failure_lines(run):
+        console.print(line)
+    if run.tensors is not None:
+        _show_tensors(run.tensors, console)
+
+
+def _show_tensors(tensors_status: TensorsStatus, console: Console) -> None:
+    console.print(f"\ntensors of step {tensors_status.step}")
+    shown = table()
+    shown.add_column("tensor", overflow="fold", style="bold")
+    shown.add_column("size", justify="right", no_wrap=True)
+    shown.add_column("nodes", overflow="fold")
+    shown.add_column("protected", overflow="fold")
+    for each in tensors_status.tensors:
+        name, size = fmt.printable(each.name), fmt.size(each.bytes)
+        shown.add_row(name, size, fmt.names(each.nodes), _protection_text(each))
+    console.print(shown)
+
+
+def _protection_text(tensor: TensorStatus) -> Text:
+    """Return how many lost nodes a tensor survives, and where its copies or parity are."""
+    protections = "; ".join(f"{each.kind} on {fmt.names(each.nodes)}" for each in tensor.guards)
+    if not tensor.survives:
+        return Text(f"partly: {protections}" if protections else "not", "bold red")
+    lost = fmt.count(tensor.survives, "node")
+    return Text(f"against the loss of {lost}: {protections}", "green")
+
+
+def _lag_text(stage: str, behind: Behind) -> Text:
+    """Return the newest step of a stage: `committed 12`, `persisted 10 (2 steps, 1.6 s behind)`."""
+    if behind.step is None:
+        return Text(f"no step {STAGE_DONE[stage]}", "dim")
+    text = Text(f"{STAGE_DONE[stage]} {behind.step}")
+    if behind.steps:
+        lag = fmt.count(behind.steps, "step")
+        text.append(f" ({lag}, {fmt.duration(behind.seconds)} behind)", "yellow")
+    return text
+
+
+def _snapshot_cells(each: SnapshotStatus) -> Iterator[Text]:
+    yield Text(str(each.step))
+    yield Text(fmt.duration(each.age))
+    yield Text(fmt.size(each.bytes))
+    yield Text(fmt.size(each.bytes_for_others) if each.bytes_for_others else "–")
+    for stage in (each.commit, each.protect, each.persist):
+        text = stage.state or "–"
+        if stage.state == "done":
+            text = "" if stage.seconds is None else f"in {fmt.duration(stage.seconds)}"
+        elif stage.seconds is not None:
+            text += f" {fmt.duration(stage.seconds)}"
+        yield Text(text or "done", STYLE_OF_STATE[stage.state])
+    yield Text(", ".join(map(fmt.printable, each.protected_by)) or "–")
+
+
+def _failure_lines(run: RunStatus) -> Iterator[Text]:
+    for each in run.snapshots:
+        for stage in STAGES:
+            failure = getattr(each, stage).failure
+            if failure:
+                yield Text(f"step {each.step}: {stage}: {fmt.printable(failure)}", "red")
