@@ -1,4 +1,4 @@
-"""`average` and `merge_lora`: write one checkpoint made from several, in bounded memory."""
+"""Combine checkpoints: `average` several, or `merge_lora` into a base, in bounded memory."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ import msgspec
 import torch.distributed as dist
 
 from shardwise.api import Place, resolved_group
-from shardwise.convert.average import Averaged, averaged, checked_weights
+from shardwise.convert.average import average_manifests, normalize_weights
 from shardwise.convert.export import (
     MAX_FILE,
     MAX_MEMORY,
     ExportOptions,
-    digest_of,
+    digest_source,
     write_export,
 )
-from shardwise.convert.lora import AdapterConfig, changes, decode_config
-from shardwise.convert.merge import Merged
-from shardwise.convert.plan import Parts
-from shardwise.convert.stream import Source
-from shardwise.convert.write import Compared, ConversionReport, largest_read
+from shardwise.convert.lora import AdapterConfig, Change, decode_config, find_changes
+from shardwise.convert.plan import Source
+from shardwise.convert.sources import AverageSource, CheckpointSource, MergedSource
+from shardwise.convert.write import ConversionReport, CopiesToCompare, chunk_size
 from shardwise.engine.buffers import Arena
 from shardwise.engine.calls import without_collection
-from shardwise.engine.exchange import exchange
+from shardwise.engine.exchange import run_on_all, run_on_first
 from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened
-from shardwise.errors import StateError
+from shardwise.errors import MismatchError, StateError
 from shardwise.events import Recorder, Sink
 from shardwise.formats.specification import Specification
 from shardwise.manifest.manifest import Manifest
@@ -65,17 +64,18 @@ def average(
     group: dist.ProcessGroup | Group | None = None,
     on_event: Sink | None = None,
 ) -> ConversionReport:
-    """Write the weighted mean of several checkpoints. All ranks call it and share the work.
+    """Write the weighted average of several checkpoints. All ranks call it and share the work.
 
     Floating-point tensors are averaged in double precision and rounded once, to the dtype of the
     first checkpoint. Other tensors must be equal in all checkpoints. Plain values that differ are
     left out. The result has no metrics; it has a step only if all checkpoints have the same step.
 
     Args:
-        places: two or more checkpoints with the same names and shapes, in any formats. For the
-            root of a run, its newest checkpoint is read.
+        places: two or more checkpoints with the same names and shapes, in any formats. Of a root,
+            the newest checkpoint is read.
+        target: a new directory.
         weights: one number per checkpoint; only their ratios matter. Default: equal weights.
-        take_first: shell patterns; matching names are taken from the first checkpoint.
+        take_first: shell patterns of names to take from the first checkpoint.
         to, only, skip, root, dtype, config, verify, spec, format, max_memory, max_file, group,
             on_event: as for `export`. `only=["model.*"]` averages the weights alone.
 
@@ -128,15 +128,16 @@ def merge_lora(
 
     Args:
         base: the checkpoint that the adapter was trained on, in any format.
-        adapter: a directory that PEFT saved; or any checkpoint with tensors `….lora_A` and
-            `….lora_B` (upper or lower case, with or without `.weight`) whose names end like the
-            base's names.
+        adapter: a directory that PEFT saved; or any checkpoint with tensors `NAME.lora_A` and
+            `NAME.lora_B` (upper or lower case, with or without `.weight`), where NAME is the end
+            of a module's name in the base.
+        target: a new directory.
         alpha: the LoRA alpha. Default: `lora_alpha` of PEFT's `adapter_config.json`.
         to, only, skip, root, dtype, config, verify, spec, format, max_memory, max_file, group,
-            on_event: as for `export`. They apply to the base, whose model is below `root`.
+            on_event: as for `export`. `spec` and `format` apply to the base.
 
     Raises:
-        MismatchError: the adapter does not fit the base; `.problems` lists all names.
+        MismatchError: the adapter does not fit the base; `problems` lists all names.
         CheckpointExistsError, StateError, CorruptionError: as for `export`.
     """
     options = ExportOptions(
@@ -158,7 +159,11 @@ def merge_lora(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One call of `average` or `merge_lora` on one rank."""
+    """One call of `average` or `merge_lora` on one rank.
+
+    Attributes:
+        cleanup: closes what the job holds open, such as locks.
+    """
 
     options: ExportOptions
     group: Group
@@ -172,112 +177,131 @@ class _Job:
         take_first: Sequence[str],
         reading: OpenOptions,
     ) -> ConversionReport:
-        """Write the weighted mean of several checkpoints."""
+        """Write the weighted average of several checkpoints."""
 
-        def check() -> None:
+        def check_options() -> None:
             Selection.by(take_first, ())
             if isinstance(places, str) or len(places) < 2:
                 raise StateError(f"places={places!r}: expected a list of two or more checkpoints")
-            checked_weights(weights, len(places))
+            normalize_weights(weights, len(places))
 
+        run_on_all(self.group, "checking options", check_options)
         identity = f"{weights}, {take_first}"
-        self._agree(check)
         with self.recorder.stage("open"):
             opened = [
-                self._open(place, f"{identity}, {i}", reading) for i, place in enumerate(places)
+                self._open(place, f"{identity}, {index}", reading)
+                for index, place in enumerate(places)
             ]
-        found = {str(each.store): each for each in opened}
-        if len({_real(each.store) for each in opened}) < len(opened):
+        by_path = {str(each.store): each for each in opened}
+        if len({_resolve_links(each.store) for each in opened}) < len(opened):
             raise StateError(
-                "places= has the same checkpoint twice: use weights= to give it a larger weight"
+                f"places= has a checkpoint twice ({', '.join(map(str, places))}): pass each one "
+                "once, and use weights= to give it a larger weight"
             )
         selection = Selection.by(self.options.only, self.options.skip)
-        manifests = {name: each.manifest for name, each in found.items()}
-        manifest, left_out = averaged(manifests, selection, take_first)
+        manifests = {path: each.manifest for path, each in by_path.items()}
+        manifest, left_out = average_manifests(manifests, selection, take_first)
 
-        def source(arena: Arena) -> Parts:
+        def open_source(arena: Arena) -> Source:
             sources = {
-                n: Source(each, arena, verify=self.options.verify) for n, each in found.items()
+                path: CheckpointSource(each, arena, verify=self.options.verify)
+                for path, each in by_path.items()
             }
-            shares = checked_weights(weights, len(sources))
-            return Averaged(sources, shares, take_first, largest_read(self.options.max_memory))
+            normalized = normalize_weights(weights, len(sources))
+            max_bytes = chunk_size(self.options.max_memory)
+            return AverageSource(sources, normalized, take_first, max_bytes)
 
-        source_id = f"average {[digest_of(each) for each in opened]}, {identity}"
-        left = [*left_out, *(line for each in opened for line in each.left_out)]
-        compared: Compared = [(each, None) for each in opened]
-        return self._write(manifest, source, compared, source_id, left)
+        source_id = f"average {[digest_source(each) for each in opened]}, {identity}"
+        left_out = (*left_out, *(line for each in opened for line in each.left_out))
+        copies: CopiesToCompare = [(each, None) for each in opened]
+        return self._write(manifest, open_source, copies, source_id, left_out)
 
     def merge(
         self, base: Place, adapter: Place, alpha: float | None, reading: OpenOptions
     ) -> ConversionReport:
         """Write a model with an adapter merged into it."""
-        self._agree(partial(_check_alpha, alpha))
+        run_on_all(self.group, "checking options", partial(_check_alpha, alpha))
         with self.recorder.stage("open"):
             opened = self._open(base, f"{alpha}", reading)
-            config = self._adapter_config(adapter)
-            added = self._open(partial(_weights_at, adapter), f"{alpha}", PLAIN)
-        changed = changes(added.manifest, opened.manifest, self.options.root, config, alpha)
+            config = self._read_adapter_config(adapter)
+            opened_adapter = self._open(partial(_adapter_weights, adapter), f"{alpha}", PLAIN)
+        changes = self._find_changes(opened_adapter, opened, config, alpha)
 
-        def source(arena: Arena) -> Parts:
-            ours, theirs = (
-                Source(each, arena, verify=self.options.verify) for each in (opened, added)
+        def open_source(arena: Arena) -> Source:
+            base_source, adapter_source = (
+                CheckpointSource(each, arena, verify=self.options.verify)
+                for each in (opened, opened_adapter)
             )
-            return Merged(ours, theirs, changed, largest_read(self.options.max_memory))
+            max_bytes = chunk_size(self.options.max_memory)
+            return MergedSource(base_source, adapter_source, changes, max_bytes)
 
-        source_id = f"merge {digest_of(opened)}, {digest_of(added)}, {config}, {alpha}"
+        digests = f"{digest_source(opened)}, {digest_source(opened_adapter)}"
         manifest = msgspec.structs.replace(opened.manifest, metrics={})
-        compared: Compared = [(opened, None), (added, [e.name for e in added.manifest.tensors])]
-        left = [*opened.left_out, *added.left_out]
-        return self._write(manifest, source, compared, source_id, left)
+        adapter_names = [entry.name for entry in opened_adapter.manifest.tensors]
+        copies: CopiesToCompare = [(opened, None), (opened_adapter, adapter_names)]
+        left_out = (*opened.left_out, *opened_adapter.left_out)
+        source_id = f"merge {digests}, {config}, {alpha}"
+        return self._write(manifest, open_source, copies, source_id, left_out)
 
-    def _agree(self, check: Callable[[], None]) -> None:
-        """Run a check on all ranks. An error on one rank is raised on all."""
-
-        def speak() -> bytes:
-            check()
-            return b""
-
-        exchange(self.group, "checking options", speak, lambda _: b"")
+    def _find_changes(
+        self, adapter: Opened, base: Opened, config: AdapterConfig | None, alpha: float | None
+    ) -> dict[str, Change]:
+        """Find the changes that an adapter makes, and add its path to errors."""
+        root = self.options.root
+        try:
+            return find_changes(adapter.manifest, base.manifest, root, config, alpha)
+        except StateError as error:
+            raise StateError(f"{adapter.store}: {error}") from error
+        except MismatchError as error:
+            raise MismatchError(f"{adapter.store}: {error.summary}", error.problems) from error
 
     def _open(
         self, place: Place | Callable[[], Place], identity: str, reading: OpenOptions
     ) -> Opened:
-        def find() -> Store:
+        """Open a checkpoint, and lock it until the end of the job."""
+
+        def find_store() -> Store:
             return open_store(place() if callable(place) else place)
 
-        below = place_below(find, "newest", self.group)
+        step_folder = place_below(find_store, "newest", self.group)
 
         def enter() -> Store:
             self.options.check()
-            store = find().at(below) if below else find()
+            store = find_store().at(step_folder) if step_folder else find_store()
             self.cleanup.enter_context(store.hold(MANIFEST, shared=True))
             return store
 
         return open_any(enter, self.group, f"{self.options.identity}, {identity}", reading)
 
-    def _adapter_config(self, adapter: Place) -> AdapterConfig | None:
-        """Return the PEFT configuration of an adapter, read by rank 0; None if it has none."""
+    def _read_adapter_config(self, adapter: Place) -> AdapterConfig | None:
+        """Read the PEFT configuration of an adapter on rank 0. Return None if it has none."""
 
-        def answer(_: list[bytes]) -> bytes:
-            folder = _folder_of(adapter)
+        def read() -> bytes:
+            folder = _adapter_folder(adapter)
             if folder is None or ADAPTER_CONFIG not in folder.list():
                 return b""
             return folder.read(ADAPTER_CONFIG, limit=LARGEST_CONFIG)
 
-        data = exchange(self.group, f"reading {ADAPTER_CONFIG}", lambda: b"", answer)
-        return decode_config(data, f"{adapter}: {ADAPTER_CONFIG}") if data else None
+        encoded = run_on_first(self.group, f"reading {ADAPTER_CONFIG}", read)
+        return decode_config(encoded, f"{adapter}: {ADAPTER_CONFIG}") if encoded else None
 
     def _write(
         self,
         manifest: Manifest,
-        source: Callable[[Arena], Parts],
-        compared: Compared,
+        open_source: Callable[[Arena], Source],
+        copies: CopiesToCompare,
         source_id: str,
         left_out: Sequence[str],
     ) -> ConversionReport:
-        left = [*dict.fromkeys(left_out)]
         return write_export(
-            self.options, manifest, source, compared, source_id, left, self.group, self.recorder
+            self.options,
+            manifest,
+            open_source,
+            copies,
+            source_id,
+            [*dict.fromkeys(left_out)],
+            self.group,
+            self.recorder,
         )
 
 
@@ -288,13 +312,13 @@ def _check_alpha(alpha: float | None) -> None:
         raise StateError(f"alpha={alpha!r}: expected a finite number")
 
 
-def _real(store: Files) -> str:
+def _resolve_links(store: Files) -> str:
     """Return the path of a store with symbolic links resolved."""
     path = local_path(store)
     return str(store if path is None else path.resolve())
 
 
-def _folder_of(adapter: Place) -> LocalStore | None:
+def _adapter_folder(adapter: Place) -> LocalStore | None:
     """Return the directory of an adapter; None if it is not in a file system."""
     path = local_path(open_store(adapter))
     if path is None:
@@ -302,8 +326,8 @@ def _folder_of(adapter: Place) -> LocalStore | None:
     return LocalStore(path.parent if path.is_file() else path)
 
 
-def _weights_at(adapter: Place) -> Place:
-    """Return the weights file of an adapter that PEFT saved, or else the place itself."""
+def _adapter_weights(adapter: Place) -> Place:
+    """Return the weights file of an adapter that PEFT saved. Return other checkpoints unchanged."""
     store = open_store(adapter)
     path = local_path(store)
     if path is not None and path.is_dir():

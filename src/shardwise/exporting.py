@@ -14,10 +14,10 @@ from shardwise.convert.export import (
     MAX_FILE,
     MAX_MEMORY,
     ExportOptions,
-    digest_of,
+    digest_source,
     write_export,
 )
-from shardwise.convert.stream import Source
+from shardwise.convert.sources import CheckpointSource
 from shardwise.convert.write import ConversionReport
 from shardwise.engine.calls import without_collection
 from shardwise.engine.group import Group
@@ -52,22 +52,27 @@ def export(
 ) -> ConversionReport:
     """Write a checkpoint in another format. All ranks call this function and share the work.
 
-    The same call resumes an interrupted export. Written files are read back and compared.
+    The same call resumes an interrupted export. TargetTensor files are read back and compared.
 
     Args:
-        place: a checkpoint (ours or foreign), or the root of a run.
+        place: a checkpoint in any format, or the root of a run.
         target: a new directory.
         to: `"hf"` (safetensors), `"dcp"` (torch.distributed.checkpoint), `"torch"` (one file of
             torch.save), `"deepspeed-universal"` (for ZeRO 1, 2 and 3), or `"native"`.
-        only, skip, group, on_event: as for `load`; `only` and `skip` select what is written.
-        root: the key of the model, for formats that hold only a model; "" takes everything.
-        dtype, config: converts the model's floats; a file that `"hf"` copies as `config.json`.
-        step, verify, spec, skip_unknown, format, index: as for `open`; copies are compared whole.
-        max_memory, max_file: bounds on each rank's host memory, and on a file's tensors, in bytes.
+        only, skip: shell patterns of the names to write, as for `load`.
+        root: the key of the model in the state, for formats that hold only a model; "" if the
+            checkpoint is only a model.
+        dtype: the dtype to convert the model's floating-point tensors to.
+        config: a file that `"hf"` copies as `config.json`.
+        step, verify, spec, skip_unknown, format, index: as for `open`; with `verify`, all copies
+            of a tensor are compared.
+        max_memory: the most host memory that each rank uses, in bytes.
+        max_file: the most bytes of tensors in a file.
+        group, on_event: as for `load`.
 
     Raises:
         CheckpointExistsError: the target holds something else, or another process writes there.
-        StateError: an option has an unknown value, or the format cannot hold something.
+        StateError: an option is invalid, or the format cannot hold a selected tensor.
         MismatchError: the source stores a tensor several times, and the copies differ.
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """
@@ -107,13 +112,13 @@ def _export(
 
         with recorder.stage("open"):
             opened = open_any(enter, group, options.identity, reading)
-        source = partial(Source, opened, verify=options.verify)
+        open_source = partial(CheckpointSource, opened, verify=options.verify)
         return write_export(
             options,
             opened.manifest,
-            source,
+            open_source,
             [(opened, None)],
-            digest_of(opened),
+            digest_source(opened),
             opened.left_out,
             group,
             recorder,

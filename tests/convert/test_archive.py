@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.convert.plan import Late, Output, Part, size_of
-from shardwise.convert.targets.archive import Archive, Growing
+from shardwise.convert.plan import BytesFromSums, OutputFile, TensorPart, size_of
+from shardwise.convert.targets.archive import ArchiveBuilder, FileBuilder
 from shardwise.convert.targets.torch_file import add_torch_file
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.zip_archive import read_directory
@@ -19,23 +19,23 @@ from shardwise.manifest.checksums import crc32
 from shardwise.store import LocalStore
 
 
-def write(output: Output, path: Path, data: bytes | None) -> None:
+def write(build: OutputFile, path: Path, data: bytes | None) -> None:
     """Write what is laid out; in place of every part `data`, or a hole."""
     at = 0
-    cuts = [*output.marks, output.size]
+    cuts = [*build.sum_boundaries, build.size]
     with open(path, "wb+") as file:
-        for segment in output.segments:
+        for segment in build.segments:
             file.seek(at)
             if isinstance(segment, bytes):
                 file.write(segment)
-            elif isinstance(segment, Part) and data is not None:
+            elif isinstance(segment, TensorPart) and data is not None:
                 file.write(data)
-            elif isinstance(segment, Late):
+            elif isinstance(segment, BytesFromSums):
                 done = [cut for cut in cuts if cut <= at]
                 file.write(segment.make(sums(path, done) if data else [0] * len(done)))
             at += size_of(segment)
             file.flush()
-    os.truncate(path, output.size)
+    os.truncate(path, build.size)
 
 
 def sums(path: Path, cuts: list[int]) -> list[int]:
@@ -44,19 +44,19 @@ def sums(path: Path, cuts: list[int]) -> list[int]:
 
 
 def test_checksums_follow_the_bytes(tmp_path: Path) -> None:
-    file = Growing("x.zip")
+    file = FileBuilder("x.zip")
     file.add(b"before")
     file.align()
     start = file.size
-    archive = Archive(file)
-    part = Part("w", Box.whole((5,)), "float32")
+    archive = ArchiveBuilder(file)
+    part = TensorPart("w", Box.whole((5,)), "float32")
     archive.add("a/known", b"hello")
     archive.add("a/tensor", part)
-    archive.add("a/nothing", Part("e", Box.whole((0, 2)), "float32"))
+    archive.add("a/nothing", TensorPart("e", Box.whole((0, 2)), "float32"))
     archive.add("a/again", part)
     archive.close()
     data = bytes(range(20))
-    write(file.output(), tmp_path / "x", data)
+    write(file.build(), tmp_path / "x", data)
     (tmp_path / "x.zip").write_bytes((tmp_path / "x").read_bytes()[start:])
     read = zipfile.ZipFile(tmp_path / "x.zip")
     assert read.testzip() is None
@@ -73,13 +73,13 @@ def test_checksums_follow_the_bytes(tmp_path: Path) -> None:
 def test_beyond_four_gigabytes_numbers_are_wide(tmp_path: Path) -> None:
     """The tensors are holes, which cost nothing."""
     value = {
-        "large": Part("large", Box.whole((5 << 30,)), "uint8"),
-        "behind": Part("behind", Box.whole((10,)), "float32"),
+        "large": TensorPart("large", Box.whole((5 << 30,)), "uint8"),
+        "behind": TensorPart("behind", Box.whole((10,)), "float32"),
     }
-    file = Growing("large.pt")
+    file = FileBuilder("large.pt")
     add_torch_file(file, value, "large.pt")
     path = tmp_path / "large.pt"
-    write(file.output(), path, None)
+    write(file.build(), path, None)
     read = zipfile.ZipFile(path)
     sizes = {each.filename: each.file_size for each in read.infolist()}
     assert sizes["archive/data/0"] == 5 << 30
@@ -94,11 +94,11 @@ def test_beyond_four_gigabytes_numbers_are_wide(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 65_535])
 def test_many_entries(tmp_path: Path, count: int) -> None:
-    file = Growing("many.zip")
-    archive = Archive(file)
+    file = FileBuilder("many.zip")
+    archive = ArchiveBuilder(file)
     for number in range(count):
         archive.add(f"{number}", b"")
     archive.close()
-    write(file.output(), tmp_path / "many.zip", None)
+    write(file.build(), tmp_path / "many.zip", None)
     entries = read_directory(FileRange.whole(LocalStore(tmp_path).open("many.zip"), 0, "many.zip"))
     assert len(entries) == count == len(zipfile.ZipFile(tmp_path / "many.zip").namelist())

@@ -92,7 +92,7 @@ def test_an_average_that_was_interrupted_goes_on(
 ) -> None:
     places = [tmp_path / "a", tmp_path / "b"]
     states = [saved(place, seed) for seed, place in enumerate(places)]
-    whole = write._write
+    whole = write._write_file
     written: list[Any] = []
 
     def failing(*args: Any) -> Any:
@@ -101,7 +101,7 @@ def test_an_average_that_was_interrupted_goes_on(
         written.append(args)
         return whole(*args)
 
-    monkeypatch.setattr(write, "_write", failing)
+    monkeypatch.setattr(write, "_write_file", failing)
     with pytest.raises(OSError, match="the disk is gone"):
         sw.average(places, tmp_path / "mean", max_file=1 << 20)
     monkeypatch.undo()
@@ -175,7 +175,7 @@ def test_an_adapter_of_ours_is_merged(tmp_path: Path, dtype: torch.dtype) -> Non
     adapter = {name: p for name, p in tuned.named_parameters() if "lora" in name}
     sw.save(tmp_path / "base", {"model": model, "epoch": 1}, step=2)
     sw.save(tmp_path / "adapter", {"adapter": adapter})
-    with pytest.raises(sw.StateError, match="give its LoRA alpha with alpha="):
+    with pytest.raises(sw.StateError, match="pass its LoRA alpha as alpha="):
         sw.merge_lora(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
     sw.merge_lora(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", alpha=6)
     found = sw.open(tmp_path / "merged")

@@ -18,9 +18,10 @@ import torch
 
 import shardwise as sw
 from shardwise.convert import write
-from shardwise.convert.journal import FOLDER
-from shardwise.convert.plan import Late, Output
-from shardwise.convert.stream import MarkedSums, Source, write_output
+from shardwise.convert.journal import RECORDS
+from shardwise.convert.plan import BytesFromSums, OutputFile, RunningChecksums
+from shardwise.convert.sources import CheckpointSource
+from shardwise.convert.write import write_contents
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import SoloGroup
 from shardwise.manifest.checksums import crc32
@@ -137,16 +138,16 @@ def test_it_goes_on_where_it_was_broken_off(
 ) -> None:
     calls: list[str] = []
 
-    def failing(output: Output, *args: object) -> object:
+    def failing(output: OutputFile, *args: object) -> object:
         calls.append(output.name)
         if len(calls) == 3:
             raise OSError("the disk is full")
-        return write_output(output, *args)  # type: ignore[arg-type]
+        return write_contents(output, *args)  # type: ignore[arg-type]
 
     def export() -> sw.ConversionReport:
         return sw.export(source, tmp_path / "new", to="native", max_file=100_000)
 
-    monkeypatch.setattr(write, "write_output", failing)
+    monkeypatch.setattr(write, "write_contents", failing)
     with pytest.raises(OSError, match="full"):
         export()
     with pytest.raises(sw.CheckpointNotFoundError):
@@ -160,7 +161,7 @@ def test_it_goes_on_where_it_was_broken_off(
     assert calls.count(calls[1]) == 1
     assert calls.count(calls[0]) == 2
     assert sw.open(tmp_path / "new").verify().bytes_checked > 0
-    assert FOLDER not in os.listdir(tmp_path / "new")
+    assert RECORDS not in os.listdir(tmp_path / "new")
     assert not list((tmp_path / "new").glob("*.part"))
 
 
@@ -168,7 +169,7 @@ def test_a_full_disk_is_told(source: Path, tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object) -> object:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(write, "write_output", full)
+    monkeypatch.setattr(write, "write_contents", full)
     with pytest.raises(OSError, match=r"No space left.*: free some space.*new/r00000") as caught:
         sw.export(source, tmp_path / "new", to="native")
     assert caught.value.errno == errno.ENOSPC
@@ -180,15 +181,15 @@ def test_a_full_disk_is_told(source: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_what_is_damaged_on_the_way_is_noticed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def damaging(output: Output, *args: object) -> object:
-        sums = write_output(output, *args)  # type: ignore[arg-type]
+    def damaging(output: OutputFile, *args: object) -> object:
+        sums = write_contents(output, *args)  # type: ignore[arg-type]
         path = tmp_path / "hf" / f"{output.name}.part"
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
         return sums
 
-    monkeypatch.setattr(write, "write_output", damaging)
+    monkeypatch.setattr(write, "write_contents", damaging)
     with pytest.raises(sw.CorruptionError, match="does not read back as written"):
         sw.export(source, tmp_path / "hf")
 
@@ -280,18 +281,18 @@ def test_of_two_at_once_one_is_refused(
     def with_another(*args: object) -> object:
         with pytest.raises(sw.CheckpointExistsError, match="another process is writing"):
             export()
-        return write_output(*args)  # type: ignore[arg-type]
+        return write_contents(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(write, "write_output", with_another)
+    monkeypatch.setattr(write, "write_contents", with_another)
     assert export().resumed == 0
     assert sw.open(tmp_path / "new").verify().bytes_checked > 0
-    assert FOLDER not in os.listdir(tmp_path / "new")
+    assert RECORDS not in os.listdir(tmp_path / "new")
 
 
 def test_one_that_was_killed_before_it_said_what_it_is_goes_on(
     source: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "new" / FOLDER).mkdir(parents=True)
+    (tmp_path / "new" / RECORDS).mkdir(parents=True)
     sw.export(source, tmp_path / "new", to="native")
     assert sw.open(tmp_path / "new").verify().bytes_checked > 0
 
@@ -310,19 +311,19 @@ def test_what_safetensors_cannot_hold_is_told(tmp_path: Path) -> None:
 def test_sums_are_those_between_the_marks(source: Path, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     content = random.bytes(300_000)
-    late = Late(12, lambda sums: b"%012d" % sums[0])
-    marks = (1000, 65_536, 300_000)
-    output = Output("out", (content[:1000], content[1000:], late), marks)
+    late = BytesFromSums(12, lambda sums: b"%012d" % sums[0])
+    sum_boundaries = (1000, 65_536, 300_000)
+    output = OutputFile("out", (content[:1000], content[1000:], late), sum_boundaries)
     store = LocalStore(tmp_path)
     opened = open_any(lambda: LocalStore(source), SoloGroup())
     for largest in (4096, 100_000, 1 << 20):
         file = store.create(f"out-{largest}", output.size)
-        sums = write_output(output, Source(opened, Arena(1 << 20)), file, largest)
+        sums = write_contents(output, CheckpointSource(opened, Arena(1 << 20)), file, largest)
         file.close()
         written = (tmp_path / f"out-{largest}").read_bytes()
         assert written == content + b"%012d" % crc32(content[:1000])
-        cuts = [0, *marks, output.size]
+        cuts = [0, *sum_boundaries, output.size]
         assert sums == [crc32(written[a:b]) for a, b in itertools.pairwise(cuts)]
-        again = MarkedSums(output)
+        again = RunningChecksums(output)
         again.add(np.frombuffer(written, np.uint8))
         assert again.all() == sums

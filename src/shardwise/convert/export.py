@@ -1,4 +1,4 @@
-"""The options of an export, and the export of the tensors and values that they choose."""
+"""Export tensors and values of a manifest: check the options, select, plan the files, write."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from shardwise.convert.plan import Chosen, Parts, Written, nothing_below
+from shardwise.convert.plan import ExportContents, Source, TargetTensor, describe_empty_root
 from shardwise.convert.targets import TARGETS
-from shardwise.convert.write import SMALLEST_MEMORY, Compared, Conversion, ConversionReport
+from shardwise.convert.write import SMALLEST_MEMORY, Conversion, ConversionReport, CopiesToCompare
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened
@@ -30,7 +30,7 @@ FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """What `export`, `average` and `merge_lora` write, and where: see `shardwise.export`."""
+    """The options that `export`, `average` and `merge_lora` share: see `shardwise.export`."""
 
     target: str | os.PathLike[str]
     to: str
@@ -45,17 +45,17 @@ class ExportOptions:
 
     @property
     def identity(self) -> str:
-        """The options that must be equal on all ranks, and when an export is resumed."""
+        """A text of the options that must be equal on all ranks, and when an export is resumed."""
         return (
             f"{Path(self.target)}, {self.to}, {self.only}, {self.skip}, {self.root}, {self.dtype}, "
             f"{self.max_file}"
         )
 
     def check(self) -> None:
-        """Refuse invalid values.
+        """Check the values of all options.
 
         Raises:
-            StateError: names the option.
+            StateError: a value is invalid.
         """
         self.folder()
         if self.to not in TARGETS:
@@ -66,12 +66,14 @@ class ExportOptions:
             raise StateError(f"config={os.fspath(self.config)!r}: not a file")
         if self.dtype is not None and self.dtype not in FLOATS:
             raise StateError(f"dtype={self.dtype!r}: choose one of {', '.join(FLOATS)}")
-        for name, bound, least in (
+        for name, value, minimum in (
             ("max_memory", self.max_memory, SMALLEST_MEMORY),
             ("max_file", self.max_file, 1),
         ):
-            if type(bound) is not int or bound < least:
-                raise StateError(f"{name}={bound!r}: expected a number of bytes, at least {least}")
+            if type(value) is not int or value < minimum:
+                raise StateError(
+                    f"{name}={value!r}: expected a number of bytes, at least {minimum}"
+                )
 
     def folder(self) -> Path:
         """Return the target as a path.
@@ -82,45 +84,47 @@ class ExportOptions:
         store = open_store(self.target)
         path = local_path(store)
         if path is None:
-            raise StateError(f"{store}: the target of an export must be a directory")
+            raise StateError(
+                f"target={store}: the target of an export must be a directory in a file system"
+            )
         return path
 
 
 def write_export(
     options: ExportOptions,
     manifest: Manifest,
-    source: Callable[[Arena], Parts],
-    compared: Compared,
+    open_source: Callable[[Arena], Source],
+    copies: CopiesToCompare,
     source_id: str,
     left_out: Sequence[str],
     group: Group,
     recorder: Recorder,
 ) -> ConversionReport:
-    """Write the chosen tensors and values of a manifest. All ranks of the group call it together.
+    """Write the selected tensors and values of a manifest. All ranks call this function together.
 
     Args:
-        source: makes the source of the tensors, which reads through the given arena.
-        compared: checkpoints whose copies of tensors are compared first: see `Conversion`.
+        manifest: the manifest of the source.
+        open_source: returns the source of the tensors, which reads through the given arena.
+        copies: copies of tensors to compare before anything is written.
         source_id: identifies the source, so that only the same export is resumed.
-        left_out: what the source itself left out, and why.
+        left_out: names that the source itself left out, with reasons.
 
     Raises:
         CheckpointExistsError: the target holds something else, or another process writes there.
-        StateError: nothing is chosen, or the format cannot hold something.
+        StateError: nothing is selected, or the format cannot hold a name that is selected.
         MismatchError: a source stores a tensor several times, and the copies differ.
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """
     identity = f"{source_id}: {options.identity}"
-    chosen, tensors = _choose(options, manifest)
+    selected, tensors = _select(options, manifest)
     save_id = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
     config = None if options.config is None else Path(options.config).read_bytes()
-    target = TARGETS[options.to](
-        Chosen(chosen, tensors, save_id, options.root, options.max_file, config)
-    )
+    plan_files = TARGETS[options.to]
+    contents = ExportContents(selected, tensors, save_id, options.root, options.max_file, config)
     return Conversion(
-        source=source,
-        compared=compared if options.verify else [],
-        target=target,
+        open_source=open_source,
+        copies=copies if options.verify else [],
+        files=plan_files(contents),
         folder=options.folder(),
         identity=identity,
         max_memory=options.max_memory,
@@ -130,8 +134,8 @@ def write_export(
     ).run()
 
 
-def digest_of(opened: Opened) -> str:
-    """Return an identifier of a source: its path, and a digest of its manifest and pieces."""
+def digest_source(opened: Opened) -> str:
+    """Return an id of a source: the path, and a digest of the manifest and the pieces."""
     pieces = opened.pieces
     digest = hashlib.blake2b(encode_manifest(opened.manifest), digest_size=16)
     for column in (pieces.tensor, pieces.file, pieces.start, pieces.offset, opened.stride):
@@ -139,27 +143,34 @@ def digest_of(opened: Opened) -> str:
     return f"{opened.store}: {digest.hexdigest()}"
 
 
-def _choose(options: ExportOptions, manifest: Manifest) -> tuple[Manifest, tuple[Written, ...]]:
-    """Return the chosen values and tensors.
+def _select(
+    options: ExportOptions, manifest: Manifest
+) -> tuple[Manifest, tuple[TargetTensor, ...]]:
+    """Return a manifest with the selected values, and the selected tensors.
 
-    A tensor that is tied to one that is not chosen, or not converted alike, is written itself.
+    Two tied tensors are both stored if only one is selected, or if only one is converted.
     """
     selection, root, dtype = Selection.by(options.only, options.skip), options.root, options.dtype
     tensors = [each for each in manifest.tensors if selection.chooses(each.name)]
     if not tensors:
-        raise StateError("nothing to write: only= and skip= leave no tensor")
+        raise StateError(
+            "nothing to write: only= and skip= select none of the checkpoint's tensors, whose "
+            f"first one is {manifest.tensors[0].name}"
+            if manifest.tensors
+            else "nothing to write: the checkpoint has no tensors"
+        )
     names = dict.fromkeys(each.name for each in tensors)
     start = f"{root}." if root else ""
     converted = {name for name in names if dtype is not None and name.startswith(start)}
     if dtype is not None and not converted:
-        raise StateError(f"dtype={dtype!r}: {nothing_below(root, names)}")
-    written = []
+        raise StateError(f"dtype={dtype!r}: {describe_empty_root(root, names)}")
+    selected = []
     for each in tensors:
         stays_tied = each.same_as in names and (
             (each.same_as in converted) == (each.name in converted)
         )
         entry = each if stays_tied else msgspec.structs.replace(each, same_as=None)
-        converts = each.name in converted and each.dtype in FLOATS
-        written.append(Written(each.name, entry, dtype if dtype and converts else each.dtype))
+        is_float = each.name in converted and each.dtype in FLOATS
+        selected.append(TargetTensor(each.name, entry, dtype if dtype and is_float else each.dtype))
     objects = tuple(each for each in manifest.objects if selection.chooses(each.name))
-    return msgspec.structs.replace(manifest, objects=objects), tuple(written)
+    return msgspec.structs.replace(manifest, objects=objects), tuple(selected)

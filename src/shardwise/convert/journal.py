@@ -1,4 +1,4 @@
-"""The record of completed files, from which an interrupted export resumes."""
+"""The journal of an export: records of the files that are complete, to resume it after a crash."""
 
 from __future__ import annotations
 
@@ -10,110 +10,116 @@ from pathlib import Path
 
 import msgspec
 
-from shardwise.convert.plan import Late, Output, Part, Sums
+from shardwise.convert.plan import BytesFromSums, OutputFile, Sums, TensorPart
 from shardwise.errors import CheckpointExistsError
 from shardwise.store import LocalStore
 
-FOLDER = ".shardwise-convert"
+RECORDS = ".shardwise-convert"
 IDENTITY = "identity"
 LOCK = "lock"
 
 
-class _Done(msgspec.Struct, frozen=True):
+class _FileRecord(msgspec.Struct, frozen=True):
+    """A complete file: its name, a digest of its planned contents, and its checksums."""
+
     name: str
     plan: str
     sums: list[int]
 
 
 class Journal:
-    """A directory of records in the target, one for each complete file.
+    """The records of an export, in a directory of the target.
 
     Args:
         folder: the target.
-        identity: the source and the options; an export with another identity is not resumed.
+        identity: identifies the source and the options; only the same export is resumed.
     """
 
     def __init__(self, folder: Path, identity: str) -> None:
         self._folder = folder
-        self._records = folder / FOLDER
+        self._records = folder / RECORDS
         self._identity = identity
 
     @contextmanager
-    def begun(self) -> Iterator[None]:
-        """Create the target and lock it. Files in it must belong to the same export.
+    def lock_target(self) -> Iterator[None]:
+        """Create the target, and lock it while the block runs.
 
         Raises:
-            CheckpointExistsError: the target holds something else, is a file or below one, or
-                another process is writing to it.
+            CheckpointExistsError: the target has files of something else, its path is a file or
+                below a file, or another process is writing to it.
         """
         self._check()
         records = LocalStore(self._records)
-        with records.hold(LOCK, shared=False) as held:
-            if not held:
+        with records.hold(LOCK, shared=False) as locked:
+            if not locked:
                 raise CheckpointExistsError(
                     f"another process is writing to {self._folder}: wait until it ends, or choose "
                     "a new directory"
                 )
-            self._check()  # again, now that no other process can change it
+            self._check()  # again, because another process may have changed the target
             records.publish(IDENTITY, self._identity.encode(), replace=True)
             yield
 
     def _check(self) -> None:
-        above = next(
+        existing = next(
             each for each in (self._folder, *self._folder.parents) if os.path.lexists(each)
         )
-        if not above.is_dir():
-            what = "a file" if above.exists() else "a dangling symbolic link"
-            raise CheckpointExistsError(f"{above} is {what}: choose a new directory")
-        kept = self._records / IDENTITY
-        found = sorted({path.name for path in self._folder.glob("*")} - {FOLDER})
-        if found and not kept.is_file():
+        if not existing.is_dir():
+            kind = "a file" if existing.exists() else "a dangling symbolic link"
             raise CheckpointExistsError(
-                f"{self._folder} is not empty (it has {found[0]}): choose a new directory"
+                f"{self._folder}: cannot be created, because {existing} is {kind}. Choose a new "
+                "directory"
             )
-        if kept.is_file() and kept.read_text() != self._identity:
+        identity_file = self._records / IDENTITY
+        names = sorted({path.name for path in self._folder.glob("*")} - {RECORDS})
+        if names and not identity_file.is_file():
             raise CheckpointExistsError(
-                f"{self._folder} holds another unfinished export (of another source or with other "
-                "options): remove it, or choose a new directory"
+                f"{self._folder} is not empty (it has {names[0]}): choose a new directory"
+            )
+        if identity_file.is_file() and identity_file.read_text() != self._identity:
+            raise CheckpointExistsError(
+                f"{self._folder} holds another unfinished export, of another source or with other "
+                "options: remove the directory, or choose a new one"
             )
 
-    def sums_of(self, output: Output) -> Sums | None:
-        """Return the checksums of a complete output; None if it is not complete."""
+    def read_sums(self, file: OutputFile) -> Sums | None:
+        """Return the checksums of a file from its record; None if the file is not complete."""
         try:
-            done = msgspec.json.decode(self._record(output).read_bytes(), type=_Done)
+            record = msgspec.json.decode(self._record_path(file).read_bytes(), type=_FileRecord)
         except (OSError, msgspec.DecodeError):
             return None
-        path = self._folder / output.name
-        whole = path.is_file() and path.stat().st_size == output.size
-        return done.sums if whole and done.plan == _plan(output) else None
+        path = self._folder / file.name
+        has_full_size = path.is_file() and path.stat().st_size == file.size
+        return record.sums if has_full_size and record.plan == _digest_contents(file) else None
 
-    def complete(self, output: Output, sums: Sums) -> None:
-        """Record that an output is durable."""
-        record = self._record(output)
-        partial = record.with_suffix(".part")
-        partial.write_bytes(msgspec.json.encode(_Done(output.name, _plan(output), list(sums))))
-        partial.replace(record)
+    def record_sums(self, file: OutputFile, sums: Sums) -> None:
+        """Record that a file is complete and durable."""
+        path = self._record_path(file)
+        temporary = path.with_suffix(".part")
+        record = _FileRecord(file.name, _digest_contents(file), list(sums))
+        temporary.write_bytes(msgspec.json.encode(record))
+        temporary.replace(path)
 
-    def end(self) -> None:
+    def remove(self) -> None:
         """Remove all records."""
         for record in self._records.glob("*"):
             record.unlink()
         self._records.rmdir()
 
-    def _record(self, output: Output) -> Path:
-        return (
-            self._records / f"{hashlib.blake2b(output.name.encode(), digest_size=16).hexdigest()}"
-        )
+    def _record_path(self, file: OutputFile) -> Path:
+        return self._records / hashlib.blake2b(file.name.encode(), digest_size=16).hexdigest()
 
 
-def _plan(output: Output) -> str:
-    """Return a digest of the contents of an output."""
+def _digest_contents(file: OutputFile) -> str:
+    """Return a digest of what a file is planned to contain."""
     digest = hashlib.blake2b(digest_size=16)
-    for segment in output.segments:
+    for segment in file.segments:
         if isinstance(segment, bytes):
             digest.update(segment)
-        elif isinstance(segment, Part):
-            digest.update(repr(segment).encode())
-        elif isinstance(segment, Late):
+        elif isinstance(segment, TensorPart):
+            # Records of earlier versions have digests of this text.
+            text = f"Part(name={segment.name!r}, box={segment.box!r}, dtype={segment.dtype!r})"
+            digest.update(text.encode())
+        elif isinstance(segment, BytesFromSums):
             digest.update(b"%d" % segment.size)
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Match the tensors of a LoRA adapter with those of its base model."""
+"""Find the changes that a LoRA adapter makes to its base model, from the manifests of both."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shardwise.errors import FormatError, MismatchError, StateError
 from shardwise.manifest.manifest import Manifest, TensorEntry
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-HARMLESS_STARTS = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` that do not change the base."""
+HARMLESS_INITS = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of PEFT's `init_lora_weights` that leave the base as it is."""
 VARIANTS = (
     "use_dora",
     "use_qalora",
@@ -29,12 +29,12 @@ VARIANTS = (
     "trainable_token_indices",
     "target_parameters",
 )
-"""Settings of PEFT whose adapters are not simply two factors for each weight."""
-_FACTOR = re.compile(
+"""Settings of PEFT that cannot be merged: their adapters have more than two factors per weight."""
+_FACTOR_NAME = re.compile(
     r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[aAbB])"
     r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?:\.(?P<kind>weight|bias))?"
 )
-_WHOLE = re.compile(r"(?P<module>.+)\.modules_to_save\.[^.]+\.(?P<rest>.+)")
+_WHOLE_TENSOR_NAME = re.compile(r"(?P<module>.+)\.modules_to_save\.[^.]+\.(?P<rest>.+)")
 _PLAIN_PATTERN = re.compile(r"\^?[\w.]+")
 
 
@@ -51,7 +51,7 @@ class AdapterConfig(msgspec.Struct, frozen=True):
     init_lora_weights: bool | str = True
 
     def alpha_of(self, module: str) -> float:
-        """Return the alpha of a module, given its name in the model.
+        """Return the LoRA alpha of a module, given its name in the model.
 
         Raises:
             StateError: `alpha_pattern` has a regular expression that is not a plain name.
@@ -59,8 +59,8 @@ class AdapterConfig(msgspec.Struct, frozen=True):
         for pattern, alpha in self.alpha_pattern.items():
             if not _PLAIN_PATTERN.fullmatch(pattern):
                 raise StateError(
-                    f"adapter_config.json: alpha_pattern {pattern!r} is not a plain module name, "
-                    "which is all that can be merged"
+                    f"adapter_config.json: alpha_pattern has {pattern!r}, but merging supports "
+                    "only plain module names: pass one alpha= for all modules, or merge with PEFT"
                 )
             whole = pattern.removeprefix("^")
             if module == whole or (whole == pattern and module.endswith(f".{pattern}")):
@@ -68,38 +68,47 @@ class AdapterConfig(msgspec.Struct, frozen=True):
         return self.lora_alpha
 
 
-def decode_config(data: bytes, place: str) -> AdapterConfig:
+def decode_config(data: bytes, path: str) -> AdapterConfig:
     """Decode `adapter_config.json`.
 
+    Args:
+        path: the path of the file, for error messages.
+
     Raises:
-        FormatError: it is malformed.
+        FormatError: the file is malformed.
         StateError: this kind of adapter cannot be merged.
     """
     try:
         raw = msgspec.json.decode(data, type=dict[str, Any])
         config = msgspec.convert(raw, AdapterConfig)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"{place}: {error}") from error
-    used = [f"{name}={raw[name]!r:.60}" for name in VARIANTS if raw.get(name)]
+        raise FormatError(f"{path}: not a valid LoRA configuration of PEFT: {error}") from error
+    unsupported = [f"{name}={raw[name]!r:.60}" for name in VARIANTS if raw.get(name)]
     if config.peft_type != "LORA":
-        used.append(f"peft_type={config.peft_type!r}")
-    if config.init_lora_weights not in HARMLESS_STARTS:
-        used.append(
+        unsupported.append(f"peft_type={config.peft_type!r}")
+    if config.init_lora_weights not in HARMLESS_INITS:
+        unsupported.append(
             f"init_lora_weights={config.init_lora_weights!r}, which changed the base (save it "
             "with path_initial_model_for_weight_conversion)"
         )
-    if used:
+    if unsupported:
         raise StateError(
-            f"{place}: only plain LoRA can be merged, but this adapter uses {', '.join(used)}"
+            f"{path}: only plain LoRA can be merged, but this adapter uses "
+            f"{', '.join(unsupported)}: merge it with PEFT"
         )
     return config
 
 
 @dataclass(frozen=True, slots=True)
-class LowRank:
-    """An addition to a weight: `scaling` × (`b` @ `a`), transposed if the weight is (in, out).
+class LowRankUpdate:
+    """An update of a weight: `scaling` × (`b` @ `a`) is added to it.
 
-    `base` is the adapter's own copy of the weight, which adapters of embeddings can have.
+    Attributes:
+        a: name of the factor of shape (rank, in).
+        b: name of the factor of shape (out, rank).
+        transposed: whether the weight has the shape (in, out), so that the product is transposed.
+        base: name of the adapter's copy of the weight, to use in place of the base's weight. Only
+            adapters of embeddings have one.
     """
 
     a: str
@@ -111,21 +120,21 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Bias:
-    """An addition to a bias: `scaling` × the adapter's tensor."""
+class BiasUpdate:
+    """An update of a bias: `scaling` × the adapter's tensor `name` is added to it."""
 
     name: str
     scaling: float
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """A tensor of the adapter that replaces the base's."""
+class Replacement:
+    """The adapter's tensor `name` replaces the tensor of the base."""
 
     name: str
 
 
-Change = LowRank | Bias | Whole
+Change = LowRankUpdate | BiasUpdate | Replacement
 
 
 @dataclass(slots=True)
@@ -140,8 +149,8 @@ class _Factors:
 
 
 @dataclass(slots=True)
-class _Found:
-    """The adapter's tensors: factors by module, and whole tensors by name."""
+class _AdapterTensors:
+    """The adapter's tensors: factors by module, and tensors that replace the base's by name."""
 
     factors: dict[str, _Factors] = field(default_factory=dict)
     whole: dict[str, TensorEntry] = field(default_factory=dict)
@@ -151,7 +160,7 @@ class _Found:
         return [*(f"{module}.weight" for module in self.factors), *self.whole]
 
 
-def changes(
+def find_changes(
     adapter: Manifest,
     base: Manifest,
     root: str,
@@ -161,46 +170,49 @@ def changes(
     """Return the changes that an adapter makes, by the names of the base's tensors.
 
     Args:
-        root: the name below which the base's model is; "" for all names.
-        alpha: the LoRA alpha, in place of the configured one.
+        root: name of the model in the base; "" if the base is only a model.
+        config: the adapter's configuration; None if it has none.
+        alpha: the LoRA alpha to use in place of the configured one.
 
     Raises:
-        MismatchError: names or shapes do not fit; `problems` lists them all.
-        StateError: the tensors are not an adapter, or it cannot be merged.
+        MismatchError: names or shapes do not fit the base; `problems` lists them all.
+        StateError: the tensors are not those of an adapter, or the adapter cannot be merged.
     """
     if config is None and alpha is None:
         raise StateError(
-            "the adapter has no adapter_config.json: give its LoRA alpha with alpha= "
+            "the adapter has no adapter_config.json: pass its LoRA alpha as alpha= "
             "(on the command line --alpha)"
         )
-    found = _parsed(adapter.tensors)
+    found = _group_tensors(adapter.tensors)
     start = f"{root}." if root else ""
-    there = {e.name.removeprefix(start): e for e in base.tensors if e.name.startswith(start)}
-    cut = _prefix(found.names(), there, root)
-    made: dict[str, Change] = {}
+    model_tensors = {
+        e.name.removeprefix(start): e for e in base.tensors if e.name.startswith(start)
+    }
+    prefix_length = _common_prefix_length(found.names(), model_tensors, root)
+    changes: dict[str, Change] = {}
     problems: list[str] = []
     for name, factors in found.factors.items():
-        module = name[cut:]
+        module = name[prefix_length:]
         try:
-            made |= _of_module(module, factors, there, config, alpha)
+            changes |= _module_changes(module, factors, model_tensors, config, alpha)
         except MismatchError as error:
             problems.append(f"{module}: {error.summary}")
     for name, entry in found.whole.items():
-        target = there[name[cut:]]
+        target = model_tensors[name[prefix_length:]]
         if target.shape != entry.shape:
             shapes = f"shape {list(entry.shape)} in the adapter, {list(target.shape)} in the base"
-            problems.append(f"{name[cut:]}: {shapes}")
-        made[target.name] = Whole(entry.name)
-    problems += _tied(made, base)
+            problems.append(f"{name[prefix_length:]}: {shapes}")
+        changes[target.name] = Replacement(entry.name)
+    problems += _tie_problems(changes, base)
     if problems:
         raise MismatchError("the adapter does not fit the base:", problems)
-    return made
+    return changes
 
 
-def _of_module(
+def _module_changes(
     module: str,
     factors: _Factors,
-    there: Mapping[str, TensorEntry],
+    model_tensors: Mapping[str, TensorEntry],
     config: AdapterConfig | None,
     alpha: float | None,
 ) -> dict[str, Change]:
@@ -209,90 +221,100 @@ def _of_module(
     Raises:
         MismatchError: the factors do not fit the module.
     """
-    weight, bias = there[f"{module}.weight"], there.get(f"{module}.bias")
+    weight, bias = model_tensors[f"{module}.weight"], model_tensors.get(f"{module}.bias")
     transposed = factors.embedding or (config is not None and config.fan_in_fan_out)
-    problem = _misfit(factors, weight, transposed=transposed)
+    problem = _explain_misfit(factors, weight, transposed=transposed)
     if problem or factors.a is None or factors.b is None:
         raise MismatchError(problem, [])
     rank = factors.a.shape[0]
     if config is not None and not config.rank_pattern and rank != config.r:
         raise MismatchError(f"the rank is {rank}, but adapter_config.json has r={config.r}", [])
-    own = alpha if alpha is not None else config.alpha_of(module) if config is not None else 0.0
-    scaling = own / (math.sqrt(rank) if config is not None and config.use_rslora else rank)
+    module_alpha = (
+        alpha if alpha is not None else config.alpha_of(module) if config is not None else 0.0
+    )
+    scaling = module_alpha / (math.sqrt(rank) if config is not None and config.use_rslora else rank)
     base = None if factors.base is None else factors.base.name
     a, b = factors.a.name, factors.b.name
-    made: dict[str, Change] = {weight.name: LowRank(a, b, rank, scaling, transposed, base)}
+    changes: dict[str, Change] = {weight.name: LowRankUpdate(a, b, rank, scaling, transposed, base)}
     if factors.bias is not None:
         if bias is None or bias.shape != factors.bias.shape:
             raise MismatchError(
                 "the adapter changes its bias, but the base has no bias of that shape", []
             )
-        made[bias.name] = Bias(factors.bias.name, scaling)
-    return made
+        changes[bias.name] = BiasUpdate(factors.bias.name, scaling)
+    return changes
 
 
-def _parsed(tensors: Sequence[TensorEntry]) -> _Found:
-    found = _Found()
+def _group_tensors(tensors: Sequence[TensorEntry]) -> _AdapterTensors:
+    """Group an adapter's tensors by the modules that they change.
+
+    Raises:
+        StateError: the tensors are not those of one adapter.
+    """
+    found = _AdapterTensors()
     adapters: set[str] = set()
     for entry in tensors:
-        factor = _FACTOR.fullmatch(entry.name)
+        factor = _FACTOR_NAME.fullmatch(entry.name)
         if factor is None:
             if "lora_" in entry.name:
                 raise StateError(
-                    f"{entry.name}: cannot be merged; supported are lora_A and lora_B of linear "
-                    "layers and embeddings, and whole tensors (modules_to_save)"
+                    f"{entry.name}: this kind of LoRA tensor cannot be merged. Supported are "
+                    "lora_A and lora_B of linear layers and embeddings, and modules_to_save"
                 )
-            whole = _WHOLE.fullmatch(entry.name)
+            whole = _WHOLE_TENSOR_NAME.fullmatch(entry.name)
             name = f"{whole['module']}.{whole['rest']}" if whole else entry.name
             found.whole[name.replace(".base_layer.", ".")] = entry
             continue
         adapters.add(factor["adapter"] or "")
-        own = found.factors.setdefault(factor["module"], _Factors())
-        own.embedding = own.embedding or bool(factor["embedding"])
+        module_factors = found.factors.setdefault(factor["module"], _Factors())
+        module_factors.embedding = module_factors.embedding or bool(factor["embedding"])
         if factor["kind"] == "bias":
-            own.bias = entry
+            module_factors.bias = entry
         elif factor["side"] in "aA":
-            own.a = entry
+            module_factors.a = entry
         else:
-            own.b = entry
+            module_factors.b = entry
     for module, factors in found.factors.items():
         factors.base = found.whole.pop(f"{module}.weight", None)
     if len(adapters) > 1:
         raise StateError(
-            f"there are several adapters ({', '.join(sorted(adapters))}): save one of them alone"
+            f"the checkpoint has several adapters ({', '.join(sorted(adapters))}): save one of "
+            "them alone"
         )
     if not found.factors:
         raise StateError(
-            "not an adapter: no name ends in lora_A, lora_A.weight or lora_embedding_A"
+            "not a LoRA adapter: no tensor's name ends in lora_A, lora_A.weight or lora_embedding_A"
         )
     return found
 
 
-def _prefix(names: Sequence[str], there: Mapping[str, TensorEntry], root: str) -> int:
-    """Return the length of the prefix that all names have, and the base's names do not.
+def _common_prefix_length(
+    names: Sequence[str], model_tensors: Mapping[str, TensorEntry], root: str
+) -> int:
+    """Return the length of the common prefix to remove from names, so that the model has them all.
 
     Raises:
-        MismatchError: there is no such prefix.
+        MismatchError: no prefix gives names of the model.
     """
-    at = 0
-    while at < len(names[0]) and all(name[:at] == names[0][:at] for name in names):
-        if all(name[at:] in there for name in names):
-            return at
-        dot = names[0].find(".", at)
+    length = 0
+    while length < len(names[0]) and all(name[:length] == names[0][:length] for name in names):
+        if all(name[length:] in model_tensors for name in names):
+            return length
+        dot = names[0].find(".", length)
         if dot < 0:
             break
-        at = dot + 1
-    ends = {name.rpartition("base_model.model.")[2]: name for name in names}
-    lost = [end for end in ends if end not in there] or [*ends]
+        length = dot + 1
+    without_prefix = dict.fromkeys(name.rpartition("base_model.model.")[2] for name in names)
+    missing = [name for name in without_prefix if name not in model_tensors] or [*without_prefix]
     raise MismatchError(
-        f"the base has no tensors of these names below {root!r}, which the adapter changes; set "
-        "root= to the key of the model in the base:",
-        lost,
+        f"the adapter changes tensors that the base does not have below root={root!r}; set root= "
+        "to the key of the model in the base:",
+        missing,
     )
 
 
-def _misfit(factors: _Factors, weight: TensorEntry, *, transposed: bool) -> str:
-    """Return why factors cannot be added to a weight; empty if they can."""
+def _explain_misfit(factors: _Factors, weight: TensorEntry, *, transposed: bool) -> str:
+    """Return the reason why factors cannot be added to a weight; empty if they can."""
     a, b = ((each.shape if each is not None else ()) for each in (factors.a, factors.b))
     if not a or not b:
         return "one of the two factors is missing"
@@ -301,13 +323,16 @@ def _misfit(factors: _Factors, weight: TensorEntry, *, transposed: bool) -> str:
     if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not a[0]:
         return f"factors of shapes {list(a)} and {list(b)} do not fit each other"
     product = (a[1], b[0]) if transposed else (b[0], a[1])
-    own = weight.shape if factors.base is None else factors.base.shape
-    if not product == weight.shape == own:
+    base_shape = weight.shape if factors.base is None else factors.base.shape
+    if not product == weight.shape == base_shape:
         return f"the factors multiply to {list(product)}, but the weight is {list(weight.shape)}"
     return ""
 
 
-def _tied(made: Mapping[str, Change], base: Manifest) -> Iterator[str]:
+def _tie_problems(changes: Mapping[str, Change], base: Manifest) -> Iterator[str]:
     for entry in base.tensors:
-        if entry.same_as is not None and (entry.name in made or entry.same_as in made):
-            yield f"{entry.name} is tied to {entry.same_as}: merging would change both"
+        if entry.same_as is not None and (entry.name in changes or entry.same_as in changes):
+            yield (
+                f"{entry.name} is tied to {entry.same_as}: merging would change both. Save the "
+                "base with untied weights, and merge into that"
+            )

@@ -1,7 +1,7 @@
-"""What is written: the tensors and values of a source, and the files of a target.
+"""The plan of an export: the tensors and values to write, and the files to write them to.
 
-A target format turns a `Chosen` into a `Target`: files as sequences of known bytes and of parts
-of tensors.
+A module of `targets/` turns `ExportContents` into `ExportFiles`. A file is a sequence of segments:
+known bytes, parts of tensors, and bytes that are computed from checksums.
 """
 
 from __future__ import annotations
@@ -12,19 +12,25 @@ from typing import Protocol, TypeVar
 
 from shardwise.errors import StateError
 from shardwise.layout import Box
+from shardwise.manifest.checksums import crc32
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Manifest, TensorEntry
 from shardwise.store.store import Buffer
 
-MOST_PREFIXES = 8
+MOST_LISTED = 8
 T = TypeVar("T")
 Sums = Sequence[int]
-"""CRC-32 of each range between the marks of an output."""
+"""CRC-32 checksums of the consecutive ranges of a file."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A box of a tensor of the source, row-major, converted to `dtype` (torch's name)."""
+class TensorPart:
+    """A box of a tensor in the source, in row-major order.
+
+    Attributes:
+        name: name of the tensor in the source.
+        dtype: the torch dtype to convert the elements to, for example "bfloat16".
+    """
 
     name: str
     box: Box
@@ -36,10 +42,10 @@ class Part:
         return self.box.size * DTYPES[self.dtype].itemsize
 
 
-class Parts(Protocol):
-    """A source that parts of tensors are read from."""
+class Source(Protocol):
+    """The source of an export: it gives any part of its tensors."""
 
-    def read(self, parts: list[tuple[Part, Buffer]]) -> None:
+    def read(self, parts: list[tuple[TensorPart, Buffer]]) -> None:
         """Fill each buffer with its part.
 
         Raises:
@@ -49,30 +55,35 @@ class Parts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
-    """Bytes that depend on those before them: `make` receives the checksums so far."""
+class BytesFromSums:
+    """Bytes of a file that are computed from the checksums of the bytes before them.
+
+    Attributes:
+        size: the number of bytes.
+        make: returns the bytes, given the checksums of all ranges that end before them.
+    """
 
     size: int
     make: Callable[[Sums], bytes]
 
 
-Segment = bytes | Part | Late
+Segment = bytes | TensorPart | BytesFromSums
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """A file of the target.
+class OutputFile:
+    """A file to write.
 
     Attributes:
-        name: its path below the target, with `/`.
-        segments: its contents, in order.
-        marks: ascending offsets at which one checksum ends and the next begins. The first checksum
-            begins at 0, the last ends at the end of the file.
+        name: path below the target directory, with `/` as the separator.
+        segments: contents of the file, in order.
+        sum_boundaries: ascending offsets in bytes that divide the file into the ranges of its
+            checksums. The start and the end of the file are not listed.
     """
 
     name: str
     segments: tuple[Segment, ...]
-    marks: tuple[int, ...] = ()
+    sum_boundaries: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -80,78 +91,118 @@ class Output:
         return sum(size_of(segment) for segment in self.segments)
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """All files of a target.
+class RunningChecksums:
+    """Computes the checksums of a file, one for each range, from its bytes in order.
 
     Attributes:
-        outputs: files with tensors, which are written in any order.
-        finals: makes the small files that are written last, by name, from the checksums of each
-            output. They are written in order: the last one makes the checkpoint complete.
-        left_out: what the format cannot hold, and why; one line each.
+        complete: the checksums of the ranges that have ended.
     """
 
-    outputs: tuple[Output, ...]
-    finals: Callable[[Mapping[str, Sums]], Mapping[str, bytes]]
+    def __init__(self, file: OutputFile) -> None:
+        self._boundaries = [*file.sum_boundaries, file.size]
+        self._offset = 0
+        self._running = 0
+        self.complete: list[int] = []
+
+    def add(self, data: Buffer) -> None:
+        """Add the next bytes."""
+        while len(data):
+            remaining = self._boundaries[len(self.complete)] - self._offset
+            part, data = data[:remaining], data[remaining:]
+            self._running = crc32(part, self._running)
+            self._offset += len(part)
+            if len(part) == remaining:
+                self.complete.append(self._running)
+                self._running = 0
+
+    def all(self) -> list[int]:
+        """Return the checksums of all ranges; 0 for empty ranges at the end."""
+        return self.complete + [0] * (len(self._boundaries) - len(self.complete))
+
+
+@dataclass(frozen=True, slots=True)
+class ExportFiles:
+    """All files to write.
+
+    Attributes:
+        tensor_files: files with tensors, which are written in any order.
+        make_final_files: returns the contents of the small files that are written last, by name,
+            given the checksums of each tensor file. They are written in order; the last one makes
+            the checkpoint complete.
+        left_out: names that the format cannot hold, with reasons; one line each.
+    """
+
+    tensor_files: tuple[OutputFile, ...]
+    make_final_files: Callable[[Mapping[str, Sums]], Mapping[str, bytes]]
     left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A tensor with its name and dtype in the target, and its entry in the source."""
+class TargetTensor:
+    """A tensor to write.
+
+    Attributes:
+        name: name in the target.
+        entry: the tensor's entry in the manifest of the source.
+        dtype: dtype in the target.
+    """
 
     name: str
     entry: TensorEntry
     dtype: str
 
     @property
-    def part(self) -> Part:
-        """The whole tensor; for a tied tensor, the one that it is tied to."""
-        return Part(self.entry.same_as or self.entry.name, Box.whole(self.entry.shape), self.dtype)
+    def part(self) -> TensorPart:
+        """The bytes of the whole tensor, which a tied tensor shares with another one."""
+        return TensorPart(
+            self.entry.same_as or self.entry.name, Box.whole(self.entry.shape), self.dtype
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """The tensors and values that are written.
+class ExportContents:
+    """The tensors and values to write, and the options of their format.
 
     Attributes:
-        source: the manifest with the step and the plain values.
-        tensors: in the order of the source. Tied tensors are tied to another one of these.
-        save_id: a part of file names; equal for equal exports of the same source.
-        root: the name below which the model is, for formats that hold only a model.
+        source: the manifest of the source, with the plain values to write.
+        tensors: the tensors, in the order of the source. If a tensor is tied to another one, this
+            list has both.
+        save_id: an id that is part of file names. The same export of the same source has the same
+            id.
+        root: name of the model in the state, for formats that hold only a model.
         max_file: the most bytes of tensors in a file.
-        config: the contents of the model's configuration file, for formats that have one.
+        config: contents of the model's configuration file, for formats that have one.
     """
 
     source: Manifest
-    tensors: tuple[Written, ...]
+    tensors: tuple[TargetTensor, ...]
     save_id: str
     root: str
     max_file: int
     config: bytes | None = None
 
-    def model(self) -> list[Written]:
-        """Return the tensors below the root, with names relative to it.
+    def model(self) -> list[TargetTensor]:
+        """Return the tensors of the model, with names relative to the root.
 
         Raises:
-            StateError: there are none.
+            StateError: no tensor is below the root.
         """
         if not self.root:
             return list(self.tensors)
         start = f"{self.root}."
         found = [
-            Written(each.name.removeprefix(start), each.entry, each.dtype)
+            TargetTensor(each.name.removeprefix(start), each.entry, each.dtype)
             for each in self.tensors
             if each.name.startswith(start)
         ]
         if not found:
-            raise StateError(nothing_below(self.root, [each.name for each in self.tensors]))
+            raise StateError(describe_empty_root(self.root, [each.name for each in self.tensors]))
         return found
 
-    def beside_model(self) -> tuple[str, ...]:
-        """Return what a format without optimizers and values leaves out: at most two lines.
+    def describe_left_out(self) -> tuple[str, ...]:
+        """Describe what a format that holds only a model leaves out, in at most two lines.
 
-        They list the first parts of names, so that a wrong root is noticed.
+        The lines list the first parts of names, so that users notice a wrong root.
         """
         start = f"{self.root}." if self.root else ""
         tensors = [each.name for each in self.tensors if not each.name.startswith(start)]
@@ -159,22 +210,23 @@ class Chosen:
         lines = []
         if tensors:
             lines.append(
-                f"{len(tensors)} tensor(s) below {_prefixes(tensors)}: this format holds only the "
-                f"model, which is below {self.root!r}"
+                f"{len(tensors)} tensor(s) below {_list_first_parts(tensors)}: this format holds "
+                f"only the model, which is below {self.root!r}"
             )
         if values:
             lines.append(
-                f"{len(values)} plain value(s), of {_prefixes(values)}: this format holds only "
-                "tensors"
+                f"{len(values)} plain value(s), of {_list_first_parts(values)}: this format holds "
+                "only tensors"
             )
         return tuple(lines)
 
 
-def nothing_below(root: str, names: Iterable[str]) -> str:
-    """Return the message for a root without tensors."""
+def describe_empty_root(root: str, names: Iterable[str]) -> str:
+    """Return the error message for a root without tensors."""
     return (
-        f"the checkpoint has no tensor below {root!r}: set root= (on the command line --root) to "
-        f'the key of the model, one of {_prefixes(names)}; or "" to write all'
+        f"root={root!r}: the checkpoint has no tensor below this name. Set root= (on the command "
+        f'line --root) to the key of the model, one of {_list_first_parts(names)}; or to "" to '
+        "write all tensors"
     )
 
 
@@ -183,32 +235,35 @@ def size_of(segment: Segment) -> int:
     return len(segment) if isinstance(segment, bytes) else segment.size
 
 
-def cut(part: Part, most: int) -> list[Part]:
-    """Cut a whole tensor into parts of whole rows, each of at most `most` bytes, or one row."""
+def cut_rows(part: TensorPart, max_bytes: int) -> list[TensorPart]:
+    """Cut a whole tensor into parts of whole rows, each of at most `max_bytes` bytes or one row."""
     shape = part.box.shape
-    if part.size <= most or not shape:
+    if part.size <= max_bytes or not shape:
         return [part]
-    rows, rest = shape[0], shape[1:]
-    step = max(1, most // (part.size // rows))
-    return [
-        Part(part.name, Box((at, *(0,) * len(rest)), (min(step, rows - at), *rest)), part.dtype)
-        for at in range(0, rows, step)
-    ]
+    rows, inner = shape[0], shape[1:]
+    step = max(1, max_bytes // (part.size // rows))
+    boxes = (
+        Box((row, *(0,) * len(inner)), (min(step, rows - row), *inner))
+        for row in range(0, rows, step)
+    )
+    return [TensorPart(part.name, box, part.dtype) for box in boxes]
 
 
-def split(things: Iterable[T], size: Callable[[T], int], most: int) -> list[list[T]]:
-    """Divide things among files in order. A thing larger than `most` gets a file for itself."""
+def divide_among_files(
+    items: Iterable[T], size: Callable[[T], int], max_bytes: int
+) -> list[list[T]]:
+    """Divide items among files, in order. An item larger than `max_bytes` gets a separate file."""
     files: list[list[T]] = [[]]
-    room = most
-    for each in things:
-        if files[-1] and size(each) > room:
+    remaining = max_bytes
+    for item in items:
+        if files[-1] and size(item) > remaining:
             files.append([])
-            room = most
-        files[-1].append(each)
-        room -= size(each)
+            remaining = max_bytes
+        files[-1].append(item)
+        remaining -= size(item)
     return files
 
 
-def _prefixes(names: Iterable[str]) -> str:
-    tops = [*dict.fromkeys(name.split(".")[0][:60] for name in names)]
-    return ", ".join(tops[:MOST_PREFIXES]) + (", …" if len(tops) > MOST_PREFIXES else "")
+def _list_first_parts(names: Iterable[str]) -> str:
+    first_parts = [*dict.fromkeys(name.split(".")[0][:60] for name in names)]
+    return ", ".join(first_parts[:MOST_LISTED]) + (", …" if len(first_parts) > MOST_LISTED else "")

@@ -1,35 +1,52 @@
-"""Write the files of a target: divided among ranks, resumable, read back and published."""
+"""Write the files of an export: divided among ranks, resumable, read back, then published.
+
+A file is written in chunks, through two buffers: one chunk is read while the chunk before it is
+checksummed and written. Memory is bounded, whatever the size of the checkpoint.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from shardwise.convert.journal import Journal
-from shardwise.convert.plan import Output, Part, Parts, Sums, Target
-from shardwise.convert.stream import MarkedSums, write_output
+from shardwise.convert.plan import (
+    BytesFromSums,
+    ExportFiles,
+    OutputFile,
+    RunningChecksums,
+    Segment,
+    Source,
+    Sums,
+    TensorPart,
+    size_of,
+)
 from shardwise.engine.buffers import Arena, aligned_buffer
 from shardwise.engine.compare import check_all
-from shardwise.engine.exchange import exchange
+from shardwise.engine.exchange import exchange, exchange_keeping
 from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened
 from shardwise.errors import CorruptionError
 from shardwise.events import Recorder, size
-from shardwise.store import LocalStore
+from shardwise.layout import Box, boxes_of_range
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.store import LocalStore, WritableFile
 from shardwise.store.store import Buffer
 
 SMALLEST_MEMORY = 16 << 20
-LARGEST_READ = 32 << 20
+LARGEST_CHUNK = 32 << 20
 ALIGNMENT = 4096
-Compared = Sequence[tuple[Opened, Collection[str] | None]]
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+CopiesToCompare = Sequence[tuple[Opened, Collection[str] | None]]
+"""Checkpoints, and the names of tensors whose copies are compared; None: all that are written."""
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +55,11 @@ class ConversionReport:
 
     Attributes:
         path: the path of the target.
-        files: the number of tensor files of the target, on all ranks.
+        files: the number of tensor files in the target, written by all ranks.
         bytes_written: the size of the files that this rank wrote.
-        resumed: how many of this rank's files an interrupted run had already written.
-        left_out: what the target lacks of the source, and why; one line each.
-        seconds: the time of each stage (open, write, publish, and verify as far as it did not
+        resumed: the number of this rank's files that an interrupted run had already written.
+        left_out: names that the source has and the target lacks, with reasons; one line each.
+        seconds: the time of each stage (open, write, publish, and the part of verify that did not
             overlap with write), and `total`.
     """
 
@@ -68,18 +85,18 @@ class Conversion:
     """One export. All ranks of the group run it together and share the files.
 
     Attributes:
-        source: makes the source of the parts, which reads through the given arena.
-        compared: checkpoints whose copies of tensors are compared first, with the names of the
-            tensors; None for all tensors that are written.
+        open_source: returns the source of the tensors, which reads through the given arena.
+        copies: copies of tensors to compare before anything is written.
+        files: the files to write.
         folder: a directory that is new, empty, or has files of the same export.
-        identity: the source and the options; another export is not resumed.
+        identity: identifies the source and the options; only the same export is resumed.
         max_memory: the most host memory that each rank uses, in bytes.
-        left_out: what the source itself left out, and why.
+        left_out: names that the source itself left out, with reasons.
     """
 
-    source: Callable[[Arena], Parts]
-    compared: Compared
-    target: Target
+    open_source: Callable[[Arena], Source]
+    copies: CopiesToCompare
+    files: ExportFiles
     folder: Path
     identity: str
     max_memory: int
@@ -96,144 +113,269 @@ class Conversion:
             MismatchError: the source stores a tensor several times, and the copies differ.
             RankError: another rank failed. Complete files stay, and the next run resumes.
         """
-        written = _names(self.target.outputs)
-        for opened, names in self.compared:
-            wanted = written if names is None else names
-            check_all(opened, wanted, self.max_memory, self.recorder, self.group)
+        written_names = _tensor_names(self.files.tensor_files)
+        for opened, names in self.copies:
+            compared = written_names if names is None else names
+            check_all(opened, compared, self.max_memory, self.recorder, self.group)
         journal = Journal(self.folder, self.identity)
-        mine = _share(self.target.outputs, self.group.size)[self.group.rank]
-        resumed: list[str] = []
+        mine = _divide_among_ranks(self.files.tensor_files, self.group.size)[self.group.rank]
 
-        def begin(_: list[bytes]) -> bytes:
-            held.enter_context(journal.begun())
+        def lock_target(_: list[bytes]) -> bytes:
+            lock.enter_context(journal.lock_target())
             return b""
 
-        def publish(said: list[bytes]) -> bytes:
+        def publish(_: int, messages: list[bytes]) -> bytes:
             sums: dict[str, list[int]] = {}
-            for each in said:
-                sums |= msgspec.msgpack.decode(each, type=dict[str, list[int]])
+            for message in messages:
+                sums |= msgspec.msgpack.decode(message, type=dict[str, list[int]])
             with self.recorder.stage("publish"):
-                for name, content in self.target.finals(sums).items():
-                    store = _below(LocalStore(self.folder), name)
+                for name, content in self.files.make_final_files(sums).items():
+                    store = _store_of(LocalStore(self.folder), name)
                     store.publish(Path(name).name, content, replace=True)
-                journal.end()
+                journal.remove()
             return b""
 
-        with ExitStack() as held:
-            exchange(self.group, "starting an export", lambda: b"", begin)
-            exchange(self.group, "exporting", lambda: self._write(mine, journal, resumed), publish)
+        with ExitStack() as lock:
+            exchange(self.group, "starting an export", lambda: b"", lock_target)
+            resumed, _ = exchange_keeping(
+                self.group, "exporting", lambda: self._write_files(mine, journal), publish
+            )
         return ConversionReport(
             path=str(self.folder),
-            files=len(self.target.outputs),
-            bytes_written=sum(output.size for output in mine),
-            resumed=len(resumed),
-            left_out=(*self.left_out, *self.target.left_out),
+            files=len(self.files.tensor_files),
+            bytes_written=sum(file.size for file in mine),
+            resumed=resumed,
+            left_out=(*self.left_out, *self.files.left_out),
             seconds=self.recorder.seconds(),
         )
 
-    def _write(self, outputs: list[Output], journal: Journal, resumed: list[str]) -> bytes:
-        """Write the files that are not complete yet. Returns the checksums of all, encoded."""
-        largest = largest_read(self.max_memory)
-        source = self.source(Arena(largest))
-        done: dict[str, list[int]] = {}
-        with self.recorder.stage("plan", 2 * sum(output.size for output in outputs)):
+    def _write_files(self, files: list[OutputFile], journal: Journal) -> tuple[int, bytes]:
+        """Write the files that are not complete yet, and read all files back.
+
+        Returns the number of files that were complete, and the checksums of all files, encoded.
+        """
+        chunk = chunk_size(self.max_memory)
+        source = self.open_source(Arena(chunk))
+        resumed = 0
+        sums_of_files: dict[str, list[int]] = {}
+        with self.recorder.stage("plan", 2 * sum(file.size for file in files)):
             pass  # announces the total to progress bars
-        with ThreadPoolExecutor(1, "shardwise-convert-verify") as behind:
-            reading: tuple[Output, Future[None]] | None = None
-            for output in outputs:
-                sums = journal.sums_of(output)
+        with ThreadPoolExecutor(1, "shardwise-convert-verify") as verifier:
+            verifying: tuple[OutputFile, Future[None]] | None = None
+            for file in files:
+                sums = journal.read_sums(file)
                 if sums is None:
-                    with self.recorder.stage("write", output.size):
-                        sums = _write(output, source, self.folder, largest)
-                        journal.complete(output, sums)
+                    with self.recorder.stage("write", file.size):
+                        sums = _write_file(file, source, self.folder, chunk)
+                        journal.record_sums(file, sums)
                 else:
-                    resumed.append(output.name)
-                self._wait(reading)
-                reading = output, behind.submit(_read_again, output, sums, self.folder, largest)
-                done[output.name] = list(sums)
-            self._wait(reading)
-        return msgspec.msgpack.encode(done)
+                    resumed += 1
+                self._wait_until_verified(verifying)
+                verifying = file, verifier.submit(_verify_file, file, sums, self.folder, chunk)
+                sums_of_files[file.name] = list(sums)
+            self._wait_until_verified(verifying)
+        return resumed, msgspec.msgpack.encode(sums_of_files)
 
-    def _wait(self, reading: tuple[Output, Future[None]] | None) -> None:
-        """Wait until a file is read back, which began while the next one was written."""
-        if reading is not None:
-            output, job = reading
-            with self.recorder.stage("verify", output.size):
-                job.result()
-
-
-def _names(outputs: tuple[Output, ...]) -> set[str]:
-    """Return the names of the tensors in outputs."""
-    return {part.name for each in outputs for part in each.segments if isinstance(part, Part)}
+    def _wait_until_verified(self, verifying: tuple[OutputFile, Future[None]] | None) -> None:
+        if verifying is not None:
+            file, verification = verifying
+            with self.recorder.stage("verify", file.size):
+                verification.result()
 
 
-def largest_read(max_memory: int) -> int:
-    """Return how many bytes are read or written at a time. About six times as many are held."""
-    return min(LARGEST_READ, max_memory // 8) // ALIGNMENT * ALIGNMENT
+def _tensor_names(files: tuple[OutputFile, ...]) -> set[str]:
+    return {part.name for each in files for part in each.segments if isinstance(part, TensorPart)}
 
 
-def _share(outputs: tuple[Output, ...], ranks: int) -> list[list[Output]]:
-    """Divide outputs among ranks by size."""
-    shares: list[list[Output]] = [[] for _ in range(ranks)]
+def chunk_size(max_memory: int) -> int:
+    """Return the bytes to read or write at a time. An export needs about six times as many."""
+    return min(LARGEST_CHUNK, max_memory // 8) // ALIGNMENT * ALIGNMENT
+
+
+def _divide_among_ranks(files: tuple[OutputFile, ...], ranks: int) -> list[list[OutputFile]]:
+    """Divide files among ranks by size: each file, largest first, goes to the least loaded rank."""
+    shares: list[list[OutputFile]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    for output in sorted(outputs, key=lambda each: -each.size):
+    for file in sorted(files, key=lambda each: -each.size):
         rank = loads.index(min(loads))
-        shares[rank].append(output)
-        loads[rank] += output.size
+        shares[rank].append(file)
+        loads[rank] += file.size
     return shares
 
 
-def _write(output: Output, source: Parts, folder: Path, largest: int) -> Sums:
+def _write_file(file: OutputFile, source: Source, folder: Path, chunk: int) -> Sums:
     """Write a file under a temporary name, and rename it when it is durable."""
-    store = _below(LocalStore(folder), output.name)
-    name = Path(output.name).name
-    partial = f"{name}.part"
-    store.delete(partial)
+    store = _store_of(LocalStore(folder), file.name)
+    name = Path(file.name).name
+    temporary = f"{name}.part"
+    store.delete(temporary)
     try:
-        with closing(store.create(partial, output.size)) as file:
-            sums = write_output(output, source, file, largest)
+        with closing(store.create(temporary, file.size)) as writable:
+            sums = write_contents(file, source, writable, chunk)
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in _DISK_FULL:
             raise
         message = f"{error.strerror}: free some space, and run the same export again to resume it"
         raise OSError(error.errno, message, str(store.path / name)) from error
-    os.replace(store.path / partial, store.path / name)
+    os.replace(store.path / temporary, store.path / name)
     store.sync()
     return sums
 
 
-def _read_again(output: Output, sums: Sums, folder: Path, largest: int) -> None:
-    """Read a file back and compare its checksums; one buffer is summed while the other is read.
+def _verify_file(file: OutputFile, sums: Sums, folder: Path, chunk: int) -> None:
+    """Read a file back and compare its checksums. One chunk is summed while the next is read.
 
     Raises:
         CorruptionError: the file differs from what was written.
     """
-    found = MarkedSums(output)
-    buffers = [aligned_buffer(largest) for _ in range(2)]
-    store = _below(LocalStore(folder), output.name)
+    found = RunningChecksums(file)
+    buffers = [aligned_buffer(chunk) for _ in range(2)]
+    store = _store_of(LocalStore(folder), file.name)
     with (
-        closing(store.open(Path(output.name).name)) as file,
-        ThreadPoolExecutor(1, "shardwise-convert-reread") as ahead,
+        closing(store.open(Path(file.name).name)) as readable,
+        ThreadPoolExecutor(1, "shardwise-convert-reread") as reader,
     ):
 
-        def read(low: int) -> Buffer:
-            part = buffers[low // largest % 2][: max(0, min(largest, output.size - low))]
-            return part[: file.read_at(low, part)]
+        def read_chunk(start: int) -> Buffer:
+            buffer = buffers[start // chunk % 2][: max(0, min(chunk, file.size - start))]
+            return buffer[: readable.read_at(start, buffer)]
 
-        coming = ahead.submit(read, 0)
-        for low in range(largest, output.size + largest, largest):
-            part = coming.result()
-            coming = ahead.submit(read, low)
-            found.add(part)
+        upcoming = reader.submit(read_chunk, 0)
+        for start in range(chunk, file.size + chunk, chunk):
+            data = upcoming.result()
+            upcoming = reader.submit(read_chunk, start)
+            found.add(data)
     if found.all() != list(sums):
         raise CorruptionError(
-            f"{folder / output.name} does not read back as written: remove it, and run the same "
-            "export again"
+            f"{folder / file.name}: does not read back as written. Check the storage, remove the "
+            "file, and run the same export again"
         )
 
 
-def _below(store: LocalStore, name: str) -> LocalStore:
-    """Return the store of the directory that a path is in."""
-    for part in Path(name).parts[:-1]:
+def _store_of(store: LocalStore, path: str) -> LocalStore:
+    """Return the store of the directory that a file is in, given the file's path in `store`."""
+    for part in Path(path).parts[:-1]:
         store = store.at(part)
     return store
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Bytes `start:stop` of a file: segments or parts of segments, with their file offsets."""
+
+    start: int
+    stop: int
+    known: list[tuple[int, bytes | BytesFromSums]] = field(default_factory=list)
+    tensor_parts: list[tuple[int, TensorPart]] = field(default_factory=list)
+
+
+def write_contents(
+    file: OutputFile, source: Source, writable: WritableFile, max_bytes: int
+) -> list[int]:
+    """Write the contents of a file, and make them durable.
+
+    Args:
+        writable: a new file of this size.
+        max_bytes: bytes to read or write at a time; the two buffers hold twice as many.
+
+    Returns:
+        The checksums of the ranges between the file's `sum_boundaries`.
+
+    Raises:
+        CorruptionError: the source is damaged.
+        OSError: the storage failed.
+    """
+    chunks = list(_chunks(file, max_bytes))
+    buffers = [aligned_buffer(max_bytes + 2 * ALIGNMENT) for _ in range(2)]
+    sums = RunningChecksums(file)
+
+    def read_chunk(index: int) -> Buffer:
+        chunk = chunks[index]
+        first = chunk.start % ALIGNMENT
+        data = buffers[index % 2][first : first + chunk.stop - chunk.start]
+        parts = [(part, data[at - chunk.start :][: part.size]) for at, part in chunk.tensor_parts]
+        source.read(parts)
+        return data
+
+    with (
+        ThreadPoolExecutor(1, "shardwise-convert-read") as reader,
+        ThreadPoolExecutor(1, "shardwise-convert-write") as writer,
+    ):
+        upcoming: Future[Buffer] | None = reader.submit(read_chunk, 0) if chunks else None
+        unwritten = np.zeros(0, np.uint8)
+        for index, chunk in enumerate(chunks):
+            data = upcoming.result() if upcoming else read_chunk(index)
+            upcoming = reader.submit(read_chunk, index + 1) if index + 1 < len(chunks) else None
+            summed = 0
+            for offset, segment in chunk.known:
+                low = offset - chunk.start
+                if isinstance(segment, BytesFromSums):
+                    sums.add(data[summed:low])
+                    summed = low
+                    content = segment.make(sums.complete)
+                else:
+                    content = segment
+                data[low:][: size_of(segment)] = np.frombuffer(content, np.uint8)
+            last = chunk.stop == file.size
+            writing = writer.submit(
+                _write_pages, writable, chunk, buffers[index % 2], unwritten, last=last
+            )
+            sums.add(data[summed:])
+            unwritten = writing.result()
+    writable.commit()
+    return sums.all()
+
+
+def _write_pages(
+    writable: WritableFile, chunk: _Chunk, buffer: Buffer, unwritten: Buffer, *, last: bool
+) -> Buffer:
+    """Write the whole pages of a chunk, and return the bytes of its last, incomplete page.
+
+    Args:
+        unwritten: the incomplete page of the chunk before, which is written first.
+        last: whether this chunk ends the file; its incomplete page is padded and written too.
+    """
+    start = chunk.start // ALIGNMENT * ALIGNMENT
+    buffer[: len(unwritten)] = unwritten
+    length = chunk.stop - start
+    paged = length // ALIGNMENT * ALIGNMENT
+    if last and length > paged:
+        buffer[length : paged + ALIGNMENT] = 0
+        paged += ALIGNMENT
+    if paged:
+        writable.write_at(start, buffer[:paged])
+    return buffer[paged:length].copy() if length > paged else np.zeros(0, np.uint8)
+
+
+def _chunks(file: OutputFile, max_bytes: int) -> Iterator[_Chunk]:
+    """Cut a file into chunks of at most `max_bytes` bytes."""
+    offset = 0
+    chunk = _Chunk(0, 0)
+    for whole in file.segments:
+        for segment in _cut_segment(whole, max_bytes):
+            if chunk.stop > chunk.start and offset + size_of(segment) - chunk.start > max_bytes:
+                yield chunk
+                chunk = _Chunk(offset, offset)
+            if isinstance(segment, TensorPart):
+                chunk.tensor_parts.append((offset, segment))
+            else:
+                chunk.known.append((offset, segment))
+            offset += size_of(segment)
+            chunk.stop = offset
+    if chunk.stop > chunk.start:
+        yield chunk
+
+
+def _cut_segment(segment: Segment, max_bytes: int) -> Iterator[Segment]:
+    """Cut a segment into segments of at most `max_bytes` bytes. `BytesFromSums` stay whole."""
+    if isinstance(segment, bytes):
+        for low in range(0, len(segment), max_bytes):
+            yield segment[low : low + max_bytes]
+    elif isinstance(segment, TensorPart):
+        step = max(1, max_bytes // DTYPES[segment.dtype].itemsize)
+        for low in range(0, segment.box.size, step):
+            for box in boxes_of_range(segment.box.shape, low, min(low + step, segment.box.size)):
+                offset = tuple(a + b for a, b in zip(segment.box.offset, box.offset, strict=True))
+                yield TensorPart(segment.name, Box(offset, box.shape), segment.dtype)
+    else:
+        yield segment

@@ -1,20 +1,20 @@
-"""The formats that can be written: one module, and one line here, for each."""
+"""The formats of exports. Each has a module here, and an entry in `TARGETS`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from shardwise.convert.plan import Chosen, Target
-from shardwise.convert.targets.dcp import dcp_target
-from shardwise.convert.targets.hf import huggingface_target
-from shardwise.convert.targets.native import native_target
-from shardwise.convert.targets.torch_file import torch_target
-from shardwise.convert.targets.universal import universal_target
+from shardwise.convert.plan import ExportContents, ExportFiles
+from shardwise.convert.targets.dcp import plan_dcp_files
+from shardwise.convert.targets.deepspeed_universal import plan_universal_files
+from shardwise.convert.targets.hf import plan_huggingface_files
+from shardwise.convert.targets.native import plan_native_files
+from shardwise.convert.targets.torch_file import plan_torch_file
 
-TARGETS: Mapping[str, Callable[[Chosen], Target]] = {
-    "native": native_target,
-    "hf": huggingface_target,
-    "dcp": dcp_target,
-    "torch": torch_target,
-    "deepspeed-universal": universal_target,
+TARGETS: Mapping[str, Callable[[ExportContents], ExportFiles]] = {
+    "native": plan_native_files,
+    "hf": plan_huggingface_files,
+    "dcp": plan_dcp_files,
+    "torch": plan_torch_file,
+    "deepspeed-universal": plan_universal_files,
 }

@@ -1,7 +1,7 @@
-"""Zip archives as torch.save writes them, planned before the bytes of tensors are known.
+"""Plan zip archives as torch.save writes them, before the bytes of tensors are known.
 
-Entries are not compressed. The checksum of a tensor follows its bytes, as in archives of torch; the
-directory at the end has all checksums.
+Entries are not compressed. The checksum of a tensor follows its bytes, as in torch's archives. The
+central directory at the end lists all checksums.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from shardwise.convert.plan import Late, Output, Part, Segment, Sums, size_of
+from shardwise.convert.plan import BytesFromSums, OutputFile, Segment, Sums, TensorPart, size_of
 from shardwise.formats.containers.zip_archive import (
     END,
     END64,
@@ -31,134 +31,169 @@ from shardwise.manifest.checksums import crc32
 ALIGNMENT = 64
 _DESCRIPTOR_MARK = b"PK\x07\x08"
 _DESCRIPTOR, _DESCRIPTOR64 = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
-_WIDE = 1
+_ZIP64_FIELD = 1
 """The id of the extra field with 64-bit numbers."""
-_PADDING = struct.Struct("<2sH")
-_PLAIN, _WITH_WIDE = 20, 45
-"""Versions of the zip format that readers must support."""
+_PADDING_FIELD = struct.Struct("<2sH")
+_VERSION_PLAIN, _VERSION_ZIP64 = 20, 45
+"""Versions of the zip format that a reader needs, without and with 64-bit numbers."""
 _UTF8, _SUM_FOLLOWS = 0x800, 8
-_DATE = 0x21
+_FIRST_DATE = 0x21
 """1980-01-01, the first date that zip can represent."""
 _ENTRIES_AT_ONCE = 4096
 
 
-class Growing:
-    """A file that is planned from front to back.
+class FileBuilder:
+    """Builds the plan of a file from front to back.
 
     Args:
-        name: the path below the target.
+        name: path of the file below the target.
+
+    Attributes:
+        size: bytes that are planned so far.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.size = 0
         self._segments: list[Segment] = []
-        self._marks: list[int] = []
+        self._sum_boundaries: list[int] = []
 
     def add(self, segment: Segment) -> None:
         """Append a segment."""
         self._segments.append(segment)
         self.size += size_of(segment)
 
-    def add_summed(self, part: Part) -> int:
-        """Append a part that is not empty. Returns the number of its checksum in the file."""
-        if self._marks[-1:] != [self.size] and self.size:
-            self._marks.append(self.size)
+    def add_with_checksum(self, part: TensorPart) -> int:
+        """Append a nonempty part. Return the index of its checksum among those of the file."""
+        if self._sum_boundaries[-1:] != [self.size] and self.size:
+            self._sum_boundaries.append(self.size)
         self.add(part)
-        self._marks.append(self.size)
-        return len(self._marks) - 1
+        self._sum_boundaries.append(self.size)
+        return len(self._sum_boundaries) - 1
 
     def align(self) -> None:
         """Pad the file to a multiple of `ALIGNMENT`."""
         self.add(bytes(-self.size % ALIGNMENT))
 
-    def output(self) -> Output:
+    def build(self) -> OutputFile:
         """Return the planned file."""
-        return Output(self.name, tuple(self._segments), tuple(self._marks))
+        return OutputFile(self.name, tuple(self._segments), tuple(self._sum_boundaries))
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An entry of an archive: the offset of its header, and its checksum or the checksum's number
-    in the file."""
+    """An entry of an archive.
+
+    Attributes:
+        header: offset of the entry's header in the archive, in bytes.
+        known_crc: checksum of the content, if `sum_index` is None.
+        sum_index: index of the checksum among those of the file.
+    """
 
     name: bytes
     header: int
     size: int
-    known: int = 0
-    number: int | None = None
+    known_crc: int = 0
+    sum_index: int | None = None
 
     def crc(self, sums: Sums) -> int:
-        return self.known if self.number is None else sums[self.number]
+        return self.known_crc if self.sum_index is None else sums[self.sum_index]
 
 
-class Archive:
-    """An archive that is appended to a file. Its offsets count from its own beginning."""
+class ArchiveBuilder:
+    """Builds the plan of an archive at the end of a file. Its offsets count from its start."""
 
-    def __init__(self, file: Growing) -> None:
+    def __init__(self, file: FileBuilder) -> None:
         self._file = file
         self._start = file.size
         self._entries: list[_Entry] = []
 
-    def add(self, name: str, content: bytes | Part) -> None:
-        """Add an entry. Its bytes are aligned if the beginning of the archive is."""
+    def add(self, name: str, content: bytes | TensorPart) -> None:
+        """Append an entry. Its content is aligned if the start of the archive is aligned."""
         file, encoded, size = self._file, name.encode(), size_of(content)
         header = file.size - self._start
-        wide = struct.pack("<HHQQ", _WIDE, 16, size, size) if size >= FULL32 else b""
-        late = isinstance(content, Part) and size > 0
-        known = crc32(content) if isinstance(content, bytes) else 0
-        fields = (_WITH_WIDE if wide else _PLAIN, _flags(late), 0, 0, _DATE, known)
-        stated = FULL32 if wide else 0 if late else size
-        padding = -(header + LOCAL.size + len(encoded) + len(wide) + _PADDING.size) % ALIGNMENT
-        extra = wide + _PADDING.pack(b"FB", padding) + b"Z" * padding
+        zip64 = struct.pack("<HHQQ", _ZIP64_FIELD, 16, size, size) if size >= FULL32 else b""
+        sum_follows = isinstance(content, TensorPart) and size > 0
+        crc = crc32(content) if isinstance(content, bytes) else 0
+        fields = (
+            _VERSION_ZIP64 if zip64 else _VERSION_PLAIN,
+            _flags(sum_follows),
+            0,
+            0,
+            _FIRST_DATE,
+            crc,
+        )
+        stated_size = FULL32 if zip64 else 0 if sum_follows else size
+        padding = (
+            -(header + LOCAL.size + len(encoded) + len(zip64) + _PADDING_FIELD.size) % ALIGNMENT
+        )
+        extra = zip64 + _PADDING_FIELD.pack(b"FB", padding) + b"Z" * padding
         file.add(
-            LOCAL.pack(ZIP_START, *fields, stated, stated, len(encoded), len(extra))
+            LOCAL.pack(ZIP_START, *fields, stated_size, stated_size, len(encoded), len(extra))
             + encoded
             + extra
         )
-        if isinstance(content, Part) and late:
-            number = file.add_summed(content)
-            file.add(_descriptor(number, size))
-            self._entries.append(_Entry(encoded, header, size, number=number))
+        if isinstance(content, TensorPart) and sum_follows:
+            sum_index = file.add_with_checksum(content)
+            file.add(_descriptor(sum_index, size))
+            self._entries.append(_Entry(encoded, header, size, sum_index=sum_index))
         else:
             file.add(content)
-            self._entries.append(_Entry(encoded, header, size, known))
+            self._entries.append(_Entry(encoded, header, size, crc))
 
     def close(self) -> None:
-        """Append the directory."""
+        """Append the central directory."""
         file, count = self._file, len(self._entries)
         start = file.size - self._start
         for low in range(0, count, _ENTRIES_AT_ONCE):
             entries = self._entries[low : low + _ENTRIES_AT_ONCE]
-            file.add(Late(len(_directory(entries, None)), partial(_directory, entries)))
+            file.add(BytesFromSums(len(_directory(entries, None)), partial(_directory, entries)))
         end = file.size - self._start
         if count >= FULL16 or end >= FULL32:
-            fields = (_WITH_WIDE, _WITH_WIDE, 0, 0, count, count, end - start, start)
+            fields = (_VERSION_ZIP64, _VERSION_ZIP64, 0, 0, count, count, end - start, start)
             file.add(END64.pack(END64_MARK, END64.size - 12, *fields))
             file.add(LOCATOR.pack(LOCATOR_MARK, 0, end, 1))
-        few, size, at = min(count, FULL16), min(end - start, FULL32), min(start, FULL32)
-        file.add(END.pack(END_MARK, 0, 0, few, few, size, at, 0))
+        stated_count, size, stated_start = (
+            min(count, FULL16),
+            min(end - start, FULL32),
+            min(start, FULL32),
+        )
+        file.add(END.pack(END_MARK, 0, 0, stated_count, stated_count, size, stated_start, 0))
 
 
-def _flags(late: bool) -> int:
-    return _UTF8 | (_SUM_FOLLOWS if late else 0)
+def _flags(sum_follows: bool) -> int:
+    return _UTF8 | (_SUM_FOLLOWS if sum_follows else 0)
 
 
-def _descriptor(number: int, size: int) -> Late:
+def _descriptor(sum_index: int, size: int) -> BytesFromSums:
     layout = _DESCRIPTOR64 if size >= FULL32 else _DESCRIPTOR
-    return Late(layout.size, lambda sums: layout.pack(_DESCRIPTOR_MARK, sums[number], size, size))
+    return BytesFromSums(
+        layout.size, lambda sums: layout.pack(_DESCRIPTOR_MARK, sums[sum_index], size, size)
+    )
 
 
 def _directory(entries: Sequence[_Entry], sums: Sums | None) -> bytes:
-    """Return the directory of entries; without sums, a placeholder of the same size."""
-    listed = []
+    """Return the directory records of entries; without sums, a placeholder of the same size."""
+    records = []
     for entry in entries:
-        wide = [n for n in (entry.size, entry.size, entry.header) if n >= FULL32]
-        extra = struct.pack(f"<HH{len(wide)}Q", _WIDE, 8 * len(wide), *wide) if wide else b""
-        needed = _WITH_WIDE if wide else _PLAIN
+        zip64 = [n for n in (entry.size, entry.size, entry.header) if n >= FULL32]
+        extra = (
+            struct.pack(f"<HH{len(zip64)}Q", _ZIP64_FIELD, 8 * len(zip64), *zip64) if zip64 else b""
+        )
+        needed = _VERSION_ZIP64 if zip64 else _VERSION_PLAIN
         crc = 0 if sums is None else entry.crc(sums)
         size, header = min(entry.size, FULL32), min(entry.header, FULL32)
-        head = (needed, needed, _flags(entry.number is not None), 0, 0, _DATE, crc, size, size)
+        head = (
+            needed,
+            needed,
+            _flags(entry.sum_index is not None),
+            0,
+            0,
+            _FIRST_DATE,
+            crc,
+            size,
+            size,
+        )
         rest = (len(entry.name), len(extra), 0, 0, 0, 0, header)
-        listed.append(ENTRY.pack(ENTRY_MARK, *head, *rest) + entry.name + extra)
-    return b"".join(listed)
+        records.append(ENTRY.pack(ENTRY_MARK, *head, *rest) + entry.name + extra)
+    return b"".join(records)

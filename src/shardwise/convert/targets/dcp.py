@@ -1,4 +1,4 @@
-"""PyTorch DCP: data files whose items are files of torch.save, and `.metadata`."""
+"""Plan checkpoints of PyTorch DCP: data files with items of torch.save, and `.metadata`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardwise.convert.plan import Chosen, Part, Sums, Target, cut, split
-from shardwise.convert.targets.archive import Growing
-from shardwise.convert.targets.nested import Nested, nested
+from shardwise.convert.plan import (
+    ExportContents,
+    ExportFiles,
+    Sums,
+    TensorPart,
+    cut_rows,
+    divide_among_files,
+)
+from shardwise.convert.targets.archive import FileBuilder
+from shardwise.convert.targets.nested import NestedState, nest_state
 from shardwise.convert.targets.torch_file import add_torch_file
 from shardwise.errors import StateError
 from shardwise.formats.readers.dcp.metadata import METADATA, Item
@@ -20,35 +27,44 @@ if TYPE_CHECKING:
 Path = tuple[str | int, ...]
 
 
-def dcp_target(chosen: Chosen) -> Target:
+def plan_dcp_files(contents: ExportContents) -> ExportFiles:
     """Plan the files of a DCP checkpoint. Tensors larger than `max_file` are cut.
 
-    Optimizers have both the names of `get_optimizer_state_dict` with flattening and without.
+    Optimizers get both names of each entry: those of `get_optimizer_state_dict` with flattening,
+    and those without.
     """
-    state = nested(chosen)
+    state = nest_state(contents)
     left_out = list(state.left_out)
-    leaves = _by_name(state)
-    tensors = {name: cut(leaf.value, chosen.max_file) for name, leaf in leaves.items() if leaf.part}
-    parts = dict.fromkeys(part for cut_up in tensors.values() for part in cut_up)
-    files = [Growing("__0_0.distcp")]
-    placed: dict[Part | str, Item] = {}
+    leaves = _leaves_by_name(state)
+    tensors = {
+        name: cut_rows(leaf.value, contents.max_file)
+        for name, leaf in leaves.items()
+        if leaf.is_tensor
+    }
+    parts = dict.fromkeys(part for row_parts in tensors.values() for part in row_parts)
+    files = [FileBuilder("__0_0.distcp")]
+    stored_items: dict[TensorPart | str, Item] = {}
     for name, leaf in leaves.items():
-        if leaf.part:
+        if leaf.is_tensor:
             continue
         try:
-            placed[name] = _add(files[0], leaf.value, name)
+            stored_items[name] = _add_value(files[0], leaf.value, name)
         except StateError as error:
             left_out.append(str(error))
-    for number, held in enumerate(split(parts, lambda part: part.size, chosen.max_file)):
-        if number:
-            files.append(Growing(f"__{number}_0.distcp"))
-        placed |= {part: _add(files[number], part, part.name) for part in held}
-    paths = {name: leaf.path for name, leaf in leaves.items() if leaf.part or name in placed}
+    for index, file_parts in enumerate(
+        divide_among_files(parts, lambda part: part.size, contents.max_file)
+    ):
+        if index:
+            files.append(FileBuilder(f"__{index}_0.distcp"))
+        stored_items |= {part: _add_value(files[index], part, part.name) for part in file_parts}
+    paths = {
+        name: leaf.path for name, leaf in leaves.items() if leaf.is_tensor or name in stored_items
+    }
 
-    def finals(_: Mapping[str, Sums]) -> Mapping[str, bytes]:
-        return {METADATA: pickle.dumps(_metadata(paths, tensors, placed))}
+    def make_final_files(_: Mapping[str, Sums]) -> Mapping[str, bytes]:
+        return {METADATA: pickle.dumps(_metadata(paths, tensors, stored_items))}
 
-    return Target(tuple(file.output() for file in files), finals, tuple(left_out))
+    return ExportFiles(tuple(file.build() for file in files), make_final_files, tuple(left_out))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,51 +75,52 @@ class _Leaf:
     value: Any
 
     @property
-    def part(self) -> bool:
+    def is_tensor(self) -> bool:
         """Whether the leaf is a tensor."""
-        return isinstance(self.value, Part)
+        return isinstance(self.value, TensorPart)
 
 
-def _by_name(state: Nested) -> dict[str, _Leaf]:
+def _leaves_by_name(state: NestedState) -> dict[str, _Leaf]:
     """Return the leaves of a state by their dotted paths.
 
     Raises:
         StateError: two leaves have the same name.
     """
-    held = dict(state.parts)
+    values = dict(state.parts)
     for root, optimizer in state.optimizers.items():
-        held |= {(root, key): value for key, value in optimizer.flattened().items()}
+        values |= {(root, key): value for key, value in optimizer.flatten_names().items()}
     found: dict[str, _Leaf] = {}
-    for above, whole in held.items():
-        for path, value in _leaves(above, whole):
+    for parent_path, parent in values.items():
+        for path, value in _leaves(parent_path, parent):
             name = ".".join(map(str, path))
             if name in found:
                 raise StateError(
-                    f"{name}: two values get this name in DCP: leave one of them out with skip="
+                    f"{name}: two values of the checkpoint get this name in DCP: leave one of them "
+                    "out with skip="
                 )
             found[name] = _Leaf(path, value)
     return found
 
 
 def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield leaves as DCP flattens a state: dicts, and lists that contain tensors or dicts."""
+    """Yield the leaves of a state. DCP flattens dicts, and lists that contain tensors or dicts."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from _leaves((*path, str(key)), each)
     elif isinstance(value, list) and not _is_leaf(value):
-        for number, each in enumerate(value):
-            yield from _leaves((*path, number), each)
+        for index, each in enumerate(value):
+            yield from _leaves((*path, index), each)
     else:
         yield path, value
 
 
 def _is_leaf(value: Any) -> bool:
-    if isinstance(value, (Mapping, Part)):
+    if isinstance(value, (Mapping, TensorPart)):
         return False
     return not isinstance(value, list) or all(map(_is_leaf, value))
 
 
-def _add(file: Growing, value: Any, name: str) -> Item:
+def _add_value(file: FileBuilder, value: Any, name: str) -> Item:
     file.align()
     start = file.size
     add_torch_file(file, value, name)
@@ -112,10 +129,10 @@ def _add(file: Growing, value: Any, name: str) -> Item:
 
 def _metadata(
     paths: Mapping[str, Path],
-    tensors: Mapping[str, Sequence[Part]],
-    placed: Mapping[Part | str, Item],
+    tensors: Mapping[str, Sequence[TensorPart]],
+    stored_items: Mapping[TensorPart | str, Item],
 ) -> Metadata:
-    """Return the metadata as torch builds it."""
+    """Return the same metadata object as torch writes to `.metadata`."""
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
@@ -125,28 +142,28 @@ def _metadata(
     )
 
     entries: dict[str, Any] = {}
-    places = {}
+    storage = {}
     for name in paths:
         if name not in tensors:
             entries[name] = BytesStorageMetadata()
-            item = placed[name]
-            places[MetadataIndex(name)] = _StorageInfo(item.file, item.offset, item.length)
+            item = stored_items[name]
+            storage[MetadataIndex(name)] = _StorageInfo(item.file, item.offset, item.length)
             continue
-        entries[name] = _tensor(tensors[name])
-        for number, part in enumerate(tensors[name]):
-            item = placed[part]
-            index = MetadataIndex(name, part.box.offset, number)
-            places[index] = _StorageInfo(item.file, item.offset, item.length)
+        entries[name] = _tensor_metadata(tensors[name])
+        for index, part in enumerate(tensors[name]):
+            item = stored_items[part]
+            key = MetadataIndex(name, part.box.offset, index)
+            storage[key] = _StorageInfo(item.file, item.offset, item.length)
     return Metadata(
         entries,
         planner_data=dict(paths),
-        storage_data=places,
+        storage_data=storage,
         storage_meta=StorageMeta(),
         version=CURRENT_DCP_VERSION,
     )
 
 
-def _tensor(parts: Sequence[Part]) -> TensorStorageMetadata:
+def _tensor_metadata(parts: Sequence[TensorPart]) -> TensorStorageMetadata:
     import torch
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,

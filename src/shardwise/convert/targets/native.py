@@ -1,4 +1,4 @@
-"""shardwise's own format: data files of bounded size, and a manifest."""
+"""Plan checkpoints of shardwise: data files of bounded size, and a manifest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from shardwise.convert.plan import Chosen, Late, Output, Part, Sums, Target, Written, cut, split
+from shardwise.convert.plan import (
+    BytesFromSums,
+    ExportContents,
+    ExportFiles,
+    OutputFile,
+    Sums,
+    TargetTensor,
+    TensorPart,
+    cut_rows,
+    divide_among_files,
+)
 from shardwise.manifest.checksums import BLOCK, crc32
 from shardwise.manifest.datafile import DataFile, lay_out, list_pieces
 from shardwise.manifest.dtypes import DTYPES
@@ -22,25 +32,29 @@ from shardwise.manifest.manifest import (
 from shardwise.manifest.names import MANIFEST, data_file
 
 
-def native_target(chosen: Chosen) -> Target:
+def plan_native_files(contents: ExportContents) -> ExportFiles:
     """Plan the files of a shardwise checkpoint. Tensors larger than `max_file` are cut."""
-    source, save_id = chosen.source, chosen.save_id
-    stored = [each for each in chosen.tensors if each.entry.same_as is None]
-    parts = [part for each in stored if each.part.size for part in cut(each.part, chosen.max_file)]
-    # Wider types first, so that all tensors are aligned.
-    order = sorted(parts, key=lambda part: -DTYPES[part.dtype].itemsize)
-    files = split(order, lambda part: part.size, chosen.max_file)
+    source, save_id = contents.source, contents.save_id
+    stored = [each for each in contents.tensors if each.entry.same_as is None]
+    parts = [
+        part for each in stored if each.part.size for part in cut_rows(each.part, contents.max_file)
+    ]
+    # Larger elements first, so that all tensors are aligned.
+    sorted_parts = sorted(parts, key=lambda part: -DTYPES[part.dtype].itemsize)
+    files = divide_among_files(sorted_parts, lambda part: part.size, contents.max_file)
     shapes = {each.entry.name: each.entry.shape for each in stored}
-    outputs, layouts = [], []
-    for rank, held in enumerate(files):
+    tensor_files, layouts = [], []
+    for rank, file_parts in enumerate(files):
         metadata = {"shardwise": str(VERSION), "save_id": save_id, "rank": str(rank)}
-        listed = list_pieces((p.name, p.dtype, shapes[p.name], p.box) for p in held)
-        layout = lay_out(listed, 0, metadata)
+        pieces = list_pieces(
+            (part.name, part.dtype, shapes[part.name], part.box) for part in file_parts
+        )
+        layout = lay_out(pieces, 0, metadata)
         layouts.append(layout)
-        outputs.append(_file(data_file(rank, save_id), layout, held))
-    entries = _entries(chosen.tensors, files)
+        tensor_files.append(_plan_file(data_file(rank, save_id), layout, file_parts))
+    entries = _tensor_entries(contents.tensors, files)
 
-    def finals(sums: Mapping[str, Sums]) -> Mapping[str, bytes]:
+    def make_final_files(sums: Mapping[str, Sums]) -> Mapping[str, bytes]:
         manifest = Manifest(
             save_id=save_id,
             step=source.step,
@@ -49,46 +63,48 @@ def native_target(chosen: Chosen) -> Target:
             metrics=source.metrics,
             files=tuple(
                 FileEntry(
-                    output.name,
+                    file.name,
                     rank,
                     layout.size,
                     layout.data_at,
                     layout.objects_at,
                     layout.checksums_at,
-                    crc32(_table(sums[output.name])),
+                    crc32(_encode_checksums(sums[file.name])),
                 )
-                for rank, (output, layout) in enumerate(zip(outputs, layouts, strict=True))
+                for rank, (file, layout) in enumerate(zip(tensor_files, layouts, strict=True))
             ),
             objects=source.objects,
             tensors=entries,
         )
         return {MANIFEST: encode_manifest(manifest)}
 
-    left = tuple(f"{name}: its value differs between ranks" for name in source.per_rank)
-    return Target(tuple(outputs), finals, left)
+    left_out = tuple(f"{name}: its value differs between ranks" for name in source.per_rank)
+    return ExportFiles(tuple(tensor_files), make_final_files, left_out)
 
 
-def _file(name: str, layout: DataFile, parts: Sequence[Part]) -> Output:
-    marks = (*range(BLOCK, layout.checksums_at, BLOCK), layout.checksums_at)
-    table = Late(layout.size - layout.checksums_at, lambda sums: _table([*sums, 0]))
-    return Output(name, (layout.header, *parts, table), marks)
+def _plan_file(name: str, layout: DataFile, parts: Sequence[TensorPart]) -> OutputFile:
+    sum_boundaries = (*range(BLOCK, layout.checksums_at, BLOCK), layout.checksums_at)
+    table = BytesFromSums(
+        layout.size - layout.checksums_at, lambda sums: _encode_checksums([*sums, 0])
+    )
+    return OutputFile(name, (layout.header, *parts, table), sum_boundaries)
 
 
-def _table(sums: Sums) -> bytes:
-    """Return the checksums of all blocks before the table itself."""
+def _encode_checksums(sums: Sums) -> bytes:
+    """Encode the checksums of all blocks. The last checksum, of the table itself, is left out."""
     return np.array(sums[:-1], "<u4").tobytes()
 
 
-def _entries(
-    tensors: Sequence[Written], files: Sequence[Sequence[Part]]
+def _tensor_entries(
+    tensors: Sequence[TargetTensor], files: Sequence[Sequence[TensorPart]]
 ) -> tuple[TensorEntry, ...]:
     pieces: dict[str, list[PieceEntry]] = {}
-    for number, held in enumerate(files):
-        at = 0
-        for part in held:
-            piece = PieceEntry(number, at, part.box.offset, part.box.shape)
+    for file_index, file_parts in enumerate(files):
+        offset = 0
+        for part in file_parts:
+            piece = PieceEntry(file_index, offset, part.box.offset, part.box.shape)
             pieces.setdefault(part.name, []).append(piece)
-            at += part.size
+            offset += part.size
     return tuple(
         TensorEntry(
             each.entry.name,

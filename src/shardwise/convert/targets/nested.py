@@ -1,4 +1,4 @@
-"""The chosen tensors and values as nested state_dicts, which torch programs save and load."""
+"""Nest the tensors and values of an export into state_dicts, as torch programs save them."""
 
 from __future__ import annotations
 
@@ -10,140 +10,143 @@ import torch
 
 from shardwise.adapters.optimizer_state import rebuilt
 from shardwise.adapters.values import saved_tensors
-from shardwise.convert.plan import Chosen, Part
+from shardwise.convert.plan import ExportContents, TensorPart
 from shardwise.errors import StateError
 from shardwise.formats.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, ParamGroup
 from shardwise.manifest.manifest import ObjectEntry
 from shardwise.state.objects import JsonValue, decode
 
-_END = f".{GROUPS}"
+_GROUPS_SUFFIX = f".{GROUPS}"
 
 
 @dataclass(frozen=True, slots=True)
-class Optimizer:
-    """An optimizer. Tensors are `Part`s, here and in `Nested`.
+class NestedOptimizer:
+    """The state of an optimizer. Tensors are `TensorPart`s, here and in `NestedState`.
 
     Attributes:
         groups: the param groups.
-        state: the state by parameter and key.
-        ties: the names of tied parameters, and those that they are tied to.
+        state: state by the name of the parameter and the key of the state.
+        ties: for each tied parameter, the parameter that it is tied to.
     """
 
     groups: tuple[ParamGroup, ...]
     state: Mapping[str, Mapping[str, Any]]
     ties: Mapping[str, str]
 
-    def numbered(self) -> dict[str, Any]:
-        """Return the state_dict of `torch.optim`, with parameters by number; tied ones have one."""
+    def with_numbers(self) -> dict[str, Any]:
+        """Return the state_dict of `torch.optim`. Tied parameters share one number."""
         numbers: dict[str, int] = {}
         groups = []
         for group in self.groups:
-            own = []
+            members = []
             for name in group.names:
-                if self._stored(name) not in numbers:
-                    numbers[self._stored(name)] = len(numbers)
-                    own.append(name)
-            params = [numbers[self._stored(name)] for name in own]
-            groups.append({**group.hyperparameters, PARAMS: params, PARAM_NAMES: own})
+                if self._owner(name) not in numbers:
+                    numbers[self._owner(name)] = len(numbers)
+                    members.append(name)
+            params = [numbers[self._owner(name)] for name in members]
+            groups.append({**group.hyperparameters, PARAMS: params, PARAM_NAMES: members})
         state: dict[int, Any] = {}
         for name, values in self.state.items():
-            if self._stored(name) in numbers:
-                state.setdefault(numbers[self._stored(name)], rebuilt(values))
+            if self._owner(name) in numbers:
+                state.setdefault(numbers[self._owner(name)], rebuilt(values))
         return {STATE: dict(sorted(state.items())), GROUPS: groups}
 
-    def flattened(self) -> dict[str, Any]:
-        """Return the names of torch's `get_optimizer_state_dict`, with and without flattening.
+    def flatten_names(self) -> dict[str, Any]:
+        """Return all entries by the names of `get_optimizer_state_dict`, flattened and not.
 
-        State has the same names in both. Hyperparameters are by parameter, and by group number.
+        State has the same names in both cases. Hyperparameters are listed twice: by the names of
+        parameters, and by the index of the group.
         """
         flat = {
             f"{STATE}.{name}.{key}": value
             for name, values in self.state.items()
             for key, value in values.items()
         }
-        for number, group in enumerate(self.groups):
-            for name in (*group.names, number):
-                for key, value in group.hyperparameters.items():
-                    flat[f"{GROUPS}.{name}.{key}"] = value
-            flat[f"{GROUPS}.{number}.{PARAMS}"] = list(group.names)
+        for group_index, group in enumerate(self.groups):
+            for name in (*group.names, group_index):
+                flat |= {f"{GROUPS}.{name}.{key}": value for key, value in group.hyperparameters.items()}
+            flat[f"{GROUPS}.{group_index}.{PARAMS}"] = list(group.names)
         return flat
 
-    def ungrouped(self) -> list[str]:
+    def without_group(self) -> list[str]:
         """Return the parameters with state that are not in any group."""
         known = {name for group in self.groups for name in group.names}
         return [name for name in self.state if name not in known]
 
-    def _stored(self, name: str) -> str:
+    def _owner(self, name: str) -> str:
         return self.ties.get(name, name)
 
 
 @dataclass(frozen=True, slots=True)
-class Nested:
+class NestedState:
     """A state, divided into optimizers and everything else.
 
     Attributes:
-        parts: leaves by key of the state and key of the state_dict (which has dots), or by the key
-            of the state alone.
-        optimizers: by key of the state.
-        left_out: what cannot be represented, and why.
+        parts: tensors and values by path. A path has one or two keys: the key in the state, and the
+            dotted name in the state_dict.
+        optimizers: optimizers by their keys in the state.
+        left_out: names that a nested state cannot hold, with reasons.
     """
 
     parts: Mapping[tuple[str, ...], Any]
-    optimizers: Mapping[str, Optimizer]
+    optimizers: Mapping[str, NestedOptimizer]
     left_out: tuple[str, ...]
 
 
-def nested(chosen: Chosen) -> Nested:
-    """Return the chosen tensors and values as a nested state.
+def nest_state(contents: ExportContents) -> NestedState:
+    """Nest the tensors and values of an export.
 
     Raises:
-        StateError: a name is both that of a value and the beginning of other names.
+        StateError: the name of a value is also the beginning of other names.
     """
-    left_out = [f"{name}: its value differs between ranks" for name in chosen.source.per_rank]
-    tensors = {each.name: each.part for each in chosen.tensors}
+    left_out = [f"{name}: its value differs between ranks" for name in contents.source.per_rank]
+    tensors = {each.name: each.part for each in contents.tensors}
     groups = {
-        each.name.removesuffix(_END): _groups_of(each)
-        for each in chosen.source.objects
+        each.name.removesuffix(_GROUPS_SUFFIX): _decode_groups(each)
+        for each in contents.source.objects
         if _is_groups(each)
     }
     leaves: dict[str, Any] = dict(tensors)
-    for each in chosen.source.objects:
+    for each in contents.source.objects:
         if _is_groups(each):
             continue
         for name in saved_tensors(each.value):
             leaves.pop(name, None)
         try:
-            leaves[each.name] = value_of(each, tensors)
+            leaves[each.name] = decode_with_parts(each, tensors)
         except StateError as error:
             left_out.append(str(error))
-    held: dict[str, dict[str, Any]] = {root: {} for root in groups}
+    optimizer_leaves: dict[str, dict[str, Any]] = {root: {} for root in groups}
     parts: dict[tuple[str, ...], Any] = {}
     for name, leaf in leaves.items():
-        above = _above(name, groups)
-        if above is None:
-            parts[_path(name, chosen.root)] = leaf
+        optimizer = _optimizer_of(name, groups)
+        if optimizer is None:
+            parts[_split_name(name, contents.root)] = leaf
         else:
-            held[above][name.removeprefix(f"{above}.")] = leaf
-    both = {path[0] for path in parts if len(path) > 1} & {
+            optimizer_leaves[optimizer][name.removeprefix(f"{optimizer}.")] = leaf
+    ambiguous = {path[0] for path in parts if len(path) > 1} & {
         path[0] for path in parts if path[1:] == ()
     }
-    if both:
+    if ambiguous:
         raise StateError(
-            f"{min(both)}: both a value and the beginning of other names: leave one out with skip="
+            f"{min(ambiguous)}: both a value and the beginning of other names, which this format "
+            "cannot hold: leave one of them out with skip="
         )
-    ties = _ties(chosen)
+    ties = _ties_of_model(contents)
     optimizers = {
-        root: Optimizer(groups[root], _by_parameter(held[root], groups[root]), ties)
+        root: NestedOptimizer(
+            groups[root], _group_by_parameter(optimizer_leaves[root], groups[root]), ties
+        )
         for root in groups
     }
-    return Nested(parts, optimizers, tuple(left_out))
+    return NestedState(parts, optimizers, tuple(left_out))
 
 
-def value_of(entry: ObjectEntry, tensors: Mapping[str, Part]) -> Any:
-    """Decode a plain value, with parts in place of tensors.
+def decode_with_parts(entry: ObjectEntry, tensors: Mapping[str, TensorPart]) -> Any:
+    """Decode a plain value, with the `TensorPart`s of `tensors` in place of tensors.
 
     Raises:
-        StateError: it contains a tensor that is not written, or a pickle.
+        StateError: the value contains a pickle, or a tensor that is not exported.
     """
 
     def tensor(name: str) -> torch.Tensor:
@@ -155,7 +158,7 @@ def value_of(entry: ObjectEntry, tensors: Mapping[str, Part]) -> Any:
 
 
 def _with_tensors(encoded: JsonValue) -> JsonValue:
-    """Return an encoded value in which arrays that are stored in files become tensors."""
+    """Return an encoded value in which NumPy arrays that are stored in files become tensors."""
     if isinstance(encoded, list):
         return [_with_tensors(each) for each in encoded]
     if isinstance(encoded, dict):
@@ -166,7 +169,7 @@ def _with_tensors(encoded: JsonValue) -> JsonValue:
 
 
 def _is_groups(entry: ObjectEntry) -> bool:
-    return entry.name.endswith(_END) and (
+    return entry.name.endswith(_GROUPS_SUFFIX) and (
         isinstance(entry.value, list)
         and all(
             isinstance(each, dict) and {"members", "value"} <= set(each) for each in entry.value
@@ -174,7 +177,7 @@ def _is_groups(entry: ObjectEntry) -> bool:
     )
 
 
-def _groups_of(entry: ObjectEntry) -> tuple[ParamGroup, ...]:
+def _decode_groups(entry: ObjectEntry) -> tuple[ParamGroup, ...]:
     groups = []
     for each in entry.value:
         settings = decode(each["value"], entry.name)
@@ -184,38 +187,38 @@ def _groups_of(entry: ObjectEntry) -> tuple[ParamGroup, ...]:
     return tuple(groups)
 
 
-def _above(name: str, roots: Iterable[str]) -> str | None:
-    """Return the innermost optimizer that a name is below."""
+def _optimizer_of(name: str, roots: Iterable[str]) -> str | None:
+    """Return the innermost optimizer that a name is below; None if there is none."""
     return max((root for root in roots if name.startswith(f"{root}.")), key=len, default=None)
 
 
-def _path(name: str, root: str) -> tuple[str, ...]:
-    """Split a name after its first part, or after the root if it is below that."""
+def _split_name(name: str, root: str) -> tuple[str, ...]:
+    """Split a name after the root, if the name is below it; otherwise after the first part."""
     if name.startswith(f"{root}."):
         return root, name.removeprefix(f"{root}.")
     first, dot, rest = name.partition(".")
     return (first, rest) if dot else (first,)
 
 
-def _ties(chosen: Chosen) -> dict[str, str]:
-    """Return the names of tied parameters of the model, and those that they are tied to."""
-    start = f"{chosen.root}."
+def _ties_of_model(contents: ExportContents) -> dict[str, str]:
+    """Return, for each tied parameter of the model, the parameter that it is tied to."""
+    start = f"{contents.root}."
     return {
         each.name.removeprefix(start): each.entry.same_as.removeprefix(start)
-        for each in chosen.tensors
+        for each in contents.tensors
         if each.entry.same_as and each.name.startswith(start)
     }
 
 
-def _by_parameter(
-    held: Mapping[str, Any], groups: Iterable[ParamGroup]
+def _group_by_parameter(
+    optimizer_leaves: Mapping[str, Any], groups: Iterable[ParamGroup]
 ) -> dict[str, dict[str, Any]]:
     known = {name for group in groups for name in group.names}
     found: dict[str, dict[str, Any]] = {}
-    for name, leaf in held.items():
-        at = name.rfind(".")
-        while at > 0 and name[:at] not in known:
-            at = name.rfind(".", 0, at)
-        parameter, key = (name[:at], name[at + 1 :]) if at > 0 else name.rpartition(".")[::2]
+    for name, leaf in optimizer_leaves.items():
+        dot = name.rfind(".")
+        while dot > 0 and name[:dot] not in known:
+            dot = name.rfind(".", 0, dot)
+        parameter, key = (name[:dot], name[dot + 1 :]) if dot > 0 else name.rpartition(".")[::2]
         found.setdefault(parameter, {})[key] = leaf
     return found
