@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from shardwise.adapters.optimizers import GROUPS
-from shardwise.adapters.values import saved_tensors
+from shardwise.adapters.values import tensor_names_in_value
 from shardwise.engine.buffers import Arena
 from shardwise.engine.compare import compare_sample
 from shardwise.engine.load import fill, plan_filling
@@ -339,7 +339,7 @@ class Checkpoint(Mapping[str, Any]):
     def _read(self, names: Sequence[str]) -> dict[str, Any]:
         """Read tensors and plain values; tied tensors share memory."""
         values = {name: self._saved.object(name) for name in names if self._saved.has_object(name)}
-        inside = {each for value in values.values() for each in saved_tensors(value)}
+        inside = {each for value in values.values() for each in tensor_names_in_value(value)}
         wanted = [name for name in names if name not in values and name not in inside]
         tensors: dict[int, torch.Tensor] = {}
         leaves = []

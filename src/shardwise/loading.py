@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from shardwise.adapters import Binding, asked_of, bind_state, fillable_leaves, optimizer_names
+from shardwise.adapters import Binding, names_to_fill, bind_state, make_leaves_fillable, optimizer_names
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena, check_staging_bytes
 from shardwise.engine.compare import check_sample
 from shardwise.engine.exchange import run_on_all
@@ -184,8 +184,8 @@ def _match_state(
     bindings = bind_state(state, allow_pickle=options.allow_pickle)
     parts = [binding.targets(saved, selection) for binding in bindings]
     targets = united(parts)
-    targets.tensors = fillable_leaves(targets.tensors)
-    asked = asked_of(bindings, parts)
+    targets.tensors = make_leaves_fillable(targets.tensors)
+    asked = names_to_fill(bindings, parts)
     return bindings, match(targets, saved, selection, asked, cast=options.cast)
 
 

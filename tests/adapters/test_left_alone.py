@@ -170,7 +170,7 @@ class WithExtra(nn.Module):
     ("make", "reason"),
     [
         (lazy, "no shape before the module's first forward"),
-        (cyclic, "holds itself"),
+        (cyclic, "contains itself"),
         (lambda: twice(1), "two values of the state have this name"),
         (lambda: twice(torch.ones(1)), "two values of the state have this name"),
         (lambda: twice(sw.PerRank(1)), "two values of the state have this name"),
@@ -179,7 +179,7 @@ class WithExtra(nn.Module):
         (lambda: {"model": [WithExtra(), WithExtra()]}, "a list is one model in parts"),
         (lambda: {"t": torch.empty(2, device="meta")}, "meta device"),
         (lambda: {"t": torch.eye(2).to_sparse()}, "to_dense"),
-        (lambda: {1: 2}, "not a name"),
+        (lambda: {1: 2}, "not a nonempty string"),
     ],
 )
 def test_what_has_no_values_or_no_name_is_refused(

@@ -138,7 +138,7 @@ def step_and_save(path: str) -> None:
 def test_state_that_does_not_show_its_sharding_is_refused(gang: Gang, tmp_path: Path) -> None:
     for outcome in gang.outcomes(step_and_save, str(tmp_path), world=2):
         assert isinstance(outcome.exception, sw.StateError)
-        assert "does not show how it is sharded" in str(outcome.exception)
+        assert "its sharding is unknown" in str(outcome.exception)
 
 
 def from_before_the_first_step(path: str, kinds: list[str]) -> None:

@@ -1,14 +1,14 @@
-"""Framework objects to named leaves and back. Only here are frameworks known."""
+"""Turn the objects of frameworks into named tensors and values, and load them back."""
 
-from shardwise.adapters.bind import asked_of, bind_state, optimizer_names, optimizers_in
+from shardwise.adapters.bind import bind_state, names_to_fill, optimizer_names, torch_optimizers_in
 from shardwise.adapters.binding import Binding
-from shardwise.adapters.tensors import fillable_leaves
+from shardwise.adapters.tensors import make_leaves_fillable
 
 __all__ = [
     "Binding",
-    "asked_of",
     "bind_state",
-    "fillable_leaves",
+    "make_leaves_fillable",
+    "names_to_fill",
     "optimizer_names",
-    "optimizers_in",
+    "torch_optimizers_in",
 ]

@@ -1,4 +1,4 @@
-"""Bindings for the values of a state dict."""
+"""Bind a state: find the `Binding` of each value, by the value's type."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from shardwise.adapters.binding import Binding
 from shardwise.adapters.deepspeed import (
     EngineCounters,
     EngineWeights,
-    is_engine,
-    refuse_inside_engine,
+    is_deepspeed_engine,
+    refuse_module_of_engine,
+    require_torch_optimizer,
     torch_optimizer_of,
-    wrapped_by,
 )
-from shardwise.adapters.deepspeed_optimizer import filled_groups, is_optimizer_of_engine
+from shardwise.adapters.deepspeed_optimizer import fill_param_groups, is_deepspeed_optimizer
 from shardwise.adapters.megatron import (
     MegatronOptimizerBinding,
     MegatronWeights,
     is_megatron_model,
     is_megatron_scheduler,
     load_scheduler,
-    refuse_parts_of_model,
+    refuse_module_with_divided_parts,
 )
 from shardwise.adapters.megatron_optimizer import inner_optimizers, is_megatron_optimizer
 from shardwise.adapters.modules import ModuleBinding, ModuleWeights, Weights
@@ -41,26 +41,30 @@ from shardwise.adapters.values import (
     PerRankBinding,
     Stateful,
     TensorBinding,
-    object_in,
+    bind_dict_item,
 )
 from shardwise.errors import StateError
 from shardwise.state.leaves import LocalState, Shards
 from shardwise.state.per_rank import PerRankValue
 
 State = MutableMapping[str, object]
-_ORDER = {"module": 0, "optimizer": 1, "value": 2}
+_ORDER_OF_KINDS = {"module": 0, "optimizer": 1, "value": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """The modules, engines and optimizers of Megatron-Core's found in a state so far.
+class _BoundObjects:
+    """The objects of a state that are bound so far.
 
-    `engines` are by the prefix of their values' names, with the names of their modules.
+    Attributes:
+        modules: bindings of all modules.
+        engines: the names and weights of DeepSpeed engines, by the prefix of the dict that holds
+            the engine.
+        megatron_optimizers: optimizers of Megatron-Core.
     """
 
     modules: list[ModuleBinding] = field(default_factory=list)
     engines: dict[str, tuple[str, EngineWeights]] = field(default_factory=dict)
-    optimizers: list[object] = field(default_factory=list)
+    megatron_optimizers: list[object] = field(default_factory=list)
 
 
 def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
@@ -75,12 +79,13 @@ def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
             '{"model": model, "optimizer": optimizer}'
         )
     try:
-        bindings = list(_bind(state, "", _Seen(), allow_pickle))
+        bindings = list(_bind_dict(state, "", _BoundObjects(), allow_pickle))
     except RecursionError as error:
         raise StateError(
-            "a dict in the state is nested deeper than Python's stack allows, or holds itself"
+            "the state has a dict that is nested deeper than Python's stack allows, or that "
+            "contains itself"
         ) from error
-    return sorted(bindings, key=lambda binding: _ORDER[binding.kind])
+    return sorted(bindings, key=lambda binding: _ORDER_OF_KINDS[binding.kind])
 
 
 def optimizer_names(bindings: Sequence[Binding]) -> list[str]:
@@ -88,165 +93,181 @@ def optimizer_names(bindings: Sequence[Binding]) -> list[str]:
     return [binding.name for binding in bindings if binding.kind == "optimizer"]
 
 
-def asked_of(
+def names_to_fill(
     bindings: Sequence[Binding], targets: Sequence[LocalState]
 ) -> dict[str, Collection[str]]:
-    """Return the names that a load fills of each module (tensors only) and each optimizer."""
-    asked: dict[str, Collection[str]] = {}
-    for binding, held in zip(bindings, targets, strict=True):
+    """Return the names to fill of each module (tensors only) and each optimizer, by its name."""
+    names: dict[str, Collection[str]] = {}
+    for binding, target in zip(bindings, targets, strict=True):
         if binding.kind == "module":
-            asked[binding.name] = [leaf.name for leaf in held.tensors]
+            names[binding.name] = [leaf.name for leaf in target.tensors]
         elif binding.kind == "optimizer":
-            asked[binding.name] = [*held.names()]
-    return asked
+            names[binding.name] = [*target.names()]
+    return names
 
 
-def _bind(container: State, prefix: str, seen: _Seen, allow_pickle: bool) -> Iterator[Binding]:
+def _bind_dict(
+    container: State, prefix: str, bound: _BoundObjects, allow_pickle: bool
+) -> Iterator[Binding]:
     for key, value in container.items():
         if not isinstance(key, str) or not key:
-            raise StateError(f"{prefix or 'the state'}: its key {key!r} is not a name (str)")
+            where = prefix.removesuffix(".") or "the state"
+            raise StateError(f"{where}: the key {key!r} is not a nonempty string")
         name = f"{prefix}{key}"
         if isinstance(value, (torch.Tensor, np.ndarray, Shards)):
-            yield TensorBinding(name, value)  # first, as a state may hold thousands
+            yield TensorBinding(name, value)  # checked first: a state may have thousands of tensors
             continue
-        parts = _parts(value)
-        if any(map(is_engine, parts)):
-            yield from _bind_engine(name, prefix, parts, seen, allow_pickle)
-        elif is_optimizer_of_engine(value):
-            inner = [wrapped_by(name, value)]
-            find, fill = _lookup(inner, seen), partial(filled_groups, value)
-            yield OptimizerBinding(name, inner, find, allow_pickle=allow_pickle, filled_groups=fill)
+        parts = _list_parts(value)
+        if any(map(is_deepspeed_engine, parts)):
+            yield from _bind_engine(name, prefix, parts, bound, allow_pickle)
+        elif is_deepspeed_optimizer(value):
+            torch_optimizers = [require_torch_optimizer(name, value)]
+            find_parameters, fill_groups = (
+                _make_parameter_finder(torch_optimizers, bound),
+                partial(fill_param_groups, value),
+            )
+            yield OptimizerBinding(
+                name,
+                torch_optimizers,
+                find_parameters,
+                allow_pickle=allow_pickle,
+                fill_param_groups=fill_groups,
+            )
         elif is_megatron_optimizer(value):
-            seen.optimizers.append(value)
-            find = _lookup(inner_optimizers(value), seen)
-            yield MegatronOptimizerBinding(name, prefix, value, find, allow_pickle=allow_pickle)
+            bound.megatron_optimizers.append(value)
+            find_parameters = _make_parameter_finder(inner_optimizers(value), bound)
+            yield MegatronOptimizerBinding(
+                name, prefix, value, find_parameters, allow_pickle=allow_pickle
+            )
         elif parts and all(isinstance(part, nn.Module) for part in parts):
-            weights = _weights_of(name, cast(list[nn.Module], parts), seen)
+            weights = _weights_of(name, cast(list[nn.Module], parts), bound)
             module = ModuleBinding(name, weights, allow_pickle=allow_pickle)
-            seen.modules.append(module)
+            bound.modules.append(module)
             yield module
         elif parts and all(isinstance(part, Optimizer) for part in parts):
             optimizers = cast(list[Optimizer], parts)
-            find = _lookup(optimizers, seen)
-            yield OptimizerBinding(name, optimizers, find, allow_pickle=allow_pickle)
+            find_parameters = _make_parameter_finder(optimizers, bound)
+            yield OptimizerBinding(name, optimizers, find_parameters, allow_pickle=allow_pickle)
         else:
-            yield from _bind_value(container, key, name, seen, allow_pickle)
+            yield from _bind_value(container, key, name, bound, allow_pickle)
 
 
-def _weights_of(name: str, modules: list[nn.Module], seen: _Seen) -> Weights:
+def _weights_of(name: str, modules: list[nn.Module], bound: _BoundObjects) -> Weights:
     if all(map(is_megatron_model, modules)):
-        return MegatronWeights(name, modules, seen.optimizers)
+        return MegatronWeights(name, modules, bound.megatron_optimizers)
     for module in modules:
-        refuse_inside_engine(name, module)
-        refuse_parts_of_model(name, module)
+        refuse_module_of_engine(name, module)
+        refuse_module_with_divided_parts(name, module)
     return ModuleWeights(modules)
 
 
 def _bind_engine(
-    name: str, prefix: str, parts: Sequence[object], seen: _Seen, allow_pickle: bool
+    name: str, prefix: str, parts: Sequence[object], bound: _BoundObjects, allow_pickle: bool
 ) -> Iterator[Binding]:
-    """Bind an engine, as its module and as its counters, which lie next to it in the dict.
+    """Bind an engine as a module, and its counters as values in the same dict.
 
     Raises:
-        StateError: the engine is in a list, or another is in the same dict.
+        StateError: the engine is in a list, or another engine is in the same dict.
     """
-    if len(parts) > 1 or prefix in seen.engines:
-        where = f"{name} is a list, and"
-        if prefix in seen.engines:
-            where = f"{name} and {seen.engines[prefix][0]}"
+    if len(parts) > 1 or prefix in bound.engines:
+        problem = "a list has DeepSpeed engines"
+        if prefix in bound.engines:
+            problem = f"{bound.engines[prefix][0]} is another DeepSpeed engine in the same dict"
         raise StateError(
-            f"{where}: each engine of DeepSpeed needs a dict of its own, as in "
+            f"{name}: {problem}: put each engine into a separate dict, as in "
             '{"actor": {"model": engine, "optimizer": engine.optimizer}, "critic": {…}}'
         )
     weights = EngineWeights(name, parts[0])
     module = ModuleBinding(name, weights, allow_pickle=allow_pickle)
-    seen.modules.append(module)
-    seen.engines[prefix] = name, weights
+    bound.modules.append(module)
+    bound.engines[prefix] = name, weights
     yield module
     yield EngineCounters(prefix, parts[0])
 
 
 def _bind_value(
-    container: State, key: str, name: str, seen: _Seen, allow_pickle: bool
+    container: State, key: str, name: str, bound: _BoundObjects, allow_pickle: bool
 ) -> Iterator[Binding]:
     value = container[key]
     if isinstance(value, PerRankValue):
         yield PerRankBinding(name, value, allow_pickle=allow_pickle)
     elif isinstance(value, Stateful) and not isinstance(value, type):
-        put: Callable[[object], object] = value.load_state_dict
+        set_state: Callable[[object], object] = value.load_state_dict
         if is_megatron_scheduler(value):
-            put = partial(load_scheduler, value)
-        yield ObjectBinding(name, value.state_dict, put, allow_pickle=allow_pickle)
-    elif _is_branch(value):
-        yield from _bind(cast(State, value), f"{name}.", seen, allow_pickle)
+            set_state = partial(load_scheduler, value)
+        yield ObjectBinding(name, value.state_dict, set_state, allow_pickle=allow_pickle)
+    elif _is_nested_state(value):
+        yield from _bind_dict(cast(State, value), f"{name}.", bound, allow_pickle)
     else:
-        yield object_in(container, key, name, allow_pickle=allow_pickle)
+        yield bind_dict_item(container, key, name, allow_pickle=allow_pickle)
 
 
-def _is_branch(value: object) -> bool:
-    """Return whether a value is a dict of names, whose values are bound one by one."""
-    branch = isinstance(value, dict) and type(value) in (dict, OrderedDict) and bool(value)
-    return branch and all(isinstance(key, str) for key in cast(State, value))
+def _is_nested_state(value: object) -> bool:
+    """Return whether a value is a nonempty dict with string keys, to bind value by value."""
+    nonempty = isinstance(value, dict) and type(value) in (dict, OrderedDict) and bool(value)
+    return nonempty and all(isinstance(key, str) for key in cast(State, value))
 
 
-def _parts(value: object) -> list[object]:
-    """Return the items of a list, or the value alone; of pipeline stages, the modules."""
+def _list_parts(value: object) -> list[object]:
+    """Return the items of a list, or a list of the value. Pipeline stages become their modules."""
     values: list[object] = list(value) if isinstance(value, (list, tuple)) else [value]
     return [part.submod if isinstance(part, PipelineStage) else part for part in values]
 
 
-def _lookup(optimizers: list[Optimizer], seen: _Seen) -> Callable[[], dict[int, Parameter]]:
+def _make_parameter_finder(
+    optimizers: list[Optimizer], bound: _BoundObjects
+) -> Callable[[], dict[int, Parameter]]:
     """Return a function that finds the parameters of these optimizers in the state's modules.
 
-    Names count from the module if all parameters are of one module, else from the state.
+    Names are relative to the module if one module has all parameters, and to the state otherwise.
     """
 
-    def find() -> dict[int, Parameter]:
-        mine = {
+    def find_parameters() -> dict[int, Parameter]:
+        optimized_ids = {
             id(tensor)
             for optimizer in optimizers
             for group in optimizer.param_groups
             for tensor in group["params"]
         }
-        if not mine:
-            _refuse_emptied(optimizers, seen)
-        owners: list[tuple[str, dict[int, Parameter]]] = []
-        for module in seen.modules:
+        if not optimized_ids:
+            _refuse_optimizer_without_parameters(optimizers, bound)
+        parameters_by_module: list[tuple[str, dict[int, Parameter]]] = []
+        for module in bound.modules:
             found: dict[int, Parameter] = {}
             for parameter in module.parameters():
-                if id(parameter.tensor) in mine:
+                if id(parameter.tensor) in optimized_ids:
                     found.setdefault(id(parameter.tensor), parameter)
             if found:
-                owners.append((module.name, found))
-        if len(owners) == 1:
-            return owners[0][1]
+                parameters_by_module.append((module.name, found))
+        if len(parameters_by_module) == 1:
+            return parameters_by_module[0][1]
         return {
-            key: parameter.below(name)
-            for name, found in reversed(owners)
+            key: parameter.add_prefix(name)
+            for name, found in reversed(parameters_by_module)
             for key, parameter in found.items()
         }
 
-    return find
+    return find_parameters
 
 
-def _refuse_emptied(optimizers: list[Optimizer], seen: _Seen) -> None:
-    for _, engine in seen.engines.values():
-        if any(map(engine.steps, optimizers)):
+def _refuse_optimizer_without_parameters(optimizers: list[Optimizer], bound: _BoundObjects) -> None:
+    for _, engine in bound.engines.values():
+        if any(map(engine.owns_optimizer, optimizers)):
             raise StateError(
-                "an optimizer in the state has no parameters, because DeepSpeed holds them: put "
-                "engine.optimizer into the state in its place"
+                "an optimizer in the state has no parameters, because a DeepSpeed engine holds "
+                "them: put engine.optimizer into the state instead"
             )
 
 
-def optimizers_in(value: object) -> Iterator[Optimizer]:
-    """Yield the torch optimizers in a state, including those that others wrap."""
-    inner = torch_optimizer_of(value)
-    if inner is not None:
-        yield inner
+def torch_optimizers_in(value: object) -> Iterator[Optimizer]:
+    """Yield the torch optimizers in a state, including those inside other optimizers."""
+    torch_optimizers = torch_optimizer_of(value)
+    if torch_optimizers is not None:
+        yield torch_optimizers
     elif is_megatron_optimizer(value):
         yield from inner_optimizers(value)
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from optimizers_in(each)
+            yield from torch_optimizers_in(each)
     elif isinstance(value, Mapping):
-        yield from optimizers_in(list(value.values()))
+        yield from torch_optimizers_in(list(value.values()))

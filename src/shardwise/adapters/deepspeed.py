@@ -1,4 +1,7 @@
-"""DeepSpeed's engines and optimizers, recognised by the names of their classes, not imported."""
+"""Bind DeepSpeed's engines: their weights and counters.
+
+DeepSpeed is not imported: its classes are recognised by their names.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.adapters.binding import Binding
-from shardwise.adapters.deepspeed_optimizer import frozen_leaf, is_optimizer_of_engine, kind_of
-from shardwise.adapters.modules import Contents, ModuleWeights
+from shardwise.adapters.deepspeed_optimizer import (
+    adapter_of,
+    is_deepspeed_optimizer,
+    leaf_of_frozen_parameter,
+)
+from shardwise.adapters.modules import ModuleContents, ModuleWeights
 from shardwise.adapters.parameters import CleanNames, Parameter
 from shardwise.adapters.tensors import tensor_leaf
 from shardwise.errors import StateError
@@ -20,104 +27,109 @@ from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.objects import JsonValue, decode, encode
 from shardwise.state.selection import Selection
 
-VALUES = "deepspeed"
+VALUES_KEY = "deepspeed"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 LOSS_SCALER = "loss_scaler"
-OF_LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+LOSS_SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def is_engine(value: object) -> bool:
+def is_deepspeed_engine(value: object) -> bool:
     """Return whether a value is an engine of DeepSpeed."""
     return any(
-        (kind.__module__, kind.__name__) == ("deepspeed.runtime.engine", "DeepSpeedEngine")
-        for kind in type(value).__mro__
+        (cls.__module__, cls.__name__) == ("deepspeed.runtime.engine", "DeepSpeedEngine")
+        for cls in type(value).__mro__
     )
 
 
 def torch_optimizer_of(value: object) -> Optimizer | None:
     """Return the torch optimizer inside an engine or one of DeepSpeed's optimizers, if any."""
-    wrapped: Any = value.optimizer if is_engine(value) else value  # type: ignore[attr-defined]
-    inner = wrapped.optimizer if is_optimizer_of_engine(wrapped) else wrapped
+    optimizer: Any = value.optimizer if is_deepspeed_engine(value) else value  # type: ignore[attr-defined]
+    inner = optimizer.optimizer if is_deepspeed_optimizer(optimizer) else optimizer
     return inner if isinstance(inner, Optimizer) else None
 
 
-def wrapped_by(name: str, optimizer: object) -> Optimizer:
+def require_torch_optimizer(name: str, optimizer: object) -> Optimizer:
     """Return the torch optimizer inside one of DeepSpeed's optimizers.
 
     Raises:
-        StateError: there is none.
+        StateError: the optimizer wraps no torch optimizer.
     """
     inner = torch_optimizer_of(optimizer)
     if inner is None:
-        raise StateError(f"{name}: {type(optimizer).__name__} wraps no torch optimizer")
+        raise StateError(
+            f"{name}: {type(optimizer).__name__} wraps no torch optimizer, so its state cannot be "
+            "saved: save with engine.save_checkpoint(); shardwise can open such checkpoints"
+        )
     return inner
 
 
-def refuse_inside_engine(name: str, module: nn.Module) -> None:
-    """Refuse a module whose weights DeepSpeed divides, or has master weights of.
+def refuse_module_of_engine(name: str, module: nn.Module) -> None:
+    """Refuse a module whose weights, or master weights, DeepSpeed divides among ranks.
 
     Raises:
-        StateError: the module needs its engine.
+        StateError: the module must be saved through its engine.
     """
     for parameter in module.parameters():
         if hasattr(parameter, "ds_id") or getattr(parameter, "_hp_mapping", None) is not None:
             raise StateError(
-                f"{name}: DeepSpeed keeps the weights of this module elsewhere: put the engine "
-                'itself into the state, as in {"model": engine, "optimizer": engine.optimizer}'
+                f"{name}: a DeepSpeed engine holds the current weights of this module: put the "
+                'engine into the state, as in {"model": engine, "optimizer": engine.optimizer}'
             )
 
 
 class EngineWeights(ModuleWeights):
-    """The weights of an engine: master weights where its optimizer steps these.
+    """The weights of an engine: master weights of the optimizer, where there are some.
 
     Raises:
-        StateError: the engine is of an unknown kind.
+        StateError: the engine has a feature that is not supported.
     """
 
     def __init__(self, name: str, engine: Any) -> None:
         super().__init__([engine.module])
-        _refuse_unknown(name, engine)
+        _refuse_unsupported_engine(name, engine)
         self._engine = engine
         self._module: nn.Module = engine.module
 
     def parameters(self) -> Iterator[Parameter]:
-        """Yield what its optimizer may hold: master weights, or the module's parameters."""
-        yield from self._masters()
+        """Yield the parameters that an optimizer may hold: master weights, the module's own."""
+        yield from self._master_weights()
         yield from super().parameters()
 
-    def steps(self, optimizer: Optimizer) -> bool:
+    def owns_optimizer(self, optimizer: Optimizer) -> bool:
         """Return whether this is the engine's optimizer."""
         return torch_optimizer_of(self._engine) is optimizer
 
-    def contents(self, root: str) -> Contents:
-        """Return the module's contents, with weights from where DeepSpeed keeps them."""
-        found = super().contents(root)
-        names = self._names()
-        leaves = {leaf.name: leaf for master in self._masters() for leaf in _master_leaves(master)}
-        elsewhere: dict[str, TensorLeaf] = {}
+    def contents(self, root: str) -> ModuleContents:
+        """Return the module's contents, with the weights that DeepSpeed holds in their place."""
+        contents = super().contents(root)
+        names = self._parameter_names()
+        leaves = {
+            leaf.name: leaf for master in self._master_weights() for leaf in _master_leaves(master)
+        }
+        engine_leaves: dict[str, TensorLeaf] = {}
         clean = CleanNames(self._module)
         for path, parameter in self._module.named_parameters(remove_duplicate=False):
             leaf = leaves.get(names[id(parameter)])
             if leaf is None and hasattr(parameter, "ds_tensor"):
-                leaf = frozen_leaf(parameter, path)
+                leaf = leaf_of_frozen_parameter(parameter, path)
             if leaf is not None:
-                full = f"{root}.{clean(path)}"
-                elsewhere[full] = replace(leaf, name=full, identity=id(parameter))
-        found.tensors = [elsewhere.get(leaf.name, leaf) for leaf in found.tensors]
-        return found
+                full_name = f"{root}.{clean(path)}"
+                engine_leaves[full_name] = replace(leaf, name=full_name, identity=id(parameter))
+        contents.tensors = [engine_leaves.get(leaf.name, leaf) for leaf in contents.tensors]
+        return contents
 
     def rebuild(self) -> None:
-        """Compute the module's weights from the master weights. A collective."""
-        kind = kind_of(self._engine.optimizer)
-        if kind is not None:
-            kind.rebuild(self._engine.optimizer)
+        """Compute the module's weights from the master weights. This is a collective."""
+        adapter = adapter_of(self._engine.optimizer)
+        if adapter is not None:
+            adapter.rebuild(self._engine.optimizer)
 
-    def _masters(self) -> Iterator[Parameter]:
-        kind = kind_of(self._engine.optimizer)
-        if kind is not None:
-            yield from kind.masters(self._engine.optimizer, self._names())
+    def _master_weights(self) -> Iterator[Parameter]:
+        adapter = adapter_of(self._engine.optimizer)
+        if adapter is not None:
+            yield from adapter.masters(self._engine.optimizer, self._parameter_names())
 
-    def _names(self) -> dict[int, str]:
+    def _parameter_names(self) -> dict[int, str]:
         clean = CleanNames(self._module)
         return {id(each): clean(path) for path, each in self._module.named_parameters()}
 
@@ -130,7 +142,7 @@ class EngineCounters(Binding):
     """
 
     def __init__(self, prefix: str, engine: Any) -> None:
-        self.name = f"{prefix}{VALUES}"
+        self.name = f"{prefix}{VALUES_KEY}"
         self._engine = engine
 
     def local_state(self) -> LocalState:
@@ -139,9 +151,9 @@ class EngineCounters(Binding):
         return LocalState(objects={name: encode(value, name) for name, value in counters.items()})
 
     def targets(self, saved: SavedState, selection: Selection) -> LocalState:
-        """Return the counters that the checkpoint has. One of another framework has none."""
-        wanted = {name: None for name in self._counters() if saved.has_object(name)}
-        return selection.of(LocalState(objects=wanted))
+        """Return the counters that the checkpoint has. Only checkpoints of engines have some."""
+        saved_counters = {name: None for name in self._counters() if saved.has_object(name)}
+        return selection.of(LocalState(objects=saved_counters))
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
         """Set the counters and the loss scale."""
@@ -162,7 +174,7 @@ class EngineCounters(Binding):
         scaler = _loss_scaler(self._engine.optimizer)
         if scaler is not None:
             counters[LOSS_SCALER] = {
-                key: getattr(scaler, key) for key in OF_LOSS_SCALER if hasattr(scaler, key)
+                key: getattr(scaler, key) for key in LOSS_SCALER_KEYS if hasattr(scaler, key)
             }
         return {f"{self.name}.{key}": value for key, value in counters.items()}
 
@@ -174,39 +186,41 @@ def _master_leaves(master: Parameter) -> list[TensorLeaf]:
     return [part.leaf(part.name, flat) for part in master.flat]
 
 
-def _refuse_unknown(name: str, engine: Any) -> None:
-    """Refuse an engine whose structures are not known to be read correctly.
+def _refuse_unsupported_engine(name: str, engine: Any) -> None:
+    """Refuse an engine with features that this module cannot read.
 
     Raises:
-        StateError: the engine is of an unknown kind.
+        StateError: names the feature.
     """
     optimizer = engine.optimizer
-    plain = optimizer is None or isinstance(optimizer, Optimizer)
-    if not plain and kind_of(optimizer) is None:
-        what = f"its optimizer {type(optimizer).__name__}"
+    is_torch_optimizer = optimizer is None or isinstance(optimizer, Optimizer)
+    if not is_torch_optimizer and adapter_of(optimizer) is None:
+        unsupported = f"its optimizer {type(optimizer).__name__}"
     elif engine.has_moe_layers:
-        what = "experts"
-    elif _tensor_parallel(engine):
-        what = "tensor parallelism"
+        unsupported = "experts"
+    elif _uses_tensor_parallelism(engine):
+        unsupported = "tensor parallelism"
     elif getattr(optimizer, "zenflow", False):
-        what = "ZenFlow"
+        unsupported = "ZenFlow"
     elif getattr(optimizer, "swap_optimizer", False) or getattr(
         optimizer, "params_in_nvme_and_cpu", False
     ):
-        what = "offloading to NVMe"
+        unsupported = "offloading to NVMe"
     elif hasattr(optimizer, "backup_optimizer"):
-        what = "offloading the optimizer in part (ratio), which keeps moments in two optimizers,"
+        unsupported = (
+            "offloading the optimizer in part (ratio), which keeps moments in two optimizers,"
+        )
     elif any(_is_quantized(parameter) for parameter in engine.module.parameters()):
-        what = "quantized weights"
+        unsupported = "quantized weights"
     else:
         return
     raise StateError(
-        f"{name}: {what} is not supported for DeepSpeed engines: save with "
+        f"{name}: {unsupported} is not supported for DeepSpeed engines: save with "
         "engine.save_checkpoint(); shardwise can open such checkpoints"
     )
 
 
-def _tensor_parallel(engine: Any) -> bool:
+def _uses_tensor_parallelism(engine: Any) -> bool:
     grid = getattr(engine, "grid", None)  # of a pipeline, whose stages count as model-parallel
     ranks = engine.mp_world_size if grid is None else grid.get_slice_parallel_world_size()
     return bool(ranks > 1 or engine.autotp_size() > 1)
@@ -217,7 +231,7 @@ def _is_quantized(parameter: object) -> bool:
 
 
 def _loss_scaler(optimizer: object) -> object | None:
-    """Return the loss scaler if its scale changes during the training."""
+    """Return the loss scaler if the loss scale is dynamic; otherwise None."""
     if not getattr(optimizer, "dynamic_loss_scale", False):
         config = getattr(optimizer, "loss_scale_config", None)
         return config if getattr(config, "dynamic_loss_scale", False) else None
@@ -227,6 +241,6 @@ def _loss_scaler(optimizer: object) -> object | None:
 def _set_loss_scaler(name: str, scaler: object, value: object) -> None:
     if not isinstance(value, Mapping):
         raise StateError(f"{name}: expected the state of a loss scaler, found {value!r}")
-    for key in OF_LOSS_SCALER:
+    for key in LOSS_SCALER_KEYS:
         if hasattr(scaler, key) and isinstance(value.get(key), (int, float)):
             setattr(scaler, key, value[key])

@@ -1,6 +1,6 @@
-"""ZeRO's divisions of parameters: the weights that DeepSpeed's optimizers step, as flat ranges.
+"""DeepSpeed's optimizers: the weights that they step, as flat ranges of parameters (ZeRO 1 to 3).
 
-Everything is read from DeepSpeed's own structures, without communication.
+All values are read from DeepSpeed's objects, without communication.
 """
 
 from __future__ import annotations
@@ -18,131 +18,144 @@ from shardwise.adapters.parameters import FlatRange, Parameter
 from shardwise.state.leaves import TensorLeaf
 
 Names = Mapping[int, str]
-"""Names of parameters, by `id`."""
+"""Names of parameters, by the `id` of the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """What is specific to one of DeepSpeed's optimizers.
+class OptimizerAdapter:
+    """Functions for one of DeepSpeed's optimizer classes.
 
     Attributes:
-        masters: yields the weights that it steps, given the names of the parameters.
-        rebuild: computes the module's weights from these; a collective.
+        masters: yields the weights that the optimizer steps, given the names of the parameters.
+        rebuild: computes the module's weights from the weights that the optimizer steps. This is a
+            collective.
     """
 
     masters: Callable[[Any, Names], Iterator[Parameter]]
     rebuild: Callable[[Any], None]
 
 
-def is_optimizer_of_engine(value: object) -> bool:
-    """Return whether a value is one of DeepSpeed's optimizers, which wrap one of torch's."""
+def is_deepspeed_optimizer(value: object) -> bool:
+    """Return whether a value is one of DeepSpeed's optimizers, which wrap a torch optimizer."""
     return any(
         kind.__module__.startswith("deepspeed.runtime.") and kind.__name__ == "DeepSpeedOptimizer"
         for kind in type(value).__mro__
     )
 
 
-def kind_of(optimizer: object) -> Kind | None:
-    """Return what is specific to an optimizer of DeepSpeed's; None if it is another, or unknown."""
-    return _KINDS.get(type(optimizer).__name__) if is_optimizer_of_engine(optimizer) else None
+def adapter_of(optimizer: object) -> OptimizerAdapter | None:
+    """Return the adapter of a DeepSpeed optimizer; None if the optimizer is unknown."""
+    return _ADAPTERS.get(type(optimizer).__name__) if is_deepspeed_optimizer(optimizer) else None
 
 
 @contextmanager
-def filled_groups(optimizer: Any) -> Iterator[None]:
-    """Fill the param groups, which ZeRO 3 empties between steps, for the length of a block."""
-    fill = getattr(optimizer, "_set_fp32_optimizer_param_groups", None)
-    if fill is None:
+def fill_param_groups(optimizer: Any) -> Iterator[None]:
+    """Fill the param groups, which ZeRO 3 empties between steps, while the block runs."""
+    fill_groups = getattr(optimizer, "_set_fp32_optimizer_param_groups", None)
+    if fill_groups is None:
         yield
         return
-    fill()
+    fill_groups()
     try:
         yield
     finally:
         optimizer._clear_fp32_optimizer_param_groups()
 
 
-def frozen_leaf(parameter: Any, name: str) -> TensorLeaf:
-    """Return this rank's part of a parameter that ZeRO 3 divides and no optimizer steps."""
-    return _slice_of_zero_3(parameter, name).leaf(name, parameter.ds_tensor.detach())
+def leaf_of_frozen_parameter(parameter: Any, name: str) -> TensorLeaf:
+    """Return this rank's part of a parameter that ZeRO 3 divides but no optimizer steps."""
+    return _range_of_zero_3(parameter, name).leaf(name, parameter.ds_tensor.detach())
 
 
-def _of_zero_1_and_2(optimizer: Any, names: Names) -> Iterator[Parameter]:
+def _masters_of_zero_1_and_2(optimizer: Any, names: Names) -> Iterator[Parameter]:
     columns = zip(
         optimizer.single_partition_of_fp32_groups,
         optimizer.round_robin_bit16_groups,
         optimizer.real_dp_process_group,
-        _offsets(optimizer),
+        _offsets_by_group(optimizer),
         strict=True,
     )
-    for flat, parameters, group, starts in columns:
-        yield _partition(flat, parameters, starts, dist.get_rank(group), names)
+    for flat, parameters, process_group, offsets in columns:
+        yield _partition_as_parameter(
+            flat, parameters, offsets, dist.get_rank(process_group), names
+        )
 
 
-def _offsets(optimizer: Any) -> Sequence[Sequence[int]]:
-    """Return where each parameter begins in the flat weights of its group, by group."""
-    known = getattr(optimizer, "round_robin_bit16_offsets", None)  # since DeepSpeed 0.19.8
-    if known is not None:
-        return list(known)
-    return [_end_to_end(parameters) for parameters in optimizer.round_robin_bit16_groups]
+def _offsets_by_group(optimizer: Any) -> Sequence[Sequence[int]]:
+    """Return, for each group, the offsets in elements of the parameters in its flat weights."""
+    stored_offsets = getattr(optimizer, "round_robin_bit16_offsets", None)  # since DeepSpeed 0.19.8
+    if stored_offsets is not None:
+        return list(stored_offsets)
+    return [_offsets_end_to_end(parameters) for parameters in optimizer.round_robin_bit16_groups]
 
 
-def _of_bf16(optimizer: Any, names: Names) -> Iterator[Parameter]:
+def _masters_of_bf16(optimizer: Any, names: Names) -> Iterator[Parameter]:
     columns = zip(
         optimizer.fp32_groups_flat_partition,
         optimizer.bf16_groups,
         optimizer.real_dp_process_group,
         strict=True,
     )
-    for flat, parameters, group in columns:
-        rank = dist.get_rank(group)
-        yield _partition(flat, parameters, _end_to_end(parameters), rank, names)
+    for flat, parameters, process_group in columns:
+        rank = dist.get_rank(process_group)
+        yield _partition_as_parameter(
+            flat, parameters, _offsets_end_to_end(parameters), rank, names
+        )
 
 
-def _of_fp16(optimizer: Any, names: Names) -> Iterator[Parameter]:
+def _masters_of_fp16(optimizer: Any, names: Names) -> Iterator[Parameter]:
     for flat, parameters in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
-        yield _partition(flat, parameters, _end_to_end(parameters), 0, names)
+        yield _partition_as_parameter(flat, parameters, _offsets_end_to_end(parameters), 0, names)
 
 
-def _of_fp16_unfused(optimizer: Any, names: Names) -> Iterator[Parameter]:
+def _masters_of_fp16_unfused(optimizer: Any, names: Names) -> Iterator[Parameter]:
     for masters, parameters in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
         for master, parameter in zip(masters, parameters, strict=True):
             yield Parameter(master, names[id(parameter)])
 
 
-def _of_zero_3(optimizer: Any, names: Names) -> Iterator[Parameter]:
+def _masters_of_zero_3(optimizer: Any, names: Names) -> Iterator[Parameter]:
     groups = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
     for flat, parameters in groups:
-        parts, start = [], 0
+        ranges, start = [], 0
         for parameter in parameters:
-            part = _slice_of_zero_3(parameter, names[id(parameter)])
-            parts.append(replace(part, start=start))
+            part = _range_of_zero_3(parameter, names[id(parameter)])
+            ranges.append(replace(part, start=start))
             start += parameter.ds_tensor.ds_numel
-        yield Parameter(flat, "", tuple(parts))
+        yield Parameter(flat, "", tuple(ranges))
 
 
-def _partition(
+def _partition_as_parameter(
     flat: torch.Tensor,
     parameters: Sequence[torch.Tensor],
-    starts: Sequence[int],
+    offsets: Sequence[int],
     rank: int,
     names: Names,
 ) -> Parameter:
-    """Return this rank's partition `flat` of parameters that lie flattened, in equal partitions."""
-    low = rank * flat.numel()
-    parts = [
-        FlatRange.whole(names[id(parameter)], parameter.shape, start).cut(low, low + flat.numel())
-        for parameter, start in zip(parameters, starts, strict=True)
+    """Return a rank's partition as a parameter.
+
+    The group's parameters are flattened at `offsets`, and divided into equal partitions.
+
+    Args:
+        flat: the partition of this rank.
+    """
+    partition_start = rank * flat.numel()
+    ranges = [
+        FlatRange.whole(names[id(parameter)], parameter.shape, start).cut(
+            partition_start, partition_start + flat.numel()
+        )
+        for parameter, start in zip(parameters, offsets, strict=True)
     ]
-    return Parameter(flat, "", tuple(parts))
+    return Parameter(flat, "", tuple(ranges))
 
 
-def _slice_of_zero_3(parameter: Any, name: str) -> FlatRange:
-    """Return the slice of a parameter that this rank has. Slices are equal, the last is padded."""
-    size, rank = parameter.ds_tensor.ds_numel, dist.get_rank(parameter.ds_process_group)
-    return FlatRange.whole(name, parameter.ds_shape).cut(rank * size, (rank + 1) * size)
+def _range_of_zero_3(parameter: Any, name: str) -> FlatRange:
+    """Return this rank's range of a parameter. Ranges have equal sizes; the last one is padded."""
+    slice_size, rank = parameter.ds_tensor.ds_numel, dist.get_rank(parameter.ds_process_group)
+    return FlatRange.whole(name, parameter.ds_shape).cut(rank * slice_size, (rank + 1) * slice_size)
 
 
-def _end_to_end(parameters: Sequence[torch.Tensor]) -> list[int]:
+def _offsets_end_to_end(parameters: Sequence[torch.Tensor]) -> list[int]:
     return list(accumulate((each.numel() for each in parameters), initial=0))[:-1]
 
 
@@ -151,31 +164,31 @@ def _rebuild_gathered(optimizer: Any) -> None:
 
 
 def _rebuild_fp16(optimizer: Any) -> None:
-    for low, master in zip(optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True):
-        low.data.copy_(master.data)
+    for weight, master in zip(optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True):
+        weight.data.copy_(master.data)
 
 
 def _rebuild_fp16_unfused(optimizer: Any) -> None:
-    for lows, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-        for low, master in zip(lows, masters, strict=True):
-            low.data.copy_(master.data)
+    for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        for weight, master in zip(weights, masters, strict=True):
+            weight.data.copy_(master.data)
 
 
 def _rebuild_zero_3(optimizer: Any) -> None:
-    # Free the gathered weights, which are the old ones, and gather the persistent ones again.
+    # Free the gathered weights, which are old, and gather the persistent ones again.
     optimizer.checkpoint_event_prologue()
-    for number in range(len(optimizer.fp16_groups)):
-        optimizer._reassign_or_swap_out_partitioned_parameters(number)
+    for group_index in range(len(optimizer.fp16_groups)):
+        optimizer._reassign_or_swap_out_partitioned_parameters(group_index)
     persistent = optimizer.persistent_parameters
     if persistent:
         persistent[0].partition(persistent)
     optimizer.checkpoint_event_epilogue()
 
 
-_KINDS = {
-    "DeepSpeedZeroOptimizer": Kind(_of_zero_1_and_2, _rebuild_gathered),
-    "DeepSpeedZeroOptimizer_Stage3": Kind(_of_zero_3, _rebuild_zero_3),
-    "BF16_Optimizer": Kind(_of_bf16, _rebuild_gathered),
-    "FP16_Optimizer": Kind(_of_fp16, _rebuild_fp16),
-    "FP16_UnfusedOptimizer": Kind(_of_fp16_unfused, _rebuild_fp16_unfused),
+_ADAPTERS = {
+    "DeepSpeedZeroOptimizer": OptimizerAdapter(_masters_of_zero_1_and_2, _rebuild_gathered),
+    "DeepSpeedZeroOptimizer_Stage3": OptimizerAdapter(_masters_of_zero_3, _rebuild_zero_3),
+    "BF16_Optimizer": OptimizerAdapter(_masters_of_bf16, _rebuild_gathered),
+    "FP16_Optimizer": OptimizerAdapter(_masters_of_fp16, _rebuild_fp16),
+    "FP16_UnfusedOptimizer": OptimizerAdapter(_masters_of_fp16_unfused, _rebuild_fp16_unfused),
 }

@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel (FSDP1): flat parameters as boxes, without communication."""
+"""FullyShardedDataParallel (FSDP1): turn flat parameters into boxes, without communication."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def is_fsdp1(module: nn.Module) -> bool:
     return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
 
 
-def reshard(module: nn.Module) -> None:
-    """Free gathered parameters, which an evaluation leaves behind, before a load fills shards.
+def reshard_fsdp1(module: nn.Module) -> None:
+    """Free the gathered parameters that an evaluation leaves behind, before a load fills shards.
 
     Otherwise the next forward would use the old gathered values.
     """
@@ -30,56 +30,58 @@ def reshard(module: nn.Module) -> None:
             handle.reshard(free_unsharded_flat_param=True)
 
 
-def flat_tensors(module: nn.Module, root: str) -> tuple[list[TensorLeaf], dict[str, str]]:
+def leaves_of_flat_parameters(
+    module: nn.Module, root: str
+) -> tuple[list[TensorLeaf], dict[str, str]]:
     """Return all flattened parameters as leaves with their original names and shapes.
 
     Args:
         root: name of `module` in the state.
 
     Returns:
-        The leaves, and a mapping from the further names of shared parameters to their first names.
+        The leaves, and the first name of each shared parameter by its other names.
     """
     leaves = []
     shared: dict[str, str] = {}
     clean = CleanNames(module)
-    for flat, prefix, parts in _flat_parameters(module):
+    for flat, prefix, ranges in _flat_parameters(module):
         local = _local_shard(flat)
-        for part in parts:
+        for part in ranges:
             name = f"{root}.{part.name}"
             leaves.append(part.leaf(name, local, identity=name))
         for info in flat._shared_param_infos:
             path = f"{prefix}{info.module_name}.{info.param_name}"
-            first = f"{prefix}{info.prim_module_name}.{info.prim_param_name}"
-            shared[f"{root}.{clean(path)}"] = f"{root}.{clean(first)}"
+            first_name = f"{prefix}{info.prim_module_name}.{info.prim_param_name}"
+            shared[f"{root}.{clean(path)}"] = f"{root}.{clean(first_name)}"
     return leaves, shared
 
 
 def flat_parameters(module: nn.Module) -> Iterator[Parameter]:
-    """Yield what an optimizer may hold: flat parameters, or views of original parameters."""
-    for flat, _, parts in _flat_parameters(module):
-        yield Parameter(flat, "", tuple(parts))
-        for original, part in zip(flat._params or (), parts, strict=False):
+    """Yield the parameters that an optimizer may hold: flat ones, and views of original ones."""
+    for flat, _, ranges in _flat_parameters(module):
+        yield Parameter(flat, "", tuple(ranges))
+        for original, part in zip(flat._params or (), ranges, strict=False):
             yield Parameter(original, "", (replace(part, start=0),))
 
 
 def _flat_parameters(module: nn.Module) -> Iterator[tuple[FlatParameter, str, list[FlatRange]]]:
-    """Yield each flat parameter, the path prefix of its FSDP unit, and its parts by full name."""
+    """Yield each flat parameter, the path prefix of its FSDP unit, and its original parameters."""
     clean = CleanNames(module)
     for path, handle in _units(module):
         flat = handle.flat_param
         prefix = f"{path}." if path else ""
-        parts = []
+        ranges = []
         infos = zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
         for fqn, shape, info in infos:
             first, last = info.intra_param_start_idx, info.intra_param_end_idx
-            here = (0, 0) if first is None or last is None else (first, last + 1)
-            part = FlatRange.whole(clean(prefix + fqn), shape).cut(*here)
-            parts.append(replace(part, start=info.offset_in_shard or 0))
-        yield flat, prefix, parts
+            local_range = (0, 0) if first is None or last is None else (first, last + 1)
+            part = FlatRange.whole(clean(prefix + fqn), shape).cut(*local_range)
+            ranges.append(replace(part, start=info.offset_in_shard or 0))
+        yield flat, prefix, ranges
 
 
 def _units(module: nn.Module) -> Iterator[tuple[str, FlatParamHandle]]:
-    """Yield the FSDP units of a module that have parameters, by path."""
+    """Yield the path and the handle of each FSDP unit that has parameters."""
     for path, part in module.named_modules():
         handle = getattr(part, "_handle", None)
         if isinstance(part, FullyShardedDataParallel) and handle is not None:

@@ -1,4 +1,4 @@
-"""Modules: parameters, persistent buffers and extra state, whatever wraps them."""
+"""Bind modules: parameters, persistent buffers and extra state, under names without wrappers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.adapters.binding import Binding
-from shardwise.adapters.fsdp1 import flat_parameters, flat_tensors, is_fsdp1, reshard
-from shardwise.adapters.parameters import CleanNames, Parameter, unwrapped
+from shardwise.adapters.fsdp1 import (
+    flat_parameters,
+    is_fsdp1,
+    leaves_of_flat_parameters,
+    reshard_fsdp1,
+)
+from shardwise.adapters.parameters import CleanNames, Parameter, unwrap_data_parallel
 from shardwise.adapters.tensors import tensor_leaf
 from shardwise.errors import StateError, user_code
 from shardwise.plan.lookup import SavedState
@@ -24,14 +29,14 @@ EXTRA_STATE = "_extra_state"
 
 
 @dataclass(slots=True)
-class Contents:
-    """What this rank has of a model.
+class ModuleContents:
+    """The part of a model that this rank holds.
 
     Attributes:
         tensors: parameters and persistent buffers.
         extra_state: values of `get_extra_state()`, by name.
-        problems: reasons why it cannot be loaded.
-        left: names that a load leaves alone.
+        problems: reasons why the model cannot be loaded.
+        left: names that a load does not change.
     """
 
     tensors: list[TensorLeaf] = field(default_factory=list)
@@ -41,35 +46,35 @@ class Contents:
 
 
 class Weights(Protocol):
-    """How a framework keeps the weights of a model on this rank.
+    """Access to the weights of a model on this rank, in the way of one framework.
 
-    A framework that trains master weights in another place than the module gives these in place
-    of the module's parameters, under the same names.
+    If a framework keeps master weights, they take the place of the module's parameters, under the
+    same names.
     """
 
     def parameters(self) -> Iterator[Parameter]:
-        """Yield what an optimizer may hold, by the names that parameters have in the model."""
+        """Yield the parameters that an optimizer may hold, with their names in the model."""
         ...
 
-    def contents(self, root: str) -> Contents:
-        """Return what to save. All names begin with `root`."""
+    def contents(self, root: str) -> ModuleContents:
+        """Return the tensors and values to save. All names begin with `root`."""
         ...
 
-    def targets(self, root: str, saved: SavedState, selection: Selection) -> Contents:
-        """Return what a load fills; first allocate what does not exist yet."""
+    def targets(self, root: str, saved: SavedState, selection: Selection) -> ModuleContents:
+        """Return the tensors and values to load. Tensors that do not exist yet are allocated."""
         ...
 
     def restore(self, root: str, extra_state: Mapping[str, object]) -> None:
-        """Set extra state, once the tensors are filled."""
+        """Set extra state, after the tensors are filled."""
         ...
 
     def rebuild(self) -> None:
-        """Compute the module's weights from loaded master weights. All ranks call it together."""
+        """Compute the module's weights from the loaded master weights. This is a collective."""
         ...
 
 
 class ModuleBinding(Binding):
-    """A model, or the parts of one that this rank has, such as pipeline stages."""
+    """A model, or the parts of a model that this rank holds, such as pipeline stages."""
 
     kind = "module"
 
@@ -80,21 +85,21 @@ class ModuleBinding(Binding):
         self._extra_names: tuple[str, ...] = ()
 
     def parameters(self) -> Iterator[Parameter]:
-        """Yield what an optimizer may hold, by the names that parameters have in the model."""
+        """Yield the parameters that an optimizer may hold, with their names in the model."""
         return self.weights.parameters()
 
     def local_state(self) -> LocalState:
         """Return tensors by their clean names, and extra state as plain values."""
-        return self._encoded(self.weights.contents(self.name))
+        return self._encode(self.weights.contents(self.name))
 
     def targets(self, saved: SavedState, selection: Selection) -> LocalState:
-        """Return what a load fills. Selected tensors on the meta device are allocated first."""
+        """Return the tensors and values to load. Selected meta tensors are allocated first."""
         contents = self.weights.targets(self.name, saved, selection)
         self._extra_names = tuple(contents.extra_state)
-        return selection.of(self._encoded(contents))
+        return selection.of(self._encode(contents))
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
-        """Set extra state, once the tensors are filled."""
+        """Set extra state, after the tensors are filled."""
         extra_state = {
             name: decode(values[name], name, allow_pickle=self._allow_pickle)
             for name in self._extra_names
@@ -103,11 +108,11 @@ class ModuleBinding(Binding):
         self.weights.restore(self.name, extra_state)
 
     def rebuild_weights(self) -> None:
-        """Compute the module's weights from loaded master weights."""
+        """Compute the module's weights from the loaded master weights."""
         with torch.no_grad():
             self.weights.rebuild()
 
-    def _encoded(self, contents: Contents) -> LocalState:
+    def _encode(self, contents: ModuleContents) -> LocalState:
         objects = {
             name: encode(value, name, allow_pickle=self._allow_pickle)
             for name, value in contents.extra_state.items()
@@ -116,12 +121,12 @@ class ModuleBinding(Binding):
 
 
 class ModuleWeights:
-    """Weights that the modules themselves hold: plain ones, DTensors, FSDP1's flat parameters."""
+    """Weights inside the modules: plain tensors, DTensors, or FSDP1's flat parameters."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = [unwrapped(module) for module in modules]
+        self._modules = [unwrap_data_parallel(module) for module in modules]
         self._clean = [CleanNames(module) for module in self._modules]
-        self._copies: dict[int, dict[str, torch.Tensor]] = {}
+        self._hook_tensors: dict[int, dict[str, torch.Tensor]] = {}
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield all parameters by their clean names."""
@@ -131,57 +136,57 @@ class ModuleWeights:
             for path, parameter in module.named_parameters(remove_duplicate=False):
                 yield Parameter(parameter, clean(path))
 
-    def contents(self, root: str) -> Contents:
+    def contents(self, root: str) -> ModuleContents:
         """Return the entries of the modules' state dicts by their clean names.
 
         Raises:
             StateError: two modules have the same name, or a value cannot be saved.
         """
-        found = Contents()
-        seen: set[str] = set()
+        contents = ModuleContents()
+        seen_names: set[str] = set()
         for index in range(len(self._modules)):
-            for name, value in self._entries(index, root):
-                if name in seen:
+            for name, value in self._state_dict_entries(index, root):
+                if name in seen_names:
                     raise StateError(
-                        f"{name}: two modules in the list {root!r} have it; a list is one "
-                        "model in parts, whose names differ: give several models a dict, and a "
-                        "key each"
+                        f"{name}: two modules in the list {root!r} have this name, but a list is "
+                        "one model in parts, with different names: put several models into a "
+                        "dict, each under a separate key"
                     )
-                seen.add(name)
+                seen_names.add(name)
                 if isinstance(value, torch.Tensor):
-                    found.tensors.append(tensor_leaf(name, value))
+                    contents.tensors.append(tensor_leaf(name, value))
                 elif isinstance(value, TensorLeaf):
-                    found.tensors.append(value)
+                    contents.tensors.append(value)
                 else:
-                    found.extra_state[name] = value
-        return found
+                    contents.extra_state[name] = value
+        return contents
 
-    def targets(self, root: str, saved: SavedState, selection: Selection) -> Contents:
-        """Return what a load fills. Tensors on the meta device that it fills are allocated."""
+    def targets(self, root: str, saved: SavedState, selection: Selection) -> ModuleContents:
+        """Return the tensors and values to load. Selected meta tensors are allocated."""
 
-        def filled(name: str) -> bool:
+        def is_loaded(name: str) -> bool:
             return saved.tensor(name) is not None and selection.chooses(name)
 
         for module, clean in zip(self._modules, self._clean, strict=True):
-            _materialize(module, clean, root, filled)
-            reshard(module)
-        self._copies = {}
-        found = self.contents(root)
-        # Megatron's modules have extra state of None, which some formats leave out.
-        for name in [name for name, value in found.extra_state.items() if value is None]:
+            _allocate_meta_tensors(module, clean, root, is_loaded)
+            reshard_fsdp1(module)
+        self._hook_tensors = {}
+        contents = self.contents(root)
+        # The extra state of Megatron's modules may be None, and some formats leave it out.
+        for name in [name for name, value in contents.extra_state.items() if value is None]:
             if name.endswith(EXTRA_STATE) and saved.kind(name) is None:
-                del found.extra_state[name]
-        return found
+                del contents.extra_state[name]
+        return contents
 
     def restore(self, root: str, extra_state: Mapping[str, object]) -> None:
-        """Set extra state, and hand tensors that a state_dict hook made to load_state_dict()."""
+        """Set extra state, and pass tensors that a state_dict hook made to load_state_dict()."""
         for index, module in enumerate(self._modules):
-            if index in self._copies:
+            if index in self._hook_tensors:
                 with user_code(root, "load_state_dict()"):
-                    module.load_state_dict(self._copies[index], strict=False)
+                    module.load_state_dict(self._hook_tensors[index], strict=False)
             for path, part in module.named_modules():
-                raw = f"{path}." if path else ""
-                name = f"{root}.{self._clean[index](raw + EXTRA_STATE)}"
+                prefix = f"{path}." if path else ""
+                name = f"{root}.{self._clean[index](prefix + EXTRA_STATE)}"
                 if name in extra_state:
                     with user_code(name, "set_extra_state()"):
                         part.set_extra_state(extra_state[name])
@@ -189,76 +194,88 @@ class ModuleWeights:
     def rebuild(self) -> None:
         """Do nothing: the modules hold their own weights."""
 
-    def _entries(self, index: int, root: str) -> Iterator[tuple[str, object]]:
+    def _state_dict_entries(self, index: int, root: str) -> Iterator[tuple[str, object]]:
         module, clean = self._modules[index], self._clean[index]
         if is_fsdp1(module):
             yield from _fsdp1_entries(module, root, clean)
             return
-        own = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+        own_tensors = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
         with user_code(root, "state_dict()"):
             entries = module.state_dict(keep_vars=True)
         for path, value in entries.items():
-            if isinstance(value, torch.Tensor) and id(value) not in own:
-                # A state_dict hook made it, so only load_state_dict() can set it.
-                self._copies.setdefault(index, {})[path] = value
+            if isinstance(value, torch.Tensor) and id(value) not in own_tensors:
+                # A state_dict hook made this tensor, so only load_state_dict() can set its source.
+                self._hook_tensors.setdefault(index, {})[path] = value
             yield f"{root}.{clean(path)}", value
 
 
 def _fsdp1_entries(module: nn.Module, root: str, clean: CleanNames) -> Iterator[tuple[str, object]]:
-    leaves, shared = flat_tensors(module, root)
-    by_name = {leaf.name: leaf for leaf in leaves}
+    leaves, first_names = leaves_of_flat_parameters(module, root)
+    leaf_by_name = {leaf.name: leaf for leaf in leaves}
     for leaf in leaves:
         yield leaf.name, leaf
-    for name, first in shared.items():
-        yield name, replace(by_name[first], name=name)
-    views = {id(parameter.tensor) for parameter in flat_parameters(module)}
+    for name, first_name in first_names.items():
+        yield name, replace(leaf_by_name[first_name], name=name)
+    flat_parameter_ids = {id(parameter.tensor) for parameter in flat_parameters(module)}
     for path, parameter in module.named_parameters(remove_duplicate=False):
         name = f"{root}.{clean(path)}"
-        if id(parameter) not in views and name not in by_name and name not in shared:
+        if (
+            id(parameter) not in flat_parameter_ids
+            and name not in leaf_by_name
+            and name not in first_names
+        ):
             yield name, parameter
     for path, part in module.named_modules(remove_duplicate=False):
         for key, buffer in part._buffers.items():
             if buffer is not None and key not in part._non_persistent_buffers_set:
-                full = f"{path}.{key}" if path else key
-                yield f"{root}.{clean(full)}", buffer
+                path_of_buffer = f"{path}.{key}" if path else key
+                yield f"{root}.{clean(path_of_buffer)}", buffer
 
 
-def _materialize(
-    module: nn.Module, clean: CleanNames, root: str, filled: Callable[[str], bool]
+def _allocate_meta_tensors(
+    module: nn.Module, clean: CleanNames, root: str, is_loaded: Callable[[str], bool]
 ) -> None:
-    """Allocate tensors on the meta device in place, so that ties and optimizers keep them."""
-    named = [
+    """Allocate meta tensors in place, so that tied modules and optimizers refer to the new ones."""
+    named_tensors = [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ]
-    meta = [tensor for path, tensor in named if tensor.is_meta and filled(f"{root}.{clean(path)}")]
-    if meta:
-        _refuse_lost_buffers(module, root)
-    for tensor in meta:
+    meta_tensors = [
+        tensor
+        for path, tensor in named_tensors
+        if tensor.is_meta and is_loaded(f"{root}.{clean(path)}")
+    ]
+    if meta_tensors:
+        _refuse_meta_buffers(module, root)
+    for tensor in meta_tensors:
         if not tensor.is_meta:
             continue  # allocated under another name
-        where = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else _device()
-        made = torch.empty_like(tensor, device=where)
+        device = (
+            tensor.device_mesh.device_type
+            if isinstance(tensor, DTensor)
+            else _device_for_meta_tensors()
+        )
+        replacement = torch.empty_like(tensor, device=device)
         if isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-        torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+            replacement = nn.Parameter(replacement, requires_grad=tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, replacement)  # type: ignore[no-untyped-call]
 
 
-def _refuse_lost_buffers(module: nn.Module, root: str) -> None:
-    lost = [
+def _refuse_meta_buffers(module: nn.Module, root: str) -> None:
+    meta_buffers = [
         f"{path}.{key}" if path else key
         for path, part in module.named_modules()
         for key, buffer in part._buffers.items()
         if buffer is not None and buffer.is_meta and key in part._non_persistent_buffers_set
     ]
-    if lost:
+    if meta_buffers:
         raise StateError(
-            f"{root}: the buffers {', '.join(lost)} are on the meta device and not persistent, so "
-            "no checkpoint has them: compute them on a real device before loading"
+            f"{root}: the buffers {', '.join(meta_buffers)} are on the meta device and not "
+            "persistent, so no checkpoint has them: compute them on a real device before loading"
         )
 
 
-def _device() -> torch.device:
+def _device_for_meta_tensors() -> torch.device:
     """Return the device on which a load allocates tensors that are on the meta device."""
     default = torch.get_default_device()
     return torch.device("cpu") if default.type == "meta" else default

@@ -1,6 +1,6 @@
-"""The state that an optimizer keeps of a parameter, as a checkpoint has it.
+"""Read and write the state that an optimizer keeps for a parameter, in the form of checkpoints.
 
-Nested state has dotted keys, and a count of steps is a tensor, as in torch's own optimizers.
+In checkpoints, nested state has dotted keys, and step counts are tensors, as in torch's optimizers.
 """
 
 from __future__ import annotations
@@ -11,83 +11,87 @@ import torch
 from torch.optim import Optimizer
 
 STEP = "step"
-Group = MutableMapping[str, object]
+ParamGroup = MutableMapping[str, object]
 
 
-def counts_as_torch(optimizer: Optimizer) -> bool:
+def counts_steps_like_torch(optimizer: Optimizer) -> bool:
     """Return whether an optimizer counts steps in a tensor for each parameter."""
-    return not (_counts_plainly(optimizer) or _counts_in_groups(optimizer))
+    return not (_counts_in_numbers(optimizer) or _counts_in_groups(optimizer))
 
 
-def _counts_plainly(optimizer: Optimizer) -> bool:
-    """Return whether it counts in a number for each parameter, as DeepSpeed's own do."""
+def _counts_in_numbers(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer counts steps in a number for each parameter, like DeepSpeed's."""
     return type(optimizer).__module__.startswith("deepspeed.ops.")
 
 
 def _counts_in_groups(optimizer: Optimizer) -> bool:
-    """Return whether it counts once for each group, as Transformer Engine's and Apex's do."""
+    """Return whether an optimizer counts steps once per group, like those of Apex."""
     return type(optimizer).__module__.startswith(("transformer_engine.", "apex."))
 
 
-def settings_of(optimizer: Optimizer, group: Mapping[str, object]) -> dict[str, object]:
-    """Return the hyperparameters of a group, without its count of steps."""
+def hyperparameters_of(optimizer: Optimizer, group: Mapping[str, object]) -> dict[str, object]:
+    """Return the hyperparameters of a group, without the step count."""
     counted = _counts_in_groups(optimizer)
     return {key: value for key, value in group.items() if not (counted and key == STEP)}
 
 
-def state_of(optimizer: Optimizer, group: Group, parameter: torch.Tensor) -> dict[str, object]:
-    """Return the state of a parameter by dotted keys, its count as a tensor."""
-    state = dict(leaves_of(optimizer.state.get(parameter, {})))
+def read_state(
+    optimizer: Optimizer, group: ParamGroup, parameter: torch.Tensor
+) -> dict[str, object]:
+    """Return the state of a parameter by dotted keys, with the step count as a tensor."""
+    state = dict(flatten_keys(optimizer.state.get(parameter, {})))
     count = state.get(STEP)
     if _counts_in_groups(optimizer) and state:
         count = group.get(STEP)
-    if not counts_as_torch(optimizer) and isinstance(count, (int, torch.Tensor)):
+    if not counts_steps_like_torch(optimizer) and isinstance(count, (int, torch.Tensor)):
         state[STEP] = torch.tensor(float(count), device="cpu")
     return state
 
 
-def set_state(
-    optimizer: Optimizer, group: Group, parameter: torch.Tensor, state: Mapping[str, object]
+def write_state(
+    optimizer: Optimizer, group: ParamGroup, parameter: torch.Tensor, state: Mapping[str, object]
 ) -> None:
-    """Set the state of a parameter, its count in the form that the optimizer uses."""
+    """Set the state of a parameter, with the step count in the form that the optimizer uses."""
     count = state.get(STEP)
-    if _counts_plainly(optimizer) and isinstance(count, torch.Tensor):
+    if _counts_in_numbers(optimizer) and isinstance(count, torch.Tensor):
         state = {**state, STEP: int(count)}
     elif _counts_in_groups(optimizer) and isinstance(count, torch.Tensor):
         state = {key: value for key, value in state.items() if key != STEP}
-        here = group.get(STEP)
-        group[STEP] = here.copy_(count) if isinstance(here, torch.Tensor) else int(count)
-    optimizer.state[parameter] = rebuilt(state)
+        current_count = group.get(STEP)
+        group[STEP] = (
+            current_count.copy_(count) if isinstance(current_count, torch.Tensor) else int(count)
+        )
+    optimizer.state[parameter] = nest_keys(state)
 
 
-def forget_count(optimizer: Optimizer, group: Group) -> None:
-    """Remove the count of a group whose parameters have no state any more."""
+def remove_step_count(optimizer: Optimizer, group: ParamGroup) -> None:
+    """Remove the step count of a group if none of its parameters has state."""
     parameters = group["params"]
-    kept = isinstance(parameters, list) and any(map(optimizer.state.get, parameters))
-    if _counts_in_groups(optimizer) and not kept:
+    has_state = isinstance(parameters, list) and any(map(optimizer.state.get, parameters))
+    if _counts_in_groups(optimizer) and not has_state:
         group.pop(STEP, None)
 
 
-def leaves_of(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the leaves of nested dicts by dotted keys."""
+def flatten_keys(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the values of nested dicts with dotted keys."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value and all(isinstance(k, str) for k in value):
-            yield from leaves_of(value, f"{name}.")
+            yield from flatten_keys(value, f"{name}.")
         else:
             yield name, value
 
 
-def rebuilt(leaves: Mapping[str, object]) -> dict[str, object]:
-    """Return the nested dicts of leaves with dotted keys."""
+def nest_keys(leaves: Mapping[str, object]) -> dict[str, object]:
+    """Return nested dicts, given values with dotted keys."""
     tree: dict[str, object] = {}
     for name, value in leaves.items():
         *path, last = name.split(".")
-        here = tree
+        current_count = tree
         for part in path:
-            child = here.setdefault(part, {})
+            child = current_count.setdefault(part, {})
             if not isinstance(child, dict):
-                child = here[part] = {}
-            here = child
-        here[last] = value
+                child = current_count[part] = {}
+            current_count = child
+        current_count[last] = value
     return tree

@@ -1,4 +1,4 @@
-"""Parameters as optimizers hold them: their names, and where flat tensors hold which parts."""
+"""Parameters as optimizers hold them: their names, and their ranges in flattened tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from shardwise.adapters.dtensor import fragments_at
+from shardwise.adapters.dtensor import fragments_of_local_tensor
 from shardwise.adapters.tensors import tensor_leaf
 from shardwise.errors import StateError
 from shardwise.layout import Box, boxes_of_range
@@ -22,13 +22,13 @@ _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wr
 
 @dataclass(frozen=True, slots=True)
 class FlatRange:
-    """A range of a flat local tensor, and the part of a global tensor that it holds.
+    """A range of a flat (1-d) local tensor that holds boxes of a global tensor.
 
     Attributes:
         name: name of the global tensor.
         shape: shape of the global tensor.
-        start: first element of the range in the local tensor.
-        boxes: boxes of the global tensor, end to end in the range, each in row-major order.
+        start: index in the local tensor of the range's first element.
+        boxes: boxes of the global tensor. They lie end to end in the range, in row-major order.
         padded: whether the last rows of the global tensor may be padding.
     """
 
@@ -40,32 +40,37 @@ class FlatRange:
 
     @classmethod
     def whole(cls, name: str, shape: Sequence[int], start: int = 0) -> FlatRange:
-        """Return the range that holds all of a tensor."""
+        """Return the range that holds a whole tensor."""
         return cls(name, tuple(shape), start, (Box.whole(tuple(shape)),))
 
     def cut(self, low: int, high: int) -> FlatRange:
-        """Return the common part with elements `low:high`, its `start` counted from `low`."""
+        """Return the part of the range in elements `low:high` of the local tensor.
+
+        The result describes a local tensor that begins at `low`.
+        """
         boxes: list[Box] = []
-        at = self.start
+        start_of_box = self.start
         for box in self.boxes:
-            first, last = (min(max(edge - at, 0), box.size) for edge in (low, high))
+            first, last = (min(max(edge - start_of_box, 0), box.size) for edge in (low, high))
             for part in boxes_of_range(box.shape, first, last):
                 offset = tuple(o + p for o, p in zip(box.offset, part.offset, strict=True))
                 boxes.append(Box(offset, part.shape))
-            at += box.size
+            start_of_box += box.size
         return replace(self, start=max(self.start - low, 0), boxes=tuple(boxes))
 
     def fragments(self, flat: torch.Tensor) -> tuple[Fragment, ...]:
-        """Return the boxes with their memory in the flat tensor."""
+        """Return the boxes, each with its memory in the flat tensor."""
         fragments = []
-        at = self.start
+        start_of_box = self.start
         for box in self.boxes:
-            fragments.append(Fragment(box, flat[at : at + box.size].view(box.shape)))
-            at += box.size
+            fragments.append(
+                Fragment(box, flat[start_of_box : start_of_box + box.size].view(box.shape))
+            )
+            start_of_box += box.size
         return tuple(fragments)
 
     def leaf(self, name: str, flat: torch.Tensor, identity: object = None) -> TensorLeaf:
-        """Return the part that a flat tensor holds of the global tensor, as a leaf."""
+        """Return the range of a flat tensor as a leaf of the global tensor."""
         fragments = self.fragments(flat)
         return TensorLeaf(name, flat.dtype, self.shape, fragments, identity, padded=self.padded)
 
@@ -77,45 +82,49 @@ class Parameter:
     Attributes:
         tensor: the tensor in the optimizer's param groups.
         name: name of the parameter; unused if `flat` is not empty.
-        flat: the named parameters that a flattened tensor holds.
-        copy: whether other ranks have the same parameter, divided otherwise, and save it. A copy
-            is only loaded.
+        flat: the ranges of the original parameters, if the tensor is flattened.
+        is_copy: whether other ranks save the same parameter, so that this rank only loads it.
     """
 
     tensor: torch.Tensor
     name: str
     flat: tuple[FlatRange, ...] = ()
-    copy: bool = False
+    is_copy: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all parameters in the tensor."""
+        """The names of all original parameters in the tensor."""
         return tuple(part.name for part in self.flat) or (self.name,)
 
     @property
-    def named_shape(self) -> tuple[str, tuple[int, ...]]:
-        """Name and global shape; of a flattened tensor, those of its first parameter."""
+    def name_and_shape(self) -> tuple[str, tuple[int, ...]]:
+        """The name and global shape of the parameter; of a flattened tensor, of its first one."""
         if self.flat:
             return self.flat[0].name, self.flat[0].shape
         return self.name, tuple(self.tensor.shape)
 
-    def below(self, prefix: str) -> Parameter:
-        """Return the parameter with a prefix added to its names."""
+    def add_prefix(self, prefix: str) -> Parameter:
+        """Return the parameter with a prefix before its names."""
         flat = tuple(replace(part, name=f"{prefix}.{part.name}") for part in self.flat)
         return replace(self, name=f"{prefix}.{self.name}", flat=flat)
 
     @property
-    def empty(self) -> bool:
-        """Whether this rank has no memory for it, not even padding, and so no optimizer state."""
+    def is_empty(self) -> bool:
+        """Whether this rank holds no element of the parameter, and so no optimizer state."""
         return bool(self.flat) and not _local(self.tensor).numel()
 
     @property
-    def foremost(self) -> str:
-        """The parameter whose saved state describes all: the first that has dimensions."""
+    def representative_name(self) -> str:
+        """The name of the first parameter that is not a scalar; its saved state describes all."""
         return next((part.name for part in self.flat if part.shape), self.names[0])
 
     def leaves(self, prefix: str, key: str, value: torch.Tensor) -> list[TensorLeaf]:
-        """Return a state tensor of this parameter as one leaf for each name.
+        """Return a tensor of the optimizer's state as leaves, one for each original parameter.
+
+        Args:
+            prefix: name of the optimizer.
+            key: key of the state, for example `exp_avg`.
+            value: the state tensor. It has the parameter's layout, or is replicated.
 
         Raises:
             StateError: the sharding of the value is unknown.
@@ -141,17 +150,17 @@ class Parameter:
                 leaves.append(tensor_leaf(name, value))
         return leaves
 
-    def new_state(
+    def allocate_state(
         self, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
     ) -> torch.Tensor:
-        """Allocate a state tensor that the checkpoint has with this global shape.
+        """Allocate a state tensor of a global shape.
 
-        State of the parameter's shape, and all state of a flattened parameter, is sharded as the
-        parameter is. Other state is replicated, as an optimizer would create it.
+        State with the shape of the parameter is sharded like the parameter, and so is all state of
+        a flattened parameter except scalars. Other state is replicated.
         """
         tensor = self.tensor
-        like_a_part = shape != () and shape in {part.shape for part in self.flat}
-        if self.flat and (like_a_part or math.prod(shape) > 1):
+        has_shape_of_part = shape != () and shape in {part.shape for part in self.flat}
+        if self.flat and (has_shape_of_part or math.prod(shape) > 1):
             return torch.zeros(_local(tensor).shape, dtype=dtype, device=_local(tensor).device)
         if shape == tuple(tensor.shape) and shape != ():
             return torch.zeros_like(tensor, dtype=dtype)
@@ -165,32 +174,39 @@ class Parameter:
         )
 
 
-def joined(leaves: Iterable[TensorLeaf], *, to_fill: bool) -> list[TensorLeaf]:
-    """Join leaves of the same name, which are parts of one tensor, such as stacked experts.
+def join_leaves(leaves: Iterable[TensorLeaf], *, to_fill: bool) -> list[TensorLeaf]:
+    """Join leaves of the same name: they are parts of one tensor, for example stacked experts.
 
     Args:
-        to_fill: keep every copy of a scalar, such as a step count. A save needs only one.
+        to_fill: whether a load fills the leaves. Then all copies of a scalar are kept, for example
+            of a step count.
 
     Raises:
-        StateError: two leaves are the same part: two modules have the same names.
+        StateError: two leaves are the same part of a tensor.
     """
     named: dict[str, list[TensorLeaf]] = {}
     for leaf in leaves:
         named.setdefault(leaf.name, []).append(leaf)
-    return [same[0] if len(same) == 1 else _joined(same, to_fill) for same in named.values()]
+    return [
+        same[0] if len(same) == 1 else _join_fragments(same, to_fill) for same in named.values()
+    ]
 
 
-def _joined(leaves: Sequence[TensorLeaf], to_fill: bool) -> TensorLeaf:
-    first = leaves[0]
+def _join_fragments(leaves: Sequence[TensorLeaf], to_fill: bool) -> TensorLeaf:
+    first_leaf = leaves[0]
     fragments = [fragment for leaf in leaves for fragment in leaf.fragments]
-    if first.shape == ():
-        return first if not to_fill else replace(first, fragments=tuple(fragments), identity=None)
+    if first_leaf.shape == ():
+        return (
+            first_leaf
+            if not to_fill
+            else replace(first_leaf, fragments=tuple(fragments), identity=None)
+        )
     if len({fragment.box for fragment in fragments}) < len(fragments):
         raise StateError(
-            f"{first.name}: two values of the state have this name and hold the same part of the "
-            "tensor: give several models, or optimizers, a dict and a key each"
+            f"{first_leaf.name}: two values of the state have this name and hold the same part of "
+            "the tensor: put each model and optimizer under a separate key of a dict"
         )
-    return replace(first, fragments=tuple(fragments), identity=None)
+    return replace(first_leaf, fragments=tuple(fragments), identity=None)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -200,19 +216,21 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _leaf_like(name: str, value: torch.Tensor, like: DTensor) -> TensorLeaf:
     shape = tuple(like.shape)
-    fragments = fragments_at(name, value.detach(), shape, like.device_mesh, like.placements)
+    fragments = fragments_of_local_tensor(
+        name, value.detach(), shape, like.device_mesh, like.placements
+    )
     return TensorLeaf(name, value.dtype, shape, fragments)
 
 
 def _refuse_unless_scalar(name: str, value: torch.Tensor) -> None:
     if value.numel() > 1:
         raise StateError(
-            f"{name}: a plain tensor of shape {list(value.shape)}, kept for a sharded parameter, "
-            "does not show how it is sharded: keep it as a DTensor"
+            f"{name}: the optimizer keeps a plain tensor of shape {list(value.shape)} for a "
+            "sharded parameter, so its sharding is unknown: let the optimizer keep it as a DTensor"
         )
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def unwrap_data_parallel(module: nn.Module) -> nn.Module:
     """Return the module inside DistributedDataParallel or DataParallel."""
     while isinstance(module, (DataParallel, DistributedDataParallel)):
         module = module.module
@@ -220,30 +238,31 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 class CleanNames:
-    """Names of a model's parts without the parts that wrappers add.
+    """Removes the parts of names that wrappers of modules add.
 
-    Removes what torch.compile, activation checkpointing and FSDP add, and the `module` of a
-    data-parallel wrapper.
+    Wrappers are torch.compile, activation checkpointing, FSDP and data parallelism.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._known: dict[str, tuple[object, str]] = {"": (root, "")}
+        self._cache: dict[str, tuple[object, str]] = {"": (root, "")}
 
     def __call__(self, path: str) -> str:
         """Return the clean name of a path below the root."""
-        above, _, last = path.rpartition(".")
-        module, prefix = self._above(above)
-        return prefix[:-1] if _is_wrapper_part(module, last) else prefix + last
+        parent_path, _, last_part = path.rpartition(".")
+        module, prefix = self._module_at(parent_path)
+        return prefix[:-1] if _is_wrapper_part(module, last_part) else prefix + last_part
 
-    def _above(self, path: str) -> tuple[object, str]:
-        """Return the module at a path, and the prefix of all names below it."""
-        known = self._known.get(path)
-        if known is None:
-            above, _, last = path.rpartition(".")
-            module, prefix = self._above(above)
-            longer = prefix if _is_wrapper_part(module, last) else f"{prefix}{last}."
-            known = self._known[path] = getattr(module, last, None), longer
-        return known
+    def _module_at(self, path: str) -> tuple[object, str]:
+        """Return the module at a path, and the clean prefix of all names below the module."""
+        cached = self._cache.get(path)
+        if cached is None:
+            parent_path, _, last_part = path.rpartition(".")
+            module, prefix = self._module_at(parent_path)
+            clean_prefix = (
+                prefix if _is_wrapper_part(module, last_part) else f"{prefix}{last_part}."
+            )
+            cached = self._cache[path] = getattr(module, last_part, None), clean_prefix
+        return cached
 
 
 def _is_wrapper_part(module: object, part: str) -> bool:

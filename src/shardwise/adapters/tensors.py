@@ -1,4 +1,4 @@
-"""Tensors of any kind as leaves, and targets whose memory overlaps."""
+"""Describe tensors of any kind as `TensorLeaf`s, and load into tensors whose memory overlaps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from shardwise.adapters.dtensor import dtensor_fragments
+from shardwise.adapters.dtensor import fragments_of_dtensor
 from shardwise.errors import StateError
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
@@ -22,10 +22,10 @@ TensorLike = torch.Tensor | Shards
 
 
 def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
-    """Return what this rank holds of a tensor: all of a plain one, its shard of a DTensor.
+    """Return the part of a tensor that this rank holds: a plain tensor, or a DTensor's shard.
 
     Raises:
-        StateError: the tensor cannot be saved as it is.
+        StateError: this kind of tensor cannot be saved.
     """
     if isinstance(tensor, Shards):
         check_dtype(name, tensor.dtype)
@@ -33,10 +33,11 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
     check_dtype(name, tensor.dtype)
     if is_lazy(tensor):
         raise StateError(
-            f"{name}: a lazy parameter, which has no shape before the module's first forward"
+            f"{name}: a lazy parameter has no shape before the module's first forward: run the "
+            "module once before saving or loading"
         )
     if isinstance(tensor, DTensor):
-        shape, fragments = tuple(tensor.shape), dtensor_fragments(name, tensor)
+        shape, fragments = tuple(tensor.shape), fragments_of_dtensor(name, tensor)
         return TensorLeaf(name, tensor.dtype, shape, fragments, _identity(tensor, fragments))
     if tensor.is_nested:
         raise StateError(f"{name}: nested tensors cannot be saved; save {name}.to_padded_tensor(0)")
@@ -46,41 +47,41 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
     data = tensor.detach()
     finish = None
     if data.is_conj() or data.is_neg():
-        # Its memory holds other values: fill a copy, and assign the copy.
-        lazy, data = data, data.resolve_conj().resolve_neg()
-        finish = partial(lazy.copy_, data)
-    whole = (Fragment(_whole(shape), data),) if data.numel() else ()
-    return TensorLeaf(name, tensor.dtype, shape, whole, _identity(tensor, whole), finish)
+        # The memory holds conjugated or negated values: fill a copy, and assign the copy.
+        lazy_view, data = data, data.resolve_conj().resolve_neg()
+        finish = partial(lazy_view.copy_, data)
+    fragments = (Fragment(_whole_box(shape), data),) if data.numel() else ()
+    return TensorLeaf(name, tensor.dtype, shape, fragments, _identity(tensor, fragments), finish)
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> str:
-    """Return the name of a dtype.
+    """Return the name of a dtype, for example `bfloat16`.
 
     Raises:
         StateError: checkpoints cannot hold this dtype.
     """
-    text = _stored(dtype)
-    if text is None:
+    dtype_name = _dtype_name(dtype)
+    if dtype_name is None:
         raise StateError(
-            f"{name}: {dtype} tensors cannot be saved, because their values need a quantizer: "
-            "save q.int_repr(), q.q_scale() and q.q_zero_point()"
+            f"{name}: {dtype} tensors cannot be saved, because their values depend on a "
+            f"quantizer: save {name}.int_repr(), .q_scale() and .q_zero_point() instead"
         )
-    return text
+    return dtype_name
 
 
 @lru_cache
-def _stored(dtype: torch.dtype) -> str | None:
-    text = str(dtype).removeprefix("torch.")
-    return text if text in DTYPES else None
+def _dtype_name(dtype: torch.dtype) -> str | None:
+    dtype_name = str(dtype).removeprefix("torch.")
+    return dtype_name if dtype_name in DTYPES else None
 
 
 @lru_cache(maxsize=4096)
-def _whole(shape: tuple[int, ...]) -> Box:
+def _whole_box(shape: tuple[int, ...]) -> Box:
     return Box.whole(shape)
 
 
 def _identity(tensor: torch.Tensor, fragments: tuple[Fragment, ...]) -> object:
-    """Return a value that is equal for all names of the same memory."""
+    """Return a value that is equal for all tensors in the same memory, such as tied weights."""
     if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
         return id(tensor)
     if not fragments:
@@ -104,61 +105,64 @@ def tensor_of_array(name: str, array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array)
     except (TypeError, ValueError) as error:
         raise StateError(
-            f"{name}: numpy array of {array.dtype} with strides {array.strides}: {error}"
+            f"{name}: this NumPy array of {array.dtype} with strides {array.strides} cannot become "
+            f"a tensor: {error}"
         ) from error
 
 
-def fillable_leaves(leaves: Sequence[TensorLeaf]) -> list[TensorLeaf]:
-    """Return leaves that can be filled in any order.
+def make_leaves_fillable(leaves: Sequence[TensorLeaf]) -> list[TensorLeaf]:
+    """Return leaves that a load can fill in any order.
 
-    Where the memory of targets overlaps, a load fills copies, and moves them when all are filled.
+    Leaves whose memory overlaps are replaced by copies. `finish` of a leaf moves the filled copy to
+    the original memory.
     """
-    tangled = _tangled(leaves)
-    moved: list[tuple[TensorLeaf, TensorLeaf]] = []
+    overlapping = _find_overlapping(leaves)
+    finished: list[tuple[TensorLeaf, TensorLeaf]] = []
     return [
-        _copied(leaf, moved) if i in tangled else fillable(leaf) for i, leaf in enumerate(leaves)
+        _copy_leaf(leaf, finished) if index in overlapping else make_fillable(leaf)
+        for index, leaf in enumerate(leaves)
     ]
 
 
-def _tangled(leaves: Sequence[TensorLeaf]) -> set[int]:
-    """Return the indices of leaves whose memory overlaps in part; tied tensors excepted."""
+def _find_overlapping(leaves: Sequence[TensorLeaf]) -> set[int]:
+    """Return the indices of leaves whose memory overlaps with another leaf, except tied tensors."""
     ranges: dict[torch.device, list[tuple[int, int, int]]] = {}
-    seen: set[object] = set()
-    for i, leaf in enumerate(leaves):
-        if leaf.identity is not None and leaf.identity in seen:
+    seen_identities: set[object] = set()
+    for index, leaf in enumerate(leaves):
+        if leaf.identity is not None and leaf.identity in seen_identities:
             continue
-        seen.add(leaf.identity)
+        seen_identities.add(leaf.identity)
         for data in (fragment.data for fragment in leaf.fragments):
             if data.numel() and not data.is_meta:
                 start = data.data_ptr()
                 stop = start + reach(data) * data.element_size()
-                ranges.setdefault(data.device, []).append((start, stop, i))
-    found: set[int] = set()
-    for lying in ranges.values():
-        furthest, owner = 0, -1
-        for start, stop, i in sorted(lying):
-            if start < furthest and i != owner:
-                found |= {i, owner}
-            if stop > furthest:
-                furthest, owner = stop, i
-    return found
+                ranges.setdefault(data.device, []).append((start, stop, index))
+    overlapping: set[int] = set()
+    for intervals in ranges.values():
+        max_stop, owner = 0, -1
+        for start, stop, index in sorted(intervals):
+            if start < max_stop and index != owner:
+                overlapping |= {index, owner}
+            if stop > max_stop:
+                max_stop, owner = stop, index
+    return overlapping
 
 
-def _copied(leaf: TensorLeaf, moved: list[tuple[TensorLeaf, TensorLeaf]]) -> TensorLeaf:
-    """Return a copy of a leaf that is moved into its memory when filled, and compared."""
+def _copy_leaf(leaf: TensorLeaf, finished: list[tuple[TensorLeaf, TensorLeaf]]) -> TensorLeaf:
+    """Return a copy of a leaf. Its `finish` moves the values, and compares overlapping ones."""
     copies = tuple(Fragment(f.box, f.data.clone()) for f in leaf.fragments)
     copy = TensorLeaf(leaf.name, leaf.dtype, leaf.shape, copies)
 
     def finish() -> None:
-        moved.append((leaf, copy))
-        for here, there in zip(leaf.fragments, copies, strict=True):
-            here.data.copy_(there.data)
-        for earlier, filled in moved:
-            for here, there in zip(earlier.fragments, filled.fragments, strict=True):
-                if not same_bytes(here.data, there.data):
+        finished.append((leaf, copy))
+        for original, copied in zip(leaf.fragments, copies, strict=True):
+            original.data.copy_(copied.data)
+        for earlier, filled in finished:
+            for original, copied in zip(earlier.fragments, filled.fragments, strict=True):
+                if not same_bytes(original.data, copied.data):
                     raise StateError(
-                        f"{earlier.name} and {leaf.name} share memory in the target, but have "
-                        "different values in the checkpoint; load into clones instead"
+                        f"{earlier.name} and {leaf.name} share memory in the state, but have "
+                        "different values in the checkpoint: load into clones instead"
                     )
         if leaf.finish is not None:
             leaf.finish()
@@ -166,11 +170,11 @@ def _copied(leaf: TensorLeaf, moved: list[tuple[TensorLeaf, TensorLeaf]]) -> Ten
     return replace(leaf, fragments=copies, identity=None, finish=finish)
 
 
-def fillable(leaf: TensorLeaf) -> TensorLeaf:
-    """Return a leaf that can be filled: the leaf itself, or a copy if its memory overlaps itself.
+def make_fillable(leaf: TensorLeaf) -> TensorLeaf:
+    """Return a leaf that can be filled: the leaf itself, or a copy if its tensor is expanded.
 
-    An expanded tensor has one element at many indices. The copy is moved into it when filled, if
-    the saved values at these indices are equal.
+    An expanded tensor has one element of memory at many indices. `finish` moves the copy into it,
+    if the saved values at these indices are equal.
     """
     if len(leaf.fragments) != 1:
         return leaf
@@ -180,7 +184,7 @@ def fillable(leaf: TensorLeaf) -> TensorLeaf:
     copy = torch.empty(data.shape, dtype=data.dtype, device=data.device).copy_(data)
 
     def finish() -> None:
-        _move_overlapping(leaf.name, copy, data)
+        _copy_into_overlapping(leaf.name, copy, data)
 
     return replace(leaf, fragments=(Fragment(box, copy),), identity=None, finish=finish)
 
@@ -196,14 +200,14 @@ def _overlaps_itself(data: torch.Tensor) -> bool:
     return False
 
 
-def _move_overlapping(name: str, copy: torch.Tensor, data: torch.Tensor) -> None:
-    first = tuple(slice(0, 1) if s == 0 else slice(None) for s in data.stride())
-    base = data[first]
-    every = [torch.arange(n, device="cpu") for n in base.shape]
-    for index in torch.cartesian_prod(*every).reshape(-1, base.dim()):
-        base[tuple(index)] = copy[first][tuple(index)]
+def _copy_into_overlapping(name: str, copy: torch.Tensor, data: torch.Tensor) -> None:
+    first_indices = tuple(slice(0, 1) if s == 0 else slice(None) for s in data.stride())
+    base = data[first_indices]
+    index_ranges = [torch.arange(n, device="cpu") for n in base.shape]
+    for index in torch.cartesian_prod(*index_ranges).reshape(-1, base.dim()):
+        base[tuple(index)] = copy[first_indices][tuple(index)]
     if not same_bytes(data, copy):
         raise StateError(
-            f"{name}: the tensor overlaps itself in memory, but the saved values of indices that "
-            "share an element differ; load into a clone() instead"
+            f"{name}: the tensor overlaps itself in memory, as expanded tensors do, but the saved "
+            "values of indices that share memory differ: load into a clone() instead"
         )

@@ -1,4 +1,4 @@
-"""Single tensors, plain values, objects with state_dict and load_state_dict, per-rank values."""
+"""Bindings of tensors, plain values, objects with a state_dict, and per-rank values."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from shardwise.state.objects import JsonValue, decode, encode
 from shardwise.state.per_rank import PerRankValue
 from shardwise.state.selection import Selection
 
-Found = dict[str, "TensorLike | np.ndarray"]
+FoundTensors = dict[str, "TensorLike | np.ndarray"]
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that saves and restores itself: an LR scheduler, a GradScaler, a data loader …"""
+    """An object with `state_dict` and `load_state_dict`, for example an LR scheduler."""
 
     def state_dict(self) -> object:
-        """Return its state: plain values and tensors."""
+        """Return the object's state: plain values and tensors."""
         ...
 
     def load_state_dict(self, state_dict: object, /) -> object:
-        """Set its state."""
+        """Set the object's state."""
         ...
 
 
@@ -42,92 +42,97 @@ class TensorBinding(Binding):
 
     def local_state(self) -> LocalState:
         """Return the tensor."""
-        return LocalState(tensors=[_leaf(self.name, self._value)])
+        return LocalState(tensors=[_make_leaf(self.name, self._value)])
 
     def targets(self, saved: SavedState, selection: Selection) -> LocalState:
         """Return the tensor."""
         if isinstance(self._value, np.ndarray) and not self._value.flags.writeable:
-            raise StateError(f"{self.name}: the array is read-only: load into a copy")
+            raise StateError(
+                f"{self.name}: the array is read-only, so a load cannot fill it: put a copy into "
+                "the state"
+            )
         return selection.of(self.local_state())
 
 
 class ObjectBinding(Binding):
-    """A plain value, or the state of a Stateful; tensors in it are stored as tensors.
+    """A plain value, or the state of a `Stateful`. Tensors inside are stored as tensors.
 
     Args:
-        get: returns the current value.
-        put: sets the saved value.
+        get_value: returns the current value.
+        set_value: sets the loaded value.
     """
 
     def __init__(
         self,
         name: str,
-        get: Callable[[], object],
-        put: Callable[[object], object],
+        get_value: Callable[[], object],
+        set_value: Callable[[object], object],
         *,
         allow_pickle: bool,
     ) -> None:
         self.name = name
-        self._get = get
-        self._put = put
+        self._get_value = get_value
+        self._set_value = set_value
         self._allow_pickle = allow_pickle
-        self._found: Found = {}
+        self._tensors: FoundTensors = {}
 
     def local_state(self) -> LocalState:
         """Return the encoded value, and the tensors in it."""
-        self._found = {}
+        self._tensors = {}
         with user_code(self.name, "state_dict()"):
-            value = self._get()
-        encoded = encode(value, self.name, self._found.__setitem__, allow_pickle=self._allow_pickle)
-        leaves = [_leaf(name, value) for name, value in self._found.items()]
+            value = self._get_value()
+        encoded = encode(
+            value, self.name, self._tensors.__setitem__, allow_pickle=self._allow_pickle
+        )
+        leaves = [_make_leaf(name, value) for name, value in self._tensors.items()]
         return LocalState(tensors=leaves, objects={self.name: encoded})
 
     def targets(self, saved: SavedState, selection: Selection) -> LocalState:
-        """Return the tensors in the saved value. Existing tensors are filled, others allocated.
+        """Return the tensors of the saved value. A value and its tensors are selected together.
 
-        A value is selected together with all its tensors.
+        Tensors of the current value are filled if their shapes fit. Others are allocated.
         """
-        held = self.local_state()
+        local_state = self.local_state()
         if not saved.has_object(self.name):
-            return selection.of(held)
-        origin = saved.saved_name(self.name)
-        wanted = saved_tensors(saved.object(self.name))
-        names = [self.name + name.removeprefix(origin) for name in wanted]
+            return selection.of(local_state)
+        saved_prefix = saved.saved_name(self.name)
+        saved_tensor_names = tensor_names_in_value(saved.object(self.name))
+        names = [self.name + name.removeprefix(saved_prefix) for name in saved_tensor_names]
         if not selection.chooses(self.name, *names):
             return LocalState(left=[self.name, *names])
         leaves = []
-        for mine in names:
-            entry = saved.tensor(mine)
+        for name in names:
+            entry = saved.tensor(name)
             if entry is None:
-                held.problems.append(
-                    f"{mine}: the saved value contains this tensor, but the checkpoint lacks it"
+                local_state.problems.append(
+                    f"{name}: the saved value contains this tensor, but the checkpoint lacks it"
                 )
                 continue
-            here = self._found.get(mine)
-            if here is None or tuple(here.shape) != entry.shape or not _can_be_filled(here):
+            tensor = self._tensors.get(name)
+            if tensor is None or tuple(tensor.shape) != entry.shape or not _can_be_filled(tensor):
                 dtype: torch.dtype = getattr(torch, entry.dtype)
-                here = torch.empty(entry.shape, dtype=dtype, device="cpu")
-                self._found[mine] = here
-            leaves.append(_leaf(mine, here))
-        held.tensors = leaves
-        return held
+                tensor = torch.empty(entry.shape, dtype=dtype, device="cpu")
+                self._tensors[name] = tensor
+            leaves.append(_make_leaf(name, tensor))
+        local_state.tensors = leaves
+        return local_state
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
         """Build the saved value from the filled tensors, and set it."""
         if self.name in values:
             value = decode(
-                values[self.name], self.name, self._filled, allow_pickle=self._allow_pickle
+                values[self.name], self.name, self._filled_tensor, allow_pickle=self._allow_pickle
             )
             with user_code(self.name, "load_state_dict()"):
-                self._put(value)
+                self._set_value(value)
 
-    def _filled(self, name: str) -> torch.Tensor:
-        found = self._found.get(name)
-        if isinstance(found, np.ndarray):
-            return tensor_of_array(name, found)
-        if not isinstance(found, torch.Tensor):
+    def _filled_tensor(self, name: str) -> torch.Tensor:
+        tensor = self._tensors.get(name)
+        if isinstance(tensor, np.ndarray):
+            return tensor_of_array(name, tensor)
+        if not isinstance(tensor, torch.Tensor):
             raise StateError(f"{name}: the saved value contains a tensor that was not loaded")
-        return found
+        return tensor
 
 
 class PerRankBinding(Binding):
@@ -146,16 +151,16 @@ class PerRankBinding(Binding):
         return LocalState(per_rank={self.name: encoded})
 
     def targets(self, saved: SavedState, selection: Selection) -> LocalState:
-        """Return the name. The current value may be of any kind."""
+        """Return the name. The loaded value need not be of the current value's type."""
         return selection.of(LocalState(per_rank={self.name: None}))
 
     def restore_ranks(self, encoded: list[JsonValue], rank: int, world: int) -> None:
-        """Choose this rank's value from those of all ranks that saved, and set it."""
+        """Choose this rank's value from the values of all ranks that saved, and set it."""
         values = [decode(each, self.name, allow_pickle=self._allow_pickle) for each in encoded]
         with user_code(self.name, "resize or for_rank()"):
-            mine = self.value.for_rank(values, rank, world)
+            name = self.value.for_rank(values, rank, world)
         with user_code(self.name, "load_state_dict() or restore()"):
-            self.value.restore(mine)
+            self.value.restore(name)
 
 
 def _can_be_filled(value: TensorLike | np.ndarray) -> bool:
@@ -164,19 +169,19 @@ def _can_be_filled(value: TensorLike | np.ndarray) -> bool:
     return not (isinstance(value, torch.Tensor) and value.is_meta)
 
 
-def object_in(
+def bind_dict_item(
     container: MutableMapping[str, object], key: str, name: str, *, allow_pickle: bool
 ) -> ObjectBinding:
-    """Return the binding of a plain value in a dict. A load sets the dict's item."""
+    """Return the binding of the plain value `container[key]`. A load replaces the item."""
 
-    def put(value: object) -> None:
+    def set_value(value: object) -> None:
         container[key] = value
 
-    return ObjectBinding(name, lambda: container[key], put, allow_pickle=allow_pickle)
+    return ObjectBinding(name, lambda: container[key], set_value, allow_pickle=allow_pickle)
 
 
-def saved_tensors(encoded: object) -> list[str]:
-    """Return the names of the tensors in an encoded value."""
+def tensor_names_in_value(encoded: object) -> list[str]:
+    """Return the names of the tensors inside an encoded value."""
     names: list[str] = []
     stack = [encoded]
     while stack:
@@ -191,7 +196,7 @@ def saved_tensors(encoded: object) -> list[str]:
     return names
 
 
-def _leaf(name: str, value: TensorLike | np.ndarray) -> TensorLeaf:
+def _make_leaf(name: str, value: TensorLike | np.ndarray) -> TensorLeaf:
     if isinstance(value, np.ndarray):
         return tensor_leaf(name, tensor_of_array(name, value))
     return tensor_leaf(name, value)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from shardwise import api
-from shardwise.adapters import optimizers_in
+from shardwise.adapters import torch_optimizers_in
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport
@@ -112,7 +112,7 @@ def load_start(
     def speak() -> bytes:
         if not isinstance(loaded, LoadReport):
             raise StateError(f"start_from returned {loaded!r}: expected the report of sw.load")
-        optimizers = any(True for _ in optimizers_in(state))
+        optimizers = any(True for _ in torch_optimizers_in(state))
         return b"1" if loaded.optimizers or not optimizers else b""
 
     carries_on = exchange(group, "starting from another run", speak, max)

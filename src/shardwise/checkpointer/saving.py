@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardwise import api
-from shardwise.adapters import optimizers_in
+from shardwise.adapters import torch_optimizers_in
 from shardwise.checkpointer.settings import Settings
 from shardwise.engine.buffers import Arena
 from shardwise.engine.calls import without_collection
@@ -238,7 +238,7 @@ class Saving:
 
     def _watch(self, state: State) -> None:
         """Record from now on when an optimizer in the state steps."""
-        for optimizer in optimizers_in(state):
+        for optimizer in torch_optimizers_in(state):
             if optimizer not in self._watched:
                 note = weakref.WeakMethod(self._note_step)
                 hook = optimizer.register_step_post_hook(lambda *_, note=note: _call(note))
@@ -266,7 +266,7 @@ class Saving:
         if self._snapshots is None or memory is None or not memory.overlap:
             return
         fence = self._snapshots.fence
-        for optimizer in optimizers_in(state):
+        for optimizer in torch_optimizers_in(state):
             if optimizer not in self._fenced:
                 self._fenced[optimizer] = optimizer.register_step_pre_hook(lambda *_: fence())
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
-from shardwise.adapters.optimizers import BESIDES
+from shardwise.adapters.optimizers import NOT_HYPERPARAMETERS
 from shardwise.api import local_state_of
 from shardwise.state.objects import decode
 from tests.formats.comparing import assert_same
@@ -59,7 +59,7 @@ def _load(kind: str, mesh: DeviceMesh | None, place: str, wanted: Wanted) -> Hel
     for group in held.grouped.get("optimizer.param_groups", ()):
         for member in group.members:
             has: Any = decode(group.value, "group")
-            wanted_here = {k: v for k, v in settings[member].items() if k not in BESIDES}
+            wanted_here = {k: v for k, v in settings[member].items() if k not in NOT_HYPERPARAMETERS}
             assert {key: has[key] for key in wanted_here} == wanted_here, member
     return found
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import torch
 
-from shardwise.adapters.optimizer_state import rebuilt
-from shardwise.adapters.values import saved_tensors
+from shardwise.adapters.optimizer_state import nest_keys
+from shardwise.adapters.values import tensor_names_in_value
 from shardwise.convert.plan import ExportContents, TensorPart
 from shardwise.errors import StateError
 from shardwise.formats.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, ParamGroup
@@ -48,7 +48,7 @@ class NestedOptimizer:
         state: dict[int, Any] = {}
         for name, values in self.state.items():
             if self._owner(name) in numbers:
-                state.setdefault(numbers[self._owner(name)], rebuilt(values))
+                state.setdefault(numbers[self._owner(name)], nest_keys(values))
         return {STATE: dict(sorted(state.items())), GROUPS: groups}
 
     def flatten_names(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def nest_state(contents: ExportContents) -> NestedState:
     for each in contents.source.objects:
         if _is_groups(each):
             continue
-        for name in saved_tensors(each.value):
+        for name in tensor_names_in_value(each.value):
             leaves.pop(name, None)
         try:
             leaves[each.name] = decode_with_parts(each, tensors)
