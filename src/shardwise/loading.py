@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from shardwise.adapters import Binding, names_to_fill, bind_state, make_leaves_fillable, optimizer_names
+from shardwise.adapters import (
+    Binding,
+    bind_state,
+    make_leaves_fillable,
+    names_to_fill,
+    optimizer_names,
+)
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena, check_staging_bytes
 from shardwise.engine.compare import check_sample
 from shardwise.engine.exchange import run_on_all

@@ -200,7 +200,7 @@ def test_a_divided_model_inside_of_another_module_is_refused(
     sw.save(tmp_path / "alone", state)
     for kind in sizes:
         sizes |= {"tensor": 1, "pipeline": 1, "expert": 1, kind: 2}
-        with pytest.raises(sw.StateError, match="model: this module contains Megatron-Core modules"):
+        with pytest.raises(sw.StateError, match=r"model: .* contains Megatron-Core modules"):
             sw.save(tmp_path / "c", state)
     sw.save(tmp_path / "plain", {"model": nn.Linear(2, 2)})
 

@@ -213,7 +213,7 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     refused("use_dora=True", use_dora=True)
     refused("peft_type='IA3'", peft_type="IA3")
     refused("changed the base", init_lora_weights="pissa_niter_4")
-    refused("not a plain module name", alpha_pattern={"(a+)+": 3})
+    refused("only plain module names", alpha_pattern={"(a+)+": 3})
     refused(
         "the rank is 2, but adapter_config.json has r=4", sw.MismatchError, r=4, rank_pattern={}
     )

@@ -201,7 +201,7 @@ def test_of_several_formats_one_is_to_be_chosen(foreign: Path, tmp_path: Path) -
 def test_a_file_is_no_place_to_convert_into(foreign: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("mine")
     for target in ("taken", "taken/below", "taken/below/it"):
-        with pytest.raises(sw.CheckpointExistsError, match=r"taken is a file: .* new directory"):
+        with pytest.raises(sw.CheckpointExistsError, match=r"taken is a file. .* new directory"):
             sw.export(foreign, tmp_path / target, to="native")
     assert (tmp_path / "taken").read_text() == "mine"
     (tmp_path / "link").symlink_to("nowhere")

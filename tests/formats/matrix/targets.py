@@ -59,7 +59,9 @@ def _load(kind: str, mesh: DeviceMesh | None, place: str, wanted: Wanted) -> Hel
     for group in held.grouped.get("optimizer.param_groups", ()):
         for member in group.members:
             has: Any = decode(group.value, "group")
-            wanted_here = {k: v for k, v in settings[member].items() if k not in NOT_HYPERPARAMETERS}
+            wanted_here = {
+                k: v for k, v in settings[member].items() if k not in NOT_HYPERPARAMETERS
+            }
             assert {key: has[key] for key in wanted_here} == wanted_here, member
     return found
 
