@@ -84,7 +84,7 @@ def test_checkpoints_below_other_names_are_named(
 ) -> None:
     (root / "step-00000300").rename(tmp_path / "final")
     ran = run(command, tmp_path, *([root] if command == "diff" else []))
-    assert f"name one of them; the newest is {tmp_path / 'final'}\n" in ran.err
+    assert f"pass one of them; the newest is {tmp_path / 'final'}\n" in ran.err
     assert (ran.out, ran.status) == ("", 2)
 
 

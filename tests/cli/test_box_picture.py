@@ -8,7 +8,7 @@ from itertools import pairwise, product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.cli.box_picture import HEIGHT, SHADES, WIDTH, draw
+from shardwise.cli.box_picture import HEIGHT, SHADES, WIDTH, draw_boxes
 from shardwise.layout import Box, plane
 
 CUTS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -27,7 +27,7 @@ def grid(*lengths: list[int]) -> tuple[tuple[int, ...], list[Box]]:
 
 def drawn(lengths: list[list[int]]) -> list[str]:
     shape, boxes = grid(*lengths)
-    return [line.plain for line in draw(plane(shape, boxes), list(range(len(boxes))))]
+    return [line.plain for line in draw_boxes(plane(shape, boxes), list(range(len(boxes))))]
 
 
 @given(st.lists(CUTS, min_size=1, max_size=3))
@@ -82,5 +82,5 @@ def test_of_more_than_two_dimensions_the_split_ones_are_drawn() -> None:
 
 
 def test_a_scalar_is_one_box() -> None:
-    lines = draw(plane((), [Box((), ())]), [5])
+    lines = draw_boxes(plane((), [Box((), ())]), [5])
     assert "5" in lines[2].plain

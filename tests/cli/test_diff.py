@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.cli import compare
-from shardwise.cli.differences import batches
+from shardwise.cli import compare_checkpoints
+from shardwise.cli.differences import batch_boxes
 from shardwise.layout import boxes_of
 from shardwise.manifest.manifest import TensorEntry
 from tests.cli.conftest import Run
@@ -148,8 +148,8 @@ def test_differences_are_counted_in_elements(
 def test_large_tensors_are_compared_in_parts(
     run: Run, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "LARGEST_BATCH", 64)
-    monkeypatch.setattr(compare, "LARGEST_CONVERSION", 3)
+    monkeypatch.setattr(compare_checkpoints, "LARGEST_BATCH", 64)
+    monkeypatch.setattr(compare_checkpoints, "LARGEST_CONVERSION", 3)
     x = torch.arange(5 * 7 * 6, dtype=torch.float32).reshape(5, 7, 6)
     y = x.clone()
     y[::2, 1:, 3:] += torch.arange(1.0, 4.0)
@@ -173,7 +173,7 @@ def test_boxes_are_small_and_cover_once(shape: list[int], most: int) -> None:
 @given(st.lists(st.integers(0, 40 << 20), max_size=8))
 def test_batches_are_bounded_and_hold_everything(lengths: list[int]) -> None:
     tensors = [TensorEntry(str(i), "bfloat16", (n,)) for i, n in enumerate(lengths)]
-    found = list(batches(tensors))
+    found = list(batch_boxes(tensors))
     assert all(0 < sum(part.nbytes for part in batch) <= 16 << 20 for batch in found)
     sizes = dict.fromkeys(map(str, range(len(lengths))), 0)
     for batch in found:

@@ -188,7 +188,7 @@ def test_damaged_values_of_a_rank_are_not_shown(run: Run, step: Path) -> None:
 )
 def test_a_name_that_is_not_there_has_a_hint(run: Run, step: Path, name: str, meant: str) -> None:
     ran = run("inspect", step, name)
-    assert f"has no {name!r}: did you mean {meant}" in ran.err
+    assert f"has no name {name!r}, and no names that begin with it: did you mean {meant}" in ran.err
     assert (ran.out, ran.status) == ("", 2)
 
 

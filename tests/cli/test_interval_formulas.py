@@ -12,10 +12,10 @@ from shardwise.cli.interval_formulas import (
     DAY,
     Costs,
     Failures,
+    estimate_waste,
     group_loss_rate,
     optimal_interval,
     plan_intervals,
-    waste,
 )
 
 YEAR = 365.25 * DAY
@@ -36,7 +36,7 @@ rates = st.floats(1e-9, 1e-4)
 def test_the_interval_of_llama(cost: float, seconds: float, percent: float) -> None:
     interval = optimal_interval(cost, LLAMA)
     assert interval == pytest.approx(seconds, rel=0.015)
-    assert waste(interval, cost, LLAMA).total * 100 == pytest.approx(percent, rel=0.01)
+    assert estimate_waste(interval, cost, LLAMA).total * 100 == pytest.approx(percent, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_groups_of_llama_that_lose_two_nodes(group: int, minutes: int, years: fl
 
 
 def test_waste_is_told_by_part() -> None:
-    told = waste(100.0, 2.0, 1e-4, 50.0)
+    told = estimate_waste(100.0, 2.0, 1e-4, 50.0)
     assert (told.snapshots, told.lost, told.restores) == pytest.approx((0.02, 0.005, 0.005))
     assert told.total == pytest.approx(0.03)
 
@@ -56,8 +56,8 @@ def test_waste_is_told_by_part() -> None:
 @given(cost=times, rate=rates, factor=st.floats(0.01, 100))
 def test_no_other_interval_wastes_less(cost: float, rate: float, factor: float) -> None:
     best = optimal_interval(cost, rate)
-    least = waste(best, cost, rate).total
-    assert least <= waste(best * factor, cost, rate).total * (1 + 1e-12)
+    least = estimate_waste(best, cost, rate).total
+    assert least <= estimate_waste(best * factor, cost, rate).total * (1 + 1e-12)
     assert least == pytest.approx(math.sqrt(2 * cost * rate))
     assert optimal_interval(cost, rate, least=best * 2) == best * 2
 
@@ -146,7 +146,7 @@ def test_plans_are_the_best_of_those_that_can_be_carried_out(
         assert interval.seconds >= least * (1 - 1e-9)
         for steps in (interval.steps - unit, interval.steps + unit):
             if steps > 0 and steps * step >= least:
-                other = waste(steps * step, cost, rate).total
+                other = estimate_waste(steps * step, cost, rate).total
                 assert interval.waste.total <= other * (1 + 1e-9)
 
 

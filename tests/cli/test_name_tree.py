@@ -10,32 +10,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.cli import formatting as fmt
-from shardwise.cli.name_tree import Leaf, Node, rows, tree
+from shardwise.cli.name_tree import NameLeaf, NameNode, build_tree, list_rows
 from shardwise.state.objects import encode
 
 
-def tensor(name: str, *shape: int) -> Leaf:
-    return Leaf(name, "", "float32", shape, 4)
+def tensor(name: str, *shape: int) -> NameLeaf:
+    return NameLeaf(name, "", "float32", shape, 4)
 
 
-def labels(nodes: tuple[Node, ...]) -> list[str]:
-    return [f"{row.branches}{row.node.label} ×{row.node.count}" for row in rows(nodes)]
+def labels(nodes: tuple[NameNode, ...]) -> list[str]:
+    return [f"{row.branches}{row.node.label} ×{row.node.count}" for row in list_rows(nodes)]
 
 
 def test_numbered_siblings_that_are_alike_become_one() -> None:
     names = [tensor(f"layers.{i}.{part}", 2) for i in range(12) for part in ("w", "b")]
-    assert labels(tree(names, collapse=True)) == ["layers.0…11 ×12", "├── w ×1", "└── b ×1"]
-    assert len(labels(tree(names, collapse=False))) == 1 + 12 * 3
+    assert labels(build_tree(names, collapse=True)) == ["layers.0…11 ×12", "├── w ×1", "└── b ×1"]
+    assert len(labels(build_tree(names, collapse=False))) == 1 + 12 * 3
 
 
 def test_those_that_differ_stay_apart() -> None:
     names = [tensor(f"{i}.w", 3 if i == 2 else 2) for i in range(5)]
-    assert labels(tree(names, collapse=True)) == ["0…1, 3…4.w ×4", "2.w ×1"]
+    assert labels(build_tree(names, collapse=True)) == ["0…1, 3…4.w ×4", "2.w ×1"]
 
 
 def test_what_alternates_is_two_groups() -> None:
     names = [tensor(f"layers.{i}.w", 1 + i % 2) for i in range(6)]
-    assert labels(tree(names, collapse=True)) == [
+    assert labels(build_tree(names, collapse=True)) == [
         "layers ×1",
         "├── 0, 2…4.w ×3",
         "└── 1, 3…5.w ×3",
@@ -44,25 +44,25 @@ def test_what_alternates_is_two_groups() -> None:
 
 def test_groups_within_groups_keep_their_sizes() -> None:
     names = [tensor(f"l.{i}.e.{j}.w", 1) for i in range(3) for j in range(4)]
-    (node,) = tree(names, collapse=True)
+    (node,) = build_tree(names, collapse=True)
     assert node.nbytes == 4 * 12
     assert (node.label, node.count) == ("l.0…2", 3)
     assert [child.label for child in node.children] == ["e.0…3.w"]
 
 
 def test_a_name_may_hold_something_and_have_names_below() -> None:
-    nodes = tree([Leaf("a", "1"), tensor("a.b", 2)], collapse=True)
+    nodes = build_tree([NameLeaf("a", "1"), tensor("a.b", 2)], collapse=True)
     assert labels(nodes) == ["a ×1", "└── b ×1"]
 
 
 def test_a_name_of_very_many_parts_is_shown() -> None:
-    (node,) = tree([tensor(".".join("x" * 2000), 1)], collapse=True)
+    (node,) = build_tree([tensor(".".join("x" * 2000), 1)], collapse=True)
     assert node.label.count("x") == 2000
 
 
 @given(st.lists(st.text("ab.01", min_size=1, max_size=8), unique=True), st.booleans())
 def test_no_leaf_is_lost(names: list[str], collapse: bool) -> None:
-    nodes = tree([tensor(name, 2) for name in names], collapse=collapse)
+    nodes = build_tree([tensor(name, 2) for name in names], collapse=collapse)
     assert sum(node.nbytes for node in nodes) == 4 * len(names)
 
 

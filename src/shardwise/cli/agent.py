@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.cli import formatting as fmt
-from shardwise.cli.terminal import AsJson, output, print_json, table
+from shardwise.cli.terminal import AsJson, print_json, stdout_console, table
 from shardwise.errors import StoreError
 from shardwise.memory.agent.status import (
     STAGES,
@@ -129,7 +129,7 @@ def status(
     if as_json:
         print_json(node)
     else:
-        show_status(node, output())
+        show_status(node, stdout_console())
 
 
 @agent.command()
@@ -171,7 +171,7 @@ def clear(
     if as_json:
         print_json({"runs": list(kept.values()), "cleared": [each.run for each in chosen]})
         return
-    show_kept_runs(str(home), chosen or list(kept.values()), bool(chosen), output())
+    show_kept_runs(str(home), chosen or list(kept.values()), bool(chosen), stdout_console())
 
 
 @agent.command()
@@ -199,7 +199,7 @@ def stop(
             f"in place of process {info.process}. Stop the training first, or pass --force"
         )
     end_agent(home, info)
-    output().print(f"stopped the agent of node {fmt.printable(info.node)}")
+    stdout_console().print(f"stopped the agent of node {fmt.printable(info.node)}")
 
 
 def _open_home(directory: Path) -> Home:

@@ -1,4 +1,4 @@
-"""The command line application: its commands, and how errors become exit statuses."""
+"""The command line application: the list of commands, and the exit statuses of errors."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from shardwise.cli.inspect import inspect
 from shardwise.cli.ls import ls
 from shardwise.cli.plan_interval import plan_interval
 from shardwise.cli.rm import rm
-from shardwise.cli.terminal import complain
+from shardwise.cli.terminal import print_error
 from shardwise.cli.verify import verify
 from shardwise.errors import CorruptionError, ShardwiseError
 
-DAMAGED = 1
-FAILED = 2
-PIPE_CLOSED = 141  # as a shell reports SIGPIPE
+EXIT_DAMAGED = 1
+EXIT_FAILED = 2
+EXIT_PIPE_CLOSED = 141  # as a shell reports SIGPIPE
 
 
 class Commands(TyperGroup):
-    """Commands whose errors end in a message on stderr and an exit status, without a traceback."""
+    """Commands that report errors as a message on stderr and an exit status, not a traceback."""
 
     def invoke(self, ctx: Any) -> object:
         """Run the command. Exit with 1 if a checkpoint is damaged, and with 2 on other errors."""
@@ -35,21 +35,21 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(PIPE_CLOSED) from error
+            raise typer.Exit(EXIT_PIPE_CLOSED) from error
         except (ShardwiseError, OSError) as error:
-            complain(_message(error))
+            print_error(_error_message(error))
             damaged = isinstance(error, CorruptionError)
-            raise typer.Exit(DAMAGED if damaged else FAILED) from error
+            raise typer.Exit(EXIT_DAMAGED if damaged else EXIT_FAILED) from error
 
 
-def _message(error: Exception) -> str:
+def _error_message(error: Exception) -> str:
     if isinstance(error, OSError) and not isinstance(error, ShardwiseError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"shardwise {shardwise.__version__}")
         raise typer.Exit
 
@@ -70,7 +70,10 @@ app.add_typer(agent, name="agent")
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """List, inspect, verify, compare, export, combine and remove checkpoints.

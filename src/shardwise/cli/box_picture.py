@@ -1,4 +1,4 @@
-"""Draw the boxes of a tensor, with the ranks that wrote them."""
+"""Draw the boxes of a tensor in the terminal, coloured by the ranks that wrote them."""
 
 from __future__ import annotations
 
@@ -24,126 +24,151 @@ COLOURS = (
 )
 SHADES = "█▒░"
 
-# Characters by the directions in which their lines lead: up 1, down 2, left 4, right 8.
+# Line characters, indexed by the sum of their directions: up 1, down 2, left 4, right 8.
 LINES = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"
 UP, DOWN, LEFT, RIGHT = 1, 2, 4, 8
 
 
 def rank_style(rank: int) -> Style:
-    """Return the colours of a rank's boxes. Seven ranks have different ones."""
+    """Return the colours of a rank's boxes. Every seventh rank has the same colours."""
     return Style(color="black", bgcolor=COLOURS[rank % len(COLOURS)])
 
 
-def draw(view: Plane, ranks: Sequence[int]) -> list[Text]:
-    """Return the lines of the picture: boxes with frames and ranks, or coloured blocks if many.
+def draw_boxes(plane: Plane, ranks: Sequence[int]) -> list[Text]:
+    """Return the lines of the picture: boxes with frames and ranks, or blocks if there are many.
 
     Args:
-        ranks: the rank of each box that the plane was made from.
+        plane: the two dimensions of the tensor to draw, and the boxes in them.
+        ranks: the ranks of the boxes that the plane was made from.
     """
     # A character is half as wide as it is high.
-    wanted = 0 if view.down is None else round(WIDTH / 2 * view.height / view.width)
-    across = _placed({edge for box in view.boxes for edge in box[1::2]}, WIDTH, LEAST_WIDTH, WIDTH)
-    down = _placed({edge for box in view.boxes for edge in box[::2]}, wanted, LEAST_HEIGHT, HEIGHT)
-    if across is None or down is None:
-        return _blocks(view, ranks)
-    picture = _frames(view, ranks, down, across)
-    margin = {} if view.down is None else {place: f"{edge} " for edge, place in down.items()}
-    gutter = max(map(len, margin.values()), default=0)
-    lines = [
-        Text.assemble((margin.get(y, "").rjust(gutter), "dim"), line)
+    proportional_height = 0 if plane.down is None else round(WIDTH / 2 * plane.height / plane.width)
+    columns_of_edges = _positions_of_edges(
+        {edge for box in plane.boxes for edge in box[1::2]}, WIDTH, LEAST_WIDTH, WIDTH
+    )
+    rows_of_edges = _positions_of_edges(
+        {edge for box in plane.boxes for edge in box[::2]},
+        proportional_height,
+        LEAST_HEIGHT,
+        HEIGHT,
+    )
+    if columns_of_edges is None or rows_of_edges is None:
+        return _draw_blocks(plane, ranks)
+    picture = _draw_frames(plane, ranks, rows_of_edges, columns_of_edges)
+    margin = (
+        {}
+        if plane.down is None
+        else {position: f"{edge} " for edge, position in rows_of_edges.items()}
+    )
+    margin_width = max(map(len, margin.values()), default=0)
+    with_margin = [
+        Text.assemble((margin.get(y, "").rjust(margin_width), "dim"), line)
         for y, line in enumerate(picture)
     ]
-    return [Text(" " * gutter + _ruler(across), "dim"), *lines]
+    return [Text(" " * margin_width + _ruler_line(columns_of_edges), "dim"), *with_margin]
 
 
-def _placed(edges: set[int], room: int, least: int, most: int) -> dict[int, int] | None:
-    """Map edges to positions in the picture, in proportion, but at least `least` apart.
+def _positions_of_edges(
+    edges: set[int], extent: int, min_distance: int, max_extent: int
+) -> dict[int, int] | None:
+    """Map edges to positions in the picture, in proportion, but at least `min_distance` apart.
 
-    The last edge is at `room`, or further if needed. Returns None if that exceeds `most`.
+    The last edge is at `extent`, or further if necessary. Return None if it exceeds `max_extent`.
     """
     ordered = sorted(edges)
-    needed = least * (len(ordered) - 1)
-    if needed > most:
+    needed_extent = min_distance * (len(ordered) - 1)
+    if needed_extent > max_extent:
         return None
-    room = min(max(room, needed), most)
-    places = [round(edge / ordered[-1] * room) for edge in ordered]
-    for i in range(1, len(places)):
-        places[i] = max(places[i], places[i - 1] + least)
-    places[-1] = room
-    for i in range(len(places) - 2, -1, -1):
-        places[i] = min(places[i], places[i + 1] - least)
-    return dict(zip(ordered, places, strict=True))
+    extent = min(max(extent, needed_extent), max_extent)
+    positions = [round(edge / ordered[-1] * extent) for edge in ordered]
+    for i in range(1, len(positions)):
+        positions[i] = max(positions[i], positions[i - 1] + min_distance)
+    positions[-1] = extent
+    for i in range(len(positions) - 2, -1, -1):
+        positions[i] = min(positions[i], positions[i + 1] - min_distance)
+    return dict(zip(ordered, positions, strict=True))
 
 
-def _ruler(across: dict[int, int]) -> str:
-    """Return the line of edges above the picture; edges between the outer two only if they fit."""
-    last, end = max(across.items())
+def _ruler_line(columns_of_edges: dict[int, int]) -> str:
+    """Return the line of edges above the picture. Inner edges are left out if they do not fit."""
+    last_edge, last_position = max(columns_of_edges.items())
     line = ""
-    for edge, place in across.items():
-        if edge == last or place + len(f"{edge} {last}") > end + 1:
+    for edge, position in columns_of_edges.items():
+        if edge == last_edge or position + len(f"{edge} {last_edge}") > last_position + 1:
             continue
-        if place >= len(line) + bool(line):
-            line = line.ljust(place) + str(edge)
-    return line + str(last).rjust(end + 1 - len(line))
+        if position >= len(line) + bool(line):
+            line = line.ljust(position) + str(edge)
+    return line + str(last_edge).rjust(last_position + 1 - len(line))
 
 
-def _frames(
-    view: Plane, ranks: Sequence[int], down: dict[int, int], across: dict[int, int]
+def _draw_frames(
+    plane: Plane,
+    ranks: Sequence[int],
+    rows_of_edges: dict[int, int],
+    columns_of_edges: dict[int, int],
 ) -> list[Text]:
-    lines = max(down.values()) + 1
-    columns = max(across.values()) + 1
-    sides = [[0] * columns for _ in range(lines)]
-    content = [[" "] * columns for _ in range(lines)]
-    styles = [[Style.null()] * columns for _ in range(lines)]
-    for (top, left, bottom, right), owner in zip(view.boxes, view.owners, strict=True):
-        y0, y1, x0, x1 = down[top], down[bottom], across[left], across[right]
-        _frame(sides, y0, y1, x0, x1)
+    height = max(rows_of_edges.values()) + 1
+    width = max(columns_of_edges.values()) + 1
+    line_directions = [[0] * width for _ in range(height)]
+    characters = [[" "] * width for _ in range(height)]
+    styles = [[Style.null()] * width for _ in range(height)]
+    for (top, left, bottom, right), owner in zip(plane.boxes, plane.owners, strict=True):
+        y0, y1, x0, x1 = (
+            rows_of_edges[top],
+            rows_of_edges[bottom],
+            columns_of_edges[left],
+            columns_of_edges[right],
+        )
+        _add_frame(line_directions, y0, y1, x0, x1)
         for y in range(y0 + 1, y1):
             styles[y][x0 + 1 : x1] = [rank_style(ranks[owner])] * (x1 - x0 - 1)
         label = str(ranks[owner])
-        at = x0 + 1 + (x1 - x0 - 1 - len(label)) // 2
+        label_start = x0 + 1 + (x1 - x0 - 1 - len(label)) // 2
         if len(label) < x1 - x0:
-            content[(y0 + y1) // 2][at : at + len(label)] = label
-    picture = []
-    for y in range(lines):
+            characters[(y0 + y1) // 2][label_start : label_start + len(label)] = label
+    lines = []
+    for y in range(height):
         line = Text()
-        for x in range(columns):
-            line.append(LINES[sides[y][x]] if sides[y][x] else content[y][x], styles[y][x])
-        picture.append(line)
-    return picture
+        for x in range(width):
+            line.append(
+                LINES[line_directions[y][x]] if line_directions[y][x] else characters[y][x],
+                styles[y][x],
+            )
+        lines.append(line)
+    return lines
 
 
-def _frame(sides: list[list[int]], y0: int, y1: int, x0: int, x1: int) -> None:
+def _add_frame(line_directions: list[list[int]], y0: int, y1: int, x0: int, x1: int) -> None:
     """Add the frame of a box to the frames that are already drawn."""
     for y in (y0, y1):
         for x in range(x0, x1):
-            sides[y][x] |= RIGHT
-            sides[y][x + 1] |= LEFT
+            line_directions[y][x] |= RIGHT
+            line_directions[y][x + 1] |= LEFT
     for x in (x0, x1):
         for y in range(y0, y1):
-            sides[y][x] |= DOWN
-            sides[y + 1][x] |= UP
+            line_directions[y][x] |= DOWN
+            line_directions[y + 1][x] |= UP
 
 
-def _blocks(view: Plane, ranks: Sequence[int]) -> list[Text]:
-    """Return one block for each cell of the plane, in the shade and colour of its rank."""
-    lines = 1 if view.down is None else min(HEIGHT, view.height)
-    columns = min(WIDTH, view.width)
-    owners = [[-1] * columns for _ in range(lines)]
-    for (top, left, bottom, right), owner in zip(view.boxes, view.owners, strict=True):
-        for y in _cells(top, bottom, view.height, lines):
-            for x in _cells(left, right, view.width, columns):
-                owners[y][x] = ranks[owner]
-    picture = []
-    for row in owners:
+def _draw_blocks(plane: Plane, ranks: Sequence[int]) -> list[Text]:
+    """Return lines with one block for each cell, in the shade and colour of the cell's rank."""
+    height = 1 if plane.down is None else min(HEIGHT, plane.height)
+    width = min(WIDTH, plane.width)
+    ranks_of_cells = [[-1] * width for _ in range(height)]
+    for (top, left, bottom, right), owner in zip(plane.boxes, plane.owners, strict=True):
+        for y in _cells_of(top, bottom, plane.height, height):
+            for x in _cells_of(left, right, plane.width, width):
+                ranks_of_cells[y][x] = ranks[owner]
+    lines = []
+    for row in ranks_of_cells:
         line = Text()
         for rank in row:
             style = Style(color=COLOURS[rank % len(COLOURS)]) if rank >= 0 else Style.null()
             line.append(SHADES[rank % len(SHADES)] if rank >= 0 else " ", style)
-        picture.append(line)
-    return picture
+        lines.append(line)
+    return lines
 
 
-def _cells(start: int, stop: int, extent: int, cells: int) -> range:
-    """Return the cells whose first element is in `start:stop`."""
+def _cells_of(start: int, stop: int, extent: int, cells: int) -> range:
+    """Return the cells whose first element is in `start:stop`, of `cells` cells over `extent`."""
     return range(-(-start * cells // extent), -(-stop * cells // extent))

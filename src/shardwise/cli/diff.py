@@ -1,4 +1,4 @@
-"""`shardwise diff`: compare two checkpoints."""
+"""`shardwise diff`: compare two checkpoints, and print the differences."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli import formatting as fmt
-from shardwise.cli.find_checkpoints import checkpoint_at
-from shardwise.cli.terminal import AsJson, output, print_json
+from shardwise.cli.find_checkpoints import open_checkpoint
+from shardwise.cli.terminal import AsJson, print_json, stdout_console
 from shardwise.manifest.names import MANIFEST
 
 if TYPE_CHECKING:
-    from shardwise.cli.differences import Comparison, Differing, Unlike
+    from shardwise.cli.differences import Comparison, Difference, TensorDifference
 
 MOST_NAMES = 20
 
@@ -29,66 +29,71 @@ def diff(
         typer.Argument(metavar="A", help="A checkpoint; for a run's directory, the newest."),
     ],
     b: Annotated[str, typer.Argument(metavar="B", help="Another checkpoint, in any format.")],
-    everything: Annotated[
+    show_all: Annotated[
         bool, typer.Option("--all", help=f"List all differences, not only the first {MOST_NAMES}.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints.
 
-    Compares names, dtypes, shapes, plain values, and every byte of the tensors, regardless of how
-    the tensors are sharded. Memory use does not grow with the size of the checkpoints.
+    Compares names, dtypes, shapes, plain values, and every byte of the tensors, even if
+    they are sharded differently. Memory use does not grow with the size of the checkpoints.
 
     Exit status: 0 if they are the same, 1 if they differ or one of them is damaged.
     """
-    from shardwise.cli.differences import compare  # imports torch, which takes a second
+    from shardwise.cli.differences import compare_checkpoints  # imports torch, which takes a second
 
-    one, other = checkpoint_at(a), checkpoint_at(b)
-    with ExitStack() as held:
-        for saved in (one, other):
-            held.enter_context(saved.store.hold(MANIFEST, shared=True))
-        found = compare(one, other)
+    first, second = open_checkpoint(a), open_checkpoint(b)
+    with ExitStack() as locks:
+        for saved in (first, second):
+            locks.enter_context(saved.store.hold(MANIFEST, shared=True))
+        comparison = compare_checkpoints(first, second)
     if as_json:
-        print_json(found)
+        print_json(comparison)
     else:
-        _show(found, output(), math.inf if everything else MOST_NAMES)
-    if not found.same:
+        _show_comparison(comparison, stdout_console(), math.inf if show_all else MOST_NAMES)
+    if not comparison.same:
         raise typer.Exit(1)
 
 
-def _show(found: Comparison, console: Console, most: float) -> None:
-    compared = fmt.count(found.tensors_compared, "tensor")
-    if found.same:
+def _show_comparison(comparison: Comparison, console: Console, max_rows: float) -> None:
+    compared = fmt.count(comparison.tensors_compared, "tensor")
+    if comparison.same:
         console.print(Text.assemble(("✓ ", "green"), f"the same; {compared} compared"))
         return
-    console.print(Text.assemble(("a  ", "red"), found.a))
-    console.print(Text.assemble(("b  ", "green"), found.b))
-    _section(console, "only in a", [(name, Text()) for name in found.only_in_a], most)
-    _section(console, "only in b", [(name, Text()) for name in found.only_in_b], most)
-    spellings: tuple[tuple[str, list[Unlike], Callable[[Any], str]], ...] = (
-        ("different kinds", found.kinds, str),
-        ("different dtypes", found.dtypes, str),
-        ("different shapes", found.shapes, fmt.shape),
-        ("different values", found.values, fmt.value),
+    console.print(Text.assemble(("a  ", "red"), comparison.a))
+    console.print(Text.assemble(("b  ", "green"), comparison.b))
+    _show_section(console, "only in a", [(name, Text()) for name in comparison.only_in_a], max_rows)
+    _show_section(console, "only in b", [(name, Text()) for name in comparison.only_in_b], max_rows)
+    sections: tuple[tuple[str, list[Difference], Callable[[Any], str]], ...] = (
+        ("different kinds", comparison.kinds, str),
+        ("different dtypes", comparison.dtypes, str),
+        ("different shapes", comparison.shapes, fmt.shape),
+        ("different values", comparison.values, fmt.value),
     )
-    for title, unlike, spell in spellings:
-        rows = [(each.name, _both(spell(each.a), spell(each.b))) for each in unlike]
-        _section(console, title, rows, most)
-    rows = [(each.name, _extent(each)) for each in found.tensors]
-    _section(console, "different data", rows, most)
+    for title, differences, format_value in sections:
+        rows = [
+            (each.name, _change_text(format_value(each.a), format_value(each.b)))
+            for each in differences
+        ]
+        _show_section(console, title, rows, max_rows)
+    rows = [(each.name, _extent_text(each)) for each in comparison.tensors]
+    _show_section(console, "different data", rows, max_rows)
     console.print()
-    differences = fmt.count(found.differences, "difference")
-    console.print(Text(f"{differences}; {compared} compared", "dim"))
+    total = fmt.count(comparison.differences, "difference")
+    console.print(Text(f"{total}; {compared} compared", "dim"))
 
 
-def _section(console: Console, title: str, rows: Sequence[tuple[str, Text]], most: float) -> None:
+def _show_section(
+    console: Console, title: str, rows: Sequence[tuple[str, Text]], max_rows: float
+) -> None:
     if not rows:
         return
     console.print(Text.assemble((f"\n{title}", "bold"), (f"  {len(rows):,}", "dim")))
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")
-    shown = rows if len(rows) <= most else rows[: int(most)]
+    shown = rows if len(rows) <= max_rows else rows[: int(max_rows)]
     for name, detail in shown:
         table.add_row(Text("  " + fmt.printable(name)), detail)
     console.print(table)
@@ -96,15 +101,15 @@ def _section(console: Console, title: str, rows: Sequence[tuple[str, Text]], mos
         console.print(Text(f"  … {len(rows) - len(shown):,} more: --all lists them", "dim"))
 
 
-def _both(a: str, b: str) -> Text:
+def _change_text(a: str, b: str) -> Text:
     if a == b:
         return Text.assemble((a, "cyan"), ("  (differs inside)", "dim"))
     return Text.assemble((a, "red"), ("  →  ", "dim"), (b, "green"))
 
 
-def _extent(tensor: Differing) -> Text:
-    share = tensor.differing / tensor.elements
-    percent = f"{share:.2%}" if share >= 0.0001 else "< 0.01%"
+def _extent_text(tensor: TensorDifference) -> Text:
+    fraction = tensor.differing / tensor.elements
+    percent = f"{fraction:.2%}" if fraction >= 0.0001 else "< 0.01%"
     count = f"{tensor.differing:,} of {tensor.elements:,} elements"
     text = Text.assemble((count, "cyan"), (f"  {percent}", "dim"))
     if tensor.max_abs_difference is not None:

@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from shardwise.cli import formatting as fmt
-from shardwise.cli.terminal import Advance, AsJson, output, print_json, progress
+from shardwise.cli.terminal import Advance, AsJson, print_json, progress, stdout_console
 from shardwise.events import Event, Sink
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("hf", "dcp", "torch", "deepspeed-universal", "native")
 FLOATS = ("float64", "float32", "float16", "bfloat16")
-UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+UNIT_SHIFTS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 LEAST_MEMORY = 16 << 20
 
 
@@ -40,7 +40,7 @@ Base = Annotated[str, typer.Argument(metavar="BASE", help="The model, in any for
 Adapter = Annotated[
     str, typer.Argument(metavar="ADAPTER", help="A PEFT adapter, or a checkpoint of LoRA tensors.")
 ]
-Folder = Annotated[str, typer.Argument(metavar="DST", help="The new directory to write.")]
+Target = Annotated[str, typer.Argument(metavar="DST", help="The new directory to write.")]
 Step = Annotated[
     int | None, _option("N", "The step, if SRC is a run's directory. Default: the newest.")
 ]
@@ -69,7 +69,7 @@ Config = Annotated[str | None, _option("FILE", "With --to hf: the model's config
 Spec = Annotated[
     str | None, _option("FILE", "A layout specification of SRC: a file, or a built-in name.")
 ]
-Files = Annotated[
+RankFiles = Annotated[
     str | None, _option("PATTERN", "With --spec: the files of the ranks, for example r{tp}.pt.")
 ]
 Let = Annotated[
@@ -82,13 +82,13 @@ Format = Annotated[str | None, _option("FORMAT", "The format to read, if SRC has
 Index = Annotated[
     str | None, _option("FILE", "Keep an index of SRC in FILE, to open it faster next time.")
 ]
-Memory = Annotated[str, _option("SIZE", "The most memory that each process uses.")]
-File = Annotated[str, _option("SIZE", "The most bytes of tensors in a file.")]
+MaxMemory = Annotated[str, _option("SIZE", "The most memory that each process uses.")]
+MaxFile = Annotated[str, _option("SIZE", "The most bytes of tensors in a file.")]
 
 
 def export(
     source: Source,
-    target: Folder,
+    target: Target,
     to: To = "hf",
     step: Step = None,
     only: Only = None,
@@ -97,13 +97,13 @@ def export(
     dtype: DType = None,
     config: Config = None,
     spec: Spec = None,
-    files: Files = None,
+    files: RankFiles = None,
     let: Let = None,
     skip_unknown: SkipUnknown = False,
     format: Format = None,  # noqa: A002 - the option's name
     index: Index = None,
-    max_memory: Memory = "1G",
-    max_file: File = "5G",
+    max_memory: MaxMemory = "1G",
+    max_file: MaxFile = "5G",
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint in another format.
@@ -131,12 +131,12 @@ def export(
         "index": index,
     }
     write = partial(exporting.export, source, target, **options)
-    _run(write, to, only, skip, root, dtype, config, max_memory, max_file, as_json=as_json)
+    _run_command(write, to, only, skip, root, dtype, config, max_memory, max_file, as_json=as_json)
 
 
 def average(
     sources: Sources,
-    target: Folder,
+    target: Target,
     weight: Weight = None,
     take_first: TakeFirst = None,
     to: To = "native",
@@ -145,8 +145,8 @@ def average(
     root: Root = "model",
     dtype: DType = None,
     config: Config = None,
-    max_memory: Memory = "1G",
-    max_file: File = "5G",
+    max_memory: MaxMemory = "1G",
+    max_file: MaxFile = "5G",
     as_json: AsJson = False,
 ) -> None:
     """Write the average of several checkpoints.
@@ -163,13 +163,13 @@ def average(
     write = partial(
         combining.average, sources, target, weights=weight or None, take_first=take_first or ()
     )
-    _run(write, to, only, skip, root, dtype, config, max_memory, max_file, as_json=as_json)
+    _run_command(write, to, only, skip, root, dtype, config, max_memory, max_file, as_json=as_json)
 
 
 def merge_lora(
     base: Base,
     adapter: Adapter,
-    target: Folder,
+    target: Target,
     alpha: Alpha = None,
     to: To = "native",
     only: Only = None,
@@ -177,8 +177,8 @@ def merge_lora(
     root: Root = "model",
     dtype: DType = None,
     config: Config = None,
-    max_memory: Memory = "1G",
-    max_file: File = "5G",
+    max_memory: MaxMemory = "1G",
+    max_file: MaxFile = "5G",
     as_json: AsJson = False,
 ) -> None:
     """Write a model with a LoRA adapter merged into its weights.
@@ -193,10 +193,10 @@ def merge_lora(
     from shardwise import combining
 
     write = partial(combining.merge_lora, base, adapter, target, alpha=alpha)
-    _run(write, to, only, skip, root, dtype, config, max_memory, max_file, as_json=as_json)
+    _run_command(write, to, only, skip, root, dtype, config, max_memory, max_file, as_json=as_json)
 
 
-def _run(
+def _run_command(
     write: Callable[..., ConversionReport],
     to: str,
     only: list[str] | None,
@@ -222,16 +222,16 @@ def _run(
         "max_memory": _size_option("--max-memory", max_memory, LEAST_MEMORY),
         "max_file": _size_option("--max-file", max_file, 1),
     }
-    with _ranks() as is_first, _progress() as on_event:
+    with _join_ranks() as is_first, _progress_of_events() as on_event:
         report = write(**options, on_event=on_event if is_first else None)
     if is_first and as_json:
         print_json(report)
     elif is_first:
-        _show(report)
+        _show_report(report)
 
 
-def _show(report: ConversionReport) -> None:
-    console = output()
+def _show_report(report: ConversionReport) -> None:
+    console = stdout_console()
     for line in report.left_out:
         console.print(Text(f"– left out: {fmt.printable(line)}", "yellow"))
     files = fmt.count(report.files, "file")
@@ -241,7 +241,7 @@ def _show(report: ConversionReport) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[Sink]:
+def _progress_of_events() -> Iterator[Sink]:
     """Yield a function that shows events as a progress bar, once the total is known."""
     with ExitStack() as bars:
         advance: Advance | None = None
@@ -257,7 +257,7 @@ def _progress() -> Iterator[Sink]:
 
 
 @contextmanager
-def _ranks() -> Iterator[bool]:
+def _join_ranks() -> Iterator[bool]:
     """Join the processes that torchrun started, if any. Yields whether this is the first."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield True
@@ -278,25 +278,25 @@ def _specification(spec: str | None, files: str | None, let: list[str]) -> Speci
         if files or let:
             raise typer.BadParameter("--files and --let require --spec")
         return None
-    sizes = {}
+    numbers = {}
     for each in let:
         name, _, number = each.partition("=")
         if not number.isdecimal():
             raise typer.BadParameter(f"--let {each}: expected NAME=N, for example vocab=3")
-        sizes[name] = int(number)
-    return specification(spec, files=files, **sizes)
+        numbers[name] = int(number)
+    return specification(spec, files=files, **numbers)
 
 
-def _check_option(option: str, given: str, known: Sequence[str]) -> None:
-    if given not in known:
-        raise typer.BadParameter(f"{option} {given}: choose one of {', '.join(known)}")
+def _check_option(option: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise typer.BadParameter(f"{option} {value}: choose one of {', '.join(allowed)}")
 
 
-def _size_option(option: str, text: str, least: int) -> int:
+def _size_option(option: str, text: str, minimum: int) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise typer.BadParameter(f"{option} {text}: expected a size, for example 500M or 5G")
-    size = int(float(match.group(1)) * 2 ** UNITS[match.group(2).upper()])
-    if size < least:
-        raise typer.BadParameter(f"{option} {text}: must be at least {fmt.size(least)}")
+    size = int(float(match.group(1)) * 2 ** UNIT_SHIFTS[match.group(2).upper()])
+    if size < minimum:
+        raise typer.BadParameter(f"{option} {text}: must be at least {fmt.size(minimum)}")
     return size

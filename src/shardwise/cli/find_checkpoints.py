@@ -1,4 +1,4 @@
-"""Find the checkpoints at a path, and explain what is there instead if there are none."""
+"""Find and open the checkpoints at a path. If there are none, errors describe what is there."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ if TYPE_CHECKING:
     from shardwise.engine.opened import Opened
 
 MOST_EXAMINED = 64
-"""Directories below a path whose formats are detected for an error message."""
+"""The most directories below a path whose formats are detected for an error message."""
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """A committed checkpoint: its store and manifest; `foreign` if it has another format."""
+class CommittedCheckpoint:
+    """A committed checkpoint.
+
+    Attributes:
+        foreign: the opened checkpoint, if it is a foreign one.
+    """
 
     store: Store
     manifest: Manifest
@@ -37,8 +41,14 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A directory of a checkpoint or of an unfinished save; `foreign` if it has another format."""
+class CheckpointDirectory:
+    """The directory of a checkpoint or of an unfinished save.
+
+    Attributes:
+        name: name of the directory.
+        files: names of the files in the directory; empty for a foreign checkpoint.
+        foreign: the opened checkpoint, if it is a foreign one.
+    """
 
     name: str
     store: Store
@@ -56,44 +66,48 @@ class Entry:
         return step_of_directory(self.name)
 
 
-def checkpoint_at(
+def open_checkpoint(
     path: str,
     format: str | None = None,  # noqa: A002 - as in `open`
     step: int | None = None,
-) -> Saved:
-    """Open the checkpoint at a path; for the root of a run, its newest one or that of a step.
+) -> CommittedCheckpoint:
+    """Open the checkpoint at a path. Of a root, open the newest checkpoint, or the one of a step.
 
     Args:
-        format: the format to read, if the path holds foreign checkpoints of several.
+        format: the format to read, if the path holds foreign checkpoints of several formats.
+        step: the step, if the path is a root.
 
     Raises:
-        CheckpointNotFoundError: there is none; the message says what is there, or a similar path.
-        StateError: a step is given, but the path is not the root of a run.
+        CheckpointNotFoundError: the path has no checkpoint; the message describes what is there, or
+            suggests a similar path.
+        StateError: a step is given, but the path is not a root.
         FormatError: the manifest is damaged.
     """
-    store = _chosen(open_store(path), step)
-    foreign = _foreign_at(store, format)
+    store = _store_of_step(open_store(path), step)
+    foreign = _open_foreign(store, format)
     if foreign is not None:
-        return Saved(store, foreign.manifest, foreign)
-    if MANIFEST not in _names(store):
-        raise _no_checkpoint(store)
+        return CommittedCheckpoint(store, foreign.manifest, foreign)
+    if MANIFEST not in _list_names(store):
+        raise _error_for_root(store)
     return read_manifest(store)
 
 
-def read_manifest(store: Store) -> Saved:
+def read_manifest(store: Store) -> CommittedCheckpoint:
     """Return the checkpoint in a store that has a manifest.
 
     Raises:
         FormatError: the manifest is damaged.
     """
     try:
-        return Saved(store, decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST)))
+        return CommittedCheckpoint(
+            store, decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
+        )
     except FormatError as error:
         raise FormatError(f"{store}: {error}") from error
 
 
-def trusted_pieces(saved: Saved) -> Pieces:
-    """Return the pieces of a checkpoint, after all checks that do not read its data files.
+def checked_pieces(saved: CommittedCheckpoint) -> Pieces:
+    """Return the pieces of a checkpoint, after all checks that read no data files.
 
     Raises:
         FormatError: the manifest is damaged.
@@ -103,46 +117,50 @@ def trusted_pieces(saved: Saved) -> Pieces:
     return validate.trusted_pieces(saved.store, saved.manifest)
 
 
-def checkpoints_below(path: str) -> list[Entry]:
-    """Return the checkpoints and unfinished saves in a directory, ordered by step.
+def list_checkpoints_below(path: str) -> list[CheckpointDirectory]:
+    """Return the checkpoints and unfinished saves below a root, ordered by step.
 
     Raises:
-        CheckpointNotFoundError: the path is a checkpoint itself, or holds none of ours.
+        CheckpointNotFoundError: the path is a checkpoint, or holds no checkpoints of shardwise.
     """
     store = open_store(path)
-    if MANIFEST in _names(store):
+    if MANIFEST in _list_names(store):
         raise CheckpointNotFoundError(
             f"{store} is a checkpoint, not a directory of checkpoints: "
-            f"run `shardwise inspect {store}`, or list the directory above it"
+            f"run `shardwise inspect {store}`, or list the directory above"
         )
-    found = _below(store)
-    if not found:
-        raise _foreign_instead(store) or _nothing(store)
-    return found
+    directories = _list_directories(store)
+    if not directories:
+        raise _error_naming_foreign(store) or _error_without_checkpoints(store)
+    return directories
 
 
-def checkpoints_at(path: str) -> list[Entry]:
-    """Return the checkpoint at a path, or all checkpoints in it if it is a directory of them.
+def find_checkpoints(path: str) -> list[CheckpointDirectory]:
+    """Return the checkpoint at a path. Of a root, return all checkpoints and unfinished saves.
 
     Raises:
-        CheckpointNotFoundError: it is neither.
+        CheckpointNotFoundError: the path is neither a checkpoint nor a root.
     """
     store = open_store(path)
     name = Path(str(store)).name
     try:
-        names = _names(store)
+        names = _list_names(store)
         if MANIFEST in names:
-            return [Entry(name, store, frozenset(names))]
-        return checkpoints_below(path)
+            return [CheckpointDirectory(name, store, frozenset(names))]
+        return list_checkpoints_below(path)
     except CheckpointNotFoundError:
-        foreign = _foreign_at(store)
+        foreign = _open_foreign(store)
         if foreign is None:
             raise
-        return [Entry(name, store, frozenset(), foreign)]
+        return [CheckpointDirectory(name, store, frozenset(), foreign)]
 
 
-def _chosen(store: Store, step: int | None) -> Store:
-    """Return the directory of a step if the store is the root of a run, else the store itself."""
+def _store_of_step(store: Store, step: int | None) -> Store:
+    """Return the directory of a step if the store is a root; otherwise return the store.
+
+    Raises:
+        StateError: a step is given, but the store is not a root.
+    """
     try:
         names = store.list()
     except NotADirectoryError:
@@ -152,13 +170,13 @@ def _chosen(store: Store, step: int | None) -> Store:
         return store.at(step_directory(choose_step(store, choice)))
     if step is not None and names:
         raise StateError(
-            f"--step {step}: {store} is not a directory of checkpoints, with one for each step; "
-            "leave out --step"
+            f"--step {step}: {store} is not a directory of checkpoints, one for each step: leave "
+            "out --step"
         )
     return store
 
 
-def _foreign_at(store: Store, format: str | None = None) -> Opened | None:  # noqa: A002
+def _open_foreign(store: Store, format: str | None = None) -> Opened | None:  # noqa: A002
     path = local_path(store)
     if path is None or (path / MANIFEST).exists():
         return None
@@ -167,18 +185,19 @@ def _foreign_at(store: Store, format: str | None = None) -> Opened | None:  # no
     return open_foreign(store, OpenOptions(skip_unknown=True, format=format))
 
 
-def _names(store: Store) -> list[str]:
+def _list_names(store: Store) -> list[str]:
     try:
         return store.list()
     except NotADirectoryError:
         pass
-    raise _foreign_instead(store) or CheckpointNotFoundError(
-        f"{store} is a file; a checkpoint is a directory: did you mean {Path(str(store)).parent}?"
+    raise _error_naming_foreign(store) or CheckpointNotFoundError(
+        f"{store} is a file, but a checkpoint is a directory: did you mean "
+        f"{Path(str(store)).parent}?"
     )
 
 
-def _below(root: Store) -> list[Entry]:
-    found = []
+def _list_directories(root: Store) -> list[CheckpointDirectory]:
+    directories = []
     for name in root.list():
         is_step = step_of_directory(name) is not None
         try:
@@ -191,12 +210,12 @@ def _below(root: Store) -> list[Entry]:
                 raise
             continue
         if is_step or MANIFEST in files or any(map(made_by_save, files)):
-            found.append(Entry(name, store, files))
-    return sorted(found, key=lambda each: (-1 if each.step is None else each.step, each.name))
+            directories.append(CheckpointDirectory(name, store, files))
+    return sorted(directories, key=lambda each: (-1 if each.step is None else each.step, each.name))
 
 
-def _foreign_instead(store: Store) -> CheckpointNotFoundError | None:
-    """Return an error that names the foreign checkpoints at a path or directly below it."""
+def _error_naming_foreign(store: Store) -> CheckpointNotFoundError | None:
+    """Return an error that names the foreign checkpoints at a path or directly below; or None."""
     path = local_path(store)
     if path is None or not path.exists():
         return None
@@ -208,47 +227,50 @@ def _foreign_instead(store: Store) -> CheckpointNotFoundError | None:
             f"{store} is one checkpoint ({formats}), not a directory of shardwise checkpoints: "
             f"run `shardwise inspect {store}`"
         )
-    below: dict[str, str] = {}
+    formats_below: dict[str, str] = {}
     for child in sorted(path.iterdir())[:MOST_EXAMINED] if path.is_dir() else ():
         formats = foreign_formats(LocalStore(child)) if child.is_dir() else ""
         if formats:
-            below[child.name] = formats
-    if not below:
+            formats_below[child.name] = formats
+    if not formats_below:
         return None
-    name, formats = next(reversed(below.items()))
+    name, formats = next(reversed(formats_below.items()))
     return CheckpointNotFoundError(
-        f"{store} holds no shardwise checkpoints, but {len(below)} of other formats: "
-        f"{', '.join(list(below)[:3])}{', …' if len(below) > 3 else ''}. To look at one, run "
-        f"`shardwise inspect {path / name}` ({formats})"
+        f"{store} holds no shardwise checkpoints, but {len(formats_below)} of other formats: "
+        f"{', '.join(list(formats_below)[:3])}{', …' if len(formats_below) > 3 else ''}. To see "
+        f"one, run `shardwise inspect {path / name}` ({formats})"
     )
 
 
-def _no_checkpoint(store: Store) -> CheckpointNotFoundError:
-    """Return the error for a directory that is not a checkpoint."""
-    committed = [each for each in _below(store) if each.committed]
+def _error_for_root(store: Store) -> CheckpointNotFoundError:
+    """Return the error for a directory that is not a checkpoint, but may be a root."""
+    committed = [each for each in _list_directories(store) if each.committed]
     if committed:
         return CheckpointNotFoundError(
-            f"{store} is a directory of checkpoints, not a checkpoint: name one of them; "
+            f"{store} is a directory of checkpoints, not a checkpoint: pass one of them; "
             f"the newest is {committed[-1].store}"
         )
-    return _nothing(store)
+    return _error_without_checkpoints(store)
 
 
-def _nothing(store: Store) -> CheckpointNotFoundError:
+def _error_without_checkpoints(store: Store) -> CheckpointNotFoundError:
     """Return the error for a path with neither a checkpoint nor a directory of checkpoints."""
     if any(map(made_by_save, store.list())):
         return CheckpointNotFoundError(
-            f"{store} has no {MANIFEST}: its save is still running, or was interrupted"
+            f"{store} has no {MANIFEST}: its save is still running, or was interrupted. Wait "
+            "until it ends, or pass another checkpoint"
         )
     path = local_path(store)
     if path is None or path.is_dir():
         return CheckpointNotFoundError(
-            f"{store} is not a checkpoint, and holds none: there is no {MANIFEST}, and the files "
-            "are in no known format"
+            f"{store} is not a checkpoint, and holds no checkpoints: it has no {MANIFEST}, and its "
+            "files are in no known format"
         )
-    above = path.parent
-    if not above.is_dir():
-        return CheckpointNotFoundError(f"{store} does not exist, nor does {above}")
-    near = difflib.get_close_matches(path.name, LocalStore(above).list(), n=3)
-    hint = f": did you mean {' or '.join(str(above / name) for name in near)}?" if near else ""
+    parent = path.parent
+    if not parent.is_dir():
+        return CheckpointNotFoundError(f"{store} does not exist, nor does {parent}")
+    similar = difflib.get_close_matches(path.name, LocalStore(parent).list(), n=3)
+    hint = (
+        f": did you mean {' or '.join(str(parent / name) for name in similar)}?" if similar else ""
+    )
     return CheckpointNotFoundError(f"{store} does not exist{hint}")

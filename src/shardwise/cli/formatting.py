@@ -1,4 +1,4 @@
-"""Numbers, times, names and plain values as text."""
+"""Format numbers, times, names and plain values as text. Imported as `fmt`."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
 
 
 def time(created: str) -> str:
-    """Return an ISO 8601 time in UTC, to the second; any other text is returned as it is."""
+    """Return an ISO 8601 time in UTC, to the second. Return other text unchanged."""
     try:
-        when = datetime.fromisoformat(created)
+        moment = datetime.fromisoformat(created)
     except ValueError:
         return printable(created)
-    return when.astimezone(timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+    return moment.astimezone(timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def duration(seconds: float | None) -> str:
-    """Return seconds in a fitting unit: `0.12 s`, `42 s`, `3 min`, `5 h`, `2 d`."""
+    """Return seconds in a suitable unit: `0.12 s`, `42 s`, `3 min`, `5 h`, `2 d`."""
     if seconds is None:
         return "–"
-    for most, unit, length in ((100, "s", 1), (6000, "min", 60), (172_800, "h", 3600)):
-        if seconds < most:
+    for max_names, unit, length in ((100, "s", 1), (6000, "min", 60), (172_800, "h", 3600)):
+        if seconds < max_names:
             decimals = 2 if unit == "s" and seconds < 10 else 0
             return f"{seconds / length:.{decimals}f} {unit}"
     return f"{seconds / 86_400:.0f} d"
@@ -55,26 +55,26 @@ def shape(dims: Sequence[int]) -> str:
     return "[" + ", ".join(map(str, dims)) + "]"
 
 
-def names(every: Sequence[str], most: int = 3) -> str:
+def names(all_names: Sequence[str], max_names: int = 3) -> str:
     """Return the first few names, and how many more there are."""
-    shown = ", ".join(printable(name) for name in every[:most])
-    more = len(every) - most
+    shown = ", ".join(printable(name) for name in all_names[:max_names])
+    more = len(all_names) - max_names
     return f"{shown} and {more:,} more" if more > 0 else shown
 
 
 def indices(numbers: Iterable[int]) -> str:
     """Return ascending integers in short form: `0…31`, `0, 2…30` (even numbers), `0…3, 7`."""
-    rest = list(numbers)
-    step = rest[1] - rest[0] if len(rest) > 2 else 1
-    if step > 1 and all(b - a == step for a, b in pairwise(rest)):
-        return f"{rest[0]}, {rest[1]}…{rest[-1]}"
-    runs: list[list[int]] = []
-    for number in rest:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
+    ascending = list(numbers)
+    step = ascending[1] - ascending[0] if len(ascending) > 2 else 1
+    if step > 1 and all(b - a == step for a, b in pairwise(ascending)):
+        return f"{ascending[0]}, {ascending[1]}…{ascending[-1]}"
+    ranges: list[list[int]] = []
+    for number in ascending:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
         else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}…{run[-1]}" for run in runs)
+            ranges.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}…{run[-1]}" for run in ranges)
 
 
 def printable(text: str) -> str:
@@ -84,71 +84,73 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def clipped(text: str, limit: int) -> str:
+def clip_text(text: str, limit: int) -> str:
     """Return at most `limit` characters of a text."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def value(encoded: object) -> str:
-    """Return an encoded plain value much as Python prints it, in at most 160 characters.
+    """Return an encoded plain value as Python would print it, in at most 160 characters.
 
-    `…` stands for what is too long or nested too deep.
+    `…` replaces parts that are too long or nested too deeply.
     """
-    return clipped(_value(encoded, 0), LONGEST_VALUE)
+    return clip_text(_format_value(encoded, 0), LONGEST_VALUE)
 
 
-def _value(encoded: object, depth: int) -> str:
+def _format_value(encoded: object, depth: int) -> str:
     if isinstance(encoded, str):
-        return printable(repr(clipped(encoded, LONGEST_STRING)))
+        return printable(repr(clip_text(encoded, LONGEST_STRING)))
     if not isinstance(encoded, (list, dict)):
         return repr(encoded)
     if encoded and depth == DEEPEST:
         return "…"
     if isinstance(encoded, list):
-        return f"[{_items(encoded, depth)}]"
+        return f"[{_format_items(encoded, depth)}]"
     if "$" in encoded:
-        return _tagged(str(encoded["$"]), encoded, depth)
-    return f"{{{_pairs(encoded.items(), encoded, depth)}}}"
+        return _format_tagged(str(encoded["$"]), encoded, depth)
+    return f"{{{_format_pairs(encoded.items(), encoded, depth)}}}"
 
 
-def _tagged(kind: str, encoded: dict[str, object], depth: int) -> str:
-    """Return a value that JSON has no type for: `{"$": "tuple", "v": […]}`."""
-    held = encoded.get("v")
-    if kind in _BARE and isinstance(held, str):
-        return printable(clipped(held, LONGEST_STRING))
-    if kind == "tuple" and isinstance(held, list):
-        return f"({_items(held, depth)}{',' if len(held) == 1 else ''})"
-    if kind in _MAPPINGS and _are_pairs(held):
-        return f"{{{_pairs(held, held, depth)}}}"
+def _format_tagged(kind: str, encoded: dict[str, object], depth: int) -> str:
+    """Format a value of a type that JSON lacks, which is encoded as `{"$": "tuple", "v": […]}`."""
+    content = encoded.get("v")
+    if kind in _BARE and isinstance(content, str):
+        return printable(clip_text(content, LONGEST_STRING))
+    if kind == "tuple" and isinstance(content, list):
+        return f"({_format_items(content, depth)}{',' if len(content) == 1 else ''})"
+    if kind in _MAPPINGS and _are_pairs(content):
+        return f"{{{_format_pairs(content, content, depth)}}}"
     if kind in ("tensor", "array"):
-        what = [kind, str(encoded["dtype"])] if "dtype" in encoded else [kind]
-        return printable(" ".join([*what, str(encoded.get("shape", ""))])).rstrip()
+        words = [kind, str(encoded["dtype"])] if "dtype" in encoded else [kind]
+        return printable(" ".join([*words, str(encoded.get("shape", ""))])).rstrip()
     if kind == "enum":
-        return printable(f"{encoded.get('class')}.{held}")
-    if kind in _ENCODED and isinstance(held, str):
-        nbytes = len(held) * 3 // 4 - held[-2:].count("=")
+        return printable(f"{encoded.get('class')}.{content}")
+    if kind in _ENCODED and isinstance(content, str):
+        nbytes = len(content) * 3 // 4 - content[-2:].count("=")
         return f"{kind} of {size(nbytes)}"
-    return f"{printable(clipped(kind, LONGEST_STRING))}({_value(held, depth + 1)})"
+    return f"{printable(clip_text(kind, LONGEST_STRING))}({_format_value(content, depth + 1)})"
 
 
-def _are_pairs(held: object) -> TypeGuard[list[list[object]]]:
-    return isinstance(held, list) and all(
-        isinstance(pair, list) and len(pair) == 2 for pair in held
+def _are_pairs(content: object) -> TypeGuard[list[list[object]]]:
+    return isinstance(content, list) and all(
+        isinstance(pair, list) and len(pair) == 2 for pair in content
     )
 
 
-def _items(items: list[object], depth: int) -> str:
-    return _with_rest([_value(item, depth + 1) for item in items[:MOST_ITEMS]], items)
+def _format_items(items: list[object], depth: int) -> str:
+    return _join_with_rest([_format_value(item, depth + 1) for item in items[:MOST_ITEMS]], items)
 
 
-def _pairs(pairs: Iterable[Sequence[object]], whole: Collection[object], depth: int) -> str:
+def _format_pairs(
+    pairs: Iterable[Sequence[object]], container: Collection[object], depth: int
+) -> str:
     shown = [
-        f"{_value(key, depth + 1)}: {_value(item, depth + 1)}"
+        f"{_format_value(key, depth + 1)}: {_format_value(item, depth + 1)}"
         for (key, item), _ in zip(pairs, range(MOST_ITEMS), strict=False)
     ]
-    return _with_rest(shown, whole)
+    return _join_with_rest(shown, container)
 
 
-def _with_rest(shown: list[str], whole: Collection[object]) -> str:
-    more = len(whole) - len(shown)
+def _join_with_rest(shown: list[str], container: Collection[object]) -> str:
+    more = len(container) - len(shown)
     return ", ".join([*shown, f"… {more:,} more"] if more else shown)

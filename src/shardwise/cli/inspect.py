@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.cli import formatting as fmt
-from shardwise.cli.box_picture import draw, rank_style
-from shardwise.cli.find_checkpoints import Saved, checkpoint_at, trusted_pieces
-from shardwise.cli.name_tree import leaves, print_tree, tensor_bytes, tree
-from shardwise.cli.terminal import AsJson, output, print_facts, print_json, table
+from shardwise.cli.box_picture import draw_boxes, rank_style
+from shardwise.cli.find_checkpoints import CommittedCheckpoint, checked_pieces, open_checkpoint
+from shardwise.cli.name_tree import build_tree, list_leaves, print_tree, tensor_bytes
+from shardwise.cli.terminal import AsJson, print_facts, print_json, stdout_console, table
 from shardwise.engine.datareader import DataReader
 from shardwise.errors import FormatError, StateError
 from shardwise.layout import Box, plane
@@ -45,7 +45,7 @@ def inspect(
         str | None,
         typer.Option(metavar="FORMAT", help="The format to read, if PATH has several: hf, dcp, …"),
     ] = None,
-    everything: Annotated[
+    show_all: Annotated[
         bool, typer.Option("--all", help="Show every layer and every part of a tensor.")
     ] = False,
     as_json: AsJson = False,
@@ -61,23 +61,25 @@ def inspect(
 
     Tensor data is not read, so this is fast for checkpoints of any size.
     """
-    saved = checkpoint_at(path, format, step)
-    pieces = trusted_pieces(saved)
-    if name is not None and _show_named(saved, pieces, name, everything=everything, json=as_json):
+    saved = open_checkpoint(path, format, step)
+    pieces = checked_pieces(saved)
+    if name is not None and _show_name(saved, pieces, name, show_all=show_all, json=as_json):
         return
-    shown = saved if name is None else _below(saved, name)
+    restricted = saved if name is None else _restrict_to_prefix(saved, name)
     if as_json:
-        print_json(_document(shown))
+        print_json(_checkpoint_document(restricted))
         return
-    console = output()
+    console = stdout_console()
     if name is None:
         _show_header(saved, console)
-    print_tree(tree(leaves(shown.manifest), collapse=not everything), console)
+    print_tree(build_tree(list_leaves(restricted.manifest), collapse=not show_all), console)
 
 
-def _show_named(saved: Saved, pieces: Pieces, name: str, *, everything: bool, json: bool) -> bool:
-    """Print the tensor or value of a name. Returns False if there is none."""
-    manifest, place, console = saved.manifest, str(saved.store), output()
+def _show_name(
+    saved: CommittedCheckpoint, pieces: Pieces, name: str, *, show_all: bool, json: bool
+) -> bool:
+    """Print the tensor or value of a name. Return whether the checkpoint has one."""
+    manifest, place, console = saved.manifest, str(saved.store), stdout_console()
     tensors = {entry.name: entry for entry in manifest.tensors}
     values = {entry.name: entry.value for entry in manifest.objects}
     if name in tensors:
@@ -86,7 +88,7 @@ def _show_named(saved: Saved, pieces: Pieces, name: str, *, everything: bool, js
         if json:
             print_json(_tensor_document(place, entry, boxes))
         else:
-            _show_tensor(place, entry, boxes, console, everything=everything)
+            _show_tensor(place, entry, boxes, console, show_all=show_all)
     elif name in values:
         if json:
             print_json({"path": place, "name": name, "value": values[name]})
@@ -95,18 +97,18 @@ def _show_named(saved: Saved, pieces: Pieces, name: str, *, everything: bool, js
             console.print()
             console.print(Text(_pretty(values[name])))
     elif name in manifest.per_rank:
-        by_rank = rank_values(saved, name)
+        values_by_rank = rank_values(saved, name)
         if json:
-            print_json({"path": place, "name": name, "values": by_rank})
+            print_json({"path": place, "name": name, "values": values_by_rank})
         else:
-            _show_rank_values(place, name, by_rank, console)
+            _show_rank_values(place, name, values_by_rank, console)
     else:
         return False
     return True
 
 
-def rank_values(saved: Saved, name: str) -> list[object]:
-    """Return the values that the ranks have under a name, encoded, ordered by rank.
+def rank_values(saved: CommittedCheckpoint, name: str) -> list[object]:
+    """Return the encoded values of a name that differs between ranks, ordered by rank.
 
     Raises:
         CorruptionError: the values do not match their checksums.
@@ -115,12 +117,17 @@ def rank_values(saved: Saved, name: str) -> list[object]:
     for entry in saved.manifest.files:
         reader = DataReader(saved.store, entry)
         try:
-            held = msgspec.json.decode(reader.read_objects() or b"{}", type=dict[str, object])
+            values_of_file = msgspec.json.decode(
+                reader.read_objects() or b"{}", type=dict[str, object]
+            )
         except msgspec.DecodeError as error:
-            raise FormatError(f"{entry.name} in {saved.store}: {error}") from error
+            raise FormatError(
+                f"{saved.store}/{entry.name}: the values of rank {entry.rank} are not valid JSON: "
+                f"{error}"
+            ) from error
         finally:
             reader.close()
-        values[entry.rank] = held.get(name)
+        values[entry.rank] = values_of_file.get(name)
     return values
 
 
@@ -135,13 +142,15 @@ class StoredBox:
     bytes: int
 
 
-def _stored_boxes(saved: Saved, pieces: Pieces, entry: TensorEntry) -> list[StoredBox]:
+def _stored_boxes(
+    saved: CommittedCheckpoint, pieces: Pieces, entry: TensorEntry
+) -> list[StoredBox]:
     manifest = saved.manifest
     stored = entry.same_as or entry.name
-    number = next(i for i, each in enumerate(manifest.tensors) if each.name == stored)
+    tensor_index = next(i for i, each in enumerate(manifest.tensors) if each.name == stored)
     ndim = len(entry.shape)
     boxes = []
-    for row in np.flatnonzero(pieces.tensor == number).tolist():
+    for row in np.flatnonzero(pieces.tensor == tensor_index).tolist():
         file = manifest.files[int(pieces.file[row])]
         offset = tuple(pieces.offset[row, :ndim].tolist())
         shape = tuple(pieces.shape[row, :ndim].tolist())
@@ -150,7 +159,7 @@ def _stored_boxes(saved: Saved, pieces: Pieces, entry: TensorEntry) -> list[Stor
     return boxes
 
 
-def _document(saved: Saved) -> dict[str, Any]:
+def _checkpoint_document(saved: CommittedCheckpoint) -> dict[str, Any]:
     manifest = saved.manifest
     return {
         "path": str(saved.store),
@@ -191,11 +200,11 @@ def _tensor_document(place: str, entry: TensorEntry, boxes: list[StoredBox]) -> 
     }
 
 
-def _below(saved: Saved, name: str) -> Saved:
-    """Return a checkpoint reduced to the names below one.
+def _restrict_to_prefix(saved: CommittedCheckpoint, name: str) -> CommittedCheckpoint:
+    """Return a checkpoint with only the names below a name.
 
     Raises:
-        StateError: there are none; the message suggests similar names.
+        StateError: the checkpoint has no such names; the message suggests similar ones.
     """
     prefix = name.rstrip(".") + "."
     manifest = msgspec.structs.replace(
@@ -205,22 +214,27 @@ def _below(saved: Saved, name: str) -> Saved:
         per_rank=tuple(each for each in saved.manifest.per_rank if each.startswith(prefix)),
     )
     if not (manifest.tensors or manifest.objects or manifest.per_rank):
-        raise StateError(f"{saved.store} has no {name!r}{_suggestion(saved.manifest, name)}")
+        raise StateError(
+            f"{saved.store} has no name {name!r}, and no names that begin with it"
+            f"{_suggest_names(saved.manifest, name)}"
+        )
     return replace(saved, manifest=manifest)
 
 
-def _suggestion(manifest: Manifest, name: str) -> str:
-    """Return a question with similar names: whole ones, or as many parts as were given."""
+def _suggest_names(manifest: Manifest, name: str) -> str:
+    """Return a question with similar names: full names, or names cut to as many parts."""
     parts = name.count(".") + 1
     names = [each.name for each in manifest.tensors]
     names += [*(each.name for each in manifest.objects), *manifest.per_rank]
-    known = {".".join(each.split(".")[:parts]) for each in names} | set(names)
-    ending = [each for each in names if each.endswith("." + name)]
-    near = ending[:3] or difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.7)
-    return f": did you mean {' or '.join(map(fmt.printable, near))}?" if near else ""
+    candidates = {".".join(each.split(".")[:parts]) for each in names} | set(names)
+    names_with_ending = [each for each in names if each.endswith("." + name)]
+    similar = names_with_ending[:3] or difflib.get_close_matches(
+        name, sorted(candidates), n=3, cutoff=0.7
+    )
+    return f": did you mean {' or '.join(map(fmt.printable, similar))}?" if similar else ""
 
 
-def _show_header(saved: Saved, console: Console) -> None:
+def _show_header(saved: CommittedCheckpoint, console: Console) -> None:
     manifest = saved.manifest
     contents = [fmt.count(len(manifest.tensors), "tensor")]
     if manifest.objects:
@@ -251,10 +265,10 @@ def _show_tensor(
     boxes: list[StoredBox],
     console: Console,
     *,
-    everything: bool,
+    show_all: bool,
 ) -> None:
-    kind = f"{entry.dtype} {fmt.shape(entry.shape)}, {fmt.size(tensor_bytes(entry))}"
-    facts = [("tensor", fmt.printable(entry.name)), ("type", kind), ("in", place)]
+    type_text = f"{entry.dtype} {fmt.shape(entry.shape)}, {fmt.size(tensor_bytes(entry))}"
+    facts = [("tensor", fmt.printable(entry.name)), ("type", type_text), ("in", place)]
     if entry.same_as is not None:
         facts.append(("tied to", fmt.printable(entry.same_as)))
     files = fmt.count(len({each.file for each in boxes}), "file")
@@ -270,19 +284,19 @@ def _show_tensor(
     legend.add_column("box", no_wrap=True)
     legend.add_column("size", justify="right", no_wrap=True)
     legend.add_column("file", no_wrap=True)
-    for each in boxes if everything else boxes[:MOST_BOXES]:
+    for each in boxes if show_all else boxes[:MOST_BOXES]:
         rank = Text(f" {each.rank} ", rank_style(each.rank))
         box = str(Box(each.offset, each.shape)).replace(",", ", ")
         legend.add_row(rank, Text(box), fmt.size(each.bytes), Text(each.file, "dim"))
     console.print(legend)
-    more = len(boxes) - MOST_BOXES
-    if more > 0 and not everything:
-        console.print(Text(f"… {more:,} more: --all lists them", "dim"))
+    hidden = len(boxes) - MOST_BOXES
+    if hidden > 0 and not show_all:
+        console.print(Text(f"… {hidden:,} more: --all lists them", "dim"))
 
 
 def _show_picture(shape: tuple[int, ...], boxes: list[StoredBox], console: Console) -> None:
     view = plane(shape, [Box(each.offset, each.shape) for each in boxes])
-    for line in draw(view, [each.rank for each in boxes]):
+    for line in draw_boxes(view, [each.rank for each in boxes]):
         console.print(line, no_wrap=True)
     if view.hidden:
         hidden = ", ".join(map(str, view.hidden))
@@ -290,15 +304,17 @@ def _show_picture(shape: tuple[int, ...], boxes: list[StoredBox], console: Conso
     console.print()
 
 
-def _show_rank_values(place: str, name: str, by_rank: list[object], console: Console) -> None:
+def _show_rank_values(
+    place: str, name: str, values_by_rank: list[object], console: Console
+) -> None:
     print_facts([("value for each rank", name), ("in", place)], console)
     console.print()
-    shown = table()
-    shown.add_column("rank", justify="right")
-    shown.add_column("value", overflow="fold")
-    for rank, value in enumerate(by_rank):
-        shown.add_row(str(rank), Text(fmt.value(value), "green"))
-    console.print(shown)
+    list_rows = table()
+    list_rows.add_column("rank", justify="right")
+    list_rows.add_column("value", overflow="fold")
+    for rank, value in enumerate(values_by_rank):
+        list_rows.add_row(str(rank), Text(fmt.value(value), "green"))
+    console.print(list_rows)
 
 
 def _pretty(value: object) -> str:

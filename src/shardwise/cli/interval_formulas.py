@@ -1,14 +1,14 @@
-"""Optimal checkpoint intervals: how often to take snapshots, and how often to persist them.
+"""The formulas of `shardwise plan-interval`: optimal intervals of snapshots and of saves.
 
 All times are in seconds and all rates per second, unless a name says otherwise.
 
 Each snapshot delays training. After a failure, training resumes from the last snapshot, and repeats
 half an interval on average. Young's interval (1974), refined by Daly (2006), minimizes the sum of
-the two costs. Each of the two tiers has an interval. Snapshots in memory serve most failures.
-Checkpoints in storage serve the failures that memory does not survive, for example the loss of more
-nodes of a group than its redundancy allows. The rate of these failures follows the rate of data
-loss in disk arrays: Patterson, Gibson and Katz (1988) for single redundancy; Chen, Lee, Gibson,
-Katz and Patterson (1994) for double redundancy.
+these two costs. There are two tiers, each with its own interval. After most failures, training
+resumes from snapshots in memory. After failures that memory does not survive, it resumes from
+checkpoints in storage, for example if a group loses more nodes than its redundancy allows. The rate
+of these failures is the rate of data loss in disk arrays: see Patterson, Gibson and Katz (1988) for
+single redundancy, and Chen, Lee, Gibson, Katz and Patterson (1994) for double redundancy.
 
     Young: A first order approximation to the optimum checkpoint interval. CACM 17(9).
     Daly: A higher order estimate of the optimum checkpoint interval for restart dumps. FGCS 22(3).
@@ -30,8 +30,8 @@ class Costs:
 
     Args:
         step: seconds of a step.
-        snapshot: seconds by which a snapshot in memory lengthens training. This is more than the
-            time it blocks, because copies in the background slow training down too.
+        snapshot: seconds by which a snapshot in memory lengthens training: the time that training
+            waits, and its slow-down by copies in the background.
         redundancy: seconds until a snapshot is protected, during which training continues.
         persist: seconds by which persisting a snapshot to storage lengthens training.
         memory_restore: seconds from a failure until training resumes from memory.
@@ -49,27 +49,27 @@ class Costs:
     storage_restore: float = 0.0
 
     def __post_init__(self) -> None:
-        _more_than_zero("the time of a step", self.step)
-        _not_negative("the cost of a snapshot", self.snapshot)
-        _not_negative("the time of redundancy", self.redundancy)
-        _not_negative("the cost of persisting", self.persist)
-        _not_negative("the time to restore from memory", self.memory_restore)
-        _not_negative("the time to restore from storage", self.storage_restore)
+        _check_positive("the time of a step", self.step)
+        _check_not_negative("the cost of a snapshot", self.snapshot)
+        _check_not_negative("the time of redundancy", self.redundancy)
+        _check_not_negative("the cost of persisting", self.persist)
+        _check_not_negative("the time to restore from memory", self.memory_restore)
+        _check_not_negative("the time to restore from storage", self.storage_restore)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failures:
-    """Failures of a cluster, and what its memory survives.
+    """Failures of a cluster, and the failures that its memory survives.
 
     Args:
         nodes: the number of nodes that train.
         rate: failures of single nodes per second, in the whole cluster.
-        lost: the fraction of these failures that lose the node's memory. The others only end
-            processes.
-        correlated: further failures per second, which memory never survives because several nodes
-            fail at once, for example a rack.
-        group: how many nodes protect each other.
-        survives: how many nodes of a group may be lost at once; 0 without redundancy.
+        lost: the fraction of these failures in which the node's memory is lost. In the others, only
+            processes end.
+        correlated: failures per second in which several nodes fail at once, for example a rack.
+            Memory never survives them.
+        group: the number of nodes that protect each other.
+        survives: the number of nodes of a group that may be lost at once; 0 without redundancy.
         rebuild: seconds from the loss of a node until its data is protected again.
 
     Raises:
@@ -87,9 +87,9 @@ class Failures:
     def __post_init__(self) -> None:
         if self.nodes < 1:
             raise ValueError(f"the number of nodes is {self.nodes}: must be at least 1")
-        _more_than_zero("the rate of failures", self.rate)
-        _not_negative("the rate of correlated failures", self.correlated)
-        _more_than_zero("the time to rebuild", self.rebuild)
+        _check_positive("the rate of failures", self.rate)
+        _check_not_negative("the rate of correlated failures", self.correlated)
+        _check_positive("the time to rebuild", self.rebuild)
         if not 0 < self.lost <= 1:
             raise ValueError(
                 f"the fraction of failures that lose a node's memory is {self.lost}: must be more "
@@ -104,12 +104,12 @@ class Failures:
 
     @property
     def all(self) -> float:
-        """All failures per second that interrupt training."""
+        """The failures per second that interrupt training."""
         return self.rate + self.correlated
 
     @property
     def beyond_memory(self) -> float:
-        """Failures per second that memory does not survive, λ_p."""
+        """The failures per second that memory does not survive, λ_p."""
         node = self.rate * self.lost / self.nodes
         independent = group_loss_rate(
             self.nodes, self.group, node, self.rebuild, survives=self.survives
@@ -133,7 +133,7 @@ class Waste:
 
     @property
     def total(self) -> float:
-        """The sum: an approximation that is good if it is well below 1."""
+        """The sum of the three. The approximation is good if the sum is well below 1."""
         return self.snapshots + self.lost + self.restores
 
 
@@ -147,12 +147,12 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class IntervalPlan:
     """The best intervals of both tiers.
 
     Attributes:
         memory: the interval for `Memory(snapshot_every=…)`.
-        storage: the interval for `Checkpointer(save_every=…)`, a multiple of the former.
+        storage: the interval for `Checkpointer(save_every=…)`, a multiple of `memory`.
         failures: failures per second that interrupt training.
         beyond_memory: failures per second that memory does not survive.
     """
@@ -174,20 +174,20 @@ def optimal_interval(cost: float, rate: float, *, least: float = 0.0) -> float:
     Args:
         cost: C, seconds by which a snapshot lengthens training.
         rate: λ, failures per second.
-        least: the shortest possible interval: a step, or a snapshot with its redundancy.
+        least: the shortest possible interval: the time of a step, or of a snapshot.
 
     Source: Young (1974). Daly (2006) shows that the result is accurate while C is well below 1/λ.
 
     Raises:
         ValueError: a cost or a bound is negative, or the rate is not positive.
     """
-    _not_negative("the cost of a snapshot", cost)
-    _more_than_zero("the rate of failures", rate)
-    _not_negative("the least interval", least)
+    _check_not_negative("the cost of a snapshot", cost)
+    _check_positive("the rate of failures", rate)
+    _check_not_negative("the least interval", least)
     return max(math.sqrt(2 * cost / rate), least)
 
 
-def waste(interval: float, cost: float, rate: float, restore: float = 0.0) -> Waste:
+def estimate_waste(interval: float, cost: float, rate: float, restore: float = 0.0) -> Waste:
     """Return the waste with a snapshot every `interval` seconds: C/T + λ(T/2 + R).
 
     Args:
@@ -201,27 +201,27 @@ def waste(interval: float, cost: float, rate: float, restore: float = 0.0) -> Wa
     Raises:
         ValueError: the interval is not positive, or another value is negative.
     """
-    _more_than_zero("the interval", interval)
-    _not_negative("the cost of a snapshot", cost)
-    _not_negative("the rate of failures", rate)
-    _not_negative("the time to restore", restore)
+    _check_positive("the interval", interval)
+    _check_not_negative("the cost of a snapshot", cost)
+    _check_not_negative("the rate of failures", rate)
+    _check_not_negative("the time to restore", restore)
     return Waste(cost / interval, rate * interval / 2, rate * restore)
 
 
 def group_loss_rate(
     nodes: int, group: int, node: float, rebuild: float, *, survives: int = 1
 ) -> float:
-    """Return how often a group loses more nodes than it survives, per second.
+    """Return the rate, per second, at which a group loses more nodes than it survives.
 
-    The rate is G·n(n−1)…(n−m)·μ^(m+1)·r^m. G = nodes/n is the number of groups, a fraction if the
-    last one is smaller. Lost nodes are rebuilt one after another.
+    The rate is G·n(n−1)…(n−m)·μ^(m+1)·r^m, where G = nodes/n is the number of groups. G is a
+    fraction if the last group is smaller. Lost nodes are rebuilt one after another.
 
     Args:
         nodes: the number of nodes of the cluster.
-        group: n, how many nodes protect each other.
-        node: μ, losses of one node per second.
-        rebuild: r, seconds from a loss until everything is protected again.
-        survives: m, how many losses a group survives.
+        group: n, the number of nodes that protect each other.
+        node: μ, the losses of one node per second.
+        rebuild: r, seconds from a loss until all data is protected again.
+        survives: m, the number of losses that a group survives.
 
     Source: the mean time to data loss of RAID (Patterson et al. 1988) for m = 1, and of P + Q
     redundancy (Chen et al. 1994) for m = 2. The rate is accurate while μnr is well below 1.
@@ -231,56 +231,61 @@ def group_loss_rate(
     """
     if not 0 <= survives < group:
         raise ValueError(f"a group of {group} cannot survive the loss of {survives} of its nodes")
-    _more_than_zero("the rate at which a node is lost", node)
-    _more_than_zero("the time to rebuild", rebuild)
-    one_after_another: float = math.perm(group, survives + 1)
-    return nodes / group * one_after_another * node * (node * rebuild) ** survives
+    _check_positive("the rate at which a node is lost", node)
+    _check_positive("the time to rebuild", rebuild)
+    orders: float = math.perm(group, survives + 1)
+    return nodes / group * orders * node * (node * rebuild) ** survives
 
 
-def plan_intervals(costs: Costs, failures: Failures) -> Plan:
+def plan_intervals(costs: Costs, failures: Failures) -> IntervalPlan:
     """Return the best intervals of both tiers in whole steps.
 
     Raises:
         ValueError: memory survives none of the failures.
     """
-    beyond = failures.beyond_memory
-    survived = failures.all - beyond
-    if survived <= failures.all * 1e-9:
+    not_survived_rate = failures.beyond_memory
+    survived_rate = failures.all - not_survived_rate
+    if survived_rate <= failures.all * 1e-9:
         raise ValueError(
-            "memory survives none of these failures, so snapshots in memory are useless: without "
-            "redundancy, they survive only failures that do not lose a node's memory"
+            "memory survives none of these failures, so snapshots in memory are useless: add "
+            "redundancy, without which they survive only failures that do not lose a node's memory"
         )
-    memory = _in_steps(
+    memory = _best_interval_in_steps(
         costs.step,
         max(costs.step, costs.snapshot + costs.redundancy),
-        (costs.snapshot, survived, costs.memory_restore),
+        (costs.snapshot, survived_rate, costs.memory_restore),
     )
-    storage = _in_steps(
+    storage = _best_interval_in_steps(
         memory.seconds,
         max(memory.seconds, costs.persist),
-        (costs.persist, beyond, costs.storage_restore),
+        (costs.persist, not_survived_rate, costs.storage_restore),
     )
     persisted = Interval(memory.steps * storage.steps, storage.seconds, storage.waste)
-    return Plan(memory, persisted, failures.all, beyond)
+    return IntervalPlan(memory, persisted, failures.all, not_survived_rate)
 
 
-def _in_steps(unit: float, least: float, tier: tuple[float, float, float]) -> Interval:
+def _best_interval_in_steps(
+    unit: float, least: float, tier: tuple[float, float, float]
+) -> Interval:
     """Return the best interval that is a multiple of `unit` and not shorter than `least`."""
     cost, rate, restore = tier
-    wanted = optimal_interval(cost, rate, least=least) / unit
-    fewest = max(1, math.ceil(least / unit * (1 - 1e-12)))
-    found = [
-        Interval(steps, steps * unit, waste(steps * unit, cost, rate, restore))
-        for steps in {max(fewest, math.floor(wanted)), max(fewest, math.ceil(wanted))}
+    optimal_steps = optimal_interval(cost, rate, least=least) / unit
+    min_steps = max(1, math.ceil(least / unit * (1 - 1e-12)))
+    candidates = [
+        Interval(steps, steps * unit, estimate_waste(steps * unit, cost, rate, restore))
+        for steps in {
+            max(min_steps, math.floor(optimal_steps)),
+            max(min_steps, math.ceil(optimal_steps)),
+        }
     ]
-    return min(found, key=lambda interval: interval.waste.total)
+    return min(candidates, key=lambda interval: interval.waste.total)
 
 
-def _not_negative(what: str, value: float) -> None:
+def _check_not_negative(description: str, value: float) -> None:
     if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{what} is {value:g}: must be 0 or more")
+        raise ValueError(f"{description} is {value:g}: must be 0 or more")
 
 
-def _more_than_zero(what: str, value: float) -> None:
+def _check_positive(description: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{what} is {value:g}: must be more than 0")
+        raise ValueError(f"{description} is {value:g}: must be more than 0")

@@ -13,15 +13,23 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.cli import formatting as fmt
-from shardwise.cli.find_checkpoints import Entry, checkpoints_below, read_manifest
-from shardwise.cli.terminal import AsJson, output, print_json, table
+from shardwise.cli.find_checkpoints import (
+    CheckpointDirectory,
+    list_checkpoints_below,
+    read_manifest,
+)
+from shardwise.cli.terminal import AsJson, print_json, stdout_console, table
 from shardwise.errors import FormatError
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import step_directory
 from shardwise.store import Store
 
 State = Literal["committed", "damaged", "unfinished"]
-STYLES: dict[State, str] = {"committed": "green", "damaged": "bold red", "unfinished": "yellow"}
+STYLE_OF_STATE: dict[State, str] = {
+    "committed": "green",
+    "damaged": "bold red",
+    "unfinished": "yellow",
+}
 THREADS = 16
 MOST_PROBLEMS = 3
 
@@ -43,16 +51,24 @@ def ls(root: Root, as_json: AsJson = False) -> None:
 
     This compares sizes only. To check every byte, use `shardwise verify`.
     """
-    lines = [examine(entry) for entry in checkpoints_below(root)]
+    checkpoints = [examine_directory(entry) for entry in list_checkpoints_below(root)]
     if as_json:
-        print_json({"root": root, "checkpoints": lines})
+        print_json({"root": root, "checkpoints": checkpoints})
     else:
-        _show(lines, output())
+        _show_table(checkpoints, stdout_console())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listed:
-    """A checkpoint in a directory. Fields that only a manifest has are None without one."""
+class ListedCheckpoint:
+    """A checkpoint below a root. Fields from the manifest are None if it is missing or damaged.
+
+    Attributes:
+        directory: name of the directory.
+        problem: the damage, if the checkpoint is damaged.
+        saved_at: ISO 8601 time of the save, in UTC.
+        bytes: size of all data files.
+        files: the number of data files.
+    """
 
     directory: str
     step: int | None
@@ -66,18 +82,20 @@ class Listed:
     metrics: dict[str, float | None] | None = None
 
 
-def examine(entry: Entry) -> Listed:
-    """Read the manifest of a checkpoint, and compare the sizes of its files."""
+def examine_directory(entry: CheckpointDirectory) -> ListedCheckpoint:
+    """Examine a directory: read its manifest, and compare the sizes of its files."""
     step = entry.step
     if not entry.committed:
-        return Listed(directory=entry.name, step=step, state="unfinished")
+        return ListedCheckpoint(directory=entry.name, step=step, state="unfinished")
     try:
         saved = read_manifest(entry.store)
     except FormatError as error:
-        return Listed(directory=entry.name, step=step, state="damaged", problem=str(error))
+        return ListedCheckpoint(
+            directory=entry.name, step=step, state="damaged", problem=str(error)
+        )
     manifest = saved.manifest
-    problems = list(_problems(entry, manifest.files))
-    return Listed(
+    problems = list(_find_problems(entry, manifest.files))
+    return ListedCheckpoint(
         directory=entry.name,
         step=manifest.step if step is None else step,
         state="damaged" if problems else "committed",
@@ -91,19 +109,21 @@ def examine(entry: Entry) -> Listed:
     )
 
 
-def _problems(entry: Entry, files: tuple[FileEntry, ...]) -> Iterator[str]:
+def _find_problems(entry: CheckpointDirectory, files: tuple[FileEntry, ...]) -> Iterator[str]:
     missing = [file.name for file in files if file.name not in entry.files]
     if missing:
         yield f"{fmt.count(len(missing), 'file')} missing: {fmt.names(missing)}"
     present = [file for file in files if file.name in entry.files]
     with ThreadPoolExecutor(THREADS, "shardwise-ls") as pool:
-        found = [each for each in pool.map(partial(_problem, entry.store), present) if each]
-    yield from found[:MOST_PROBLEMS]
-    if len(found) > MOST_PROBLEMS:
-        yield f"{len(found) - MOST_PROBLEMS:,} more files with problems"
+        wrong_sizes = [
+            each for each in pool.map(partial(_size_problem, entry.store), present) if each
+        ]
+    yield from wrong_sizes[:MOST_PROBLEMS]
+    if len(wrong_sizes) > MOST_PROBLEMS:
+        yield f"{len(wrong_sizes) - MOST_PROBLEMS:,} more files with problems"
 
 
-def _problem(store: Store, file: FileEntry) -> str | None:
+def _size_problem(store: Store, file: FileEntry) -> str | None:
     try:
         reader = store.open(file.name)
     except OSError as error:
@@ -117,35 +137,42 @@ def _problem(store: Store, file: FileEntry) -> str | None:
     return f"{file.name} has {size:,} bytes, but {file.size:,} were saved"
 
 
-def _show(lines: Sequence[Listed], console: Console) -> None:
-    found = table(gap=2)
-    named = any(line.step is None or line.directory != step_directory(line.step) for line in lines)
-    measured = any(line.metrics for line in lines)
-    if named:
-        found.add_column("directory", overflow="fold", min_width=len("directory"))
-    found.add_column("step", justify="right", no_wrap=True, style="bold")
-    found.add_column("state", no_wrap=True)
-    found.add_column("saved (UTC)", no_wrap=True)
+def _show_table(checkpoints: Sequence[ListedCheckpoint], console: Console) -> None:
+    checkpoints_table = table(gap=2)
+    show_directory = any(
+        checkpoint.step is None or checkpoint.directory != step_directory(checkpoint.step)
+        for checkpoint in checkpoints
+    )
+    show_metrics = any(checkpoint.metrics for checkpoint in checkpoints)
+    if show_directory:
+        checkpoints_table.add_column("directory", overflow="fold", min_width=len("directory"))
+    checkpoints_table.add_column("step", justify="right", no_wrap=True, style="bold")
+    checkpoints_table.add_column("state", no_wrap=True)
+    checkpoints_table.add_column("saved (UTC)", no_wrap=True)
     for header in ("size", "files", "ranks"):
-        found.add_column(header, justify="right", no_wrap=True)
-    if measured:
-        found.add_column("metrics", style="cyan", overflow="fold", min_width=len("metrics"))
-    for line in lines:
-        found.add_row(
-            *([Text(line.directory)] if named else []),
-            _number(line.step),
-            Text(line.state, STYLES[line.state]),
-            fmt.time(line.saved_at)[:16] if line.saved_at else "–",
-            "–" if line.bytes is None else fmt.size(line.bytes),
-            _number(line.files),
-            _number(line.world_size),
-            *([Text(fmt.metrics(line.metrics or {}))] if measured else []),
+        checkpoints_table.add_column(header, justify="right", no_wrap=True)
+    if show_metrics:
+        checkpoints_table.add_column(
+            "metrics", style="cyan", overflow="fold", min_width=len("metrics")
         )
-    console.print(found)
-    for line in lines:
-        if line.problem is not None:
-            console.print(Text(line.problem, STYLES[line.state]), soft_wrap=True)
+    for checkpoint in checkpoints:
+        checkpoints_table.add_row(
+            *([Text(checkpoint.directory)] if show_directory else []),
+            _format_number(checkpoint.step),
+            Text(checkpoint.state, STYLE_OF_STATE[checkpoint.state]),
+            fmt.time(checkpoint.saved_at)[:16] if checkpoint.saved_at else "–",
+            "–" if checkpoint.bytes is None else fmt.size(checkpoint.bytes),
+            _format_number(checkpoint.files),
+            _format_number(checkpoint.world_size),
+            *([Text(fmt.metrics(checkpoint.metrics or {}))] if show_metrics else []),
+        )
+    console.print(checkpoints_table)
+    for checkpoint in checkpoints:
+        if checkpoint.problem is not None:
+            console.print(
+                Text(checkpoint.problem, STYLE_OF_STATE[checkpoint.state]), soft_wrap=True
+            )
 
 
-def _number(value: int | None) -> str:
+def _format_number(value: int | None) -> str:
     return "–" if value is None else f"{value}"

@@ -1,4 +1,4 @@
-"""The names of a checkpoint as a tree, with numbered siblings of equal contents shown once."""
+"""Print the names of a checkpoint as a tree, with equal layers on one line."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ DEEPEST = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
-    """A tensor, or a plain value, whose `dtype` is empty.
+class NameLeaf:
+    """A tensor or plain value.
 
     Attributes:
+        name: full name.
         text: the value as text, or a remark on the tensor.
-        nbytes: bytes that are stored under this name.
+        dtype: dtype of the tensor; empty for a plain value.
+        nbytes: bytes that are stored under this name; 0 for a tied tensor.
     """
 
     name: str
@@ -34,12 +36,17 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
-    """A part of a name with its leaf and children; it stands for `count` equal siblings."""
+class NameNode:
+    """A node of the tree: one part of a name.
+
+    Attributes:
+        label: the part, or the range of numbers if the node stands for several siblings.
+        count: the number of siblings with equal contents that the node stands for.
+    """
 
     label: str
-    leaf: Leaf | None = None
-    children: tuple[Node, ...] = ()
+    leaf: NameLeaf | None = None
+    children: tuple[NameNode, ...] = ()
     count: int = 1
 
     @property
@@ -56,11 +63,11 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A node as a line of the printed tree, with the branches before its label."""
+class TreeRow:
+    """A line of the printed tree: a node, and the branches drawn before its label."""
 
     branches: str
-    node: Node
+    node: NameNode
 
     @property
     def label(self) -> str:
@@ -79,45 +86,47 @@ class Row:
 
 @dataclass(slots=True)
 class _Branch:
-    leaf: Leaf | None = None
+    leaf: NameLeaf | None = None
     children: dict[str, _Branch] = field(default_factory=dict)
 
 
-def leaves(manifest: Manifest) -> list[Leaf]:
-    """Return a leaf for each tensor, each shared value and each value per rank of a manifest."""
-    shared = [Leaf(entry.name, fmt.value(entry.value)) for entry in manifest.objects]
-    each = [Leaf(name, "one value for each rank") for name in manifest.per_rank]
+def list_leaves(manifest: Manifest) -> list[NameLeaf]:
+    """Return leaves for all names of a manifest: tensors, shared values, and values per rank."""
+    shared = [NameLeaf(entry.name, fmt.value(entry.value)) for entry in manifest.objects]
+    each = [NameLeaf(name, "one value for each rank") for name in manifest.per_rank]
     return [*map(_tensor_leaf, manifest.tensors), *shared, *each]
 
 
-def tree(named: Iterable[Leaf], *, collapse: bool) -> tuple[Node, ...]:
-    """Return the tree of some names, in their order. Nodes with a single child are joined to it.
+def build_tree(leaves: Iterable[NameLeaf], *, collapse: bool) -> tuple[NameNode, ...]:
+    """Build the tree of names, in their order. A node with a single child is joined with it.
 
     Args:
-        collapse: whether numbered siblings of equal contents (`layers.0` to `layers.31`) become
-            one node.
+        collapse: whether numbered siblings with equal contents, such as `layers.0` to `layers.31`,
+            become one node.
     """
     root = _Branch()
-    for leaf in named:
+    for leaf in leaves:
         branch = root
         for part in leaf.name.split(".", DEEPEST):
             branch = branch.children.setdefault(part, _Branch())
         branch.leaf = leaf
-    return _node("", root, collapse=collapse).children
+    return _make_node("", root, collapse=collapse).children
 
 
-def rows(nodes: tuple[Node, ...], branches: str = "", *, top: bool = True) -> Iterator[Row]:
+def list_rows(
+    nodes: tuple[NameNode, ...], branches: str = "", *, is_top_level: bool = True
+) -> Iterator[TreeRow]:
     """Yield the lines of a tree from top to bottom. Lines of the top level have no branches."""
     for node in nodes:
         last = node is nodes[-1]
-        yield Row("" if top else branches + ("└── " if last else "├── "), node)
-        below = "" if top else branches + ("    " if last else "│   ")
-        yield from rows(node.children, below, top=False)
+        yield TreeRow("" if is_top_level else branches + ("└── " if last else "├── "), node)
+        branches_below = "" if is_top_level else branches + ("    " if last else "│   ")
+        yield from list_rows(node.children, branches_below, is_top_level=False)
 
 
-def print_tree(nodes: tuple[Node, ...], console: Console) -> None:
+def print_tree(nodes: tuple[NameNode, ...], console: Console) -> None:
     """Print a tree with aligned columns: dtypes, shapes and sizes of tensors, or values."""
-    lines = list(rows(nodes))
+    lines = list(list_rows(nodes))
     tensors = [leaf for row in lines if (leaf := row.node.leaf) is not None and leaf.dtype]
     label = max((cell_len(row.label) for row in lines), default=0) + 3
     dtype = max((len(leaf.dtype) for leaf in tensors), default=0) + 2
@@ -140,25 +149,25 @@ def print_tree(nodes: tuple[Node, ...], console: Console) -> None:
 
 
 def tensor_bytes(entry: TensorEntry) -> int:
-    """Return the size of a tensor, also if it is stored under another name."""
+    """Return the size of a tensor in bytes, also if it is tied to another one."""
     return math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
 
 
-def _tensor_leaf(entry: TensorEntry) -> Leaf:
+def _tensor_leaf(entry: TensorEntry) -> NameLeaf:
     if entry.same_as is not None:
         text = f"tied to {fmt.printable(entry.same_as)}"
-        return Leaf(entry.name, text, entry.dtype, entry.shape)
-    return Leaf(entry.name, "", entry.dtype, entry.shape, tensor_bytes(entry))
+        return NameLeaf(entry.name, text, entry.dtype, entry.shape)
+    return NameLeaf(entry.name, "", entry.dtype, entry.shape, tensor_bytes(entry))
 
 
-def _node(label: str, branch: _Branch, *, collapse: bool) -> Node:
-    nodes = [_node(part, each, collapse=collapse) for part, each in branch.children.items()]
-    children = _collapsed(nodes) if collapse else nodes
-    return Node(label, branch.leaf, tuple(map(_joined, children)))
+def _make_node(label: str, branch: _Branch, *, collapse: bool) -> NameNode:
+    nodes = [_make_node(part, each, collapse=collapse) for part, each in branch.children.items()]
+    children = _collapse_equal(nodes) if collapse else nodes
+    return NameNode(label, branch.leaf, tuple(map(_join_only_child, children)))
 
 
-def _joined(node: Node) -> Node:
-    """Return a node joined with its only child, if it has no leaf itself."""
+def _join_only_child(node: NameNode) -> NameNode:
+    """Join a node with its only child, if the node itself is not a tensor or value."""
     if node.leaf is not None or len(node.children) != 1:
         return node
     (only,) = node.children
@@ -167,9 +176,9 @@ def _joined(node: Node) -> Node:
     return replace(only, label=f"{node.label}.{only.label}", count=node.count * only.count)
 
 
-def _collapsed(nodes: list[Node]) -> Iterator[Node]:
-    """Yield nodes, with each group of numbered nodes of equal contents as one."""
-    groups: dict[Hashable, list[Node]] = {}
+def _collapse_equal(nodes: list[NameNode]) -> Iterator[NameNode]:
+    """Yield nodes. Numbered nodes with equal contents become one node."""
+    groups: dict[Hashable, list[NameNode]] = {}
     for node in nodes:
         numbered = node.label.isdecimal() and node.label == str(int(node.label))
         key = (True, node.contents) if numbered else (False, node.label)

@@ -10,12 +10,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.cli.interval_formulas import DAY, Costs, Failures, Plan, Waste, plan_intervals
-from shardwise.cli.terminal import AsJson, output, print_json, table
+from shardwise.cli.interval_formulas import (
+    DAY,
+    Costs,
+    Failures,
+    IntervalPlan,
+    Waste,
+    plan_intervals,
+)
+from shardwise.cli.terminal import AsJson, print_json, stdout_console, table
 
-GROUP = 8
-MUCH = 0.5
-"""Share of wasted time above which the formulas, first-order approximations, are too optimistic."""
+DEFAULT_GROUP = 8
+HIGH_WASTE = 0.5
+"""Fraction of wasted time above which the formulas underestimate it."""
 
 
 def _option(metavar: str, text: str) -> Any:
@@ -36,7 +43,8 @@ NodeMtbf = Annotated[
 ]
 Lost = Annotated[float, _option("X", "Fraction of failures in which a node's memory is lost.")]
 Group = Annotated[
-    int | None, _option("N", f"Nodes that protect each other. Default: {GROUP}, or all if fewer.")
+    int | None,
+    _option("N", f"Nodes that protect each other. Default: {DEFAULT_GROUP}, or all if fewer."),
 ]
 Parity = Annotated[int, _option("N", "How many nodes of a group can be lost at once.")]
 Rebuild = Annotated[float, _option("MINUTES", "Time after a loss until all is protected again.")]
@@ -83,10 +91,10 @@ def plan_interval(
         )
         failures = Failures(
             nodes=nodes,
-            rate=_rate(failures_per_day, node_mtbf_days, nodes),
-            lost=memory_lost,
+            rate=_failure_rate(failures_per_day, node_mtbf_days, nodes),
+            days=memory_lost,
             correlated=correlated_per_day / DAY,
-            group=min(GROUP, nodes) if group is None else group,
+            group=min(DEFAULT_GROUP, nodes) if group is None else group,
             survives=parity,
             rebuild=rebuild_minutes * 60,
         )
@@ -94,23 +102,23 @@ def plan_interval(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
-        print_json(_document(plan))
+        print_json(_plan_document(plan))
     else:
-        _show(plan, output())
+        _show_plan(plan, stdout_console())
 
 
-def _rate(per_day: float | None, node_mtbf_days: float | None, nodes: int) -> float:
-    """Return the node failures per second, from the one of the two options that was given."""
+def _failure_rate(per_day: float | None, node_mtbf_days: float | None, nodes: int) -> float:
+    """Return the node failures per second, given one of the two options."""
     if per_day is not None and node_mtbf_days is None:
         return per_day / DAY
     if node_mtbf_days is not None and per_day is None:
         if not node_mtbf_days > 0:
             raise ValueError(f"--node-mtbf-days {node_mtbf_days:g}: must be more than 0")
         return nodes / node_mtbf_days / DAY
-    raise ValueError("give either --failures-per-day or --node-mtbf-days")
+    raise ValueError("pass either --failures-per-day or --node-mtbf-days")
 
 
-def _document(plan: Plan) -> dict[str, Any]:
+def _plan_document(plan: IntervalPlan) -> dict[str, Any]:
     return {
         "memory": asdict(plan.memory),
         "storage": asdict(plan.storage),
@@ -120,41 +128,41 @@ def _document(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _days_between_losses(plan: Plan) -> float:
+def _days_between_losses(plan: IntervalPlan) -> float:
     return 1 / plan.beyond_memory / DAY
 
 
-def _show(plan: Plan, console: Console) -> None:
+def _show_plan(plan: IntervalPlan, console: Console) -> None:
     intervals = Table.grid(padding=(0, 3, 0, 0))
     options = (("Memory(snapshot_every", plan.memory), ("Checkpointer(save_every", plan.storage))
     for option, interval in options:
         every = Text(f"sw.{option}={interval.steps})", "bold")
-        intervals.add_row(every, Text(f"every {_duration(interval.seconds)}"))
+        intervals.add_row(every, Text(f"every {_format_duration(interval.seconds)}"))
     console.print(intervals)
     console.print()
-    shown = table()
-    shown.add_column("wasted time", no_wrap=True)
+    waste_table = table()
+    waste_table.add_column("wasted time", no_wrap=True)
     for header in ("saving", "repeated work", "restoring", "total"):
-        shown.add_column(header, justify="right", no_wrap=True)
+        waste_table.add_column(header, justify="right", no_wrap=True)
     memory, storage = plan.memory.waste, plan.storage.waste
-    both = Waste(*(getattr(memory, part) + getattr(storage, part) for part in Waste.__slots__))
-    for name, waste in (("memory", memory), ("storage", storage), ("both", both)):
-        parts = (waste.snapshots, waste.lost, waste.restores, waste.total)
-        shown.add_row(name, *map(_percent, parts))
-    console.print(shown)
+    total = Waste(*(getattr(memory, part) + getattr(storage, part) for part in Waste.__slots__))
+    for name, waste in (("memory", memory), ("storage", storage), ("both", total)):
+        fractions = (waste.snapshots, waste.lost, waste.restores, waste.total)
+        waste_table.add_row(name, *map(_format_percent, fractions))
+    console.print(waste_table)
     console.print()
-    lost = _duration(_days_between_losses(plan) * DAY)
-    console.print(Text(f"Expect a failure that needs the copy in storage every {lost}."))
-    if plan.waste > MUCH:
+    interval = _format_duration(_days_between_losses(plan) * DAY)
+    console.print(Text(f"Expect a failure that needs the copy in storage every {interval}."))
+    if plan.waste > HIGH_WASTE:
         warning = "The formulas assume that little time is wasted: expect more waste than this."
         console.print(Text(warning, "yellow"))
 
 
-def _percent(part: float) -> str:
+def _format_percent(part: float) -> str:
     return "0%" if part == 0 else "< 0.01%" if part < 0.0001 else f"{part:.2%}"
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     """Return seconds in the largest unit that gives at least 2: `33.4 s`, `22.0 years`."""
     units = (("years", 365.25 * DAY), ("days", DAY), ("h", 3600.0), ("min", 60.0))
     for unit, length in units:

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.cli import formatting as fmt
-from shardwise.cli.find_checkpoints import Entry, checkpoints_below
-from shardwise.cli.ls import Listed, Root, examine
-from shardwise.cli.terminal import AsJson, complain, output, print_json
+from shardwise.cli.find_checkpoints import CheckpointDirectory, list_checkpoints_below
+from shardwise.cli.ls import ListedCheckpoint, Root, examine_directory
+from shardwise.cli.terminal import AsJson, print_error, print_json, stdout_console
 from shardwise.engine.leftovers import collect_leftovers
 from shardwise.errors import CheckpointNotFoundError, StateError, StoreError
 from shardwise.retention import remove_checkpoint
@@ -36,85 +36,99 @@ def rm(
     ROOT unless --force is given, and never removes a checkpoint that is being read or saved.
     `shardwise ls ROOT` lists the steps.
     """
-    below = checkpoints_below(root)
-    chosen = _of_steps(root, below, step)
-    lines = {each.name: examine(each) for each in below}
-    gone = [lines[each.name] for each in chosen]
+    directories = list_checkpoints_below(root)
+    selected = _select_steps(root, directories, step)
+    listed = {each.name: examine_directory(each) for each in directories}
+    to_remove = [listed[each.name] for each in selected]
     if not force:
-        _refuse_last(root, list(lines.values()), gone)
+        _refuse_removing_last(root, list(listed.values()), to_remove)
     if not yes:
-        _ask(root, gone)
-    console = output()
-    removed = []
-    for each in chosen:
-        _remove(each)
-        removed.append(lines[each.name])
+        _confirm(root, to_remove)
+    console = stdout_console()
+    for each in selected:
+        _remove_directory(each)
         if not as_json:
-            _show(each, lines[each.name], console)
+            _show_removed(each, listed[each.name], console)
     if as_json:
-        document = [{"step": each.step, "state": each.state, "bytes": each.bytes} for each in gone]
+        document = [
+            {"step": each.step, "state": each.state, "bytes": each.bytes} for each in to_remove
+        ]
         print_json({"root": root, "removed": document})
 
 
-def _of_steps(root: str, below: Sequence[Entry], steps: Sequence[int]) -> list[Entry]:
-    by_step = {each.step: each for each in below if each.step is not None}
+def _select_steps(
+    root: str, directories: Sequence[CheckpointDirectory], steps: Sequence[int]
+) -> list[CheckpointDirectory]:
+    by_step = {each.step: each for each in directories if each.step is not None}
     missing = [str(step) for step in steps if step not in by_step]
     if missing:
-        there = ", ".join(map(str, list(by_step)[-5:])) or "none"
+        newest_steps = ", ".join(map(str, list(by_step)[-5:])) or "none"
         raise CheckpointNotFoundError(
-            f"{root} has no checkpoint of step {', '.join(missing)} (newest steps: {there}); "
-            f"nothing was removed. `shardwise ls {root}` lists all steps"
+            f"{root} has no checkpoint of step {', '.join(missing)} (newest steps: "
+            f"{newest_steps}); nothing was removed. `shardwise ls {root}` lists all steps"
         )
     return [by_step[step] for step in dict.fromkeys(steps)]
 
 
-def _refuse_last(root: str, lines: Sequence[Listed], gone: Sequence[Listed]) -> None:
-    intact = [each.directory for each in lines if each.state == "committed"]
-    left = set(intact) - {each.directory for each in gone}
-    if intact and not left:
+def _refuse_removing_last(
+    root: str, listed: Sequence[ListedCheckpoint], to_remove: Sequence[ListedCheckpoint]
+) -> None:
+    intact = [each.directory for each in listed if each.state == "committed"]
+    remaining = set(intact) - {each.directory for each in to_remove}
+    if intact and not remaining:
         raise StateError(
             f"nothing was removed: {root} would have no intact checkpoint left. "
             "Pass --force to remove it anyway"
         )
 
 
-def _ask(root: str, gone: Sequence[Listed]) -> None:
-    shown = "\n".join(f"  {_described(each)}" for each in gone)
+def _confirm(root: str, to_remove: Sequence[ListedCheckpoint]) -> None:
+    listing = "\n".join(f"  {_describe(each)}" for each in to_remove)
     try:
-        agreed = typer.confirm(f"Remove permanently from {root}:\n{shown}\nContinue?", err=True)
+        confirmed = typer.confirm(
+            f"Remove permanently from {root}:\n{listing}\nContinue?", err=True
+        )
     except typer.Abort:
-        complain("nothing was removed: no answer on stdin. Pass --yes to remove without asking")
+        print_error("nothing was removed: no answer on stdin. Pass --yes to remove without asking")
         raise typer.Exit(2) from None
-    if not agreed:
-        complain("nothing was removed")
+    if not confirmed:
+        print_error("nothing was removed")
         raise typer.Exit(2)
 
 
-def _remove(entry: Entry) -> None:
+def _remove_directory(entry: CheckpointDirectory) -> None:
     if entry.committed:
         if not remove_checkpoint(entry.store):
-            raise StoreError(f"{entry.store} is being read, and was not removed: try again later")
+            raise StoreError(
+                f"{entry.store} was not removed: another process is reading it. Try again later"
+            )
     elif entry.files and not collect_leftovers(entry.store):
         raise StoreError(
-            f"{entry.store} was not removed: a save into it is running, or other programs made its "
-            "files"
+            f"{entry.store} was not removed: a save is writing to it, or its files are not from "
+            "shardwise. Wait for the save, or remove the directory by hand"
         )
     else:
         entry.store.remove()
 
 
-def _show(entry: Entry, line: Listed, console: Console) -> None:
-    console.print(Text.assemble(("✓ ", "green"), f"removed {_described(line)}"), soft_wrap=True)
-    rest = entry.store.list()
-    if rest:
-        stay = f"  kept {entry.store}, which has files of other programs: {fmt.names(rest)}"
-        console.print(Text(stay, "yellow"), soft_wrap=True)
+def _show_removed(
+    entry: CheckpointDirectory, checkpoint: ListedCheckpoint, console: Console
+) -> None:
+    console.print(
+        Text.assemble(("✓ ", "green"), f"removed {_describe(checkpoint)}"), soft_wrap=True
+    )
+    other_files = entry.store.list()
+    if other_files:
+        message = (
+            f"  kept {entry.store}, which has files of other programs: {fmt.names(other_files)}"
+        )
+        console.print(Text(message, "yellow"), soft_wrap=True)
 
 
-def _described(line: Listed) -> str:
-    parts = [f"step {line.step}", line.state]
-    if line.bytes is not None and line.files is not None:
-        parts.append(f"{fmt.size(line.bytes)} in {fmt.count(line.files, 'file')}")
-    if line.saved_at is not None:
-        parts.append(f"saved {fmt.time(line.saved_at)} UTC")
+def _describe(checkpoint: ListedCheckpoint) -> str:
+    parts = [f"step {checkpoint.step}", checkpoint.state]
+    if checkpoint.bytes is not None and checkpoint.files is not None:
+        parts.append(f"{fmt.size(checkpoint.bytes)} in {fmt.count(checkpoint.files, 'file')}")
+    if checkpoint.saved_at is not None:
+        parts.append(f"saved {fmt.time(checkpoint.saved_at)} UTC")
     return ", ".join(parts)

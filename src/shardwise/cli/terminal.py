@@ -27,28 +27,28 @@ from rich.text import Text
 from shardwise.cli import formatting as fmt
 
 UNBOUNDED = 100_000
-"""Columns of an output that is not a terminal, so that nothing is cut off."""
+"""Columns of an output that is not a terminal, so that lines are never cut off."""
 LONGEST_TASK = 24
-"""Columns of the task's name, so that the bar and its numbers fit into 80 columns."""
+"""The most columns of a task's name, so that the progress bar fits into 80 columns."""
 
 Advance = Callable[[str, int], None]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; see docs/cli.md.")]
 
 
-def output() -> Console:
+def stdout_console() -> Console:
     """Return the console for results."""
     return _console(sys.stdout)
 
 
-def diagnostics() -> Console:
+def stderr_console() -> Console:
     """Return the console for errors and progress."""
     return _console(sys.stderr)
 
 
-def complain(message: str) -> None:
-    """Print an error. Lines are not wrapped, so that paths can be copied."""
+def print_error(message: str) -> None:
+    """Print an error to stderr. Lines are not wrapped, so that paths can be copied."""
     escaped = "\n".join(map(fmt.printable, message.split("\n")))
-    diagnostics().print(Text.assemble(("shardwise: ", "bold red"), escaped), soft_wrap=True)
+    stderr_console().print(Text.assemble(("shardwise: ", "bold red"), escaped), soft_wrap=True)
 
 
 def print_json(document: object) -> None:
@@ -58,7 +58,7 @@ def print_json(document: object) -> None:
 
 
 def table(gap: int = 3) -> Table:
-    """Return a table without lines, with so many blanks between its columns."""
+    """Return a table without lines, with `gap` blanks between its columns."""
     return Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
 
 
@@ -73,9 +73,9 @@ def print_facts(facts: Sequence[tuple[str, str]], console: Console) -> None:
 def progress(total: int) -> Iterator[Advance]:
     """Show a progress bar over `total` bytes while the block runs, if stderr is a terminal.
 
-    Yields a function that takes the name of the current task and the bytes that it has finished.
+    Yield a function to call with the name of the current task and the bytes it has finished.
     """
-    console = diagnostics()
+    console = stderr_console()
     one_line = Column(no_wrap=True)
     bar = Progress(
         TextColumn(

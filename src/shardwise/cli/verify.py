@@ -14,13 +14,20 @@ from rich.text import Text
 
 from shardwise.cli import formatting as fmt
 from shardwise.cli.find_checkpoints import (
-    Entry,
-    Saved,
-    checkpoints_at,
+    CheckpointDirectory,
+    CommittedCheckpoint,
+    checked_pieces,
+    find_checkpoints,
     read_manifest,
-    trusted_pieces,
 )
-from shardwise.cli.terminal import Advance, AsJson, complain, output, print_json, progress
+from shardwise.cli.terminal import (
+    Advance,
+    AsJson,
+    print_error,
+    print_json,
+    progress,
+    stdout_console,
+)
 from shardwise.engine.buffers import Arena
 from shardwise.engine.datareader import DataReader
 from shardwise.errors import CorruptionError, FormatError
@@ -36,7 +43,7 @@ if TYPE_CHECKING:
     from shardwise.engine.opened import Opened
 
 PROBLEM = "not the bytes that were saved"
-Range = tuple[int, int]
+ByteRange = tuple[int, int]
 
 
 def verify(
@@ -48,27 +55,29 @@ def verify(
     """Check every byte of a checkpoint against its checksums.
 
     For damaged files, prints the byte ranges and the tensors in them. Unfinished saves are listed,
-    but not checked. Other formats have checksums only in zip archives, which torch.save and PyTorch
-    DCP write; the bytes of tensors without checksums are counted. If such a checkpoint stores
-    several copies of a tensor, they are compared.
+    but not checked.
+
+    Checkpoints of other formats have checksums only in zip archives, which torch.save and PyTorch
+    DCP write. For other files, prints how many bytes could not be checked. If such a checkpoint
+    stores several copies of a tensor, compares them.
 
     Exit status: 0 if everything is intact, 1 if anything is damaged, 2 if a checkpoint has no
     checksums.
     """
-    found = checkpoints_at(path)
-    unfinished = [each.name for each in found if not each.committed]
-    console = output()
+    directories = find_checkpoints(path)
+    unfinished = [each.name for each in directories if not each.committed]
+    console = stdout_console()
     arena = Arena()
     verdicts = []
-    for each in found:
+    for each in directories:
         if each.committed:
-            verdicts.append(_verdict(each, arena))
+            verdicts.append(_verify_directory(each, arena))
             if not as_json:
-                _show(verdicts[-1], console)
+                _show_verdict(verdicts[-1], console)
     damaged = sum(each.intact is False for each in verdicts)
-    unknown = sum(each.intact is None for each in verdicts)
+    unchecked = sum(each.intact is None for each in verdicts)
     if as_json:
-        intact = False if damaged else None if unknown else True
+        intact = False if damaged else None if unchecked else True
         document = {"path": path, "intact": intact, "unfinished": unfinished}
         print_json({**document, "checkpoints": verdicts})
     else:
@@ -76,22 +85,24 @@ def verify(
             console.print(Text(f"– {name}  unfinished, not checked", "yellow"))
     total = fmt.count(len(verdicts), "checkpoint")
     if damaged:
-        are = "is" if damaged == 1 else "are"
-        complain(f"{damaged} of {total} {are} damaged: load another, or copy the files again")
+        verb = "is" if damaged == 1 else "are"
+        print_error(f"{damaged} of {total} {verb} damaged: load another, or copy the files again")
         raise typer.Exit(1)
-    if unknown:
-        complain(f"{unknown} of {total} could not be checked: there are no checksums")
+    if unchecked:
+        print_error(f"{unchecked} of {total} could not be checked: there are no checksums")
         raise typer.Exit(2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """Bytes `start:stop` of a file, in whole blocks, that differ from those that were saved.
+    """Bytes of a file, in whole blocks, that differ from the bytes that were saved.
 
     Attributes:
-        file: None if the manifest is damaged, or if two copies of a tensor differ.
-        start, stop: None if the whole file is damaged.
-        tensors: the tensors that have bytes in the range.
+        file: name of the file; None if the manifest is damaged, or if two copies of a tensor
+            differ.
+        start, stop: range of damaged bytes; None if the whole file is damaged.
+        problem: description of the damage.
+        tensors: names of the tensors that have bytes in the range.
     """
 
     file: str | None
@@ -106,10 +117,11 @@ class Verdict:
     """The result for one checkpoint.
 
     Attributes:
-        intact: None if nothing could be checked.
-        bytes, files: what was compared with checksums; 0 if the manifest is damaged.
+        intact: whether no damage was found; None if nothing could be checked.
+        bytes, files: the bytes and files that were compared with checksums; 0 if the manifest is
+            damaged.
         compared: bytes of copies of tensors that were compared with each other.
-        unchecked: bytes of tensors that have no checksum.
+        unchecked: bytes of tensors without checksums.
     """
 
     path: str
@@ -122,21 +134,21 @@ class Verdict:
     damage: list[Damage]
 
 
-def _verdict(entry: Entry, arena: Arena) -> Verdict:
+def _verify_directory(entry: CheckpointDirectory, arena: Arena) -> Verdict:
     if entry.foreign is not None:
-        return _foreign_verdict(entry.foreign, arena)
+        return _verify_foreign(entry.foreign, arena)
     path = str(entry.store)
     with entry.store.hold(MANIFEST, shared=True):
         try:
             saved = read_manifest(entry.store)
-            pieces = trusted_pieces(saved)
+            pieces = checked_pieces(saved)
         except FormatError as error:
             damage = [Damage(file=None, problem=str(error), tensors=[])]
             return Verdict(
                 path=path, step=entry.step, intact=False, bytes=0, files=0, damage=damage
             )
         with progress(saved.bytes) as advance:
-            damage = list(_damage_in(saved, pieces, arena, advance))
+            damage = list(_find_damage(saved, pieces, arena, advance))
     return Verdict(
         path=path,
         step=saved.manifest.step,
@@ -147,40 +159,42 @@ def _verdict(entry: Entry, arena: Arena) -> Verdict:
     )
 
 
-def _damage_in(saved: Saved, pieces: Pieces, arena: Arena, advance: Advance) -> Iterator[Damage]:
+def _find_damage(
+    saved: CommittedCheckpoint, pieces: Pieces, arena: Arena, advance: Advance
+) -> Iterator[Damage]:
     """Read every byte of every file, and yield the damage."""
     with ThreadPoolExecutor(arena.threads, "shardwise-verify") as pool:
-        for number, entry in enumerate(saved.manifest.files):
+        for file_index, entry in enumerate(saved.manifest.files):
             try:
                 reader = DataReader(saved.store, entry)
             except CorruptionError as error:
-                names = _tensors_in(saved, pieces, number, (0, entry.size))
+                names = _tensors_in(saved, pieces, file_index, (0, entry.size))
                 yield Damage(file=entry.name, problem=str(error), tensors=names)
                 continue
 
-            def check(low: int, reader: DataReader = reader) -> list[Range]:
-                high = min(low + arena.chunk, reader.entry.checksums_at)
+            def check(start: int, reader: DataReader = reader) -> list[ByteRange]:
+                stop = min(start + arena.chunk, reader.entry.checksums_at)
                 with arena.buffer() as buffer:
-                    found = list(_damaged_ranges(reader, low, high, buffer))
-                advance(reader.entry.name, high - low)
-                return found
+                    ranges = list(_damaged_ranges(reader, start, stop, buffer))
+                advance(reader.entry.name, stop - start)
+                return ranges
 
             try:
-                lows = range(0, entry.checksums_at, arena.chunk)
-                found = [each for part in pool.map(check, lows) for each in part]
+                chunk_starts = range(0, entry.checksums_at, arena.chunk)
+                ranges = [each for part in pool.map(check, chunk_starts) for each in part]
             finally:
                 reader.close()
-            for start, stop in _joined(found):
+            for start, stop in _join_adjacent(ranges):
                 yield Damage(
                     file=entry.name,
                     start=start,
                     stop=stop,
-                    problem=_problem(entry, start, stop),
-                    tensors=_tensors_in(saved, pieces, number, (start, stop)),
+                    problem=_describe_damage(entry, start, stop),
+                    tensors=_tensors_in(saved, pieces, file_index, (start, stop)),
                 )
 
 
-def _problem(entry: FileEntry, start: int, stop: int) -> str:
+def _describe_damage(entry: FileEntry, start: int, stop: int) -> str:
     parts = []
     if start < entry.data_at:
         parts.append("the header")
@@ -189,31 +203,35 @@ def _problem(entry: FileEntry, start: int, stop: int) -> str:
     return PROBLEM + (f" ({', '.join(parts)})" if parts else "")
 
 
-def _tensors_in(saved: Saved, pieces: Pieces, number: int, where: Range) -> list[str]:
-    """Return the names of the tensors with bytes in a range of a file, tied ones included."""
+def _tensors_in(
+    saved: CommittedCheckpoint, pieces: Pieces, file_index: int, byte_range: ByteRange
+) -> list[str]:
+    """Return the names of tensors that have bytes in a range of a file, including tied tensors."""
     manifest = saved.manifest
     itemsize = np.array([DTYPES[entry.dtype].itemsize for entry in manifest.tensors], np.int64)
-    start = pieces.start + manifest.files[number].data_at
+    start = pieces.start + manifest.files[file_index].data_at
     stop = start + pieces.shape.prod(axis=1) * itemsize[pieces.tensor]
-    hit = (pieces.file == number) & (start < where[1]) & (stop > where[0])
-    names = {manifest.tensors[i].name for i in set(pieces.tensor[hit].tolist())}
+    overlapping = (pieces.file == file_index) & (start < byte_range[1]) & (stop > byte_range[0])
+    names = {manifest.tensors[i].name for i in set(pieces.tensor[overlapping].tolist())}
     return [t.name for t in manifest.tensors if t.name in names or t.same_as in names]
 
 
-def _damaged_ranges(reader: DataReader, low: int, high: int, buffer: Buffer) -> Iterator[Range]:
+def _damaged_ranges(
+    reader: DataReader, start: int, stop: int, buffer: Buffer
+) -> Iterator[ByteRange]:
     try:
-        reader.read(low, high, buffer)
+        reader.read(start, stop, buffer)
     except CorruptionError:
-        if high - low <= BLOCK:
-            yield low, high
+        if stop - start <= BLOCK:
+            yield start, stop
             return
-        for at in range(low, high, BLOCK):
-            yield from _damaged_ranges(reader, at, min(at + BLOCK, high), buffer)
+        for at in range(start, stop, BLOCK):
+            yield from _damaged_ranges(reader, at, min(at + BLOCK, stop), buffer)
 
 
-def _joined(ranges: list[Range]) -> list[Range]:
-    """Return ascending ranges with adjacent ones joined."""
-    joined: list[Range] = []
+def _join_adjacent(ranges: list[ByteRange]) -> list[ByteRange]:
+    """Join adjacent ranges. The ranges are in ascending order."""
+    joined: list[ByteRange] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:
             joined[-1] = joined[-1][0], stop
@@ -222,7 +240,7 @@ def _joined(ranges: list[Range]) -> list[Range]:
     return joined
 
 
-def _foreign_verdict(opened: Opened, arena: Arena) -> Verdict:
+def _verify_foreign(opened: Opened, arena: Arena) -> Verdict:
     """Check the ranges of a foreign checkpoint that have checksums, and compare its copies."""
     # These import torch, which takes a second.
     from shardwise.engine.compare import find_differences
@@ -250,8 +268,8 @@ def _foreign_verdict(opened: Opened, arena: Arena) -> Verdict:
                 )
                 for each in checked.altered
             ]
-        compared, unlike = find_differences(opened, arena, recorder)
-        damage += [Damage(file=None, problem=problem, tensors=[]) for problem in unlike]
+        compared, problems = find_differences(opened, arena, recorder)
+        damage += [Damage(file=None, problem=problem, tensors=[]) for problem in problems]
     return Verdict(
         path=str(opened.store),
         step=opened.manifest.step,
@@ -264,8 +282,8 @@ def _foreign_verdict(opened: Opened, arena: Arena) -> Verdict:
     )
 
 
-def _show(verdict: Verdict, console: Console) -> None:
-    marks = {True: ("✓ ", "green"), False: ("✗ ", "bold red"), None: ("? ", "yellow")}
+def _show_verdict(verdict: Verdict, console: Console) -> None:
+    symbols = {True: ("✓ ", "green"), False: ("✗ ", "bold red"), None: ("? ", "yellow")}
     details = []
     if verdict.files:
         details.append(f"{fmt.size(verdict.bytes)} in {fmt.count(verdict.files, 'file')}")
@@ -274,10 +292,10 @@ def _show(verdict: Verdict, console: Console) -> None:
     if verdict.unchecked:
         details.append(f"{fmt.size(verdict.unchecked)} not checked, without checksums")
     detail = f"  {'; '.join(details)}" if details else ""
-    console.print(Text.assemble(marks[verdict.intact], verdict.path, (detail, "dim")))
+    console.print(Text.assemble(symbols[verdict.intact], verdict.path, (detail, "dim")))
     for each in verdict.damage:
-        where = "" if each.start is None else f"{each.file}, bytes {each.start}:{each.stop}: "
-        text = Text(f"  {where}{each.problem}")
+        location = "" if each.start is None else f"{each.file}, bytes {each.start}:{each.stop}: "
+        text = Text(f"  {location}{each.problem}")
         if each.tensors:
             tensors = fmt.count(len(each.tensors), "tensor")
             text.append(f"\n    {tensors}: {fmt.names(each.tensors)}", "bold")
