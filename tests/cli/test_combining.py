@@ -28,6 +28,6 @@ def test_an_adapter_is_merged(run: Run, tmp_path: Path) -> None:
     sw.save(tmp_path / "adapter", {"adapter": {"x": factors}})
     places = (tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
     ran = run("merge-lora", *places)
-    assert (ran.status, "give its LoRA alpha with alpha=" in ran.err) == (2, True)
+    assert (ran.status, "pass its LoRA alpha as alpha=" in ran.err) == (2, True)
     assert run("merge-lora", *places, "--alpha", "3").status == 0
     assert sw.open(tmp_path / "merged")["model.x.weight"][...].tolist() == [[3.0] * 3] * 4

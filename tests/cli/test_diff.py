@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.cli import compare_checkpoints
+from shardwise.cli import differences
 from shardwise.cli.differences import batch_boxes
 from shardwise.layout import boxes_of
 from shardwise.manifest.manifest import TensorEntry
@@ -148,8 +148,8 @@ def test_differences_are_counted_in_elements(
 def test_large_tensors_are_compared_in_parts(
     run: Run, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare_checkpoints, "LARGEST_BATCH", 64)
-    monkeypatch.setattr(compare_checkpoints, "LARGEST_CONVERSION", 3)
+    monkeypatch.setattr(differences, "LARGEST_BATCH", 64)
+    monkeypatch.setattr(differences, "LARGEST_CONVERSION", 3)
     x = torch.arange(5 * 7 * 6, dtype=torch.float32).reshape(5, 7, 6)
     y = x.clone()
     y[::2, 1:, 3:] += torch.arange(1.0, 4.0)

@@ -62,7 +62,7 @@ def test_a_checkpoint_is_converted_and_goes_on(run: Run, step: Path, tmp_path: P
         (("--max-memory", "1K"), "at least 16.0 MiB"),
         (("--dtype", "bf16"), "bfloat16"),
         (("--to", "gguf"), "hf, dcp"),
-        (("--only", "x"), "no tensor"),
+        (("--only", "x"), "nothing to write"),
         (("--config", "nowhere.json"), "only used with to='hf'"),
     ],
 )

@@ -124,5 +124,5 @@ def test_a_directory_of_other_things_is_said_to_be_one(
     run: Run, tmp_path: Path, as_json: tuple[str, ...]
 ) -> None:
     ran = run("ls", tmp_path, *as_json)
-    assert "is not a checkpoint, and holds none" in ran.err
+    assert "is not a checkpoint, and holds no checkpoints" in ran.err
     assert (ran.out, ran.status) == ("", 2)

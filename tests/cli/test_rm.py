@@ -59,7 +59,7 @@ def test_what_is_being_read_stays(run: Run, root: Path) -> None:
     with LocalStore(checkpoint).hold(MANIFEST, shared=True) as held:
         assert held
         ran = run("rm", root, "--step", "100", "--yes")
-    assert (ran.status, "is being read" in ran.err) == (2, True)
+    assert (ran.status, "another process is reading it" in ran.err) == (2, True)
     assert {path: path.read_bytes() for path in checkpoint.iterdir()} == before
     assert run("rm", root, "--step", "100", "--yes").status == 0
 
@@ -70,7 +70,7 @@ def test_an_unfinished_save_is_removed_unless_it_still_runs(run: Run, root: Path
     with LocalStore(checkpoint).hold(lock_file("0" * 16), shared=False) as held:
         assert held
         ran = run("rm", root, "--step", "100", "--yes")
-    assert (ran.status, "a save into it is running" in ran.err) == (2, True)
+    assert (ran.status, "a save is writing to it" in ran.err) == (2, True)
     assert list(checkpoint.glob("*.safetensors"))
     assert run("rm", root, "--step", "100", "--yes").status == 0
     assert not checkpoint.exists()

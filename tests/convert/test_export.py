@@ -197,16 +197,16 @@ def test_what_is_damaged_on_the_way_is_noticed(
 KILLED = """
 import os, signal, sys
 import shardwise as sw
-from shardwise.convert import stream
+from shardwise.convert import write as writer
 seen = 0
-write = stream._write
+write = writer._write_pages
 def dying(*args, **options):
     global seen
     seen += 1
     if seen == int(sys.argv[3]):
         os.kill(os.getpid(), signal.SIGKILL)
     return write(*args, **options)
-stream._write = dying
+writer._write_pages = dying
 sw.export(sys.argv[1], sys.argv[2], to="native", max_file=2_000_000, max_memory=16 << 20)
 """
 
@@ -227,14 +227,14 @@ def test_a_kill_leaves_nothing_that_looks_whole(source: Path, tmp_path: Path, wr
     [
         ({"to": "gguf"}, "native, hf"),
         ({"dtype": "float31"}, "bfloat16"),
-        ({"only": ["nothing"]}, "leave no tensor"),
+        ({"only": ["nothing"]}, "select none of"),
         ({"root": "net"}, "of model, optimizer"),
         ({"max_memory": 1}, "at least"),
         ({"max_memory": "1G"}, "a number of bytes"),
         ({"max_file": 0}, "at least 1"),
         ({"config": "nowhere.json"}, "not a file"),
         ({"config": __file__, "to": "dcp"}, "to='hf'"),
-        ({"to": "native", "dtype": "float16", "root": "net"}, "no tensor below 'net'"),
+        ({"to": "native", "dtype": "float16", "root": "net"}, "root='net': the checkpoint has no tensor"),
     ],
 )
 def test_what_cannot_be_had_is_refused(

@@ -92,7 +92,7 @@ def plan_interval(
         failures = Failures(
             nodes=nodes,
             rate=_failure_rate(failures_per_day, node_mtbf_days, nodes),
-            days=memory_lost,
+            lost=memory_lost,
             correlated=correlated_per_day / DAY,
             group=min(DEFAULT_GROUP, nodes) if group is None else group,
             survives=parity,
@@ -151,8 +151,8 @@ def _show_plan(plan: IntervalPlan, console: Console) -> None:
         waste_table.add_row(name, *map(_format_percent, fractions))
     console.print(waste_table)
     console.print()
-    interval = _format_duration(_days_between_losses(plan) * DAY)
-    console.print(Text(f"Expect a failure that needs the copy in storage every {interval}."))
+    losses_every = _format_duration(_days_between_losses(plan) * DAY)
+    console.print(Text(f"Expect a failure that needs the copy in storage every {losses_every}."))
     if plan.waste > HIGH_WASTE:
         warning = "The formulas assume that little time is wasted: expect more waste than this."
         console.print(Text(warning, "yellow"))
