@@ -331,5 +331,5 @@ def test_buckets_of_the_distributed_optimizer_load_under_other_data_parallelism(
         losses = [next(each["after"] for each in of if each["after"]) for of in (before, after)]
         assert losses[1] == pytest.approx(losses[0], abs=1e-5 if kind == "float32" else 1e-3)
     other = {**case, "tp": 1, "pp": 1, "ep": 1}
-    with pytest.raises(GangError, match="saved as dp_reshardable, by buckets, and this optimizer"):
+    with pytest.raises(GangError, match=r"saved as dp_reshardable.*, but this optimizer"):
         on_ranks(workers, 2, "resume_buckets", other, place, str(tmp_path / "other"))

@@ -147,5 +147,5 @@ def test_several_optimizers_as_a_dict_and_as_a_list(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_without_its_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(sw.StateError, match="put the module into the state"):
+    with pytest.raises(sw.StateError, match="put the module, or its engine, into the state"):
         sw.save(tmp_path, {"optimizer": optim.SGD(model().parameters(), lr=0.1)})

@@ -234,7 +234,10 @@ def test_a_kill_leaves_nothing_that_looks_whole(source: Path, tmp_path: Path, wr
         ({"max_file": 0}, "at least 1"),
         ({"config": "nowhere.json"}, "not a file"),
         ({"config": __file__, "to": "dcp"}, "to='hf'"),
-        ({"to": "native", "dtype": "float16", "root": "net"}, "root='net': the checkpoint has no tensor"),
+        (
+            {"to": "native", "dtype": "float16", "root": "net"},
+            "root='net': the checkpoint has no tensor",
+        ),
     ],
 )
 def test_what_cannot_be_had_is_refused(
