@@ -52,7 +52,7 @@ def export(
 ) -> ConversionReport:
     """Write a checkpoint in another format. All ranks call this function and share the work.
 
-    The same call resumes an interrupted export. TargetTensor files are read back and compared.
+    The same call resumes an interrupted export. Written files are read back and compared.
 
     Args:
         place: a checkpoint in any format, or the root of a run.
@@ -64,10 +64,8 @@ def export(
             checkpoint is only a model.
         dtype: the dtype to convert the model's floating-point tensors to.
         config: a file that `"hf"` copies as `config.json`.
-        step, verify, spec, skip_unknown, format, index: as for `open`; with `verify`, all copies
-            of a tensor are compared.
-        max_memory: the most host memory that each rank uses, in bytes.
-        max_file: the most bytes of tensors in a file.
+        step, verify, spec, skip_unknown, format, index: as for `open`. `verify` compares copies.
+        max_memory, max_file: the most host memory of each rank, and the most bytes in a file.
         group, on_event: as for `load`.
 
     Raises:

@@ -64,7 +64,9 @@ class NestedOptimizer:
         }
         for group_index, group in enumerate(self.groups):
             for name in (*group.names, group_index):
-                flat |= {f"{GROUPS}.{name}.{key}": value for key, value in group.hyperparameters.items()}
+                flat |= {
+                    f"{GROUPS}.{name}.{key}": value for key, value in group.hyperparameters.items()
+                }
             flat[f"{GROUPS}.{group_index}.{PARAMS}"] = list(group.names)
         return flat
 

@@ -27,7 +27,8 @@ _ARCHIVE_FOLDER = "archive"
 _VERSION = b"3\n"
 _PROTOCOL = 2
 _TYPED_STORAGES = {
-    dtype: getattr(torch, f"{storage_type}Storage") for storage_type, dtype in STORAGE_DTYPES.items()
+    dtype: getattr(torch, f"{storage_type}Storage")
+    for storage_type, dtype in STORAGE_DTYPES.items()
 }
 _REBUILD = torch._utils._rebuild_tensor_v2
 _REBUILD_WITH_DTYPE = torch._utils._rebuild_tensor_v3
