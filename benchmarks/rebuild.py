@@ -26,7 +26,7 @@ from benchmarks.nodes import Nodes, save_protected
 from benchmarks.peers import nothing
 from shardwise.memory.records import Protect
 from shardwise.memory.redundancy.rebuild import Rebuilder
-from shardwise.memory.seal import mapped
+from shardwise.memory.seal import map_file
 from shardwise.store.store import Buffer
 
 SHARES = Size(tensors=48)  # memory holds five copies: two slots for each rank, and parity
@@ -122,7 +122,7 @@ def ways_of(
 
 def touched(path: Path) -> Buffer:
     """Map a file and read all of its pages."""
-    found = mapped(path, path.stat().st_size)
+    found = map_file(path, path.stat().st_size)
     found.max(initial=0)
     return found
 

@@ -39,14 +39,13 @@ LAYERS_OF_MEMORY = (
     ("trainer",),
     ("agent",),
     ("remote",),
-    ("membership",),
     ("reclaim",),
     ("decide", "observe", "registry", "spawn"),
     ("view",),
-    ("identity", "interface", "lineage", "ranks", "seal"),
+    ("identity", "lineage", "rank_locks", "seal"),
     ("home",),
-    ("options", "records"),
-    ("tls", "redundancy"),
+    ("records",),
+    ("files", "options", "redundancy"),
 )
 LAYERS_OF_FORMATS = (
     ("detect", "specification", "checksums", "remap"),
@@ -67,7 +66,7 @@ LAYERS_OF_CHECKPOINTER = (
     ("signals",),
 )
 TESTING = "testing"  # may import anything, and nothing imports it
-AGENT = "memory.agent.service"  # runs in a separate process, which must stay small
+AGENT = "memory.agent.process"  # runs in a separate process, which must stay small
 WITHOUT_TORCH = ("layout", "manifest", "plan")
 TESTS_OF_A_STORE = Path("testing", "store_suite.py")  # tests may use assert
 MAY_PRINT = ("__main__", "cli")
@@ -224,11 +223,11 @@ def test_imports_within_a_folder_go_one_way(folder: str) -> None:
 @pytest.mark.parametrize(
     ("path", "text", "wrong"),
     [
-        ("memory/agent/supervise.py", "from shardwise.memory.home import Home", 0),
-        ("memory/agent/supervise.py", "from shardwise.memory.remote import nodes", 0),
-        ("memory/agent/supervise.py", "from shardwise.memory.trainer.slots import Slots", 1),
-        ("memory/agent/supervise.py", "def late():\n    from ..trainer import slots", 1),
-        ("memory/agent/supervise.py", "import shardwise.memory.surprise", 1),
+        ("memory/agent/lead.py", "from shardwise.memory.home import Home", 0),
+        ("memory/agent/lead.py", "from shardwise.memory.remote import nodes", 0),
+        ("memory/agent/lead.py", "from shardwise.memory.trainer.slots import Slots", 1),
+        ("memory/agent/lead.py", "def late():\n    from ..trainer import slots", 1),
+        ("memory/agent/lead.py", "import shardwise.memory.surprise", 1),
         ("formats/containers/pickles.py", "from shardwise.formats.foreign import Foreign", 0),
         ("formats/containers/pickles.py", "from shardwise.formats.readers import dcp", 1),
     ],

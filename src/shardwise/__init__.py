@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from shardwise.formats.specification import spec as spec
     from shardwise.layout import Box as Box
     from shardwise.memory.options import Memory as Memory
-    from shardwise.memory.tls import Tls as Tls
+    from shardwise.memory.options import Tls as Tls
     from shardwise.memory.trainer.handle import SaveHandle as SaveHandle
     from shardwise.retention import Best as Best
     from shardwise.retention import Keep as Keep
@@ -74,7 +74,7 @@ _HOMES = {
     "SpecError": "errors",
     "StateError": "errors",
     "StoreError": "errors",
-    "Tls": "memory.tls",
+    "Tls": "memory.options",
     "VerifyReport": "engine.verify",
     "average": "combining",
     "export": "exporting",

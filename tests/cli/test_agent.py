@@ -20,8 +20,9 @@ from shardwise.manifest.manifest import (
 )
 from shardwise.memory import records
 from shardwise.memory.agent.status import kept_run, status_of
-from shardwise.memory.agent.supervise import training_lock
-from shardwise.memory.home import Home, new_run, write_record
+from shardwise.memory.files import write_record
+from shardwise.memory.home import Home, new_run
+from shardwise.memory.rank_locks import training_lock
 from shardwise.memory.records import AgentInfo, Done, PendingManifest, Protect, Staged
 from shardwise.memory.redundancy.placement import Member, form_groups
 from tests.cli.conftest import Run
@@ -50,7 +51,7 @@ def home(tmp_path: Path) -> Home:
         there.mkdir()
         (there / OWN).write_bytes(bytes(1000 * step))
         entry = FileEntry(OWN, 0, 1000 * step, 0, 0, 0, 0)
-        written(there / records.staged(OWN), Staged(entry, "a.slot", 2, STAGES), ago)
+        written(there / records.staged_record(OWN), Staged(entry, "a.slot", 2, STAGES), ago)
     for step, stage, failure in (
         (1, "commit", ""),
         (1, "protect", ""),
@@ -59,12 +60,12 @@ def home(tmp_path: Path) -> Home:
         (2, "persist", "StoreError: full\x1b[31m"),
     ):
         done = Done(save_id=SAVE, stage=stage, failure=failure)
-        written(run.step(step) / records.outcome(stage, SAVE), done, 35.0)
+        written(run.step(step) / records.outcome_record(stage, SAVE), done, 35.0)
     (run.step(1) / OTHER).write_bytes(bytes(700))
     members = [Member("here-1", "", ((OWN, 1000),)), Member("there-2", "", ((OTHER, 700),))]
     protection = form_groups(members, SAVE, copies=1)
     request = Protect(save_id=SAVE, protection=protection, nodes=[], wait=1.0)
-    write_record(run.step(1) / records.request("protect", SAVE), request)
+    write_record(run.step(1) / records.request_record("protect", SAVE), request)
     return home
 
 
@@ -169,15 +170,15 @@ def protected(home: Home, *, protection: dict[str, int], done: bool = True) -> N
         leader="there-2",
         root="",
     )
-    write_record(place / records.pending_copy(SAVE), pending)
+    write_record(place / records.pending_copy_record(SAVE), pending)
     members = [Member(n, "", ((f.name, f.size),)) for f, n in zip(files, nodes, strict=True)]
     request = Protect(
         save_id=SAVE, protection=form_groups(members, SAVE, **protection), nodes=[], wait=1
     )
-    write_record(place / records.request("protect", SAVE), request)
+    write_record(place / records.request_record("protect", SAVE), request)
     if done:
         ended = Done(save_id=SAVE, stage="protect")
-        write_record(place / records.outcome("protect", SAVE), ended)
+        write_record(place / records.outcome_record("protect", SAVE), ended)
 
 
 def tensors(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from shardwise.memory import decide
 from shardwise.memory.agent.actions import free, look_up_root
 from shardwise.memory.decide import DEFAULT_PERIODS, Action, Periods, decide_run
-from shardwise.memory.home import Home, Run, SnapshotHeld
+from shardwise.memory.home import Home, Run, SnapshotInUse
 from shardwise.memory.observe import Observer, view_run
 from shardwise.memory.reclaim import remove_if_vacant
 
@@ -20,7 +20,7 @@ def free_decided(run: Run) -> bool:
             try:
                 free(action)
                 freed = True
-            except SnapshotHeld as error:
+            except SnapshotInUse as error:
                 held.append(error)
     if held:
         raise held[0]

@@ -16,7 +16,8 @@ from shardwise.memory import records
 from shardwise.memory.agent.agent import Agent, Retries
 from shardwise.memory.agent.lead import attempt
 from shardwise.memory.decide import Action, Commit, Periods, Seal
-from shardwise.memory.home import Home, Place, write_record
+from shardwise.memory.files import write_record
+from shardwise.memory.home import Home, Place
 from shardwise.memory.observe import Observer
 from shardwise.memory.records import Staged
 
@@ -37,7 +38,7 @@ def place(tmp_path: Path) -> Place:
     place = Place(Home(tmp_path).run("0" * 16), 3)
     place.path.mkdir(parents=True)
     entry = FileEntry(FILE, 0, 0, 0, 0, 0, 0)
-    write_record(place.path / records.staged(FILE), Staged(entry, "slot", 2, ()))
+    write_record(place.path / records.staged_record(FILE), Staged(entry, "slot", 2, ()))
     (place.path / FILE).touch()
     return place
 
@@ -51,7 +52,7 @@ class Trial:
         self.times = 0
         self._place = place
         observer = Observer(Home(place.run.path.parents[2]), "here", clock=lambda: self.now)
-        never = Periods(look_up=1e9, linger=1e9, longest=1e9)
+        never = Periods(between_lookups=1e9, until_freed_if_stored=1e9, until_freed=1e9)
         self.agent = Agent(observer, {Seal: self._seal}, periods=never)
 
     def _seal(self, _: Action) -> None:
@@ -61,7 +62,7 @@ class Trial:
 
     def round(self) -> list[bool]:
         """Look, and do what is due."""
-        return [self.agent.do(action) for action in self.agent.look()]
+        return [self.agent.perform(action) for action in self.agent.due_actions()]
 
 
 def test_what_fails_again_and_again_is_tried_ever_later_and_logged_ever_more_rarely(
@@ -105,7 +106,7 @@ def test_the_same_failure_of_many_snapshots_has_one_traceback(
         retries.failed(Commit(each, SAVE), ValueError("no"))
     assert logged.text.count("Traceback") == 0  # it was never raised
     assert len(logged.records) == 7
-    retries.forget_but([Commit(place, SAVE)])
+    retries.forget_others([Commit(place, SAVE)])
     assert len(retries._actions) == 1
 
 
@@ -147,11 +148,11 @@ def test_a_snapshot_that_others_hold_is_left_alone_and_no_error(
 
 def test_what_was_done_meanwhile_is_not_done_again(place: Place) -> None:
     trial = Trial(place)
-    (action,) = trial.agent.look()
-    write_record(place.path / records.entry(FILE), {})
-    assert trial.agent.do(action)
+    (action,) = trial.agent.due_actions()
+    write_record(place.path / records.entry_record(FILE), {})
+    assert trial.agent.perform(action)
     assert trial.times == 0
-    assert not trial.agent.look()
+    assert not trial.agent.due_actions()
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -168,7 +169,7 @@ def test_an_action_that_runs_is_not_begun_again(tmp_path: Path, place: Place) ->
     def seal(action: Action) -> None:
         begun.append(action)
         release.wait(20.0)
-        write_record(place.path / records.entry(FILE), {})
+        write_record(place.path / records.entry_record(FILE), {})
 
     agent = Agent(Observer(Home(tmp_path), "here"), {Seal: seal})
     agent.start()
@@ -177,7 +178,7 @@ def test_an_action_that_runs_is_not_begun_again(tmp_path: Path, place: Place) ->
         time.sleep(0.005)
     until(lambda: begun)
     release.set()
-    until((place.path / records.entry(FILE)).exists)
+    until((place.path / records.entry_record(FILE)).exists)
     agent.wake()
     assert agent.stop(20.0)
     assert len(begun) == 1

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.agent.agent import NICE
+from shardwise.memory.agent.agent import NICENESS
 from shardwise.memory.home import Home
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.spawn import running_agent
@@ -152,7 +152,9 @@ def test_who_works_in_the_background_gives_way_and_who_serves_others_does_not(sh
     with started(shm) as process:
         living(shm)
         deadline = time.monotonic() + 20
-        while list((found := niceness_of(process.pid)).values()).count(min(usual + NICE, 19)) < 11:
+        while (
+            list((found := niceness_of(process.pid)).values()).count(min(usual + NICENESS, 19)) < 11
+        ):
             assert time.monotonic() < deadline, found
             time.sleep(0.02)
         assert found[process.pid] == usual
@@ -194,5 +196,5 @@ def test_a_run_goes_on_without_a_node_that_is_lost(gang: Gang, tmp_path: Path, s
 
 
 def test_an_agent_needs_no_torch() -> None:
-    script = "import sys, shardwise.memory.agent.service; sys.exit('torch' in sys.modules)"
+    script = "import sys, shardwise.memory.agent.process; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -12,10 +12,11 @@ import pytest
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.decide import Periods, is_superseded
-from shardwise.memory.home import ROOT, Home, Place, Run, new_run, write_record
+from shardwise.memory.files import write_record
+from shardwise.memory.home import ROOT, Home, Place, Run, new_run
 from shardwise.memory.lineage import Lineage, lineage_of, resume_from
 from shardwise.memory.observe import RecordCache, read_snapshot
-from shardwise.memory.ranks import RankLock
+from shardwise.memory.rank_locks import RankLock
 from shardwise.memory.reclaim import discard_superseded, free_hopeless
 from shardwise.memory.records import Done, PendingManifest, Staged
 from shardwise.memory.trainer.slots import Slots
@@ -49,11 +50,13 @@ def leave(
     place.path.mkdir(parents=True)
     (place.path / file.name).write_bytes(b"data")
     write_record(
-        place.path / records.staged(file.name),
+        place.path / records.staged_record(file.name),
         Staged(file, f"r00000-{step}.slot", 2, stages, epoch),
     )
     for stage in ended:
-        write_record(place.path / records.outcome(stage, save), Done(save_id=save, stage=stage))
+        write_record(
+            place.path / records.outcome_record(stage, save), Done(save_id=save, stage=stage)
+        )
     if committed:
         manifest = Manifest(
             save_id=save, step=step, created="", world_size=1, files=(), objects=(), tensors=()
@@ -70,7 +73,7 @@ def leave(
             epoch=epoch or 0,
             durable=durable,
         )
-        write_record(place.path / records.pending_copy(save), pending)
+        write_record(place.path / records.pending_copy_record(save), pending)
 
 
 def went(*steps: int) -> Lineage:
@@ -116,7 +119,7 @@ def test_what_is_still_being_rescued_holds_no_slot(run: Run) -> None:
     """Of nodes that are lost, one after the other, which may take long."""
     leave(run, 46, ended=("commit", "protect"))
     leave(run, 47, ended=("commit", "protect"))
-    write_record(run.step(47) / records.request("persist", f"{47:016x}"), {})
+    write_record(run.step(47) / records.request_record("persist", f"{47:016x}"), {})
     discard_superseded(run, 48, went(), [HERE], 2)
     assert run.steps() == [46]
 
@@ -168,7 +171,9 @@ def test_a_step_that_was_saved_again_is_not_abandoned(run: Run) -> None:
     assert is_superseded(read_snapshot(place), went(6))
     file = FileEntry(f"r00000-{'f' * 16}.safetensors", 0, 4, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(b"data")
-    write_record(place.path / records.staged(file.name), Staged(file, "again.slot", 2, (), 1))
+    write_record(
+        place.path / records.staged_record(file.name), Staged(file, "again.slot", 2, (), 1)
+    )
     assert not is_superseded(read_snapshot(place), went(6))
 
 
@@ -197,7 +202,7 @@ def idle_run(run: Run) -> Run:
 
 
 def attendant(run: Run) -> Attendant:
-    return Attendant(Home(run.path.parents[2]), Periods(look_up=10.0))
+    return Attendant(Home(run.path.parents[2]), Periods(between_lookups=10.0))
 
 
 def test_a_node_that_is_idle_gives_memory_of_abandoned_branches_back(
@@ -229,7 +234,7 @@ def test_a_node_is_not_idle_that_has_been_without_trainers_for_a_moment(
     agent.after(9.0)
     lock = RankLock(idle_run, 0)
     agent.after(10.0)
-    lock.end()
+    lock.release()
     agent.after(9.0)
     assert idle_run.steps() == [7, 8]
     agent.after(1.0)
@@ -242,7 +247,7 @@ def test_a_node_with_trainers_gives_nothing_back_by_itself(idle_run: Run, tmp_pa
     lock = RankLock(idle_run, 0)
     agent.after(1e6)
     assert idle_run.steps() == [7, 8]
-    lock.end()
+    lock.release()
     agent.after(10.0)
     assert idle_run.steps() == []
 
@@ -266,7 +271,7 @@ def failed(run: Run, step: int) -> None:
     """Its commit has failed."""
     save = f"{step:016x}"
     note = Done(save_id=save, stage="commit", failure="a node is lost")
-    write_record(run.step(step) / records.outcome("commit", save), note)
+    write_record(run.step(step) / records.outcome_record("commit", save), note)
 
 
 def aged(run: Run, step: int, seconds: float) -> None:

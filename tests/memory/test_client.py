@@ -21,10 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import StoreError
-from shardwise.memory.home import LARGEST_RECORD
+from shardwise.memory.files import LARGEST_RECORD
+from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.client import AgentClient
-from shardwise.memory.tls import Tls
 from shardwise.testing.store_suite import UNSAFE
 from tests.memory.certificates import Authority
 from tests.memory.test_server import (
@@ -41,7 +41,7 @@ CHILD = """
 import asyncio, socket, sys
 from pathlib import Path
 from typing import Any
-from shardwise.memory.agent.connections import serving
+from shardwise.memory.agent.connection_limits import serving
 from shardwise.memory.agent.server import create_app
 
 async def main():

@@ -19,8 +19,8 @@ from shardwise.memory.decide import (
     Free,
     FreeRun,
     LookUpRoot,
-    OfSave,
     Rescue,
+    SaveAction,
     decide_run,
     kept_steps,
     superseded_steps,
@@ -83,7 +83,7 @@ def snapshot(step: int, *saves: SaveView, committed: bool = True) -> SnapshotVie
         place=Place(RUN, step),
         names=frozenset({MANIFEST} if committed else {"r"}),
         saves={each.save_id: each for each in saves},
-        committed=saves[0].save_id if committed else None,
+        committed_save=saves[0].save_id if committed else None,
         staged_at=0.0,
     )
 
@@ -118,7 +118,7 @@ def test_only_stages_that_run_have_an_action(stage: str, action: type, state: St
 def test_nothing_becomes_of_a_snapshot_that_is_abandoned(stage: str) -> None:
     found = snapshot(1, save(1, **{stage: State.RUNNING}))
     found = replace(found, names=found.names | {ABANDONED})
-    assert decide_run(run_of(found, lost=(0,)), 0.0) == []
+    assert decide_run(run_of(found, lost_ranks=(0,)), 0.0) == []
 
 
 DONE, WAITING = State.DONE, State.WAITING
@@ -199,38 +199,42 @@ def test_the_newest_is_rescued_when_a_trainer_is_lost(
         save(1, durable=durable, rescue=rescue, **PROTECTED),
         stages={**save(1, **PROTECTED).stages, "rescue": Stage(state)},
     )
-    run = run_of(snapshot(1, one, committed=committed), lost=(3,))
+    run = run_of(snapshot(1, one, committed=committed), lost_ranks=(3,))
     assert [type(each) for each in decide_run(run, 0.0)] == [Rescue] * expected
-    assert not decide_run(replace(run, lost=()), 0.0)
+    assert not decide_run(replace(run, lost_ranks=()), 0.0)
 
 
-def root(stored: int | None, *, lineage: Lineage | None = None, reached: bool = True) -> RootView:
+def root(
+    newest_step: int | None, *, lineage: Lineage | None = None, is_reachable: bool = True
+) -> RootView:
     return RootView(
-        looked=1e9,
-        reached=reached,
+        read_at=1e9,
+        is_reachable=is_reachable,
         lineage=lineage or Lineage(RUN.name),
-        stored=stored,
-        knows_stored=True,
+        newest_step=newest_step,
+        has_read_steps=True,
     )
 
 
 @pytest.mark.parametrize(
     ("idle", "root", "expected"),
     [
-        (PERIODS.linger - 1, root(9), []),
-        (PERIODS.linger, root(9), [1, 2]),
-        (PERIODS.linger, root(1), "rescue"),
-        (PERIODS.linger, root(None), "rescue"),
-        (PERIODS.linger, replace(root(None), lineage=None), [1, 2]),
-        (PERIODS.linger, root(9, reached=False), []),
-        (PERIODS.longest, root(None, reached=False), [1, 2]),
+        (PERIODS.until_freed_if_stored - 1, root(9), []),
+        (PERIODS.until_freed_if_stored, root(9), [1, 2]),
+        (PERIODS.until_freed_if_stored, root(1), "rescue"),
+        (PERIODS.until_freed_if_stored, root(None), "rescue"),
+        (PERIODS.until_freed_if_stored, replace(root(None), lineage=None), [1, 2]),
+        (PERIODS.until_freed_if_stored, root(9, is_reachable=False), []),
+        (PERIODS.until_freed, root(None, is_reachable=False), [1, 2]),
         (1.0, root(None, lineage=Lineage(RUN.name).resumed_from(1)), [2]),
     ],
 )
 def test_a_run_without_trainers_gives_its_memory_back(
     idle: float, root: RootView, expected: list[int] | str
 ) -> None:
-    run = run_of(*(snapshot(n, save(n, **PROTECTED)) for n in (1, 2)), unattended=0.0, root=root)
+    run = run_of(
+        *(snapshot(n, save(n, **PROTECTED)) for n in (1, 2)), unattended_since=0.0, root=root
+    )
     actions = decide_run(run, idle)
     assert freed(run, idle) == ([] if expected == "rescue" else expected)
     assert [each.why for each in actions if isinstance(each, Rescue)] == (
@@ -239,17 +243,17 @@ def test_a_run_without_trainers_gives_its_memory_back(
 
 
 def test_the_root_of_a_run_without_trainers_is_read_now_and_then() -> None:
-    run = run_of(snapshot(1, save(1, **PROTECTED)), unattended=100.0)
+    run = run_of(snapshot(1, save(1, **PROTECTED)), unattended_since=100.0)
     assert not decide_run(run, 109.0)
     assert decide_run(run, 110.0) == [LookUpRoot(RUN, False)]
-    looked = replace(run, root=RootView(looked=110.0))
+    looked = replace(run, root=RootView(read_at=110.0))
     assert not decide_run(looked, 119.0)
     assert decide_run(looked, 120.0) == [LookUpRoot(RUN, False)]
-    assert LookUpRoot(RUN, True) in decide_run(looked, 100.0 + PERIODS.linger)
+    assert LookUpRoot(RUN, True) in decide_run(looked, 100.0 + PERIODS.until_freed_if_stored)
 
 
 def test_a_run_of_which_nothing_is_left_is_removed_a_little_later() -> None:
-    run = run_of(unattended=0.0, vacant=50.0)
+    run = run_of(unattended_since=0.0, vacant_since=50.0)
     assert not decide_run(run, 59.0)
     assert decide_run(run, 60.0) == [FreeRun(RUN)]
 
@@ -298,7 +302,7 @@ class History:
         if isinstance(action, Free):
             del self.snapshots[action.place.step]
             return
-        assert isinstance(action, OfSave)
+        assert isinstance(action, SaveAction)
         found = self.snapshots[action.place.step]
         (one,) = found.saves.values()
         stages = dict(one.stages)
@@ -311,8 +315,10 @@ class History:
             self.persisted.add(found.step)
         unsealed = () if name == "seal" else one.unsealed
         one = replace(one, stages=stages, unsealed=unsealed)
-        committed = one.save_id if name == "commit" and ends is DONE else found.committed
-        self.snapshots[found.step] = replace(found, saves={one.save_id: one}, committed=committed)
+        committed = one.save_id if name == "commit" and ends is DONE else found.committed_save
+        self.snapshots[found.step] = replace(
+            found, saves={one.save_id: one}, committed_save=committed
+        )
 
 
 EVENTS = st.lists(

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 import shardwise as sw
-from shardwise.memory.agent.actions import Following
-from shardwise.memory.agent.supervise import training_lock
+from shardwise.memory.agent.actions import Follower
 from shardwise.memory.decide import DEFAULT_PERIODS
 from shardwise.memory.home import Home
 from shardwise.memory.identity import node_name
+from shardwise.memory.rank_locks import training_lock
 from shardwise.memory.seal import Mappings
 from tests.cli.conftest import Run as RunCommand
 from tests.cli.conftest import run as run_command
@@ -22,7 +22,7 @@ from tests.memory.test_snapshots import shm, signal_agents
 from tests.memory.test_supervise import until
 
 __all__ = ["run_command", "shm"]
-LINGER, LONGEST = DEFAULT_PERIODS.linger, DEFAULT_PERIODS.longest
+LINGER, LONGEST = DEFAULT_PERIODS.until_freed_if_stored, DEFAULT_PERIODS.until_freed
 
 
 class Node:
@@ -30,7 +30,7 @@ class Node:
 
     def __init__(self, shm: Path) -> None:
         self._agent = Attendant(Home(shm))
-        self._agent.rescue = Following(node_name(self._agent.home), Mappings()).rescue
+        self._agent.rescue = Follower(node_name(self._agent.home), Mappings()).rescue
 
     def after(self, seconds: float) -> int:
         """Return how many snapshots are left so many seconds later."""
@@ -40,7 +40,7 @@ class Node:
 
     def is_empty(self) -> bool:
         """Whether nothing of any run is left, a little later."""
-        self._agent.after(DEFAULT_PERIODS.vacant)
+        self._agent.after(DEFAULT_PERIODS.until_removed)
         home = self._agent.home
         return not home.runs() and not list(home.path.glob("**/*.slot"))
 

@@ -78,16 +78,16 @@ def test_a_root_of_before_has_no_branches(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{}", '{"run": "../x"}', '{"run": 1}', '"\udcff"'])
 def test_a_damaged_root_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(sw.StoreError, match=r"run\.json is damaged .*; remove it"):
+    with pytest.raises(sw.StoreError, match=r"run\.json is damaged .*; remove the file"):
         lineage_of(LocalStore(tmp_path))
 
 
 def test_a_root_that_was_begun_anew_is_an_error(tmp_path: Path) -> None:
     root = LocalStore(tmp_path)
-    with pytest.raises(sw.StoreError, match="disappeared"):
+    with pytest.raises(sw.StoreError, match="was removed while"):
         resume_from(root, RUN, 1)
     other = lineage_of(root)
-    with pytest.raises(sw.StoreError, match=f"begun anew by run {other.run}"):
+    with pytest.raises(sw.StoreError, match=f"emptied meanwhile, and run {other.run}"):
         resume_from(root, RUN, 1)
     assert lineage_of(root) == other
 
@@ -110,7 +110,11 @@ def saved(step: int, epoch: int | None, *, of: str = "copy") -> dict[str, bytes]
             root="",
             epoch=epoch,
         )
-        name = records.pending_copy(save_id) if of == "copy" else records.pending(save_id)
+        name = (
+            records.pending_copy_record(save_id)
+            if of == "copy"
+            else records.pending_record(save_id)
+        )
         found[name] = msgspec.json.encode(pending)
     return found
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shardwise.memory.spawn import LARGEST, log_tail, open_log
+from shardwise.memory.spawn import LARGEST_LOG, log_tail, open_log
 
 CHATTER = """
 import logging, os, sys
@@ -27,7 +27,7 @@ def test_a_log_is_bounded_and_stderr_goes_with_it(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", CHATTER, path], stdout=log, stderr=log, check=False)
     sizes = {each.name: each.stat().st_size for each in tmp_path.iterdir()}
     assert set(sizes) == {"agent.log", "agent.log.old"}
-    assert max(sizes.values()) <= LARGEST + 1000
+    assert max(sizes.values()) <= LARGEST_LOG + 1000
     said = path.read_text()
     assert "INFO:root:2499 " in said
     assert said.count("out\n") == said.count("err\n") > 100
@@ -38,14 +38,14 @@ def test_agents_that_end_at_once_do_not_fill_it(tmp_path: Path) -> None:
     path = tmp_path / "agent.log"
     for _ in range(8):
         with open_log(path) as log:
-            log.write(b"x" * (LARGEST // 2) + b"\ngone\n")
-    assert sum(each.stat().st_size for each in tmp_path.iterdir()) < 3 * LARGEST
+            log.write(b"x" * (LARGEST_LOG // 2) + b"\ngone\n")
+    assert sum(each.stat().st_size for each in tmp_path.iterdir()) < 3 * LARGEST_LOG
     assert log_tail(path).endswith("gone")
 
 
 def test_the_tail_goes_on_from_the_file_before(tmp_path: Path) -> None:
     path = tmp_path / "agent.log"
-    assert log_tail(path) == "(it has no log)"
+    assert log_tail(path) == "(the log is empty)"
     (tmp_path / "agent.log.old").write_text("\n".join(map(str, range(20))))
     path.write_text("20\n21\n")
     assert log_tail(path).splitlines() == [str(each) for each in range(12, 22)]

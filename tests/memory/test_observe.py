@@ -8,9 +8,10 @@ import pytest
 
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import records
-from shardwise.memory.home import Home, Place, new_run, write_record
+from shardwise.memory.files import write_record
+from shardwise.memory.home import Home, Place, new_run
 from shardwise.memory.observe import RecordCache, read_snapshot
-from shardwise.memory.ranks import RankLock
+from shardwise.memory.rank_locks import RankLock
 from shardwise.memory.records import Done, PendingManifest, Staged
 from shardwise.memory.view import State
 
@@ -24,14 +25,16 @@ def place(tmp_path: Path) -> Place:
     place = Place(Home(tmp_path).run(new_run()), 1)
     place.path.mkdir(parents=True)
     stage(place, FILES[0])
-    write_record(place.path / records.request("persist", SAVE), {})
-    (place.path / records.copying(FILES[1])).touch()
+    write_record(place.path / records.request_record("persist", SAVE), {})
+    (place.path / records.copying_marker(FILES[1])).touch()
     return place
 
 
 def stage(place: Place, name: str) -> None:
     entry = FileEntry(name, 0, 0, 0, 0, 0, 0)
-    write_record(place.path / records.staged(name), Staged(entry, "slot", 2, ("commit", "protect")))
+    write_record(
+        place.path / records.staged_record(name), Staged(entry, "slot", 2, ("commit", "protect"))
+    )
     (place.path / name).touch()
 
 
@@ -44,9 +47,9 @@ def due(place: Place) -> tuple[State, State]:
 def test_nothing_is_begun_while_another_rank_copies(place: Place) -> None:
     lock = RankLock(place.run, 1)
     assert due(place) == (State.WAITING, State.WAITING)
-    (place.path / records.copying(FILES[1])).unlink()
+    (place.path / records.copying_marker(FILES[1])).unlink()
     assert due(place) == (State.RUNNING, State.RUNNING)
-    lock.end()
+    lock.release()
 
 
 def test_a_record_without_its_file_is_nothing_to_do(place: Place) -> None:
@@ -60,7 +63,7 @@ def test_a_record_without_its_file_is_nothing_to_do(place: Place) -> None:
 
 def test_a_rank_that_was_lost_as_it_copied_is_not_waited_for(place: Place) -> None:
     """The agent that leads would wait for this node's part, and rescue nothing meanwhile."""
-    RankLock(place.run, 1).leave()
+    RankLock(place.run, 1).release_as_lost()
     assert due(place) == (State.RUNNING, State.RUNNING)
 
 
@@ -69,9 +72,9 @@ def test_a_rank_that_is_stuck_as_it_copies_is_not_waited_for_once_the_commit_has
 ) -> None:
     lock = RankLock(place.run, 1)
     done = Done(save_id=SAVE, stage="commit", failure="stuck")
-    write_record(place.path / records.outcome("commit", SAVE), done)
+    write_record(place.path / records.outcome_record("commit", SAVE), done)
     assert due(place) == (State.RUNNING, State.RUNNING)
-    lock.end()
+    lock.release()
 
 
 def pending(leader: str, *, durable: bool = False) -> PendingManifest:
@@ -95,13 +98,13 @@ def test_the_stages_of_a_save(
     place: Place, leads: bool, durable: bool, called: bool, commit: str | None
 ) -> None:
     """On the node that leads it, and on another."""
-    name = records.pending(SAVE) if leads else records.pending_copy(SAVE)
+    name = records.pending_record(SAVE) if leads else records.pending_copy_record(SAVE)
     write_record(place.path / name, pending("here", durable=durable))
     if called:
-        write_record(place.path / records.request("rescue", SAVE), {})
+        write_record(place.path / records.request_record("rescue", SAVE), {})
     if commit is not None:
         done = Done(save_id=SAVE, stage="commit", failure=commit)
-        write_record(place.path / records.outcome("commit", SAVE), done)
+        write_record(place.path / records.outcome_record("commit", SAVE), done)
     save = read_snapshot(place, "here").saves[SAVE]
     if commit is None:
         assert save.state("commit") is (State.RUNNING if leads else State.WAITING)
@@ -115,29 +118,22 @@ def test_the_stages_of_a_save(
     assert save.is_promised == (leads and durable)
 
 
-def test_records_are_read_again_only_when_they_are_replaced(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, read = RecordCache(), []
-    path = place.path / records.staged(FILES[0])
+def test_records_are_read_again_only_when_they_are_replaced(place: Place) -> None:
+    cache, path = RecordCache(), place.path / records.staged_record(FILES[0])
 
-    def count(path: Path) -> int:
-        read.append(path)
-        return len(read)
-
-    for _ in range(3):
-        found = cache.read(path, count)
+    def read() -> object:
+        found = cache.read(path, Staged)
         assert found is not None
-        assert found[0] == 1
+        return found[0]
+
+    first = read()
+    assert read() is first
     stage(place, FILES[0])
-    assert [each and each[0] for each in (cache.read(path, count), cache.read(path, count))] == [
-        2,
-        2,
-    ]
+    second = read()
+    assert second is not first
+    assert read() is second
     cache.forget_unused()
     cache.forget_unused()
-    found = cache.read(path, count)
-    assert found is not None
-    assert found[0] == 3
+    assert read() is not second
     path.unlink()
-    assert cache.read(path, count) is None
+    assert cache.read(path, Staged) is None

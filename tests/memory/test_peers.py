@@ -21,7 +21,7 @@ from tests.memory.test_server import RUN, TOKEN, Served, served
 
 __all__ = ["served"]
 SAVE = "f" * 16
-REQUEST, DONE = records.request("protect", SAVE), records.done("protect", SAVE)
+REQUEST, DONE = records.request_record("protect", SAVE), records.done_record("protect", SAVE)
 WAIT = 0.3
 
 

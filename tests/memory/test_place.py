@@ -14,12 +14,13 @@ import pytest
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import decide, records
-from shardwise.memory.agent.actions import Following, Sealing
-from shardwise.memory.agent.lead import Leading
+from shardwise.memory.agent.actions import Follower
+from shardwise.memory.agent.lead import Leader
 from shardwise.memory.decide import Commit, Seal, decide_run
-from shardwise.memory.home import Home, Place, new_run, read_record, write_record
-from shardwise.memory.observe import view_run
-from shardwise.memory.records import AgentInfo, Done, Kept, PendingManifest, Staged
+from shardwise.memory.files import read_record, write_record
+from shardwise.memory.home import Home, Place, new_run
+from shardwise.memory.observe import read_outcome, view_run
+from shardwise.memory.records import AgentInfo, Done, PendingManifest, RingFile, Staged
 from shardwise.memory.redundancy.placement import Group, Member
 from shardwise.memory.seal import Mappings
 from tests.memory.test_peers import unreachable
@@ -47,17 +48,25 @@ def staged(save_id: str) -> Staged:
     return Staged(FileEntry(f"r00000-{save_id}.safetensors", 0, 0, 0, 0, 0, 0), "slot", 2, ())
 
 
-def kept(save_id: str) -> Kept:
-    return Kept(Group((Member("a", "", ()),)), save_id, "slot", None, {})
+def kept(save_id: str) -> RingFile:
+    return RingFile(Group((Member("a", "", ()),)), save_id, "slot", None, {})
 
 
 @pytest.mark.parametrize(
     ("name", "note", "found"),
     [
-        (records.pending, pending, Place.pending_manifests),
-        (records.pending_copy, pending, Place.pending_copies),
-        (lambda save_id: records.staged(f"r00000-{save_id}.safetensors"), staged, Place.staged),
-        (lambda save_id: records.kept(f"r00000-{save_id}.safetensors", 0), kept, Place.kept),
+        (records.pending_record, pending, Place.pending_manifests),
+        (records.pending_copy_record, pending, Place.pending_copies),
+        (
+            lambda save_id: records.staged_record(f"r00000-{save_id}.safetensors"),
+            staged,
+            Place.staged,
+        ),
+        (
+            lambda save_id: records.ring_record(f"r00000-{save_id}.safetensors", 0),
+            kept,
+            Place.ring_files,
+        ),
     ],
 )
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -82,38 +91,38 @@ def test_a_damaged_note_is_passed_over_and_told_of_once(
 
 
 def test_a_damaged_outcome_is_a_failure(place: Place) -> None:
-    assert place.ended("commit", ONE) is None
-    write_record(place.path / records.outcome("commit", ONE), DAMAGES[0])
-    ended = place.ended("commit", ONE)
+    assert read_outcome(place, "commit", ONE) is None
+    write_record(place.path / records.outcome_record("commit", ONE), DAMAGES[0])
+    ended = read_outcome(place, "commit", ONE)
     assert ended is not None
     assert "damaged" in ended.failure
 
 
 @pytest.mark.parametrize("stage", ["persist", "protect"])
 def test_a_damaged_request_ends_as_a_failure(place: Place, stage: str) -> None:
-    write_record(place.path / records.request(stage, ONE), DAMAGES[0])
-    following = Following("a", Mappings())
+    write_record(place.path / records.request_record(stage, ONE), DAMAGES[0])
+    following = Follower("a", Mappings())
     (action,) = decide_run(view_run(place.run), 0.0)
     if isinstance(action, decide.Copy):
         following.copy(action)
     else:
         assert isinstance(action, decide.Guard)
         following.guard(action)
-    done = read_record(place.path / records.done(stage, ONE), Done)
+    done = read_record(place.path / records.done_record(stage, ONE), Done)
     assert done is not None
     assert (done.stage, done.node) == (stage, "a")
-    assert records.request(stage, ONE) in done.failure
+    assert records.request_record(stage, ONE) in done.failure
     assert not decide_run(view_run(place.run), 0.0)
 
 
 def test_a_damaged_note_of_a_file_keeps_no_other_from_being_sealed(place: Place) -> None:
-    write_record(place.path / records.staged(f"r00000-{ONE}.safetensors"), DAMAGES[0])
-    write_record(place.path / records.staged(f"r00000-{OTHER}.safetensors"), staged(OTHER))
+    write_record(place.path / records.staged_record(f"r00000-{ONE}.safetensors"), DAMAGES[0])
+    write_record(place.path / records.staged_record(f"r00000-{OTHER}.safetensors"), staged(OTHER))
     (place.path / f"r00000-{OTHER}.safetensors").touch()
     actions = decide_run(view_run(place.run), 0.0)
     assert actions == [Seal(place, OTHER, (f"r00000-{OTHER}.safetensors",))]
-    Sealing(Mappings()).seal(actions[0])
-    assert place.has(records.entry(f"r00000-{OTHER}.safetensors"))
+    Follower("a", Mappings()).seal(actions[0])
+    assert place.has(records.entry_record(f"r00000-{OTHER}.safetensors"))
 
 
 def test_a_pending_manifest_of_which_a_bit_has_flipped_is_not_committed(place: Place) -> None:
@@ -122,9 +131,9 @@ def test_a_pending_manifest_of_which_a_bit_has_flipped_is_not_committed(place: P
     )
     text = encode_manifest(manifest).decode().replace('"world_size":1', '"world_size":3')
     damaged = msgspec.structs.replace(pending(ONE), manifest=text)
-    write_record(place.path / records.pending(ONE), damaged)
-    Leading("a").commit(Commit(place, ONE))
-    ended = place.ended("commit", ONE)
+    write_record(place.path / records.pending_record(ONE), damaged)
+    Leader("a").commit(Commit(place, ONE))
+    ended = read_outcome(place, "commit", ONE)
     assert ended is not None
     assert "the pending manifest was altered" in ended.failure
     assert not place.is_committed()
@@ -141,13 +150,13 @@ def test_a_commit_does_not_wait_for_a_node_whose_files_it_does_not_need(place: P
         led = msgspec.structs.replace(
             pending(ONE), nodes=[AgentInfo("a", "", ""), lost], **replaced
         )
-        write_record(place.path / records.pending(ONE), led)
+        write_record(place.path / records.pending_record(ONE), led)
         with ThreadPoolExecutor(1) as pool:
-            committing = pool.submit(Leading("a").commit, Commit(place, ONE))
+            committing = pool.submit(Leader("a").commit, Commit(place, ONE))
             deadline = time.monotonic() + 1.5
             while not place.is_committed() and time.monotonic() < deadline:
                 time.sleep(0.01)
-            was_committed, ended = place.is_committed(), place.ended("commit", ONE)
+            was_committed, ended = place.is_committed(), read_outcome(place, "commit", ONE)
             place.abandon()
         assert isinstance(committing.exception(), StoreError)
         assert was_committed

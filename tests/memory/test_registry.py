@@ -14,10 +14,18 @@ from msgspec.structs import replace
 import shardwise as sw
 from shardwise.errors import StoreError
 from shardwise.memory import registry as registry_module
-from shardwise.memory.home import ROOT, Home, write_record
+from shardwise.memory.files import write_record
+from shardwise.memory.home import ROOT, Home
 from shardwise.memory.identity import node_name, run_token
 from shardwise.memory.records import AgentInfo
-from shardwise.memory.registry import KEPT_FOR, NODES, Registration, Registry, forget, reenter
+from shardwise.memory.registry import (
+    LONGEST_AGE,
+    NODES,
+    Registration,
+    Registry,
+    remove_entry,
+    update_address,
+)
 from shardwise.memory.remote.client import AgentClient
 from shardwise.store import LocalStore
 from tests.faults.memory.scenario import end_agents
@@ -38,17 +46,17 @@ def test_what_nodes_have_written_is_read_without_their_secrets(tmp_path: Path) -
     registry = Registry(LocalStore(tmp_path), RUN)
     assert registry.read().infos == []
     for info in (HERE, THERE):
-        registry.enter(info, 0)
+        registry.write_entry(info, 0)
     found = registry.read()
     assert {info.node: info.url for info in found.infos} == {c.node: c.url for c in (HERE, THERE)}
     assert {info.token for info in found.infos} == {run_token(TOKEN, RUN)}
-    assert not found.unknown
+    assert not found.unreachable
     for path in (tmp_path / NODES).iterdir():
         assert path.stat().st_mode & 0o777 == 0o600
         assert TOKEN not in path.read_text()
     assert Registry(LocalStore(tmp_path), "f" * 16).read().infos == [], "that is another run"
     assert [info.node for info in registry.read({HERE.node}).infos] == [THERE.node]
-    registry.leave(THERE.node)
+    registry.remove_entry(THERE.node)
     assert [info.node for info in registry.read().infos] == [HERE.node]
 
 
@@ -70,12 +78,12 @@ def test_the_token_of_a_run_is_for_that_run_alone(tmp_path: Path) -> None:
 def test_entries_that_others_may_read_or_write_are_not_believed(tmp_path: Path, mode: int) -> None:
     """Whoever writes one names the address that a restore reads from."""
     registry = Registry(LocalStore(tmp_path), RUN)
-    registry.enter(HERE, 0)
+    registry.write_entry(HERE, 0)
     (path,) = (tmp_path / NODES).iterdir()
     path.chmod(mode)
     found = registry.read()
     assert found.infos == []
-    assert "others may read or write" in found.unknown[HERE.node]
+    assert "others may read or write" in found.unreachable[HERE.node]
 
 
 def test_no_token_is_written_where_files_are_not_private(
@@ -84,26 +92,26 @@ def test_no_token_is_written_where_files_are_not_private(
     monkeypatch.setattr(registry_module, "_is_private", lambda found: False)
     registry = Registry(LocalStore(tmp_path), RUN)
     with caplog.at_level(logging.WARNING, "shardwise"):
-        registry.enter(HERE, 0)
+        registry.write_entry(HERE, 0)
     assert "does not enforce file modes" in caplog.text
     (path,) = (tmp_path / NODES).iterdir()
     assert run_token(TOKEN, RUN) not in path.read_text()
-    assert list(registry.read().unknown) == [HERE.node]
+    assert list(registry.read().unreachable) == [HERE.node]
 
 
 def test_what_is_damaged_old_or_of_another_run_is_told_or_goes(tmp_path: Path) -> None:
     now = [1e9]
     registry = Registry(LocalStore(tmp_path), RUN, lambda: now[0])
-    registry.enter(HERE, 0)
-    Registry(LocalStore(tmp_path), "f" * 16).enter(THERE, 0)
+    registry.write_entry(HERE, 0)
+    Registry(LocalStore(tmp_path), "f" * 16).write_entry(THERE, 0)
     damaged = tmp_path / NODES / "damaged.json"
     damaged.touch(0o600)
-    assert "is damaged" in registry.read().unknown["damaged"]
+    assert "is damaged" in registry.read().unreachable["damaged"]
     for path in (tmp_path / NODES).iterdir():
         os.utime(path, (now[0], now[0]))
     registry.prune()
     assert {path.name for path in (tmp_path / NODES).iterdir()} == {"here-1.json", damaged.name}
-    now[0] += KEPT_FOR + 1
+    now[0] += LONGEST_AGE + 1
     assert registry.read().infos == []
     registry.prune()
     assert not list((tmp_path / NODES).iterdir())
@@ -112,10 +120,10 @@ def test_what_is_damaged_old_or_of_another_run_is_told_or_goes(tmp_path: Path) -
 def test_a_token_is_not_sent_to_what_listens_on_another_host(tmp_path: Path) -> None:
     """An agent that serves 127.0.0.1 of its host is not the one that serves it here."""
     registry = Registry(LocalStore(tmp_path), RUN)
-    registry.enter(replace(HERE, host="elsewhere"), 0)
+    registry.write_entry(replace(HERE, host="elsewhere"), 0)
     found = registry.read()
     assert found.infos == []
-    assert "serves its own host only, elsewhere" in found.unknown[HERE.node]
+    assert "serves its own host only, elsewhere" in found.unreachable[HERE.node]
 
 
 def test_a_root_that_cannot_be_written_to_costs_one_warning(
@@ -125,24 +133,24 @@ def test_a_root_that_cannot_be_written_to_costs_one_warning(
     registration = Registration(Registry(LocalStore(tmp_path), RUN))
     with caplog.at_level(logging.WARNING, "shardwise"):
         for epoch in (0, 1):
-            registration.keep(HERE, epoch, prunes=True)
+            registration.update(HERE, epoch, prunes=True)
     assert len(caplog.records) == 1
-    assert "the address of this node cannot be written below the root" in caplog.text
+    assert "cannot write the address of this node" in caplog.text
 
 
 def test_an_agent_that_comes_back_elsewhere_says_so(tmp_path: Path) -> None:
     run = Home(tmp_path / "shm").run(RUN)
     registry = Registry(LocalStore(tmp_path / "root"), RUN)
     moved = replace(HERE, url="http://127.0.0.1:7399")
-    reenter(run, moved)  # nothing is known of the root
+    update_address(run, moved)  # nothing is known of the root
     run.path.mkdir()
     write_record(run.path / ROOT, str(LocalStore(tmp_path / "root")))
-    reenter(run, moved)
+    update_address(run, moved)
     assert registry.read().infos == [], "it never saved"
-    registry.enter(HERE, 0)
-    reenter(run, moved)
+    registry.write_entry(HERE, 0)
+    update_address(run, moved)
     assert [info.url for info in registry.read().infos] == [moved.url]
-    forget(run, HERE.node)
+    remove_entry(run, HERE.node)
     assert registry.read().infos == []
 
 

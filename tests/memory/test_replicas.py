@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import shardwise as sw
 from shardwise.memory import records
 from shardwise.memory.agent.protect import claim
-from shardwise.memory.home import Place, Run, write_record
+from shardwise.memory.files import write_record
+from shardwise.memory.home import Place, Run
 from shardwise.memory.trainer.rings import peers_of, rings_of
 from shardwise.testing import Gang
 from tests.breadth import mostly_long
@@ -54,7 +55,7 @@ def save(root: str, shm: str, kind: str, steps: int, options: dict[str, Any]) ->
         handle = cp.save(step, state)
         assert handle is not None
         handle.protected(20.0)
-        kept = Place(cp._snapshots.run, step).kept()  # type: ignore[union-attr]
+        kept = Place(cp._snapshots.run, step).ring_files()  # type: ignore[union-attr]
         made.append(sum(each.file.startswith(".") for each in kept))  # the agent has taken it up
     cp.close(wait=False)
     return made
@@ -129,11 +130,11 @@ def test_what_was_begun_to_be_completed_is_not_completed_again(
         (each.parent.parent, each.parent) for each in shm.glob("node0/*/runs/*/*/*.kept-*.json")
     }
     place = Place(Run(run), 1)
-    (kept,) = place.kept()
+    (kept,) = place.ring_files()
     (note,) = (each.name for each in step.glob("*.kept-*.json"))
     assert kept.file.startswith(".")
     assert claim(place, note, kept.file[1:], kept.ring) is None
-    made = records.kept_file(note)
+    made = records.ring_file(note)
     (place.path / kept.file[1:]).rename(place.path / made)
     assert claim(place, note, kept.file[1:], kept.ring) is not None  # it was killed in between
     write_record(place.path / note, msgspec.structs.replace(kept, file=made))

@@ -6,7 +6,6 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +14,11 @@ import shardwise as sw
 from shardwise.errors import StoreError
 from shardwise.manifest.names import MANIFEST, lock_file, step_directory
 from shardwise.memory import records
-from shardwise.memory.agent import publication as publication_module
-from shardwise.memory.agent.actions import Following
-from shardwise.memory.agent.publication import publication, retention_of
+from shardwise.memory.agent.actions import Follower
+from shardwise.memory.agent.persist import lock_for_publishing, retention_request
 from shardwise.memory.decide import Retain, decide_run
-from shardwise.memory.home import ENDED, Home, Place, new_run, write_record
+from shardwise.memory.files import Deadline, write_record
+from shardwise.memory.home import ENDED, Home, Place, new_run
 from shardwise.memory.observe import view_run
 from shardwise.memory.reclaim import discard, free
 from shardwise.memory.records import Done, PendingManifest
@@ -71,9 +70,7 @@ def test_old_checkpoints_that_cannot_go_fail_the_next_save_and_not_the_one_that_
     assert target == {"t": 1}
 
 
-def test_who_looks_for_leftovers_just_now_fails_no_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_looks_for_leftovers_just_now_fails_no_save(tmp_path: Path) -> None:
     """A Checkpointer that is opened has the lock of a save that is being persisted for a moment."""
     store = LocalStore(tmp_path / step_directory(1))
     pending = PendingManifest(
@@ -81,9 +78,11 @@ def test_who_looks_for_leftovers_just_now_fails_no_save(
     )
     with ExitStack() as looking:
         assert looking.enter_context(store.hold(lock_file(SAVE), shared=False))
-        done = SimpleNamespace(sleep=lambda seconds: looking.close())
-        monkeypatch.setattr(publication_module, "time", done)
-        with publication(pending), store.hold(lock_file(SAVE), shared=False) as other:
+        deadline = Deadline(10.0, sleep=lambda seconds: looking.close())
+        with (
+            lock_for_publishing(pending, deadline),
+            store.hold(lock_file(SAVE), shared=False) as other,
+        ):
             assert not other
 
 
@@ -161,7 +160,7 @@ def pending_of(root: Path, step: int, keep: sw.Keep) -> PendingManifest:
 
 
 def test_where_all_are_kept_nothing_is_asked_for(tmp_path: Path) -> None:
-    assert retention_of(pending_of(tmp_path, 2, sw.Keep())) is None
+    assert retention_request(pending_of(tmp_path, 2, sw.Keep())) is None
 
 
 @pytest.fixture
@@ -172,11 +171,11 @@ def place(tmp_path: Path) -> Place:
         sw.save(root / step_directory(step), {"t": step})
     place = Place(Home(tmp_path / "home").run(new_run()), 3)
     place.path.mkdir(parents=True)
-    request = retention_of(pending_of(root, 3, sw.Keep(last=1)))
-    write_record(place.path / records.request(records.RETAIN, SAVE), request)
+    request = retention_request(pending_of(root, 3, sw.Keep(last=1)))
+    write_record(place.path / records.request_record(records.RETAIN, SAVE), request)
     for stage in ("commit", "persist"):
         done = Done(save_id=SAVE, stage=stage, node="here")
-        write_record(place.path / records.outcome(stage, SAVE), done)
+        write_record(place.path / records.outcome_record(stage, SAVE), done)
     return place
 
 
@@ -196,18 +195,18 @@ def test_a_snapshot_that_is_retired_leaves_what_is_still_to_be_removed(
     (place.path / f"r00000-{SAVE}.safetensors").touch()
     stages = stages_of(place)
     for _ in range(2):
-        assert free(place, 0.0, wholly=False)
-        assert place.named("") == [records.request(records.RETAIN, SAVE)]
+        assert free(place, 0.0, keeps_retain=True)
+        assert place.list_names("") == [records.request_record(records.RETAIN, SAVE)]
         assert stages.ended(records.RETAIN) is None
         assert not stages.has_succeeded()
         assert decide_run(view_run(place.run), 0.0) == [Retain(place, SAVE)]
-    Following("another agent", Mappings()).retain(Retain(place, SAVE))
+    Follower("another agent", Mappings()).retain(Retain(place, SAVE))
     assert in_storage(tmp_path) == [step_directory(3)]
     assert stages.has_succeeded()
     assert not decide_run(view_run(place.run), 0.0)
-    assert free(place, 0.0, wholly=False)
+    assert free(place, 0.0, keeps_retain=True)
     assert not place.path.exists()
-    assert (place.run.path / ENDED / records.outcome(records.RETAIN, SAVE)).exists()
+    assert (place.run.path / ENDED / records.outcome_record(records.RETAIN, SAVE)).exists()
 
 
 def test_what_the_run_has_left_behind_removes_nothing_more(
@@ -222,13 +221,13 @@ def test_what_the_run_has_left_behind_removes_nothing_more(
 
     monkeypatch.setattr(LocalStore, "delete", goes_back)
     with pytest.raises(FileNotFoundError):  # there is nowhere to tell of it
-        Following("here", Mappings()).retain(Retain(place, SAVE))
+        Follower("here", Mappings()).retain(Retain(place, SAVE))
     assert in_storage(tmp_path) == [step_directory(2), step_directory(3)]
 
 
 def test_a_note_that_is_damaged_removes_nothing_and_is_told(tmp_path: Path, place: Place) -> None:
-    (place.path / records.request(records.RETAIN, SAVE)).write_bytes(b"{")
-    Following("here", Mappings()).retain(Retain(place, SAVE))
+    (place.path / records.request_record(records.RETAIN, SAVE)).write_bytes(b"{")
+    Follower("here", Mappings()).retain(Retain(place, SAVE))
     with pytest.raises(StoreError, match=r"step 3: retain: StoreError: .*Input data was truncated"):
         stages_of(place).check()
     assert len(in_storage(tmp_path)) == 3
@@ -243,7 +242,7 @@ def test_each_failure_is_told_once_and_what_is_under_way_stays(place: Place) -> 
 
     def fails(each: Place) -> None:
         done = Done(save_id=SAVE, stage=records.RETAIN, failure="busy")
-        write_record(each.path / records.outcome(records.RETAIN, SAVE), done)
+        write_record(each.path / records.outcome_record(records.RETAIN, SAVE), done)
 
     begun.raise_failure()
     fails(place)

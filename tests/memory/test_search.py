@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from shardwise.manifest.manifest import Manifest, encode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
-from shardwise.memory.home import Home, Place, write_record
+from shardwise.memory.files import write_record
+from shardwise.memory.home import Home, Place
 from shardwise.memory.lineage import Branch, Lineage
 from shardwise.memory.records import AgentInfo, PendingManifest
 from shardwise.memory.remote.search import (
@@ -32,7 +33,7 @@ EMPTY = Manifest(
 )
 
 
-@pytest.mark.parametrize("name", [records.pending(SAVE), records.pending_copy(SAVE)])
+@pytest.mark.parametrize("name", [records.pending_record(SAVE), records.pending_copy_record(SAVE)])
 def test_nodes_are_found_that_only_others_know(tmp_path: Path, name: str) -> None:
     """A run that comes back to a node which was idle knows of the last nodes only in part."""
     with ExitStack() as served:
@@ -70,7 +71,7 @@ def committed(home: Home, step: int, epoch: int) -> Held:
     place = Place(home.run(RUN), step)
     place.path.mkdir(parents=True, exist_ok=True)
     (place.path / MANIFEST).write_bytes(encode_manifest(EMPTY))
-    write_record(place.path / records.pending(SAVE), replace(pending([]), epoch=epoch))
+    write_record(place.path / records.pending_record(SAVE), replace(pending([]), epoch=epoch))
     return held_here(home.run(RUN), "a")
 
 

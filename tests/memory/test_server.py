@@ -23,10 +23,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import StoreError
-from shardwise.memory.agent import connections, server
-from shardwise.memory.agent.connections import serving
+from shardwise.memory.agent import connection_limits, server
+from shardwise.memory.agent.connection_limits import serving
 from shardwise.memory.agent.server import create_app
-from shardwise.memory.home import LARGEST_RECORD, read_record
+from shardwise.memory.files import LARGEST_RECORD, read_record
 from shardwise.memory.records import Persist
 from tests.memory.certificates import Authority
 
@@ -545,7 +545,7 @@ def test_silent_strangers_keep_nobody_from_being_answered(tmp_path: Path) -> Non
 def test_an_address_has_few_connections_before_it_shows_the_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "MOST_UNAUTHENTICATED", 3)
+    monkeypatch.setattr(connection_limits, "MOST_UNAUTHENTICATED", 3)
     with serve(tmp_path) as one, ExitStack() as stack:
         (other,) = strangers(stack, one, 1, "127.0.0.3")
         *older, _, _, newest = strangers(stack, one, 8, "127.0.0.2")
@@ -558,7 +558,7 @@ def test_an_address_has_few_connections_before_it_shows_the_secret(
 def test_a_stranger_is_closed_soon_and_others_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "FIRST_REQUEST", 0.2)
+    monkeypatch.setattr(connection_limits, "FIRST_REQUEST", 0.2)
     with serve(tmp_path) as one, ExitStack() as stack:
         used = stack.enter_context(one.line("GET /health HTTP/1.1\r\nHost: a\r\n\r\n"))
         assert used.recv(1000).startswith(b"HTTP/1.1 200")
@@ -614,7 +614,7 @@ def test_errors_are_logged_once_a_minute_with_their_number(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     seconds = iter((0.0, 1.0, 59.0, 61.0))
-    errors = connections.RateLimitedLog(lambda: next(seconds))
+    errors = connection_limits.RateLimitedLog(lambda: next(seconds))
 
     def fail() -> None:
         try:
@@ -661,7 +661,7 @@ def test_a_body_that_drips_is_not_waited_for(
 def test_a_handshake_that_never_ends_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "HANDSHAKE", 0.3)
+    monkeypatch.setattr(connection_limits, "HANDSHAKE", 0.3)
     tls = Authority(tmp_path / "authority").issue("node").for_server()
     with (
         serve(tmp_path / "home", tls=tls) as one,

@@ -13,12 +13,13 @@ from shardwise.engine.buffers import LARGE
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.agent.persist import Throttle
-from shardwise.memory.home import Home, Place, Run, SnapshotHeld, new_run, write_record
+from shardwise.memory.files import write_record
+from shardwise.memory.home import Home, Place, Run, SnapshotInUse, new_run
 from shardwise.memory.reclaim import (
+    bytes_needed_for_others,
+    bytes_stored_for_others,
     discard,
     discard_all,
-    needed_for_others,
-    taken_for_others,
 )
 from shardwise.memory.records import Done, PendingManifest, Staged
 from shardwise.memory.trainer.slots import PAGE, Slots
@@ -178,16 +179,16 @@ def test_memory_that_agents_let_go_of_is_waited_for(
 def test_what_is_kept_for_others_is_known_before(
     options: dict[str, int], nodes: int, expected: int
 ) -> None:
-    assert needed_for_others(1000, sw.Memory(**options), nodes=nodes) == expected  # type: ignore[arg-type]
+    assert bytes_needed_for_others(1000, sw.Memory(**options), nodes=nodes) == expected  # type: ignore[arg-type]
 
 
 def test_what_is_kept_for_others_already_is_what_is_in_no_slot(run: Run) -> None:
-    assert taken_for_others(run) == 0
+    assert bytes_stored_for_others(run) == 0
     leave_committed(run, 1)
-    assert taken_for_others(run) == 0
+    assert bytes_stored_for_others(run) == 0
     for name, size in [("r00001-0.safetensors", 30), (".parity-0-0.bin", 5), ("x.json", 100)]:
         (run.step(1) / name).write_bytes(bytes(size))
-    assert taken_for_others(run) == 35
+    assert bytes_stored_for_others(run) == 35
 
 
 def test_what_is_newer_is_discarded(run: Run) -> None:
@@ -237,10 +238,12 @@ def leave_committed(
     file = FileEntry(f"r00000-{save}.safetensors", 0, 10, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(bytes(10))
     staged = Staged(file, f"r00000-{step}.slot", 2, stages)
-    write_record(place.path / records.staged(file.name), staged)
+    write_record(place.path / records.staged_record(file.name), staged)
     write_record(place.path / "manifest.json", b"{}")
     for stage in ended:
-        write_record(place.path / records.outcome(stage, save), Done(save_id=save, stage=stage))
+        write_record(
+            place.path / records.outcome_record(stage, save), Done(save_id=save, stage=stage)
+        )
 
 
 def test_the_newest_that_is_protected_stays(run: Run) -> None:
@@ -252,8 +255,8 @@ def test_the_newest_that_is_protected_stays(run: Run) -> None:
     assert run.steps() == [5, 6, 7]
     save = f"{7:016x}"
     outcome = Done(save_id=save, stage="protect")
-    write_record(run.step(7) / records.outcome("protect", save), outcome)
-    with Place(run, 5).hold(shared=True), pytest.raises(SnapshotHeld):
+    write_record(run.step(7) / records.outcome_record("protect", save), outcome)
+    with Place(run, 5).hold(shared=True), pytest.raises(SnapshotInUse):
         free_decided(run)
     assert free_decided(run)
     assert run.steps() == [6, 7]
@@ -266,7 +269,7 @@ def test_one_whose_protection_failed_is_not_protected(run: Run) -> None:
         leave_committed(run, step, "commit")
         save = f"{step:016x}"
         failed = Done(save_id=save, stage="protect", failure="no node is left")
-        write_record(run.step(step) / records.outcome("protect", save), failed)
+        write_record(run.step(step) / records.outcome_record("protect", save), failed)
     assert free_decided(run)
     assert run.steps() == [5, 7]
 
@@ -288,10 +291,10 @@ def test_what_was_promised_to_storage_stays_until_it_is_there(run: Run) -> None:
         root="",
         durable=True,
     )
-    write_record(promised.path / records.pending(pending.save_id), pending)
+    write_record(promised.path / records.pending_record(pending.save_id), pending)
     free_decided(run)
     assert run.steps() == [5, 7]
-    outcome = records.outcome("persist", pending.save_id)
+    outcome = records.outcome_record("persist", pending.save_id)
     write_record(promised.path / outcome, Done(save_id=pending.save_id, stage="persist"))
     leave_committed(run, 8, *stages, stages=stages)
     assert free_decided(run)
@@ -308,6 +311,10 @@ def test_a_node_that_leads_nothing_keeps_nothing_that_newer_ones_have_replaced(r
     assert run.steps() == [6, 7]
 
 
+def _staged_saves(place: Place) -> set[str]:
+    return {records.save_of(name) for name in place.list_names(".staged.json")}
+
+
 def test_what_is_left_of_a_step_that_was_saved_again_is_removed(run: Run) -> None:
     """As soon as it is known to have failed, and no sooner."""
     run.free.mkdir(parents=True)
@@ -319,13 +326,15 @@ def test_what_is_left_of_a_step_that_was_saved_again_is_removed(run: Run) -> Non
     write_record(place.path / "manifest.json", encode_manifest(saved))
     file = FileEntry(f"r00000-{old}.safetensors", 0, 10, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(b"of before")
-    write_record(place.path / records.staged(file.name), Staged(file, "r00000-old.slot", 2, ()))
+    write_record(
+        place.path / records.staged_record(file.name), Staged(file, "r00000-old.slot", 2, ())
+    )
     assert not free_decided(run)
-    assert place.saves() == {old, saved.save_id}
+    assert _staged_saves(place) == {old, saved.save_id}
     failed = Done(save_id=old, stage="commit", failure="a rank was killed")
-    write_record(place.path / records.outcome("commit", old), failed)
+    write_record(place.path / records.outcome_record("commit", old), failed)
     assert free_decided(run)
-    assert place.saves() == {saved.save_id}
+    assert _staged_saves(place) == {saved.save_id}
     assert (run.free / "r00000-old.slot").read_bytes() == b"of before"
     assert not free_decided(run)
 
@@ -338,7 +347,7 @@ def test_what_is_still_done_with_a_replaced_one_ceases(run: Run) -> None:
     place = Place(run, 5)
     place.refuse_abandoned()
     with place.hold(shared=True):
-        with pytest.raises(SnapshotHeld):
+        with pytest.raises(SnapshotInUse):
             free_decided(run)
         with pytest.raises(sw.StoreError, match="abandoned"):
             place.refuse_abandoned()
@@ -359,8 +368,8 @@ def test_a_snapshot_that_newer_ones_have_replaced_leaves_what_is_to_be_removed(r
     run.free.mkdir(parents=True)
     for step in (5, 6, 7):
         leave_committed(run, step, "commit", "protect")
-    request = records.request(records.RETAIN, f"{5:016x}")
+    request = records.request_record(records.RETAIN, f"{5:016x}")
     (run.step(5) / request).write_bytes(b"{}")
     free_decided(run)
-    assert Place(run, 5).named("") == [request]
+    assert Place(run, 5).list_names("") == [request]
     assert not Place(run, 5).is_committed()

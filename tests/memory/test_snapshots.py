@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.home import Home, read_record
+from shardwise.memory.files import read_record
+from shardwise.memory.home import Home
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.trainer import staging
 from shardwise.memory.trainer.copying import Fill

@@ -10,8 +10,15 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import records
-from shardwise.memory.home import Home, Place, Run, new_run, write_record
-from shardwise.memory.reclaim import spare, spares, take_spare, taken_for_others, trim_spares
+from shardwise.memory.files import write_record
+from shardwise.memory.home import Home, Place, Run, new_run
+from shardwise.memory.reclaim import (
+    add_spare,
+    bytes_stored_for_others,
+    list_spares,
+    take_spare,
+    trim_spares,
+)
 from shardwise.memory.records import Staged
 from shardwise.testing import Gang
 from tests.breadth import mostly_long
@@ -36,7 +43,9 @@ def leave(run: Run, step: int, *made: tuple[str, int]) -> None:
     place.path.mkdir(parents=True)
     file = FileEntry(f"r00000-{save}.safetensors", 0, 10, 0, 0, 0, 0)
     (place.path / file.name).write_bytes(bytes(10))
-    write_record(place.path / records.staged(file.name), Staged(file, f"r00000-{step}.slot", 1, ()))
+    write_record(
+        place.path / records.staged_record(file.name), Staged(file, f"r00000-{step}.slot", 1, ())
+    )
     write_record(place.path / "manifest.json", b"{}")
     for name, size in made:
         (place.path / f"{name}-{save}.safetensors").write_bytes(bytes(size))
@@ -46,20 +55,20 @@ def test_what_was_made_for_others_is_spare_when_it_is_retired(run: Run) -> None:
     leave(run, 1, ("r00001", 300), (".r00002", 20))
     leave(run, 2, ("r00001", 300), ("r00002", 20))
     assert free_decided(run)
-    assert [size for size, _ in spares(run)] == [20, 300]
+    assert [size for size, _ in list_spares(run)] == [20, 300]
     assert [each.name for each in run.free.glob("*.slot")] == ["r00000-1.slot"]
-    assert taken_for_others(run) == 2 * 320
+    assert bytes_stored_for_others(run) == 2 * 320
     leave(run, 3)
     assert free_decided(run)
-    assert not spares(run)  # nothing is made for others any more
-    assert taken_for_others(run) == 0
+    assert not list_spares(run)  # nothing is made for others any more
+    assert bytes_stored_for_others(run) == 0
 
 
 def test_the_least_that_is_large_enough_is_taken_or_else_the_largest(run: Run) -> None:
     for size in (10, 500, 300):
         path = run.path / "made"
         path.write_bytes(bytes(size))
-        spare(run, path)
+        add_spare(run, path)
     to = run.path / "to"
     for wanted, taken in ((200, 300), (600, 500), (600, 10)):
         take_spare(run, wanted, to)
@@ -74,11 +83,11 @@ def test_the_largest_stay(run: Run) -> None:
     for size in (10, 500, 300):
         path = run.path / "made"
         path.write_bytes(bytes(size))
-        spare(run, path)
+        add_spare(run, path)
     trim_spares(run, 5)
-    assert len(spares(run)) == 3
+    assert len(list_spares(run)) == 3
     trim_spares(run, 1)
-    assert [size for size, _ in spares(run)] == [500]
+    assert [size for size, _ in list_spares(run)] == [500]
 
 
 def made_for_others(shm: str, root: str, options: dict[str, int]) -> list[set[int]]:

@@ -28,9 +28,10 @@ from shardwise.manifest.datafile import lay_out, list_pieces
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import data_file
 from shardwise.memory import records
-from shardwise.memory.home import Home, Place, Run, new_run, write_record
+from shardwise.memory.files import Deadline, write_record
+from shardwise.memory.home import Home, Place, Run, new_run
 from shardwise.memory.observe import read_snapshot
-from shardwise.memory.ranks import RankLock
+from shardwise.memory.rank_locks import RankLock
 from shardwise.memory.records import Staged
 from shardwise.memory.remote import watch as watch_module
 from shardwise.memory.remote.peers import Nodes
@@ -360,14 +361,14 @@ def test_agents_begin_once_no_rank_copies(trial: Trial) -> None:
     copying = trial.begin(content, 2)
     place = Place(trial.run, 2)
     deadline = time.monotonic() + BOUND
-    while not records.being_copied(place.named("")):
+    while not records.copying_markers(place.list_names("")):
         assert time.monotonic() < deadline, "nobody says that it copies"
         time.sleep(0.001)
     other = data_file(1, f"{2:016x}")
     staged = Staged(FileEntry(other, 1, 0, 0, 0, 0, 0), "slot", 2, ())
-    write_record(place.path / records.staged(other), staged)
+    write_record(place.path / records.staged_record(other), staged)
     (place.path / other).touch()
-    (place.path / records.request("persist", f"{2:016x}")).touch()
+    (place.path / records.request_record("persist", f"{2:016x}")).touch()
 
     def due() -> tuple[State, State]:
         """Whether checksums are taken, and files copied to storage."""
@@ -377,7 +378,7 @@ def test_agents_begin_once_no_rank_copies(trial: Trial) -> None:
     assert due() == (State.WAITING, State.WAITING)
     copying.wait()
     assert due() == (State.RUNNING, State.RUNNING)
-    presence.end()
+    presence.release()
 
 
 def test_closing_waits_for_no_pauses(trial: Trial) -> None:
@@ -544,12 +545,14 @@ def test_what_could_not_be_staged_is_told_to_the_agent(trial: Trial) -> None:
     place = Place(trial.run, 1)
     name = data_file(0, f"{1:016x}")
     with pytest.raises(sw.StoreError, match="out of memory"):
-        place.expect(name, time.monotonic() + BOUND, failed=records.failed(name))
+        place.wait_for(name, Deadline(BOUND), failed=records.failure_record(name))
     with (
         closing(Nodes(place, [], "here", BOUND)) as nodes,
         pytest.raises(sw.StoreError, match=r"node here: staging step 1: .*out of memory"),
     ):
-        nodes.expect("here", records.entry(name), FileEntry, failed=records.failed(name))
+        nodes.expect(
+            "here", records.entry_record(name), FileEntry, failed=records.failure_record(name)
+        )
 
 
 def test_a_save_that_the_leader_was_never_given_is_not_waited_for(
@@ -575,7 +578,7 @@ def test_a_save_that_the_leader_was_never_given_is_not_waited_for(
         return now[0] - start
 
     assert 121 < seconds_waited() < 130
-    (place.path / records.copying(data_file(0, save_id))).touch()
+    (place.path / records.copying_marker(data_file(0, save_id))).touch()
     assert 600 < seconds_waited() < 730
-    (place.path / records.pending(save_id)).touch()
+    (place.path / records.pending_record(save_id)).touch()
     assert seconds_waited() == 3600

@@ -17,14 +17,15 @@ import pytest
 
 import shardwise as sw
 from shardwise.memory import spawn
-from shardwise.memory.agent import supervise
-from shardwise.memory.agent.supervise import Supervisor, is_training
-from shardwise.memory.home import Home, new_run, write_record
+from shardwise.memory.files import write_record
+from shardwise.memory.home import Home, new_run
 from shardwise.memory.options import Memory
-from shardwise.memory.ranks import RankLock
+from shardwise.memory.rank_locks import RankLock, is_training
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.client import AgentClient
 from shardwise.memory.spawn import ensure_agent, running_agent
+from shardwise.memory.trainer import agents
+from shardwise.memory.trainer.agents import Supervisor
 from tests.memory.certificates import Authority
 from tests.memory.test_snapshots import end_agents
 
@@ -76,7 +77,7 @@ def test_an_agent_that_dies_is_followed_by_one_that_is_the_same_to_others(
         assert (second.node, second.url, second.token) == (first.node, first.url, first.token)
         assert client.health().pid == second.process
         until(lambda: "runs again" in caplog.text)
-        assert "is gone; starting another" in caplog.text
+        assert "ended; starting another" in caplog.text
     assert not is_training(home)
     kill(second)
     until(lambda: not home.has_agent())
@@ -94,9 +95,9 @@ def test_an_agent_of_another_version_is_replaced_unless_a_training_uses_it(home:
     presence = RankLock(run, 0)
     with pytest.raises(sw.StoreError, match=r"belongs to another version.*a training uses it"):
         ensure_agent(home, options)
-    presence.end()
-    presence.leave()
-    with pytest.raises(sw.StoreError, match="start one of the version that trains"):
+    presence.release()
+    presence.release_as_lost()
+    with pytest.raises(sw.StoreError, match="start an agent of the version that trains"):
         ensure_agent(home, Memory(dir=str(home.path.parent), start_agent=False))
     second = ensure_agent(home, options)
     assert second.process != first.process
@@ -117,9 +118,9 @@ def test_a_port_that_is_taken_meanwhile_is_given_up(home: Home) -> None:
 def test_an_agent_that_is_stopped_is_told_of_and_left_alone(
     home: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(supervise, "LOOK_AROUND", 0.05)
-    monkeypatch.setattr(supervise, "BETWEEN_QUESTIONS", 0.1)
-    monkeypatch.setattr(supervise, "NO_ANSWER", 0.3)
+    monkeypatch.setattr(agents, "CHECK_PERIOD", 0.05)
+    monkeypatch.setattr(agents, "REQUEST_PERIOD", 0.1)
+    monkeypatch.setattr(agents, "ANSWER_TIMEOUT", 0.3)
     options = Memory(dir=str(home.path.parent))
     info = ensure_agent(home, options)
     with kept(home, options) as supervisor:
@@ -137,17 +138,17 @@ def test_an_agent_that_is_stopped_is_told_of_and_left_alone(
 def test_an_agent_that_cannot_live_is_given_up(
     home: Home, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(supervise, "LOOK_AROUND", 0.05)
-    monkeypatch.setattr(supervise, "MOST_STARTS", 2)
+    monkeypatch.setattr(agents, "CHECK_PERIOD", 0.05)
+    monkeypatch.setattr(agents, "MOST_STARTS", 2)
     absent = str(tmp_path / "absent")
     tls = sw.Tls(certificate=absent, key=absent, ca=absent)
     with kept(home, Memory(dir=str(home.path.parent), tls=tls)) as supervisor:
-        until(lambda: supervisor._round.failure)
+        until(lambda: supervisor._checks.failure)
         with pytest.raises(sw.StoreError, match="ended 2 times within 60 s"):
             supervisor.check()
         assert home.log.read_text().count("absent): [Errno 2]") == 2
         with home.lock():
-            until(lambda: not supervisor._round.failure)
+            until(lambda: not supervisor._checks.failure)
             supervisor.check()
 
 
@@ -156,7 +157,7 @@ def test_training_can_wait_for_an_agent_that_others_start(
 ) -> None:
     directory = home.path.parent
     with monkeypatch.context() as patch:
-        patch.setattr(spawn, "PATIENCE", 0.3)
+        patch.setattr(spawn, "TIMEOUT", 0.3)
         with pytest.raises(sw.StoreError, match="start `shardwise agent run --dir"):
             ensure_agent(home, Memory(dir=str(directory), start_agent=False))
     info = ensure_agent(home, Memory(dir=str(directory)))
@@ -201,7 +202,7 @@ def test_agents_serve_ipv6(home: Home) -> None:
 def test_a_home_that_disappears_is_no_harm(
     home: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(supervise, "LOOK_AROUND", 0.05)
+    monkeypatch.setattr(agents, "CHECK_PERIOD", 0.05)
     with kept(home, Memory(dir=str(home.path.parent), start_agent=False)), home.lock():
         home.path.rename(home.path.with_name("away"))
         until(lambda: "checking the agent" in caplog.text)
@@ -210,7 +211,7 @@ def test_a_home_that_disappears_is_no_harm(
 
 
 def test_a_supervisor_that_is_deleted_stops(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "LOOK_AROUND", 0.05)
+    monkeypatch.setattr(agents, "CHECK_PERIOD", 0.05)
     supervisor = Supervisor(home, Memory(dir=str(home.path.parent), start_agent=False))
     until(lambda: is_training(home))
     with home.lock():

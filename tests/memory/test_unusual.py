@@ -19,9 +19,11 @@ from shardwise.errors import CheckpointExistsError, StoreError
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import step_directory
 from shardwise.memory import decide, observe, records, spawn
-from shardwise.memory.agent.lead import Leading
-from shardwise.memory.agent.supervise import is_training, training_lock
-from shardwise.memory.home import ENDED, Home, Place, write_record
+from shardwise.memory.agent.lead import Leader
+from shardwise.memory.files import write_record
+from shardwise.memory.home import ENDED, Home, Place
+from shardwise.memory.observe import read_outcome
+from shardwise.memory.rank_locks import is_training, training_lock
 from shardwise.memory.records import Done, PendingManifest, Staged
 from shardwise.memory.remote.search import held_here
 from shardwise.memory.remote.watch import Agents
@@ -84,12 +86,12 @@ def test_what_was_committed_of_another_save_of_a_step_is_not_published(
             durable=True,
         )
         write_record(
-            place.path / records.outcome("commit", pending.save_id),
+            place.path / records.outcome_record("commit", pending.save_id),
             records.Done(save_id=pending.save_id, stage="commit"),
         )
-        write_record(place.path / records.pending(pending.save_id), pending)
-        Leading(pending.leader).persist(decide.Persist(place, pending.save_id))
-        done = place.ended("persist", pending.save_id)
+        write_record(place.path / records.pending_record(pending.save_id), pending)
+        Leader(pending.leader).persist(decide.Persist(place, pending.save_id))
+        done = read_outcome(place, "persist", pending.save_id)
         assert done is not None
         assert "step 1 was saved again meanwhile" in done.failure
         assert cp.steps() == []
@@ -269,7 +271,7 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
     place = Place(home.run("0" * 16), 1)
     save_id = "f" * 16
     place.path.mkdir(parents=True)
-    commit = records.outcome("commit", save_id)
+    commit = records.outcome_record("commit", save_id)
     write_record(place.path / commit, Done(save_id=save_id, stage="commit"))
     stages = Stages(
         agents=Agents(home, None, None, 10.0),
@@ -287,7 +289,7 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
     with pytest.raises(StoreError, match="superseded by a newer snapshot"):
         stages.wait("persist", 10.0)
     write_record(
-        ended / records.outcome("persist", save_id), Done(save_id=save_id, stage="persist")
+        ended / records.outcome_record("persist", save_id), Done(save_id=save_id, stage="persist")
     )
     assert stages.wait("persist", 10.0).failure == ""
 
@@ -311,21 +313,23 @@ def test_a_save_that_is_committed_meanwhile_is_not_taken_for_an_old_one(
     def commit(save_id: str) -> None:
         write_record(place.path / "manifest.json", {"save_id": save_id})
         done = Done(save_id=save_id, stage="commit")
-        write_record(place.path / records.outcome("commit", save_id), done)
+        write_record(place.path / records.outcome_record("commit", save_id), done)
 
     for save_id in (first, second):
         file = FileEntry(f"r00000-{save_id}.safetensors", 0, 0, 0, 0, 0, 0)
         (place.path / file.name).touch()
-        write_record(place.path / records.staged(file.name), Staged(file, "slot", 2, ("commit",)))
+        write_record(
+            place.path / records.staged_record(file.name), Staged(file, "slot", 2, ("commit",))
+        )
     commit(first)
-    named = Place.named
+    named = Place.list_names
 
     def named_just_before(self: Place, suffix: str) -> list[str]:
         found = named(self, suffix)
         commit(second)
         return found
 
-    monkeypatch.setattr(Place, "named", named_just_before)
+    monkeypatch.setattr(Place, "list_names", named_just_before)
     seen = observe.view_run(place.run)
     freed = [each for each in decide.decide_run(seen, 0.0) if isinstance(each, decide.Free)]
     assert all(each.saves == (first,) for each in freed)
@@ -339,8 +343,7 @@ def test_an_agent_that_another_process_never_finishes_starting_is_not_waited_for
 ) -> None:
     """That process is stopped, and keeps its lock."""
     home = Home(tmp_path)
-    monkeypatch.setattr(spawn, "PATIENCE", 0.0)
-    monkeypatch.setattr(spawn, "LONGER", 0.05)
+    monkeypatch.setattr(spawn, "LOCK_TIMEOUT", 0.05)
     fd = home.open_lock("start.lock")
     fcntl.flock(fd, fcntl.LOCK_EX)
     with pytest.raises(StoreError, match="another process has been starting the agent"):

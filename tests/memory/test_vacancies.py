@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.memory import reclaim
-from shardwise.memory.agent import service
-from shardwise.memory.home import Home, Run, hold, new_run
-from shardwise.memory.ranks import RankLock, is_present
+from shardwise.memory.agent import process
+from shardwise.memory.files import lock_directory
+from shardwise.memory.home import Home, Run, new_run
+from shardwise.memory.rank_locks import RankLock, is_rank_alive
 from tests.memory.reconciling import Attendant
 
 
@@ -25,7 +26,7 @@ def home(tmp_path: Path) -> Home:
 def begun(home: Home) -> Run:
     """A run that has allocated memory, and whose trainer is gone."""
     run = home.run(new_run())
-    RankLock(run, 0).leave()
+    RankLock(run, 0).release_as_lost()
     run.free.mkdir()
     (run.free / "r00000-0.slot").write_bytes(b"memory")
     return run
@@ -48,7 +49,7 @@ def test_a_trainer_that_starts_again_soon_finds_its_memory(home: Home) -> None:
     lock = RankLock(run, 0)
     agent.after(20.0)
     assert (run.free / "r00000-0.slot").exists()
-    lock.leave()
+    lock.release_as_lost()
     agent.look()  # it is vacant again from now on
     assert run.path.exists()
     agent.after(10.0)
@@ -66,14 +67,14 @@ def test_trainers_that_come_just_then_have_their_places(
 
     def holding(directory: Path, *, shared: bool) -> AbstractContextManager[bool]:
         coming.start()
-        return hold(directory, shared=shared)
+        return lock_directory(directory, shared=shared)
 
-    monkeypatch.setattr(reclaim, "hold", holding)
+    monkeypatch.setattr(reclaim, "lock_directory", holding)
     reclaim.remove_if_vacant(home, run)
     coming.join(20.0)
     assert len(came) == 2
-    assert is_present(run, 0)
-    assert is_present(run, 1)
+    assert is_rank_alive(run, 0)
+    assert is_rank_alive(run, 1)
     assert run.path.stat().st_ino == inode
     assert (run.free / "r00000-0.slot").exists()
     assert not list(home.path.glob("vacant-*"))
@@ -89,7 +90,7 @@ def test_a_trainer_that_comes_as_a_run_is_removed_begins_it_anew(
 
     def is_vacant(seen: Run) -> bool:
         found = look(seen)
-        with hold(seen.path, shared=True) as free:
+        with lock_directory(seen.path, shared=True) as free:
             if not free:  # it is looked at for the last time
                 coming.start()
                 coming.join(0.1)
@@ -100,7 +101,7 @@ def test_a_trainer_that_comes_as_a_run_is_removed_begins_it_anew(
     reclaim.remove_if_vacant(home, run)
     coming.join(20.0)
     assert len(came) == 1
-    assert is_present(run, 0)
+    assert is_rank_alive(run, 0)
     assert not run.free.exists()
     assert not list(home.path.glob("vacant-*"))
 
@@ -110,7 +111,7 @@ def test_what_is_begun_anew_is_vacant_only_later(home: Home) -> None:
     agent = Attendant(home)
     agent.after(10.0)
     assert not run.path.exists()
-    RankLock(run, 0).leave()
+    RankLock(run, 0).release_as_lost()
     agent.look()
     assert run.path.exists()
 
@@ -124,11 +125,11 @@ def test_what_is_no_run_stays(home: Home) -> None:
 def test_an_agent_of_which_nothing_is_needed_ends(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "IDLE", 0.1)
+    monkeypatch.setattr(process, "IDLE_TIMEOUT", 0.1)
     run = begun(home)
 
     async def live() -> None:
-        ending = asyncio.ensure_future(service._until_ended(home, asyncio.Event(), until_idle=True))
+        ending = asyncio.ensure_future(process._until_ended(home, asyncio.Event(), until_idle=True))
         await asyncio.sleep(0.3)
         assert not ending.done()
         reclaim.remove_if_vacant(home, run)
@@ -140,5 +141,5 @@ def test_an_agent_of_which_nothing_is_needed_ends(
 def test_what_an_agent_was_killed_over_is_removed_by_the_next(home: Home) -> None:
     left = home.path / "vacant-0123abcd"
     begun(home).path.rename(left)
-    reclaim.remove_leftovers(home)
+    reclaim.finish_removals(home)
     assert not left.exists()

@@ -26,14 +26,13 @@ from shardwise.memory.agent.status import (
     kept_run,
     status_of,
 )
-from shardwise.memory.agent.supervise import is_training
-from shardwise.memory.agent.tensor_status import TensorsStatus, TensorStatus
+from shardwise.memory.agent.tensor_protection import TensorsStatus, TensorStatus
 from shardwise.memory.home import Home
-from shardwise.memory.interface import LOOPBACK
-from shardwise.memory.options import DIRECTORY
+from shardwise.memory.identity import LOOPBACK
+from shardwise.memory.options import DIRECTORY, Tls
+from shardwise.memory.rank_locks import is_training
 from shardwise.memory.reclaim import clear_run
 from shardwise.memory.spawn import end_agent, log_to, running_agent
-from shardwise.memory.tls import Tls
 
 agent = typer.Typer(no_args_is_help=True, help="Run, show, clear or stop the agent of this node.")
 Directory = Annotated[
@@ -86,7 +85,7 @@ def run(
     or in a separate container, if an agent that training starts would be killed together with it.
     On SIGTERM the agent finishes its current writes, within 20 seconds, and exits.
     """
-    from shardwise.memory.agent.service import ServeOptions, run_agent
+    from shardwise.memory.agent.process import ServeOptions, run_agent
 
     logging.basicConfig(
         level=logging.INFO,

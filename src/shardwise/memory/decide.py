@@ -1,4 +1,4 @@
-"""The actions of an agent, as a pure function of what its node stores.
+"""Decides what an agent does: a pure function of what its node stores.
 
 Each save goes through these stages; every arrow is an action of `decide`:
 
@@ -15,20 +15,17 @@ Each save goes through these stages; every arrow is an action of `decide`:
                         ▼
                     protected
 
-A stage is NOT_ASKED, WAITING, RUNNING, DONE or FAILED (`view.State`); only RUNNING stages have an
+A stage is NOT_ASKED, WAITING, RUNNING, DONE or FAILED (`view.State`). Only RUNNING stages have an
 action. The leader is the node of rank 0, which has the pending manifest. It requests the stages
 from the other nodes by records, and writes the outcome of each stage to all nodes.
 
-Memory is freed by mark and sweep. These snapshots of a run are kept:
+Memory is freed by mark and sweep. A run keeps the newest committed snapshot, the newest protected
+one, those with open stages (see `is_pinned`), and the next newest, up to the number of its slots.
+Free removes all other snapshots that are older than the newest committed one.
 
-    the newest committed · the newest protected · those with open stages (see `is_pinned`) ·
-    as many more as the run has slots
-
-Free removes all others that are older than the newest committed one.
-
-A run without trainers on this node is freed when its root says that it was resumed from an older
-step, when storage has all of it, or after a day. LookUpRoot reads the root; FreeRun removes a run
-without snapshots.
+The snapshots of a run without trainers on this node are freed in three cases: its root says that
+the run was resumed from an older step, storage has the newest snapshot too, or a day has passed.
+LookUpRoot reads the root. FreeRun removes a run without snapshots.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ from itertools import islice
 
 from shardwise.memory.home import Place, Run
 from shardwise.memory.lineage import Lineage
-from shardwise.memory.records import RETAIN
+from shardwise.memory.records import RETAIN, request_record
 from shardwise.memory.view import NodeView, RunView, SaveView, SnapshotView, State
 
 LOST = "a trainer was lost"
@@ -50,7 +47,7 @@ UNATTENDED = "no trainer of the run has been on this node for a long time"
 
 
 @dataclass(frozen=True, slots=True)
-class OfSave:
+class SaveAction:
     """An action on one save of a snapshot."""
 
     place: Place
@@ -58,39 +55,43 @@ class OfSave:
 
 
 @dataclass(frozen=True, slots=True)
-class Seal(OfSave):
+class Seal(SaveAction):
     """Compute the checksums of files that this node's ranks staged."""
 
     files: tuple[str, ...]
 
 
-class Commit(OfSave):
-    """Collect the entries of all files, and write the manifest to all nodes."""
+class Commit(SaveAction):
+    """Collect the entries of all data files, and write the manifest to all nodes."""
 
 
-class Protect(OfSave):
+class Protect(SaveAction):
     """Have all nodes make copies or parity."""
 
 
-class Guard(OfSave):
-    """Make this node's part of the copies or parity."""
+class Guard(SaveAction):
+    """Make the copies or parity that this node stores for others."""
 
 
-class Persist(OfSave):
+class Persist(SaveAction):
     """Have all nodes copy their files to storage, and publish the checkpoint."""
 
 
-class Copy(OfSave):
+class Copy(SaveAction):
     """Copy this node's files to storage."""
 
 
-class Retain(OfSave):
+class Retain(SaveAction):
     """Remove old checkpoints from storage."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rescue(OfSave):
-    """Have a save persisted that was for memory only."""
+class Rescue(SaveAction):
+    """Have a save persisted that was for memory only.
+
+    Attributes:
+        why: the reason, for the log.
+    """
 
     why: str
 
@@ -100,7 +101,8 @@ class Free:
     """Free the memory of a snapshot.
 
     Attributes:
-        saves: the saves of the step to free; all of the snapshot if empty.
+        why: the reason, for the log.
+        saves: the ids of the saves to free; if empty, the whole snapshot is freed.
     """
 
     place: Place
@@ -120,14 +122,14 @@ class LookUpRoot:
     """Read the root of a run without trainers.
 
     Attributes:
-        stored: whether to read its newest step too.
+        reads_steps: whether to find the newest step in the root, too.
     """
 
     run: Run
-    stored: bool
+    reads_steps: bool
 
 
-Action = OfSave | Free | FreeRun | LookUpRoot
+Action = SaveAction | Free | FreeRun | LookUpRoot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,20 +137,21 @@ class Periods:
     """How long an agent waits before it frees memory, in seconds.
 
     Attributes:
-        look_up: between two looks at the root of a run without trainers.
-        linger: until a run without trainers is freed, if storage has all of it.
-        longest: until it is freed in any case.
-        vacant: until a run without trainers and snapshots is removed.
+        between_lookups: between two reads of the root of a run without trainers.
+        until_freed_if_stored: until the snapshots of a run without trainers are freed, if storage
+            has the newest one.
+        until_freed: until the snapshots of a run without trainers are freed in any case.
+        until_removed: until a run without trainers and snapshots is removed.
     """
 
-    look_up: float = 10.0
-    linger: float = 1800.0
-    longest: float = 86400.0
-    vacant: float = 10.0
+    between_lookups: float = 10.0
+    until_freed_if_stored: float = 1800.0
+    until_freed: float = 86400.0
+    until_removed: float = 10.0
 
 
 DEFAULT_PERIODS = Periods()
-_WORK = {
+_ACTION_OF_STAGE = {
     "commit": Commit,
     "protect": Protect,
     "guard": Guard,
@@ -168,50 +171,55 @@ def decide(node: NodeView, now: float, periods: Periods = DEFAULT_PERIODS) -> li
 
 
 def decide_run(run: RunView, now: float, periods: Periods = DEFAULT_PERIODS) -> list[Action]:
-    """Return the actions for one run."""
-    found: list[Action] = []
+    """Return the actions for one run, in the order in which to perform them."""
+    actions: list[Action] = []
     for snapshot in run.snapshots:
         for save in snapshot.saves.values():
-            found += _work_on(snapshot, save)
-    if run.lost:
-        found += _rescue(run, LOST)
-    if run.unattended is not None:
-        found += _free_unattended(run, now, periods)
-    freed = {action.place for action in found if isinstance(action, Free)}
-    found += (each for each in _free_replaced(run) if each.place not in freed)
-    return found
+            actions += _advance_stages(snapshot, save)
+    if run.lost_ranks:
+        actions += _rescue_newest(run, LOST)
+    if run.unattended_since is not None:
+        actions += _free_unattended(run, run.unattended_since, now, periods)
+    freed = {action.place for action in actions if isinstance(action, Free)}
+    actions += (each for each in _free_replaced(run) if each.place not in freed)
+    return actions
 
 
-def _work_on(snapshot: SnapshotView, save: SaveView) -> Iterator[Action]:
-    """Yield the actions of this node for the stages of a save."""
+def _advance_stages(snapshot: SnapshotView, save: SaveView) -> Iterator[Action]:
+    """Yield the actions for the stages of a save on which this node has work to do."""
     if save.state("seal") is State.RUNNING and not snapshot.is_abandoned:
         yield Seal(snapshot.place, save.save_id, save.unsealed)
-    for stage, action in _WORK.items():
+    for stage, action in _ACTION_OF_STAGE.items():
         if save.state(stage) is State.RUNNING and (stage == RETAIN or not snapshot.is_abandoned):
             yield action(snapshot.place, save.save_id)
 
 
-def _rescue(run: RunView, why: str) -> Iterator[Action]:
-    """Yield a rescue of the newest committed snapshot, unless it is persisted or must not be."""
+def _rescue_newest(run: RunView, why: str) -> Iterator[Action]:
+    """Yield a rescue of the newest committed snapshot, if its options request rescues.
+
+    Nothing is yielded if the snapshot is persisted anyway, or the rescue was requested before.
+    """
     newest = run.newest_committed
-    save = None if newest is None else newest.saves.get(newest.committed or "")
-    if newest is None or save is None or save.pending is None or newest.is_abandoned:
+    if newest is None or newest.is_abandoned:
         return
-    wanted = save.pending.rescue and not save.pending.durable
-    if wanted and save.state("rescue") is State.NOT_ASKED:
+    save = newest.saves.get(newest.committed_save or "")
+    if save is None or save.pending is None:
+        return
+    is_wanted = save.pending.rescue and not save.pending.durable
+    if is_wanted and save.state("rescue") is State.NOT_ASKED:
         yield Rescue(newest.place, save.save_id, why)
 
 
 def _free_replaced(run: RunView) -> Iterator[Free]:
-    """Free what the newest committed snapshot replaces, and replaced saves of the steps kept."""
+    """Yield actions that free the snapshots and saves that newer ones have replaced."""
     newest = run.newest_committed
     if newest is None:
         return
     kept = kept_steps(run)
     for each in run.snapshots:
         if each.step in kept:
-            if old := _replaced_saves(each):
-                yield Free(each.place, REPLACED, old)
+            if replaced := _replaced_saves(each):
+                yield Free(each.place, REPLACED, replaced)
         elif each.step < newest.step and not is_pinned(run, each) and not _only_retains(each):
             yield Free(each.place, REPLACED)
 
@@ -222,37 +230,37 @@ def kept_steps(run: RunView) -> set[int]:
     if not committed:
         return set()
     newest = committed[0]
-    asked = [staged.slots for save in newest.saves.values() for staged in save.staged]
+    slots = [staged.slots for save in newest.saves.values() for staged in save.staged]
     kept = {newest.step, *(each.step for each in committed if is_pinned(run, each))}
     kept |= set(islice((each.step for each in committed if each.is_done("protect")), 1))
     for each in committed:
-        if len(kept) >= max(asked, default=2):
+        if len(kept) >= max(slots, default=2):
             break
         kept.add(each.step)
     return kept
 
 
 def is_pinned(run: RunView, snapshot: SnapshotView) -> bool:
-    """Return whether a snapshot has an open stage that no newer snapshot has reached.
+    """Return whether a snapshot must stay in memory because a stage has not ended.
 
-    A save that the agent promised to persist is pinned until it is persisted, whatever newer saves
-    reach; also one without data files, of which no rank has staged anything. Abandoned snapshots
-    are
-    not pinned.
+    A snapshot is pinned by an open stage that has not ended for any newer snapshot either. A save
+    that this node leads and must persist pins its snapshot until it is persisted, even if newer
+    saves are; this includes a save without data files, for which no rank has staged anything.
+    Abandoned snapshots are not pinned.
     """
     if snapshot.is_abandoned:
         return False
     if any(save.is_promised for save in snapshot.saves.values()):
         return True
     newer = [each for each in run.snapshots if each.step > snapshot.step]
-    wanted = {stage for save in snapshot.saves.values() for stage in save.wanted}
-    return any(not any(each.has_ended(stage) for each in newer) for stage in wanted)
+    open_stages = {stage for save in snapshot.saves.values() for stage in save.open_stages}
+    return any(not any(each.has_ended(stage) for each in newer) for stage in open_stages)
 
 
 def _only_retains(snapshot: SnapshotView) -> bool:
-    """Return whether only requests to remove old checkpoints from storage remain."""
+    """Return whether the snapshot consists only of requests to remove old checkpoints."""
     open_requests = {
-        f"{RETAIN}-{save.save_id}.json"
+        request_record(RETAIN, save.save_id)
         for save in snapshot.saves.values()
         if save.state(RETAIN).is_open
     }
@@ -260,71 +268,76 @@ def _only_retains(snapshot: SnapshotView) -> bool:
 
 
 def _replaced_saves(snapshot: SnapshotView) -> tuple[str, ...]:
-    """Return the saves whose commit has ended, and that another save of the step has replaced."""
+    """Return the ids of saves that another, committed save of the step has replaced.
+
+    A save whose commit has not ended is not among them.
+    """
     staged = [save for save in snapshot.saves.values() if save.has_staged]
-    if len(staged) < 2 or not snapshot.committed:
+    if len(staged) < 2 or not snapshot.committed_save:
         return ()
     ended = [save.save_id for save in staged if save.state("commit").has_ended]
-    return tuple(save_id for save_id in ended if save_id != snapshot.committed)
+    return tuple(save_id for save_id in ended if save_id != snapshot.committed_save)
 
 
-def _free_unattended(run: RunView, now: float, periods: Periods) -> Iterator[Action]:
-    """Free the memory of a run that has no trainer on this node."""
-    since, root = run.unattended or 0.0, run.root
-    idle = now - since
+def _free_unattended(
+    run: RunView, unattended_since: float, now: float, periods: Periods
+) -> Iterator[Action]:
+    """Yield actions that free the memory of a run without trainers on this node."""
     if not run.snapshots:
-        if run.vacant is not None and now - run.vacant >= periods.vacant:
+        if run.vacant_since is not None and now - run.vacant_since >= periods.until_removed:
             yield FreeRun(run.run)
         return
-    lingers = idle >= periods.linger
-    if now - (since if root is None else root.looked) >= periods.look_up:
-        yield LookUpRoot(run.run, lingers)
+    root, seconds = run.root, now - unattended_since
+    may_free_stored = seconds >= periods.until_freed_if_stored
+    last_lookup = unattended_since if root is None else root.read_at
+    if now - last_lookup >= periods.between_lookups:
+        yield LookUpRoot(run.run, may_free_stored)
+    frees_all = seconds >= periods.until_freed or (may_free_stored and _is_in_storage(run))
     lineage = None if root is None else root.lineage
-    goes = idle >= periods.longest or (lingers and _is_in_storage(run))
     for each in run.snapshots:
         if lineage is not None and is_superseded(each, lineage):
             yield Free(each.place, RESUMED)
-        elif goes:
+        elif frees_all:
             yield Free(each.place, UNATTENDED)
-    if lingers and not goes and root is not None and root.reached and root.knows_stored:
-        yield from _rescue(run, ENDED)
+    has_read_steps = root is not None and root.is_reachable and root.has_read_steps
+    if may_free_stored and not frees_all and has_read_steps:
+        yield from _rescue_newest(run, ENDED)
 
 
 def _is_in_storage(run: RunView) -> bool:
-    """Return whether storage has everything of a run that could be needed."""
+    """Return whether storage has everything of a run that a restore could need."""
     root, newest = run.root, run.newest_committed
-    if root is None or not root.reached:
+    if root is None or not root.is_reachable:
         return False
     if root.lineage is None or newest is None:
         return True
-    return root.stored is not None and root.stored >= newest.step
+    return root.newest_step is not None and root.newest_step >= newest.step
 
 
 def is_superseded(snapshot: SnapshotView, lineage: Lineage) -> bool:
-    """Return whether the run was resumed from a step before this snapshot, after it was saved.
+    """Return whether the run was resumed from an older step after this snapshot was saved.
 
-    False if the epoch of any of its saves is unknown, because the run may be resumed from that
-    save.
+    Return False if the epoch of any of its saves is unknown, because the run may have been resumed
+    before that save.
     """
     branch = lineage.newest_before(snapshot.step)
-    saves = [each for each in snapshot.saves.values() if _exists(snapshot, each)]
+    saves = [each for each in snapshot.saves.values() if _is_in_memory(snapshot, each)]
     if branch is None or not saves:
         return False
     return all(each.epoch is not None and each.epoch < branch.epoch for each in saves)
 
 
-def _exists(snapshot: SnapshotView, save: SaveView) -> bool:
-    return bool(save.staged) or save.pending is not None or save.save_id == snapshot.committed
+def _is_in_memory(snapshot: SnapshotView, save: SaveView) -> bool:
+    return bool(save.staged) or save.pending is not None or save.save_id == snapshot.committed_save
 
 
 def superseded_steps(
     run: RunView, step: int | None, lineage: Lineage, nodes: Collection[str], slots: int
 ) -> list[Place]:
-    """Return what a node need not keep when the run is resumed from a step.
+    """Return the snapshots that a node can free when the run is resumed from a step.
 
-    These are newer snapshots; snapshots that the run abandoned before, while this node may have
-    been
-    away; and older unfinished ones, which would occupy slots while they wait for a lost node.
+    These are newer snapshots; snapshots that the run abandoned earlier, while this node was away;
+    and older unfinished ones, which would occupy slots while they wait for a lost node.
 
     Args:
         step: the step; None for the beginning.
@@ -345,7 +358,7 @@ def superseded_steps(
 
 
 def _is_being_persisted(snapshot: SnapshotView, nodes: Collection[str]) -> bool:
-    """Return whether a live node leads a save that must still be persisted."""
+    """Return whether one of `nodes` leads a save that must still be persisted."""
     return snapshot.is_committed and any(
         save.pending is not None
         and save.pending.durable
@@ -356,19 +369,19 @@ def _is_being_persisted(snapshot: SnapshotView, nodes: Collection[str]) -> bool:
 
 
 def _is_finished(snapshot: SnapshotView) -> bool:
-    """Return whether a snapshot is committed and has no open stages."""
+    """Return whether a snapshot is committed, and no stage is open."""
     return snapshot.is_committed and not any(
-        save.wanted
+        save.open_stages
         or (save.state("copy") is not State.NOT_ASKED and not save.state("persist").has_ended)
         for save in snapshot.saves.values()
     )
 
 
 def hopeless_steps(run: RunView, now: float, patience: float) -> list[Place]:
-    """Return the steps that will never be committed, except the newest step.
+    """Return the snapshots that will never be committed, except the newest snapshot.
 
-    Their commit has failed; or they are for memory only, and nothing was staged for `patience`
-    seconds.
+    Either their commit has failed; or they are for memory only, and no rank of this node has staged
+    a file for `patience` seconds.
 
     Args:
         now: the time in seconds since 1970.
@@ -379,9 +392,9 @@ def hopeless_steps(run: RunView, now: float, patience: float) -> list[Place]:
         staged = [one for save in saves for one in save.staged]
         if each.is_committed or not staged:
             continue
-        failed = all(save.state("commit") is State.FAILED for save in saves)
-        durable = any("persist" in one.stages for one in staged)
+        has_failed = all(save.state("commit") is State.FAILED for save in saves)
+        is_durable = any("persist" in one.stages for one in staged)
         age = 0.0 if each.staged_at is None else now - each.staged_at
-        if failed or (not durable and age > patience):
+        if has_failed or (not is_durable and age > patience):
             found.append(each.place)
     return found

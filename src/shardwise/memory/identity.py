@@ -1,54 +1,68 @@
-"""The name, secret and port of a node's agent.
+"""The name, secret, port and address of a node's agent.
 
-They are stored in the home. So the next agent has the same, and what other nodes and older records
-say about the previous agent stays true.
+The name, the secret and the port are stored in the home, so that the next agent has the same ones:
+other nodes and older records refer to them.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hmac
-import os
+import ipaddress
 import re
 import secrets
 import socket
+import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from shardwise.errors import StoreError
+from shardwise.memory.files import write_record
 from shardwise.memory.home import Home
+from shardwise.memory.records import AgentInfo
 
 SHORTEST_SECRET, LONGEST_SECRET = 16, 512
 _SECRET = re.compile(rf"[!-~]{{{SHORTEST_SECRET},{LONGEST_SECRET}}}")
+LOOPBACK = "127.0.0.1"
+GLOBAL_SCOPE = "00"
+_SIOCGIFADDR = 0x8915
+_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
 def node_name(home: Home) -> str:
-    """Return the unique name of the node; create one if it has none."""
-    return _kept(home.path / "node", f"{socket.gethostname()}-{secrets.token_hex(4)}")
+    """Return the unique name of the node. It is created on the first call."""
+    return _read_or_create(home.path / "node", f"{socket.gethostname()}-{secrets.token_hex(4)}")
 
 
 def secret_of(home: Home, given: Path | None) -> str:
-    """Return the secret that clients must present: from the given file, or the home's own.
+    """Return the secret that clients of the agent must present.
+
+    Args:
+        given: the file with the secret; None for a secret that is generated and stored in the home.
 
     Raises:
         StoreError: the file cannot be read, or does not contain a valid secret.
     """
     if given is None:
-        return _kept(home.path / "agent.secret", secrets.token_urlsafe(32))
+        return _read_or_create(home.path / "agent.secret", secrets.token_urlsafe(32))
     try:
         with given.open("rb") as file:
             secret = file.read(LONGEST_SECRET + 2).decode(errors="replace").strip()
     except OSError as error:
-        raise StoreError(f"{given}: the secret cannot be read: {error}") from error
+        raise StoreError(f"{given}: cannot read the secret: {error.strerror}") from error
     if not _SECRET.fullmatch(secret):
         raise StoreError(
-            f"{given} holds no secret: {SHORTEST_SECRET} to {LONGEST_SECRET} characters of ASCII "
-            "without spaces. Create one with `openssl rand -hex 32`"
+            f"{given}: the file does not contain a secret of {SHORTEST_SECRET} to "
+            f"{LONGEST_SECRET} ASCII characters without spaces; create one with "
+            "`openssl rand -hex 32`"
         )
     return secret
 
 
 def run_token(secret: str, run: str) -> str:
-    """Return the token that gives access to one run; it does not reveal the secret."""
+    """Return the token that gives access to one run. It does not reveal the secret."""
     return hmac.new(secret.encode(), f"run {run}".encode(), "sha256").hexdigest()
 
 
@@ -62,27 +76,99 @@ def last_port(home: Home) -> int:
 
 def remember_port(home: Home, port: int) -> None:
     """Record the port, so that the next agent uses it if it is free."""
-    _write(_port(home), str(port))
+    write_record(_port(home), str(port).encode())
 
 
 def _port(home: Home) -> Path:
     return home.path / "agent.port"
 
 
-def _kept(path: Path, new: str) -> str:
-    """Return the content of a file; write `new` first if the file does not exist."""
+def _read_or_create(path: Path, new: str) -> str:
+    """Return the content of a file; if the file is missing or empty, write `new` first."""
     with suppress(FileNotFoundError):
-        if said := path.read_text():
-            return said
-    _write(path, new)
+        if content := path.read_text():
+            return content
+    write_record(path, new.encode())
     return new
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file atomically, readable by its owner only."""
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.unlink(missing_ok=True)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "w") as file:
-        file.write(text)
-    temporary.rename(path)
+def address_of(interface: str) -> str:
+    """Return the address of a network interface; an address is returned as it is.
+
+    Raises:
+        StoreError: no such interface exists, or it has no address that other nodes can connect to.
+    """
+    try:
+        address = ipaddress.ip_address(interface)
+    except ValueError:
+        address = ipaddress.ip_address(_address_of_interface(interface))
+    if (
+        address.is_unspecified
+        or address.is_multicast
+        or (address.version == 6 and address.is_link_local)
+    ):
+        raise StoreError(
+            f"interface {interface!r}: other nodes cannot connect to {address}; pass a unicast "
+            "address, or the name of a network interface such as 'eth0'"
+        )
+    return str(address)
+
+
+def served_address(info: AgentInfo) -> str:
+    """Return the address in an agent's URL."""
+    return urlsplit(info.url).hostname or ""
+
+
+def refuse_unreachable(infos: Sequence[AgentInfo]) -> None:
+    """Raise if the run has several hosts, and an agent serves only its own host.
+
+    Raises:
+        StoreError: names the agent, and says what to do.
+    """
+    hosts = sorted({info.host for info in infos})
+    local = next((info for info in infos if serves_own_host_only(info)), None)
+    if len(hosts) > 1 and local is not None:
+        raise StoreError(
+            f"this run has {len(hosts)} hosts ({', '.join(hosts[:4])}"
+            f"{', …' if len(hosts) > 4 else ''}), but the agent of node {local.node} serves "
+            f"{served_address(local)}, which no other host can reach: "
+            "set Memory(interface=…) to this node's address in the network of the hosts, or to a "
+            "network interface (for example 'eth0'), and stop the running agent: "
+            f"kill {local.process} on {local.host}"
+        )
+
+
+def serves_own_host_only(info: AgentInfo) -> bool:
+    """Return whether an agent can be reached from its own host only."""
+    try:
+        return ipaddress.ip_address(served_address(info)).is_loopback
+    except ValueError:
+        return False
+
+
+def _address_of_interface(name: str) -> str:
+    """Return the IPv4 address of a network interface, or its IPv6 address if it has no other."""
+    names = [each for _, each in socket.if_nameindex()]
+    if name not in names:
+        raise StoreError(
+            f"interface {name!r} is neither an address nor a network interface of "
+            f"{socket.gethostname()}, which has {', '.join(names)}"
+        )
+    request = struct.pack("256s", name.encode())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as connection:
+        try:
+            answer = fcntl.ioctl(connection.fileno(), _SIOCGIFADDR, request)
+        except OSError:
+            return _ipv6_address_of(name)
+    return socket.inet_ntop(socket.AF_INET, answer[20:24])
+
+
+def _ipv6_address_of(name: str) -> str:
+    """Return the global IPv6 address of a network interface."""
+    lines = _IPV6_ADDRESSES.read_text().splitlines() if _IPV6_ADDRESSES.exists() else []
+    for address, _index, _prefix, scope, _flags, interface in map(str.split, lines):
+        if interface == name and scope == GLOBAL_SCOPE:
+            return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+    raise StoreError(
+        f"interface {name!r} has no address that other nodes can reach: pass another interface"
+    )

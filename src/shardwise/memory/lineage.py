@@ -21,15 +21,22 @@ Step = Annotated[int, msgspec.Meta(ge=BEGINNING, le=2**62)]
 
 
 class Branch(msgspec.Struct, array_like=True, frozen=True):
-    """A point where a run was resumed: `epoch` begins after `step` and abandons newer steps of
-    earlier epochs."""
+    """A point where a run was resumed.
+
+    The epoch begins after the step. It abandons the newer steps of earlier epochs.
+    """
 
     epoch: Epoch
     step: Step
 
 
 class Lineage(msgspec.Struct, frozen=True):
-    """A run and its branches, by ascending step: a branch replaces those at its step or later."""
+    """A run and its branches, by ascending step. A new branch replaces those at its step or later.
+
+    Attributes:
+        run: the id of the run, 16 hexadecimal digits.
+        branches: the branches.
+    """
 
     run: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
     branches: tuple[Branch, ...] = ()
@@ -40,25 +47,28 @@ class Lineage(msgspec.Struct, frozen=True):
         return self.branches[-1].epoch if self.branches else 0
 
     def resumed_from(self, step: int | None) -> Lineage:
-        """Return the lineage with another epoch, which begins after `step`, or at the beginning if
-        None."""
-        begins = BEGINNING if step is None else step
-        kept = [each for each in self.branches if each.step < begins]
-        if len(kept) >= MOST_BRANCHES:  # merged, they abandon more steps, but those are long gone
+        """Return the lineage with another epoch, which begins after a step.
+
+        Args:
+            step: the step; None for the beginning.
+        """
+        first = BEGINNING if step is None else step
+        kept = [each for each in self.branches if each.step < first]
+        if len(kept) >= MOST_BRANCHES:
+            # Merge the oldest two. This abandons more steps, but they were freed long ago.
             kept[:2] = [Branch(kept[1].epoch, kept[0].step)]
-        return Lineage(self.run, (*kept, Branch(self.epoch + 1, begins)))
+        return Lineage(self.run, (*kept, Branch(self.epoch + 1, first)))
 
     def newest_before(self, step: int) -> Branch | None:
-        """Return the newest branch that abandons this step in earlier epochs, or None."""
+        """Return the newest branch that abandons a step of earlier epochs, or None."""
         return next((each for each in reversed(self.branches) if each.step < step), None)
 
 
 def lineage_of(root: Store) -> Lineage:
     """Return the lineage of the run that saves to a root; begin a new run if there is none.
 
-    The root stores the run's id. So a new run in a root that was emptied never uses the snapshots
-    of
-    the previous run.
+    The root stores the id of the run. If the root is emptied, a new run begins, which never uses
+    the snapshots of the previous run.
 
     Raises:
         StoreError: the file in the root is damaged.
@@ -69,12 +79,13 @@ def lineage_of(root: Store) -> Lineage:
         with suppress(FileExistsError):
             root.publish(RUN, msgspec.json.encode(Lineage(new_run())), replace=False)
     raise StoreError(
-        f"{root}: {RUN} appears and disappears: another process creates and removes it"
+        f"{root}: cannot read {RUN}: another process creates and removes it again and again; make "
+        "sure that nothing else removes files from the root"
     )
 
 
 def known_lineage(root: Store) -> Lineage | None:
-    """Return the lineage of the run that saves to a root, or None if there is none.
+    """Return the lineage of the run that saves to a root; None if the root has no run.
 
     Raises:
         StoreError: the file in the root is damaged.
@@ -85,7 +96,7 @@ def known_lineage(root: Store) -> Lineage | None:
 
 
 def resume_from(root: Store, run: str, step: int | None) -> Lineage:
-    """Record in the root that a run is resumed from a step; return its new lineage.
+    """Record in the root that a run is resumed from a step; return the new lineage.
 
     Args:
         step: None for the beginning.
@@ -96,9 +107,15 @@ def resume_from(root: Store, run: str, step: int | None) -> Lineage:
     try:
         before = _read(root)
     except FileNotFoundError as error:
-        raise StoreError(f"{root}: {RUN} disappeared while run {run} is in use") from error
+        raise StoreError(
+            f"{root}: cannot resume run {run}: {RUN} was removed while the run is in use; restart "
+            "the training"
+        ) from error
     if before.run != run:
-        raise StoreError(f"{root} was begun anew by run {before.run} while run {run} is in use")
+        raise StoreError(
+            f"{root}: cannot resume run {run}: the root was emptied meanwhile, and run "
+            f"{before.run} saves to it now; stop one of the two trainings"
+        )
     after = before.resumed_from(step)
     root.publish(RUN, msgspec.json.encode(after), replace=True)
     return after
@@ -109,4 +126,7 @@ def _read(root: Store) -> Lineage:
     try:
         return msgspec.json.decode(data, type=Lineage)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise StoreError(f"{root}: {RUN} is damaged ({error}); remove it") from error
+        raise StoreError(
+            f"{root}: {RUN} is damaged ({error}); remove the file. The next training then begins a "
+            "new run, which does not use snapshots in memory"
+        ) from error

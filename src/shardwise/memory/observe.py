@@ -1,4 +1,4 @@
-"""Reads what a node stores into the values of `view.py`."""
+"""Reads the directories and records of a node into the values of `view.py`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import msgspec
 
 from shardwise.errors import StoreError
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
-from shardwise.memory.home import ENDED, Home, Place, Run, read_record
-from shardwise.memory.ranks import has_trainers, is_present, lost_trainers
+from shardwise.memory.files import read_record
+from shardwise.memory.home import ENDED, Home, Place, Run
+from shardwise.memory.rank_locks import has_trainers, is_rank_alive, lost_ranks
 from shardwise.memory.records import Done, PendingManifest, Staged, rank_of
 from shardwise.memory.view import (
     NodeView,
@@ -35,36 +36,46 @@ _SAVE = re.compile(r"-([0-9a-f]{16})[.]")
 
 
 class RecordCache:
-    """Reads each version of a record once: a file that was replaced has another inode or time.
+    """Reads each record once, and again only after the file was replaced.
+
+    A replaced file has another inode, modification time or size.
 
     Args:
-        logs: whether to log damaged records, each once on a node.
+        logs: whether to log damaged records. Each is logged once on a node.
     """
 
     def __init__(self, *, logs: bool = True) -> None:
         self.logs = logs
-        self._known: dict[tuple[Path, object], tuple[tuple[int, int, int], object]] = {}
-        self._used: set[tuple[Path, object]] = set()
+        self._known: dict[tuple[Path, type], tuple[tuple[int, int, int], object]] = {}
+        self._used: set[tuple[Path, type]] = set()
 
-    def read(self, path: Path, read: Callable[[Path], T]) -> tuple[T, float] | None:
-        """Return the result of `read` for a file, and when the file was written; None without a
-        file."""
+    def read(self, path: Path, kind: type[T]) -> tuple[T | StoreError, float] | None:
+        """Return a record, or the error if it is damaged, and its modification time in seconds.
+
+        Return None if the file does not exist. Of a pending manifest, the text of the manifest,
+        which can be large, is left out.
+        """
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except FileNotFoundError:
             return None
-        key, version = (path, read), (found.st_ino, found.st_mtime_ns, found.st_size)
+        key, version = (path, kind), (status.st_ino, status.st_mtime_ns, status.st_size)
         self._used.add(key)
         known = self._known.get(key)
         if known is None or known[0] != version:
             try:
-                known = self._known[key] = version, read(path)
-            except FileNotFoundError:
+                record: object = read_record(path, kind)
+            except StoreError as error:
+                record = error
+            if record is None:
                 return None
-        return known[1], found.st_mtime  # type: ignore[return-value]
+            if isinstance(record, PendingManifest):
+                record = msgspec.structs.replace(record, manifest="")
+            known = self._known[key] = version, record
+        return known[1], status.st_mtime  # type: ignore[return-value]
 
     def forget_unused(self) -> None:
-        """Forget records that were not read since the last call."""
+        """Remove records that were not read since the last call from the cache."""
         self._known = {key: each for key, each in self._known.items() if key in self._used}
         self._used = set()
 
@@ -74,7 +85,7 @@ class Observer:
 
     Args:
         home: the home of the node.
-        node: the node's name; "" if the caller decides no actions.
+        node: the node's name; "" if the views are not used to decide actions.
         clock: a monotonic clock, in seconds.
     """
 
@@ -86,8 +97,8 @@ class Observer:
         self.clock = clock
         self._lock = threading.Lock()
         self._cache = RecordCache()
-        self._unattended: dict[str, float] = {}
-        self._vacant: dict[str, float] = {}
+        self._unattended_since: dict[str, float] = {}
+        self._vacant_since: dict[str, float] = {}
         self._roots: dict[str, RootView] = {}
 
     def node(self) -> NodeView:
@@ -96,7 +107,7 @@ class Observer:
             view = NodeView(self._node, tuple(self._run(run) for run in self._runs()))
             self._cache.forget_unused()
             names = {each.run.name for each in view.runs}
-            for known in (self._unattended, self._vacant, self._roots):
+            for known in (self._unattended_since, self._vacant_since, self._roots):
                 for name in known.keys() - names:
                     del known[name]
             return view
@@ -107,7 +118,7 @@ class Observer:
             return self._run(run)
 
     def set_root(self, run: Run, root: RootView) -> None:
-        """Store the result of a look at the root of a run."""
+        """Store what the root of a run contains, for the next views."""
         with self._lock:
             self._roots[run.name] = root
 
@@ -118,25 +129,26 @@ class Observer:
 
     def _run(self, run: Run) -> RunView:
         now = self.clock()
-        attended = has_trainers(run)
+        is_attended = has_trainers(run)
         snapshots = read_snapshots(run, self._node, self._cache)
-        if attended:
-            self._unattended.pop(run.name, None)
+        unattended, vacant = self._unattended_since, self._vacant_since
+        if is_attended:
+            unattended.pop(run.name, None)
             self._roots.pop(run.name, None)
-        if attended or snapshots:
-            self._vacant.pop(run.name, None)
+        if is_attended or snapshots:
+            vacant.pop(run.name, None)
         return RunView(
             run=run,
             snapshots=snapshots,
-            lost=tuple(lost_trainers(run)),
-            unattended=None if attended else self._unattended.setdefault(run.name, now),
-            vacant=None if attended or snapshots else self._vacant.setdefault(run.name, now),
+            lost_ranks=tuple(lost_ranks(run)),
+            unattended_since=None if is_attended else unattended.setdefault(run.name, now),
+            vacant_since=None if is_attended or snapshots else vacant.setdefault(run.name, now),
             root=self._roots.get(run.name),
         )
 
 
 def view_run(run: Run, cache: RecordCache | None = None) -> RunView:
-    """Read the snapshots of a run without the liveness of its trainers.
+    """Read the snapshots of a run, but not which of its trainers are alive.
 
     Args:
         cache: a cache for this run alone, if it is read repeatedly.
@@ -158,27 +170,38 @@ def read_snapshots(
 def read_snapshot(place: Place, node: str = "", cache: RecordCache | None = None) -> SnapshotView:
     """Read one snapshot.
 
-    The names of the outcomes are listed before the manifest is read. So if a save is committed in
-    between, its manifest is already seen, and the save does not look replaced by another one.
+    The files are listed before the manifest is read. If a save is committed in between, the view
+    has its manifest but not its outcome; the reverse would make the save look as if another save
+    had replaced it.
 
     Args:
-        node: the name of this node, which determines the saves that it leads.
+        node: the name of this node. It leads the saves whose pending manifest names it.
     """
     reader = _Reader(place, node, cache or RecordCache())
-    return reader.snapshot()
+    return reader.read_snapshot()
 
 
-def ended(place: Place, stage: str, save_id: str) -> Done | None:
-    """Return how a stage of a save has ended; None if it has not. Works after the snapshot was
-    freed.
+def read_outcome(place: Place, stage: str, save_id: str) -> Done | None:
+    """Return the outcome of a stage; None if the stage has not ended.
 
-    It reads only the outcome, so that polling is cheap.
+    The outcome remains after the snapshot was freed. No other record is read, so that polling is
+    cheap. A damaged outcome counts as a failure.
     """
-    done = place.ended(stage, save_id)
-    if done is None:
+    name = records.outcome_record(stage, save_id)
+    try:
+        outcome = read_record(place.path / name, Done)
+    except StoreError as error:
+        place.log_damage(name, error)
+        return _damaged_outcome(stage, save_id, error)
+    if outcome is None:
         with suppress(StoreError):
-            return read_record(place.run.path / ENDED / records.outcome(stage, save_id), Done)
-    return done
+            return read_record(place.run.path / ENDED / name, Done)
+    return outcome
+
+
+def _damaged_outcome(stage: str, save_id: str, error: StoreError) -> Done:
+    failure = f"the record of the outcome is damaged: {error}"
+    return Done(save_id=save_id, stage=stage, failure=failure)
 
 
 class _SaveId(msgspec.Struct):
@@ -196,157 +219,171 @@ class _Reader:
     cache: RecordCache
     names: frozenset[str] = field(default_factory=frozenset)
 
-    def snapshot(self) -> SnapshotView:
-        names = frozenset(self.place.named(""))
-        seen = _Reader(self.place, self.node, self.cache, names)
+    def read_snapshot(self) -> SnapshotView:
+        names = frozenset(self.place.list_names(""))
+        reader = _Reader(self.place, self.node, self.cache, names)
         ids = {found[1] for name in names if (found := _SAVE.search(name)) is not None}
-        manifest = seen.cache.read(self.place.path / MANIFEST, _read_save_id)
-        committed = None if manifest is None else manifest[0]
-        ids |= {committed} if committed else set()
-        times = [seen._time(name) for name in names if name.endswith(records.STAGED)]
+        manifest = reader.cache.read(self.place.path / MANIFEST, _SaveId)
+        committed_save = None
+        if manifest is not None:
+            committed_save = "" if isinstance(manifest[0], StoreError) else manifest[0].save_id
+        ids |= {committed_save} if committed_save else set()
+        times = [reader._time(name) for name in names if name.endswith(records.STAGED)]
         return SnapshotView(
             place=self.place,
             names=names,
-            saves={each: seen.save(each) for each in sorted(ids)},
-            committed=committed,
+            saves={each: reader._read_save(each) for each in sorted(ids)},
+            committed_save=committed_save,
             staged_at=max((each for each in times if each is not None), default=None),
         )
 
-    def save(self, save_id: str) -> SaveView:
-        own = [
-            n for n in self.names if n.endswith(records.STAGED) and records.save_of(n) == save_id
+    def _read_save(self, save_id: str) -> SaveView:
+        staged_names = [
+            name
+            for name in sorted(self.names)
+            if name.endswith(records.STAGED) and records.save_of(name) == save_id
         ]
-        found = (self._read(name, Staged) for name in sorted(own))
+        found = (self._read(name, Staged) for name in staged_names)
         staged = tuple(each for each in found if each and each.file.name in self.names)
         files = [each.file.name for each in staged]
-        unsealed = tuple(name for name in files if records.entry(name) not in self.names)
-        has_pending = records.pending(save_id) in self.names
-        pending = self._pending(records.pending(save_id)) or self._pending(
-            records.pending_copy(save_id)
+        unsealed = tuple(name for name in files if records.entry_record(name) not in self.names)
+        pending_name = records.pending_record(save_id)
+        pending = self._read_pending(pending_name) or self._read_pending(
+            records.pending_copy_record(save_id)
         )
-        leads = has_pending and pending is not None
+        leads = pending_name in self.names and pending is not None
         epoch = next((each.epoch for each in staged), None) if pending is None else pending.epoch
-        asked = {stage for each in staged for stage in each.stages}
-        stages = {stage: self._outcome(stage, save_id) for stage in records.STAGES}
-        open_stages = {
-            "commit": self._commit(save_id, pending, asked, leads),
-            "protect": self._protect(pending, asked, leads, stages["commit"]),
-            "persist": self._persist(save_id, pending, asked, leads),
-            records.RETAIN: self._requested(records.RETAIN, save_id),
-        }
-        ended = {name: each for name, each in stages.items() if each is not None}
         return SaveView(
             save_id=save_id,
             staged=staged,
             unsealed=unsealed,
-            has_staged=bool(own),
+            has_staged=bool(staged_names),
             pending=pending,
             leads=leads,
             epoch=epoch,
             stages={
-                **{name: Stage(state) for name, state in open_stages.items()},
-                **ended,
-                "seal": Stage(self._seal(save_id, staged, unsealed)),
-                "guard": Stage(self._part("protect", save_id)),
-                "copy": Stage(self._part("persist", save_id)),
-                "rescue": Stage(self._rescue(save_id)),
+                **self._cluster_stages(save_id, staged, pending, leads),
+                "seal": Stage(self._seal_state(save_id, staged, unsealed)),
+                "guard": Stage(self._part_state("protect", save_id)),
+                "copy": Stage(self._part_state("persist", save_id)),
+                "rescue": Stage(self._rescue_state(save_id)),
             },
         )
 
-    def _leading(self, pending: PendingManifest | None, leads: bool) -> bool:
+    def _cluster_stages(
+        self,
+        save_id: str,
+        staged: tuple[Staged, ...],
+        pending: PendingManifest | None,
+        leads: bool,
+    ) -> dict[str, Stage]:
+        """Return the stages that have an outcome for the cluster, or will have one."""
+        requested = {stage for each in staged for stage in each.stages}
+        outcomes = {stage: self._read_stage(stage, save_id) for stage in records.STAGES}
+        states = {
+            "commit": self._commit_state(pending, requested, leads),
+            "protect": self._protect_state(pending, requested, leads, outcomes["commit"]),
+            "persist": self._persist_state(save_id, pending, requested, leads),
+            records.RETAIN: self._retain_state(save_id),
+        }
+        return {stage: outcomes[stage] or Stage(state) for stage, state in states.items()}
+
+    def _is_leader(self, pending: PendingManifest | None, leads: bool) -> bool:
         return leads and pending is not None and pending.leader == self.node
 
-    def _commit(
-        self, save_id: str, pending: PendingManifest | None, asked: set[str], leads: bool
+    def _commit_state(
+        self, pending: PendingManifest | None, requested: set[str], leads: bool
     ) -> State:
-        if self._leading(pending, leads):
+        if self._is_leader(pending, leads):
             return State.RUNNING
-        return State.WAITING if "commit" in asked or pending else State.NOT_ASKED
+        return State.WAITING if "commit" in requested or pending else State.NOT_ASKED
 
-    def _protect(
+    def _protect_state(
         self,
         pending: PendingManifest | None,
-        asked: set[str],
+        requested: set[str],
         leads: bool,
         commit: Stage | None,
     ) -> State:
-        if commit is not None and commit.state is State.DONE and self._leading(pending, leads):
+        is_committed = commit is not None and commit.state is State.DONE
+        if is_committed and self._is_leader(pending, leads):
             return State.RUNNING
-        return State.WAITING if "protect" in asked or pending else State.NOT_ASKED
+        return State.WAITING if "protect" in requested or pending else State.NOT_ASKED
 
-    def _persist(
-        self, save_id: str, pending: PendingManifest | None, asked: set[str], leads: bool
+    def _persist_state(
+        self, save_id: str, pending: PendingManifest | None, requested: set[str], leads: bool
     ) -> State:
-        called = records.request("rescue", save_id) in self.names
-        if self._leading(pending, leads) and pending is not None and (pending.durable or called):
+        is_rescue = records.request_record("rescue", save_id) in self.names
+        if self._is_leader(pending, leads) and pending is not None:
+            if pending.durable or is_rescue:
+                return State.RUNNING
+        elif is_rescue and pending is not None and not leads:
             return State.RUNNING
-        if called and pending is not None and not leads:
-            return State.RUNNING
-        return State.WAITING if "persist" in asked or called else State.NOT_ASKED
+        return State.WAITING if "persist" in requested or is_rescue else State.NOT_ASKED
 
-    def _seal(self, save_id: str, staged: tuple[Staged, ...], unsealed: tuple[str, ...]) -> State:
+    def _retain_state(self, save_id: str) -> State:
+        is_requested = records.request_record(records.RETAIN, save_id) in self.names
+        return State.RUNNING if is_requested else State.NOT_ASKED
+
+    def _seal_state(
+        self, save_id: str, staged: tuple[Staged, ...], unsealed: tuple[str, ...]
+    ) -> State:
         if not unsealed:
             return State.DONE if staged else State.NOT_ASKED
         return State.WAITING if self._is_copied(save_id) else State.RUNNING
 
-    def _part(self, stage: str, save_id: str) -> State:
-        """Return the state of what a leader requests from this node alone."""
-        if records.request(stage, save_id) not in self.names:
+    def _part_state(self, stage: str, save_id: str) -> State:
+        """Return the state of this node's part of a stage, which a leader requests."""
+        if records.request_record(stage, save_id) not in self.names:
             return State.NOT_ASKED
-        if records.done(stage, save_id) in self.names:
+        if records.done_record(stage, save_id) in self.names:
             return State.DONE
         waits = stage == "persist" and self._is_copied(save_id)
         return State.WAITING if waits else State.RUNNING
 
-    def _requested(self, stage: str, save_id: str) -> State:
-        named = records.request(stage, save_id) in self.names
-        return State.RUNNING if named else State.NOT_ASKED
-
-    def _rescue(self, save_id: str) -> State:
-        """Return whether the rescue was requested, on this node or from the leader."""
-        called = [records.request(each, save_id) for each in ("rescue", "called")]
-        called.append(records.outcome("persist", save_id))
-        return State.DONE if any(name in self.names for name in called) else State.NOT_ASKED
+    def _rescue_state(self, save_id: str) -> State:
+        """Return DONE if the rescue was requested from this node, or by it from another node."""
+        names = [records.request_record(each, save_id) for each in ("rescue", "called")]
+        names.append(records.outcome_record("persist", save_id))
+        return State.DONE if any(name in self.names for name in names) else State.NOT_ASKED
 
     def _is_copied(self, save_id: str) -> bool:
-        """Return whether a rank of this node is still copying a file of the save into memory.
+        """Return whether a rank of this node is still copying its data into memory.
 
-        A rank that is lost, or that has not finished when the commit has failed, does not count.
+        Ranks that are lost do not count. Once the commit has ended, no rank counts.
         """
-        if records.outcome("commit", save_id) in self.names:
+        if records.outcome_record("commit", save_id) in self.names:
             return False
-        marks = [n for n in records.being_copied(self.names) if records.save_of(n) == save_id]
-        return any(is_present(self.place.run, rank_of(mark)) for mark in marks)
+        markers = records.copying_markers(self.names)
+        ranks = [rank_of(name) for name in markers if records.save_of(name) == save_id]
+        return any(is_rank_alive(self.place.run, rank) for rank in ranks)
 
-    def _outcome(self, stage: str, save_id: str) -> Stage | None:
-        name = records.outcome(stage, save_id)
+    def _read_stage(self, stage: str, save_id: str) -> Stage | None:
+        """Return a stage that has ended; None if it has not."""
+        name = records.outcome_record(stage, save_id)
         if name not in self.names:
             return None
-        found = self.cache.read(self.place.path / name, _read_outcome)
+        found = self.cache.read(self.place.path / name, Done)
         if found is None:
             return None
-        done, at = found
-        if isinstance(done, StoreError):
-            self._log_damage(name, done)
-            done = Done(
-                save_id=save_id,
-                stage=stage,
-                failure=f"the record of the outcome is damaged: {done}",
-            )
-        return Stage(State.FAILED if done.failure else State.DONE, done, at)
+        outcome, ended_at = found
+        if isinstance(outcome, StoreError):
+            self._log_damage(name, outcome)
+            outcome = _damaged_outcome(stage, save_id, outcome)
+        return Stage(State.FAILED if outcome.failure else State.DONE, outcome, ended_at)
 
-    def _pending(self, name: str) -> PendingManifest | None:
+    def _read_pending(self, name: str) -> PendingManifest | None:
         return self._read(name, PendingManifest) if name in self.names else None
 
     def _read(self, name: str, kind: type[T]) -> T | None:
-        read = _READ[kind]
-        found = self.cache.read(self.place.path / name, read)
+        found = self.cache.read(self.place.path / name, kind)
         if found is None:
             return None
-        if isinstance(found[0], StoreError):
-            self._log_damage(name, found[0])
+        record, _ = found
+        if isinstance(record, StoreError):
+            self._log_damage(name, record)
             return None
-        return cast("T", found[0])
+        return record
 
     def _log_damage(self, name: str, error: StoreError) -> None:
         if self.cache.logs:
@@ -356,41 +393,3 @@ class _Reader:
         with suppress(FileNotFoundError):
             return (self.place.path / name).stat().st_mtime
         return None
-
-
-def _read_save_id(path: Path) -> str:
-    """Return the save id of a manifest; "" if it is damaged."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=_SaveId).save_id
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
-
-
-def _read_outcome(path: Path) -> Done | StoreError:
-    return _or_error(path, Done)
-
-
-def _read_staged(path: Path) -> Staged | StoreError:
-    return _or_error(path, Staged)
-
-
-def _read_pending(path: Path) -> PendingManifest | StoreError:
-    """Read a pending manifest without the text of the manifest, which can be large."""
-    found = _or_error(path, PendingManifest)
-    return found if isinstance(found, StoreError) else msgspec.structs.replace(found, manifest="")
-
-
-def _or_error(path: Path, kind: type[T]) -> T | StoreError:
-    try:
-        found = read_record(path, kind)
-    except StoreError as error:
-        return error
-    if found is None:
-        raise FileNotFoundError(path)
-    return found
-
-
-_READ: Mapping[type, Callable[[Path], object]] = {
-    Staged: _read_staged,
-    PendingManifest: _read_pending,
-}

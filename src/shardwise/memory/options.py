@@ -1,14 +1,70 @@
-"""The user's options for snapshots in memory."""
+"""The user's options for snapshots in memory: `Memory`, and `Tls` for encrypted connections."""
 
 from __future__ import annotations
 
+import os
+import ssl
 from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.engine.options import whole_number
-from shardwise.memory.tls import Tls
+from shardwise.errors import StoreError
 
 DIRECTORY = "/dev/shm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """PEM files for mutual TLS between agents and trainers.
+
+    Every certificate that `ca` signed is accepted, for any name. So this authority must sign
+    certificates only for the nodes of your runs.
+
+    Args:
+        certificate: the certificate of this node.
+        key: the private key of the certificate, without a passphrase.
+        ca: the certificates of the authorities that sign the other nodes' certificates.
+    """
+
+    certificate: str | os.PathLike[str]
+    key: str | os.PathLike[str]
+    ca: str | os.PathLike[str]
+
+    def for_client(self) -> ssl.SSLContext:
+        """Return the context for connections to other nodes.
+
+        Raises:
+            StoreError: a file cannot be read, or the key does not belong to the certificate.
+        """
+        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+
+    def for_server(self) -> ssl.SSLContext:
+        """Return the context for connections from other nodes.
+
+        Raises:
+            StoreError: as for `for_client`.
+        """
+        return self._context(ssl.PROTOCOL_TLS_SERVER)
+
+    def _context(self, side: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(side)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_cert_chain(self.certificate, self.key, password=_no_passphrase)
+            context.load_verify_locations(self.ca)
+        except (OSError, ValueError) as error:
+            raise StoreError(
+                f"Tls(certificate={self.certificate}, key={self.key}, ca={self.ca}): cannot use "
+                f"these files: {error}"
+            ) from error
+        return context
+
+
+def _no_passphrase() -> str:
+    """Return an empty passphrase. Without this, OpenSSL would ask for one on the terminal."""
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +120,18 @@ class Memory:
     wait: float = 60.0
 
     def __post_init__(self) -> None:
-        least = {"snapshot_every": 0, "slots": 1, "copies": 0, "parity": 0, "group": 2}
-        for name, at_least in least.items():
-            number = whole_number(f"Memory({name}", getattr(self, name), at_least)
+        minima = {"snapshot_every": 0, "slots": 1, "copies": 0, "parity": 0, "group": 2}
+        for name, minimum in minima.items():
+            number = whole_number(f"Memory({name}", getattr(self, name), minimum)
             object.__setattr__(self, name, number)
         if self.budget is not None and self.budget < 1 << 20:
-            raise ValueError(f"Memory(budget={self.budget}): must be at least 1 MiB a second")
+            raise ValueError(
+                f"Memory(budget={self.budget}): must be at least {1 << 20} bytes per second"
+            )
         if self.copies and self.parity:
-            raise ValueError("Memory: use copies or parity, not both")
+            raise ValueError(
+                f"Memory(copies={self.copies}, parity={self.parity}): use one of them, not both"
+            )
         if self.parity >= self.group:
             raise ValueError(
                 f"Memory(parity={self.parity}, group={self.group}): parity must be less than group"

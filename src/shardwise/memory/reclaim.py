@@ -1,9 +1,9 @@
-"""Frees memory: slots return to the pool, and everything else is deleted.
+"""Frees memory: slots return to the pool of free slots, and other files are deleted.
 
-`decide.py` decides what to free; this module frees it, for agents and for trainers. A snapshot is
-freed under an exclusive lock of its directory, so never while it is in use. Pending manifests are
-removed first, so that no work resumes. Records that name slots are removed last, so that a process
-that is killed in between loses no memory.
+`decide.py` decides what to free. Agents and trainers free it here, under an exclusive lock of the
+snapshot's directory, so never while it is in use. Files are removed in an order that survives a
+kill: pending manifests first, so that no work resumes; records that name slots last, so that no
+slot is lost.
 """
 
 from __future__ import annotations
@@ -21,51 +21,41 @@ from shardwise.errors import StateError, StoreError
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.decide import hopeless_steps, is_superseded, superseded_steps
-from shardwise.memory.home import (
-    ENDED,
-    ROOT,
-    Home,
-    Place,
-    Run,
-    SnapshotHeld,
-    hold,
-    read_record,
-    write_record,
-)
+from shardwise.memory.files import Deadline, lock_directory, read_record, write_record
+from shardwise.memory.home import ENDED, ROOT, Home, Place, Run, SnapshotInUse
 from shardwise.memory.identity import node_name
 from shardwise.memory.lineage import Lineage
 from shardwise.memory.observe import RecordCache, read_snapshot, view_run
 from shardwise.memory.options import Memory
-from shardwise.memory.ranks import has_trainers, is_present
+from shardwise.memory.rank_locks import has_trainers, is_rank_alive
 from shardwise.memory.records import rank_of
-from shardwise.memory.registry import forget
+from shardwise.memory.registry import remove_entry
 from shardwise.store import LocalStore
 
 SLOT, SPARE = ".slot", ".spare"
-ASIDE = "vacant-"
-REMEMBERED = 64
-AT_ONCE, PATIENCE = 0.05, 30.0
-POLL = 0.002
+REMOVED_RUN = "vacant-"
+MOST_OUTCOMES = 64
+SHORT_TIMEOUT, LONG_TIMEOUT = 0.05, 30.0
+POLL_PAUSE = 0.002
 log = logging.getLogger("shardwise")
 
 
-def free(place: Place, patience: float = AT_ONCE, *, wholly: bool = True) -> bool:
-    """Free a snapshot; return False if it is still in use after `patience` seconds.
+def free(place: Place, timeout: float = SHORT_TIMEOUT, *, keeps_retain: bool = False) -> bool:
+    """Free a snapshot; return False if it is still in use after `timeout` seconds.
 
     Args:
-        wholly: whether to remove a pending request to remove old checkpoints from storage, too.
+        keeps_retain: whether to keep open requests to remove old checkpoints from storage.
     """
-    deadline = time.monotonic() + patience
-    while True:
+    for _ in Deadline(timeout).attempts(pause=POLL_PAUSE):
         with place.hold(shared=False) as held:
             if held:
-                return _free(place, wholly)
-        if not place.path.exists() or time.monotonic() > deadline:
-            return False
-        time.sleep(POLL)
+                return _free_locked(place, keeps_retain)
+        if not place.path.exists():
+            break
+    return False
 
 
-def _free(place: Place, wholly: bool) -> bool:
+def _free_locked(place: Place, keeps_retain: bool) -> bool:
     store = LocalStore(place.path)
     if place.is_committed():
         with store.hold(MANIFEST, shared=False) as held:
@@ -73,32 +63,38 @@ def _free(place: Place, wholly: bool) -> bool:
                 return False
             store.delete(MANIFEST)
     names = store.list()
-    asked = [] if wholly else records.unended(records.RETAIN, records.RETAIN, names)
-    stay = {records.request(records.RETAIN, save_id) for save_id in asked}
-    _remove(place, [name for name in names if name not in stay])
+    kept = _open_retain_requests(names) if keeps_retain else set()
+    _remove(place, [name for name in names if name not in kept])
     with suppress(OSError):
         store.remove()
     return True
+
+
+def _open_retain_requests(names: Collection[str]) -> set[str]:
+    requested = records.requested_saves(records.RETAIN, names)
+    done = {save for save in requested if records.outcome_record(records.RETAIN, save) in names}
+    return {records.request_record(records.RETAIN, save) for save in requested if save not in done}
 
 
 def free_replaced(place: Place) -> None:
     """Free a snapshot that newer ones have replaced, and slots that are no longer needed.
 
     Raises:
-        SnapshotHeld: the snapshot is in use. It is marked as abandoned.
+        SnapshotInUse: the snapshot is in use. It is marked as abandoned.
     """
-    if not free(place, wholly=False):
+    if not free(place, keeps_retain=True):
         if not place.path.exists():
             return
         place.abandon()
-        raise SnapshotHeld(place)
+        raise SnapshotInUse(place)
     run = place.run
-    newest = next((p for s in reversed(run.steps()) if (p := Place(run, s)).is_committed()), None)
+    places = [Place(run, step) for step in run.steps()]
+    newest = next((each for each in reversed(places) if each.is_committed()), None)
     if newest is not None:
-        # If no rank is alive, those with a share of the newest snapshot here may return.
-        expected = {rank_of(name) for name in newest.named(records.STAGED)}
-        evict(run, lambda rank: rank in expected or is_present(run, rank))
-    made = [len(_made_by_agent(Place(run, each).named(""))) for each in run.steps()]
+        # Ranks that staged a file of the newest snapshot may return to this node.
+        expected = {rank_of(name) for name in newest.list_names(records.STAGED)}
+        delete_free_slots(run, lambda rank: rank in expected or is_rank_alive(run, rank))
+    made = [len(_files_of_agent(each.list_names(""))) for each in places]
     trim_spares(run, max(made, default=0))
 
 
@@ -106,31 +102,31 @@ def free_unattended(place: Place) -> None:
     """Free a snapshot of a run without trainers on this node, and all its free slots.
 
     Raises:
-        SnapshotHeld: the snapshot is in use. It is marked as abandoned.
+        SnapshotInUse: the snapshot is in use. It is marked as abandoned.
     """
     place.abandon()
     if not free(place):
         if place.path.exists():
-            raise SnapshotHeld(place)
+            raise SnapshotInUse(place)
         return
-    evict(place.run, lambda _: False)
+    delete_free_slots(place.run, lambda rank: False)
 
 
 def free_saves(place: Place, saves: Collection[str]) -> None:
     """Remove the files of saves that another save of the same step has replaced.
 
     Raises:
-        SnapshotHeld: the snapshot is in use.
+        SnapshotInUse: the snapshot is in use.
     """
     with place.hold(shared=False) as held:
         if not held:
-            raise SnapshotHeld(place)
+            raise SnapshotInUse(place)
         names = os.listdir(place.path)
         _remove(place, [name for name in names if any(each in name for each in saves)])
 
 
 def discard(places: Sequence[Place]) -> None:
-    """Free snapshots, even if stages are open.
+    """Mark snapshots as abandoned, and free them, even if stages are open.
 
     Raises:
         StoreError: the agent does not release a snapshot.
@@ -138,9 +134,9 @@ def discard(places: Sequence[Place]) -> None:
     for place in places:
         place.abandon()
     for place in places:
-        if not free(place, PATIENCE) and place.path.exists():
+        if not free(place, LONG_TIMEOUT) and place.path.exists():
             raise StoreError(
-                f"timed out after {PATIENCE:.0f} s waiting for the lock of {place.path}: "
+                f"timed out after {LONG_TIMEOUT:.0f} s waiting for the lock of {place.path}: "
                 "the agent of this node is using the snapshot; see its log, and try again"
             )
 
@@ -157,7 +153,7 @@ def discard_all(run: Run) -> None:
 def discard_superseded(
     run: Run, step: int | None, lineage: Lineage, nodes: Collection[str], slots: int
 ) -> None:
-    """Free what this node need not keep when a run is resumed from a step (`superseded_steps`).
+    """Free the snapshots that a run resumed from a step no longer needs (see `superseded_steps`).
 
     Raises:
         StoreError: the agent does not release a snapshot.
@@ -168,8 +164,10 @@ def discard_superseded(
 def refuse_older_step(run: Run, step: int, lineage: Lineage) -> None:
     """Raise if memory holds a newer step that the run has not abandoned.
 
+    A restore would prefer that step to the one that is being saved.
+
     Raises:
-        StateError: it does; the newer snapshots would be taken for newer than the save.
+        StateError: memory holds a newer step.
     """
     snapshots = [read_snapshot(Place(run, each)) for each in run.steps() if each > step]
     newer = [
@@ -184,7 +182,7 @@ def refuse_older_step(run: Run, step: int, lineage: Lineage) -> None:
 
 
 def free_hopeless(run: Run, patience: float, cache: RecordCache) -> None:
-    """Free snapshots that will never be committed (`hopeless_steps`)."""
+    """Free snapshots that will never be committed (see `hopeless_steps`)."""
     for place in hopeless_steps(view_run(run, cache), time.time(), patience):
         place.abandon()
         free(place)
@@ -193,28 +191,28 @@ def free_hopeless(run: Run, patience: float, cache: RecordCache) -> None:
 def remove_if_vacant(home: Home, run: Run) -> None:
     """Remove a run that has neither trainers nor snapshots.
 
-    A trainer that starts at the same time locks the directory first, or begins a new one.
+    A trainer that starts at the same time locks the directory first, or creates it again.
     """
-    with hold(run.path, shared=False) as alone:
-        if alone and _is_vacant(run):
-            forget(run, node_name(home))
+    with lock_directory(run.path, shared=False) as locked:
+        if locked and _is_vacant(run):
+            remove_entry(run, node_name(home))
             _remove_run(home, run)
 
 
-def remove_leftovers(home: Home) -> None:
-    """Finish removing runs whose removal was interrupted."""
-    for left in home.path.glob(f"{ASIDE}*"):
-        shutil.rmtree(left, ignore_errors=True)
+def finish_removals(home: Home) -> None:
+    """Remove the rest of runs whose removal was interrupted."""
+    for path in home.path.glob(f"{REMOVED_RUN}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_other_runs(home: Home, run: Run, root: str) -> None:
-    """Remove other runs of the same root, which was emptied since: nothing can resume from them.
+    """Remove the other runs of a root. No training resumes them, as the root belongs to `run` now.
 
     A run is kept if it has a trainer on this node, or if the agent does not release its snapshots.
     """
     write_record(run.path / ROOT, root)
     for name in home.runs():
-        if name != run.name and _is_of(home, name, root):
+        if name != run.name and _saves_to(home, name, root):
             other = home.run(name)
             if has_trainers(other):
                 continue
@@ -237,31 +235,32 @@ def clear_run(home: Home, run: Run, *, force: bool) -> None:
     """
     _refuse_trainers(run, force)
     discard_all(run)
-    with hold(run.path, shared=False) as alone:
+    with lock_directory(run.path, shared=False) as locked:
         _refuse_trainers(run, force)
-        if alone:
+        if locked:
             _remove_run(home, run)
         elif run.path.exists():
             raise StoreError(
-                f"run {run.name}: a trainer has just started; kept the rest of the run"
+                f"run {run.name}: its snapshots were removed, but a trainer has just started, so "
+                "that its free slots remain: stop the training first, and try again"
             )
 
 
-def evict(run: Run, stays: Callable[[int], bool]) -> None:
-    """Delete the free slots of ranks that have left this node."""
+def delete_free_slots(run: Run, is_kept: Callable[[int], bool]) -> None:
+    """Delete the free slots of all ranks for which `is_kept` returns False."""
     with suppress(FileNotFoundError):
         for name in os.listdir(run.free):
-            if name.endswith(SLOT) and not stays(rank_of(name)):
+            if name.endswith(SLOT) and not is_kept(rank_of(name)):
                 (run.free / name).unlink(missing_ok=True)
 
 
-def spare(run: Run, path: Path) -> None:
-    """Move a file that the agent made into the pool of spare files."""
+def add_spare(run: Run, path: Path) -> None:
+    """Move a file that the agent made into the pool of spare files, which it reuses."""
     path.rename(run.free / f"{secrets.token_hex(8)}{SPARE}")
 
 
-def spares(run: Run) -> list[tuple[int, Path]]:
-    """Return the spare files and their sizes, in ascending order of size."""
+def list_spares(run: Run) -> list[tuple[int, Path]]:
+    """Return size and path of each spare file, by ascending size."""
     found = []
     with suppress(FileNotFoundError), os.scandir(run.free) as entries:
         for entry in entries:
@@ -271,75 +270,79 @@ def spares(run: Run) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def take_spare(run: Run, size: int, to: Path) -> None:
-    """Move a spare file to the path at which the agent writes a file of `size` bytes.
+def take_spare(run: Run, size: int, path: Path) -> None:
+    """Move a spare file to `path`, where the agent will write a file of `size` bytes.
 
-    It takes the smallest file that is large enough, or else the largest. It does nothing if the
-    pool is
-    empty or the path exists.
+    Take the smallest spare file that is large enough, or else the largest. Do nothing if the pool
+    is empty or `path` exists.
     """
-    waiting = spares(run)
-    large = [path for nbytes, path in waiting if nbytes >= size]
-    small = [path for nbytes, path in reversed(waiting) if nbytes < size]
-    for path in (*large, *small):
-        if to.exists():
+    spares = list_spares(run)
+    large = [spare for nbytes, spare in spares if nbytes >= size]
+    small = [spare for nbytes, spare in reversed(spares) if nbytes < size]
+    for spare in (*large, *small):
+        if path.exists():
             return
         with suppress(FileNotFoundError):  # the whole run was removed
-            path.rename(to)
+            spare.rename(path)
 
 
 def trim_spares(run: Run, most: int) -> None:
     """Delete all but the `most` largest spare files."""
-    waiting = spares(run)
-    for _, path in waiting[: max(0, len(waiting) - most)]:
+    spares = list_spares(run)
+    for _, path in spares[: max(0, len(spares) - most)]:
         path.unlink(missing_ok=True)
 
 
-def needed_for_others(share: int, options: Memory, *, nodes: int) -> int:
-    """Return how many bytes agents store for other nodes, per rank that stages `share` bytes.
+def bytes_needed_for_others(share: int, options: Memory, *, nodes: int) -> int:
+    """Return the bytes that an agent stores for other nodes, for each rank of its own node.
 
-    A node stores as much for others as others store for it, if all shares are of similar size.
+    All shares are assumed to have a similar size.
+
+    Args:
+        share: the bytes that the rank stages.
+        nodes: the number of nodes of the run.
     """
     if nodes < 2:
         return 0
-    members = nodes // -(-nodes // options.group)
+    groups = -(-nodes // options.group)
+    members = nodes // groups
     parity = min(options.parity, members - 1)
-    copies = min(options.copies, nodes - 1) * share
-    return options.slots * (copies + parity * -(-share // (members - parity)))
+    copied = min(options.copies, nodes - 1) * share
+    return options.slots * (copied + parity * -(-share // (members - parity)))
 
 
-def taken_for_others(run: Run) -> int:
-    """Return how many bytes a node already stores for others, not counting slots."""
-    total = sum(nbytes for nbytes, _ in spares(run))
+def bytes_stored_for_others(run: Run) -> int:
+    """Return the bytes of copies, parity and spare files on a node, not counting slots."""
+    total = sum(nbytes for nbytes, _ in list_spares(run))
     for step in run.steps():
         place = Place(run, step)
         in_slots = {each.file.name for each in place.staged()}
-        for kept in place.kept():
-            in_slots |= {kept.file, kept.file.removeprefix(".")}
-        for name in place.named(""):
-            if name.endswith(records.DATA) and name not in in_slots:
+        for ring_file in place.ring_files():
+            in_slots |= {ring_file.file, ring_file.file.removeprefix(".")}
+        for name in place.list_names(""):
+            if name.endswith(records.DATA_SUFFIXES) and name not in in_slots:
                 with suppress(FileNotFoundError):
                     total += (place.path / name).stat().st_size
     return total
 
 
 def _remove(place: Place, names: list[str]) -> None:
-    """Return slots and the agent's files to the pool, keep outcomes, and delete everything else."""
+    """Return slots and the agent's files to the pool, keep outcomes, and delete other files."""
     slots = {staged.file.name: staged.slot for staged in place.staged()}
-    for kept in place.kept():
-        slots |= {kept.file: kept.slot, kept.file.removeprefix("."): kept.slot}
+    for each in place.ring_files():
+        slots |= {each.file: each.slot, each.file.removeprefix("."): each.slot}
     place.run.free.mkdir(exist_ok=True)
     ended = place.run.path / ENDED
     ended.mkdir(exist_ok=True)
-    made = _made_by_agent(names)
+    spares = _files_of_agent(names)
     for name in sorted(names, key=_removal_order):
         path = place.path / name
         with suppress(FileNotFoundError):
             if name in slots:
                 path.rename(place.run.free / slots[name])
-            elif name in made:
-                spare(place.run, path)
-            elif records.is_outcome(name):
+            elif name in spares:
+                add_spare(place.run, path)
+            elif records.is_outcome_record(name):
                 path.rename(ended / name)
             else:
                 path.unlink()
@@ -347,19 +350,19 @@ def _remove(place: Place, names: list[str]) -> None:
 
 
 def _removal_order(name: str) -> int:
-    if records.requested("pending", [name]):
+    if records.requested_saves("pending", [name]):
         return 0
-    return 2 if records.names_slot(name) or records.is_outcome(name) else 1
+    return 2 if records.names_slot(name) or records.is_outcome_record(name) else 1
 
 
-def _made_by_agent(names: Collection[str]) -> set[str]:
-    """Return the data files that the agent made for other nodes: no rank here staged them."""
+def _files_of_agent(names: Collection[str]) -> set[str]:
+    """Return the copies and parity that the agent made: no rank of this node staged them."""
     return {
         name
         for name in names
-        if name.endswith(records.DATA)
-        and records.staged(name) not in names
-        and records.entry(name) not in names
+        if name.endswith(records.DATA_SUFFIXES)
+        and records.staged_record(name) not in names
+        and records.entry_record(name) not in names
     }
 
 
@@ -367,23 +370,23 @@ def _trim_outcomes(ended: Path) -> None:
     """Delete all but the newest outcomes."""
     with os.scandir(ended) as found:
         by_age = sorted(found, key=lambda each: each.stat().st_mtime, reverse=True)
-    for each in by_age[REMEMBERED:]:
+    for each in by_age[MOST_OUTCOMES:]:
         with suppress(FileNotFoundError):
             os.unlink(each.path)
 
 
 def _remove_run(home: Home, run: Run) -> None:
-    """Rename the run's directory before removing it, so that a trainer can begin the run again."""
-    aside = home.path / f"{ASIDE}{secrets.token_hex(4)}"
-    run.path.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    """Rename the run's directory before removing it, so that a trainer can create it again."""
+    renamed = home.path / f"{REMOVED_RUN}{secrets.token_hex(4)}"
+    run.path.rename(renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
 def _is_vacant(run: Run) -> bool:
     return not run.steps() and not has_trainers(run)
 
 
-def _is_of(home: Home, name: str, root: str) -> bool:
+def _saves_to(home: Home, name: str, root: str) -> bool:
     with suppress(StoreError):  # not a run, or its record is damaged
         return read_record(home.run(name).path / ROOT, str) == root
     return False

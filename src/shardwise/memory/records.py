@@ -1,41 +1,45 @@
 """The records that trainers and agents write next to the files of a snapshot, and their names.
 
-One process writes each record once, atomically. The records on a node determine what its agent does
-next. So an agent that was killed needs no other state to be replaced.
+A record is a small JSON file. One process writes it, once and atomically. The records on a node
+determine what its agent does next, so that another agent can take over from one that was killed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from functools import cache
 from typing import Annotated
 
 import msgspec
 
-from shardwise.errors import FormatError
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory.redundancy.placement import Group, Protection
 from shardwise.retention import PlainKeep
 
 PlainName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")]
-DATA = (".safetensors", ".bin")
-"""The suffixes of files that are not records."""
+DATA_SUFFIXES = (".safetensors", ".bin")
+"""The suffixes of data files, copies and parity."""
 RETAIN = "retain"
-"""The action after the last stage: remove old checkpoints. Only closing a run waits for it."""
+"""The stage after persisting, which removes old checkpoints. Only closing a run waits for it."""
 STAGES = ("commit", "protect", "persist", RETAIN)
 """The stages whose outcome is recorded for the cluster."""
 STAGED = ".staged.json"
 _COPYING = ".copying"
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
-_RECORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.json")
 
 
 class AgentInfo(msgspec.Struct, frozen=True):
-    """The address and token of a node's agent. Whoever has them can use the agent.
+    """The address of a node's agent, and the token that clients of the agent must present.
 
     Attributes:
+        node: the name of the node.
+        url: the address, for example "http://10.0.0.1:41234".
+        token: the agent's secret, or the token of one run.
+        process: the process id of the agent.
+        domain: the failure domain of the node; "" for the node itself.
+        host: the host name of the node.
         schema: the result of `schema()` in the agent's version of shardwise.
     """
 
@@ -52,16 +56,16 @@ class AgentInfo(msgspec.Struct, frozen=True):
 
 
 class Staged(msgspec.Struct, frozen=True):
-    """A rank's file is in memory, complete except for its checksums.
+    """A rank's data file is in memory, complete except for its checksums.
 
-    The record is written before the file is moved to its place. It is valid once the file is there.
+    The record is written before the file is moved next to it. It is valid once the file is there.
 
     Attributes:
         file: the file's entry in the manifest, without checksums.
-        slot: the name of the free slot that the file becomes.
+        slot: the file's name among the free slots, before and after the snapshot.
         slots: the number of committed snapshots to keep.
         stages: the stages that the rank requested.
-        epoch: the epoch of the run at the save.
+        epoch: the epoch of the run at the save; None if an older version wrote the record.
     """
 
     file: FileEntry
@@ -71,36 +75,38 @@ class Staged(msgspec.Struct, frozen=True):
     epoch: int | None = None
 
 
-class Kept(msgspec.Struct, frozen=True):
-    """A rank has made a copy or parity for other nodes from its own replicas, as far as it could.
+class RingFile(msgspec.Struct, frozen=True, rename={"ranges": "of", "checksums": "sums"}):
+    """A copy or parity that a rank has made for other nodes from its own replicas.
 
-    The record is written before the file is moved to its place.
+    The file may be incomplete: the agent adds the data that the rank did not have. The record is
+    written before the file is moved next to it.
 
     Attributes:
-        ring: the ranks that protect each other, with their files.
-        file: the name of the file, in the same directory.
-        slot: the name of the free slot that the file becomes.
-        block: the number of the parity block; None for a copy.
-        of: the byte range of each data file that is included, in whole blocks.
-        sums: for parity, the checksums of the included blocks as this rank read them, 4 bytes each.
+        ring: the ranks that protect each other, with their data files.
+        file: the name of the copy or parity, in the same directory.
+        slot: the file's name among the free slots, before and after the snapshot.
+        block: the index of the parity block; None for a copy.
+        ranges: the byte range of each data file that is included, in whole blocks.
+        checksums: for parity, the checksums of the included blocks as this rank read them, 4 bytes
+            each.
     """
 
     ring: Group
     file: str
     slot: str
     block: int | None
-    of: dict[str, tuple[int, int]]
-    sums: dict[str, bytes] = {}
+    ranges: dict[str, tuple[int, int]]
+    checksums: dict[str, bytes] = {}
 
 
 class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The manifest of a save that is not committed yet, and everything else that its leader needs.
 
-    The leader is the agent of rank 0's node.
+    The leader is the agent on the node of rank 0.
 
     Attributes:
-        manifest: the manifest as text, without its files.
-        files: the names of the files, in the manifest's order, and the node of each.
+        manifest: the manifest as JSON text, without its files.
+        files: the name and node of each file, in the order of the manifest.
         nodes: the agents of all nodes of the run.
         leader: the name of the leader's node.
         root: the root to which the checkpoint is persisted.
@@ -109,12 +115,13 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
         rescue: whether to persist the save if a trainer is lost.
         overwrite: whether to replace a checkpoint of the same step.
         keep: the retention rules of the root.
-        damaged: steps in the root that are known to be damaged, and do not count as kept.
-        copies, parity, group: how to protect the save.
+        damaged: steps in the root that are known to be damaged. They do not count as kept.
+        copies, parity, group: the options of `Memory` for copies and parity.
         rings: for each ring, the names of its ranks' files.
         wait: seconds to wait for a node that does not answer.
-        budget: bytes per second that each node may copy to storage.
-        bytes_held, bytes_total: tensor bytes on all ranks, and of the snapshot.
+        budget: bytes per second that each node may copy to storage; None for no limit.
+        bytes_held: tensor bytes on all ranks, replicas included.
+        bytes_total: tensor bytes in the snapshot.
     """
 
     save_id: str
@@ -145,6 +152,9 @@ class Persist(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         place: the directory of the checkpoint.
+        files: the names of the files.
+        wait: seconds to wait for each file to be staged and sealed.
+        budget: bytes per second; None for no limit.
     """
 
     save_id: str
@@ -158,7 +168,10 @@ class Protect(msgspec.Struct, frozen=True, kw_only=True):
     """A request to store copies or parity for other nodes.
 
     Attributes:
-        rings: how many of the groups, from the first, are rings.
+        protection: which nodes protect which files.
+        nodes: the agents of all nodes of the save.
+        wait: seconds to wait for a node that does not answer.
+        rings: how many of the groups in `protection`, from the first, are rings.
     """
 
     save_id: str
@@ -172,10 +185,10 @@ class Retain(msgspec.Struct, frozen=True, kw_only=True):
     """A request to remove old checkpoints from storage.
 
     Attributes:
-        step: the step that was published. Newer ones are not touched.
+        step: the step that was published. Newer steps are not removed.
         root: the directory of the checkpoints.
         keep: the retention rules.
-        damaged: steps that are known to be damaged: they do not count as kept, and are not removed.
+        damaged: steps that are known to be damaged. They do not count as kept, and are not removed.
     """
 
     save_id: str
@@ -186,11 +199,15 @@ class Retain(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """A stage has ended.
+    """A stage has ended, on one node or for the cluster.
 
     Attributes:
-        failure: why it failed; "" if it succeeded.
-        node: the node that failed.
+        seconds: the duration of the stage.
+        bytes: the bytes that were processed.
+        failure: why the stage failed; "" if it succeeded.
+        node: the name of the node that wrote the record.
+        bytes_held, bytes_total: as in `PendingManifest`.
+        files: the number of files of the snapshot.
     """
 
     save_id: str
@@ -206,8 +223,10 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 
 @cache
 def schema() -> str:
-    """Return a digest of the records' fields: versions of shardwise with the same digest are
-    compatible."""
+    """Return a digest of the fields of all records.
+
+    Versions of shardwise with the same digest can read each other's records.
+    """
     kinds = [each for each in globals().values() if isinstance(each, type)]
     structs = [each for each in kinds if issubclass(each, msgspec.Struct)]
     _, components = msgspec.json.schema_components(structs)
@@ -216,115 +235,98 @@ def schema() -> str:
 
 
 def save_of(data_file: str) -> str:
-    """Return the save id in the name of a data file, or of a record of one."""
+    """Return the save id in the name of a data file or its record."""
     return data_file.split("-")[1].split(".")[0]
 
 
 def rank_of(name: str) -> int:
-    """Return the rank in the name of a slot, or of a record of a data file."""
+    """Return the rank in the name of a slot, a data file or its record."""
     return int(name[1:].split("-")[0])
 
 
-def staged(data_file: str) -> str:
-    """Return the name of the record that a data file is staged."""
+def staged_record(data_file: str) -> str:
+    """Return the name of the `Staged` record of a data file."""
     return data_file.removesuffix(".safetensors") + STAGED
 
 
-def failed(data_file: str) -> str:
+def failure_record(data_file: str) -> str:
     """Return the name of the `Done` record that says why a data file will never be staged."""
     return f"{data_file.removesuffix('.safetensors')}.failed.json"
 
 
-def copying(data_file: str) -> str:
-    """Return the name of the marker that a rank is copying its data file into memory."""
+def copying_marker(data_file: str) -> str:
+    """Return the name of the empty file that exists while a rank copies its data into memory."""
     return data_file.removesuffix(".safetensors") + _COPYING
 
 
-def being_copied(names: Iterable[str]) -> list[str]:
-    """Return the markers of data files that ranks of this node are copying."""
+def copying_markers(names: Iterable[str]) -> list[str]:
+    """Return those names that are names of copying markers."""
     return [name for name in names if name.endswith(_COPYING)]
 
 
-def kept(data_file: str, number: int) -> str:
-    """Return the name of the record of what a data file's rank has made for other nodes."""
-    return f"{data_file.removesuffix('.safetensors')}.kept-{number}.json"
+def ring_record(data_file: str, index: int) -> str:
+    """Return the name of a `RingFile` record.
+
+    Args:
+        data_file: the data file of the rank that made the copy or parity.
+        index: the index among the copies, or among the parity blocks, that this rank made.
+    """
+    return f"{data_file.removesuffix('.safetensors')}.kept-{index}.json"
 
 
-def kept_file(record: str) -> str:
-    """Return the name of the file that the rank has made, until the agent claims it."""
+def ring_file(record: str) -> str:
+    """Return the name that a copy or parity has until the agent claims it, from its record."""
     return f"{record.removesuffix('.json')}.bin"
 
 
-def entry(data_file: str) -> str:
-    """Return the name of the record of a sealed data file: its entry in the manifest."""
+def entry_record(data_file: str) -> str:
+    """Return the name of the record of a sealed data file: a `FileEntry` of the manifest."""
     return f"{data_file}.entry.json"
 
 
-def pending(save_id: str) -> str:
-    """Return the name of the pending manifest of a save, on the node that leads the save."""
+def pending_record(save_id: str) -> str:
+    """Return the name of the `PendingManifest` of a save, on the node that leads the save."""
     return f"pending-{save_id}.json"
 
 
-def pending_copy(save_id: str) -> str:
-    """Return the name of the followers' copy of the pending manifest of a save."""
+def pending_copy_record(save_id: str) -> str:
+    """Return the name of the copy of the `PendingManifest` of a save, on all other nodes."""
     return f"pending-copy-{save_id}.json"
 
 
-def request(stage: str, save_id: str) -> str:
+def request_record(stage: str, save_id: str) -> str:
     """Return the name of the record by which a leader requests a stage from a node."""
     return f"{stage}-{save_id}.json"
 
 
-def requested(stage: str, names: Iterable[str]) -> list[str]:
-    """Return the saves for which `names` has a request of a stage, sorted."""
-    before, after = f"{stage}-", ".json"
-    named = [name for name in names if name.startswith(before) and name.endswith(after)]
-    found = (name.removeprefix(before).removesuffix(after) for name in named)
-    return sorted(save_id for save_id in found if _SAVE_ID.fullmatch(save_id))
-
-
-def unended(stage: str, of: str, names: Collection[str]) -> list[str]:
-    """Return the saves that have a request of `of`, and no outcome of `stage`."""
-    return [each for each in requested(of, names) if outcome(stage, each) not in names]
-
-
-def unsealed(names: Collection[str]) -> list[str]:
-    """Return the data files that are staged but not sealed."""
-    files = [f"{name.removesuffix(STAGED)}.safetensors" for name in names if name.endswith(STAGED)]
-    return sorted(file for file in files if file in names and entry(file) not in names)
-
-
-def done(stage: str, save_id: str) -> str:
-    """Return the name of the record that a stage has ended on this node."""
+def done_record(stage: str, save_id: str) -> str:
+    """Return the name of the `Done` record that a stage has ended on this node."""
     return f"{stage}-done-{save_id}.json"
 
 
-def outcome(stage: str, save_id: str) -> str:
-    """Return the name of the record that a stage has ended for the cluster."""
+def outcome_record(stage: str, save_id: str) -> str:
+    """Return the name of the `Done` record that a stage has ended for the cluster."""
     return f"{stage}-all-{save_id}.json"
 
 
+def requested_saves(stage: str, names: Iterable[str]) -> list[str]:
+    """Return the ids of the saves for which `names` has a request of a stage, sorted."""
+    prefix, suffix = f"{stage}-", ".json"
+    requests = [name for name in names if name.startswith(prefix) and name.endswith(suffix)]
+    ids = (name.removeprefix(prefix).removesuffix(suffix) for name in requests)
+    return sorted(save_id for save_id in ids if _SAVE_ID.fullmatch(save_id))
+
+
 def names_slot(name: str) -> bool:
-    """Return whether the record of this name names a slot."""
-    return name.endswith(STAGED) or is_kept(name)
+    """Return whether the record with this name contains the name of a slot."""
+    return name.endswith(STAGED) or is_ring_record(name)
 
 
-def is_kept(name: str) -> bool:
-    """Return whether this is the name of a `Kept` record."""
+def is_ring_record(name: str) -> bool:
+    """Return whether this is the name of a `RingFile` record."""
     return ".kept-" in name and name.endswith(".json")
 
 
-def is_outcome(name: str) -> bool:
+def is_outcome_record(name: str) -> bool:
     """Return whether this is the name of a record that a stage has ended for the cluster."""
     return "-all-" in name and name.endswith(".json")
-
-
-def checked_record(name: str) -> str:
-    """Return the name of a record if it is a valid, plain file name.
-
-    Raises:
-        FormatError: it is not.
-    """
-    if not _RECORD.fullmatch(name):
-        raise FormatError(f"{name!r} is not the name of a record")
-    return name

@@ -1,7 +1,7 @@
-"""Computes and verifies the checksums of files in memory, and keeps these files mapped.
+"""Computes and verifies the checksums of files in memory, and keeps the files mapped.
 
-Slots are reused, so the same files return. Mapping a file again costs more than its checksums,
-because of a page fault for each page.
+Slots are reused, so the agent needs the same files again. To map a file again costs more than to
+compute its checksums, because of a page fault for each page.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from shardwise.manifest.checksums import BLOCK, BlockTable, block_checksums, blo
 from shardwise.manifest.manifest import FileEntry
 from shardwise.store.store import Buffer
 
+CHUNK = 4 << 20
 
-def mapped(path: Path, size: int, *, writable: bool = False) -> Buffer:
+
+def map_file(path: Path, size: int, *, writable: bool = False) -> Buffer:
     """Map a file and return its bytes.
 
     Raises:
         CorruptionError: the file has a different size.
     """
-    fd = _opened(path, size, writable=writable)
+    fd = _open_checked(path, size, writable=writable)
     try:
         return map_pages(fd, 0, size, writable=writable)
     finally:
@@ -36,7 +38,7 @@ def mapped(path: Path, size: int, *, writable: bool = False) -> Buffer:
 
 @dataclass(frozen=True, slots=True)
 class _Mapping:
-    """An open file and its mapping, of the size that it had when it was mapped."""
+    """An open file, and its bytes as they were mapped. The file may have grown since."""
 
     fd: int
     data: Buffer
@@ -46,9 +48,10 @@ class _Mapping:
 
 
 class Mappings:
-    """Files that stay mapped for as long as they exist. Threads may share them.
+    """Files that stay mapped as long as they exist. Threads may share this object.
 
-    The memory of a removed file is freed only when it is unmapped: call `unmap_removed` often.
+    The memory of a removed file is freed only when the file is unmapped: call `unmap_removed`
+    often.
     """
 
     def __init__(self) -> None:
@@ -56,14 +59,14 @@ class Mappings:
         self._known: dict[tuple[int, int], _Mapping] = {}
 
     def find(self, path: Path, size: int) -> Buffer:
-        """Return a file's bytes, mapped and writable.
+        """Return the bytes of a file, mapped and writable.
 
         Raises:
             CorruptionError: the file has a different size.
         """
-        fd = _opened(path, size, writable=True)
-        found = os.fstat(fd)
-        key = found.st_dev, found.st_ino
+        fd = _open_checked(path, size, writable=True)
+        status = os.fstat(fd)
+        key = status.st_dev, status.st_ino
         with self._lock:
             known = self._known.get(key)
             if known is not None and len(known.data) >= size:
@@ -95,29 +98,29 @@ class Mappings:
             self._known.clear()
 
 
-def _opened(path: Path, size: int, *, writable: bool) -> int:
+def _open_checked(path: Path, size: int, *, writable: bool) -> int:
     fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
-    found = os.fstat(fd).st_size
-    if found != size:
+    actual = os.fstat(fd).st_size
+    if actual != size:
         os.close(fd)
-        raise CorruptionError(f"{path} has {found} bytes; expected {size} bytes, as staged")
+        raise CorruptionError(
+            f"{path} has {actual} bytes; expected {size}, as recorded when the file was staged"
+        )
     return fd
 
 
-AT_A_TIME = 4 << 20
-
-
 def seal(data: Buffer, entry: FileEntry) -> FileEntry:
-    """Write a staged file's checksums to its end, and return its entry with their checksum.
+    """Write the checksums of a staged file to its end; return its entry, with `checksums_crc32`.
 
-    One thread computes them: blocks are so small that several threads would contend.
+    One thread computes the checksums. Blocks are so small that several threads would contend.
 
     Args:
         data: the file, mapped.
+        entry: the entry of the file.
     """
     table = np.zeros(block_count(entry.checksums_at), "<u4")
-    for low in range(0, entry.checksums_at, AT_A_TIME):
-        sums = block_checksums(data[low : min(low + AT_A_TIME, entry.checksums_at)])
+    for low in range(0, entry.checksums_at, CHUNK):
+        sums = block_checksums(data[low : min(low + CHUNK, entry.checksums_at)])
         table[low // BLOCK : low // BLOCK + len(sums)] = sums
     encoded = table.view(np.uint8)
     data[entry.checksums_at :] = encoded
@@ -127,7 +130,7 @@ def seal(data: Buffer, entry: FileEntry) -> FileEntry:
 def is_intact(path: Path, entry: FileEntry) -> bool:
     """Return whether a file still has the checksums that it was sealed with."""
     try:
-        return is_sealed(mapped(path, entry.size), entry)
+        return is_sealed(map_file(path, entry.size), entry)
     except (OSError, CorruptionError):
         return False
 
@@ -139,6 +142,6 @@ def is_sealed(data: Buffer, entry: FileEntry) -> bool:
         return False
     table = BlockTable(np.frombuffer(encoded.tobytes(), "<u4"))
     return not any(
-        table.damaged(low // BLOCK, data[low : min(low + AT_A_TIME, entry.checksums_at)])
-        for low in range(0, entry.checksums_at, AT_A_TIME)
+        table.damaged(low // BLOCK, data[low : min(low + CHUNK, entry.checksums_at)])
+        for low in range(0, entry.checksums_at, CHUNK)
     )

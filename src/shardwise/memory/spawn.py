@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from logging.handlers import RotatingFileHandler
@@ -17,37 +15,36 @@ from pathlib import Path
 from typing import BinaryIO
 
 from shardwise.errors import StoreError
-from shardwise.memory.home import Home, read_record
-from shardwise.memory.interface import LOOPBACK, address_of, served_address
+from shardwise.memory.files import Deadline, read_record, try_lock
+from shardwise.memory.home import Home
+from shardwise.memory.identity import LOOPBACK, address_of, served_address
 from shardwise.memory.options import Memory
-from shardwise.memory.ranks import has_trainers
+from shardwise.memory.rank_locks import has_trainers
 from shardwise.memory.records import AgentInfo, schema
 
-POLL = 0.02
-PATIENCE = 60.0
-LONGER = 10.0
+TIMEOUT = 60.0
+LOCK_TIMEOUT = 70.0
+LARGEST_LOG = 1 << 20
 
 
 def ensure_agent(home: Home, options: Memory) -> AgentInfo:
     """Return the node's agent; start one if none runs.
 
-    An agent of another version of shardwise may not be able to read our records. It is replaced,
-    unless
-    a training uses it.
+    A running agent of another version of shardwise may not be able to read the records of this
+    version. It is replaced, unless a training uses it.
 
     Raises:
-        StoreError: the agent does not start (the message includes its log), or a running one does
-            not
-            match the options.
+        StoreError: the agent does not start (the message includes the end of its log), or a running
+            agent does not match the options.
     """
     address = None if options.interface is None else address_of(options.interface)
-    with _alone(home):
+    with _start_lock(home):
         info = running_agent(home)
         if info is not None and info.schema != schema():
             _end_other_version(home, info, options)
             info = None
-        info = info or _await(home, _command(home, options, address or LOOPBACK), options)
-    _refuse_other(home, info, options, address)
+        info = info or _start_or_wait(home, _command(home, options, address or LOOPBACK), options)
+    _refuse_other_options(home, info, options, address)
     return info
 
 
@@ -57,7 +54,7 @@ def running_agent(home: Home) -> AgentInfo | None:
 
 
 def end_agent(home: Home, info: AgentInfo) -> None:
-    """Stop the agent of this node. It completes current writes, for at most 20 seconds.
+    """Stop the agent of this node. It has 20 seconds to complete the actions in progress.
 
     Raises:
         StoreError: the agent runs in another container, or does not stop.
@@ -66,27 +63,26 @@ def end_agent(home: Home, info: AgentInfo) -> None:
         command = Path(f"/proc/{info.process}/cmdline").read_bytes().split(b"\0")
         if info.host != socket.gethostname() or b"agent" not in command:
             raise StoreError(
-                f"process {info.process} is not the agent of {home}: the agent may run in another "
-                f"container (of host {info.host}); stop it there"
+                f"cannot stop the agent of {home}: process {info.process} is another program, so "
+                f"the agent probably runs in another container, of host {info.host}; stop it there"
             )
         os.kill(info.process, signal.SIGTERM)
     except (FileNotFoundError, ProcessLookupError):
         pass  # the agent has just ended
-    deadline = time.monotonic() + PATIENCE
-    while home.has_agent():
-        if time.monotonic() > deadline:
-            raise StoreError(
-                f"the agent of {home} (process {info.process}) did not end in {PATIENCE:.0f} s; "
-                f"its log: {home.log}"
-            )
-        time.sleep(POLL)
+    for _ in Deadline(TIMEOUT).attempts():
+        if not home.has_agent():
+            return
+    raise StoreError(
+        f"the agent of {home} (process {info.process}) did not end within {TIMEOUT:.0f} s of "
+        f"SIGTERM: see its log {home.log}, or kill the process"
+    )
 
 
 def _end_other_version(home: Home, info: AgentInfo, options: Memory) -> None:
     if not options.start_agent:
         raise StoreError(
             f"the agent of {home} (process {info.process}) belongs to another version of "
-            "shardwise: start one of the version that trains"
+            "shardwise: stop it, and start an agent of the version that trains"
         )
     if any(has_trainers(home.run(run)) for run in home.runs()):
         raise StoreError(
@@ -97,60 +93,49 @@ def _end_other_version(home: Home, info: AgentInfo, options: Memory) -> None:
     end_agent(home, info)
 
 
-def _await(home: Home, command: list[str], options: Memory) -> AgentInfo:
-    """Start an agent if the options say so, and wait until one runs."""
-    deadline = time.monotonic() + PATIENCE
+def _start_or_wait(home: Home, command: list[str], options: Memory) -> AgentInfo:
+    """Start an agent, unless `start_agent` is False, and wait until an agent runs."""
     process: subprocess.Popen[bytes] | None = None
-    while (info := running_agent(home)) is None:
+    for _ in Deadline(TIMEOUT).attempts():
+        if (info := running_agent(home)) is not None:
+            return info
         if not home.has_agent():
             if process is not None and process.poll() is not None:
-                raise StoreError(f"the agent of {home} ended at once:\n{log_tail(home.log)}")
+                raise StoreError(
+                    f"the agent of {home} ended at once; the end of its log:\n{log_tail(home.log)}"
+                )
             if process is None and options.start_agent:
                 home.info.unlink(missing_ok=True)
                 process = _start(home, command)
-        if time.monotonic() > deadline:
-            if not options.start_agent:
-                raise StoreError(
-                    f"no agent runs in {home}, and Memory(start_agent=False) waited for one for "
-                    f"{PATIENCE:.0f} s: start `shardwise agent run --dir {home.path.parent}`"
-                )
-            raise StoreError(
-                f"the agent of {home} did not start within {PATIENCE:.0f} s:\n{log_tail(home.log)}"
-            )
-        time.sleep(POLL)
-    return info
+    if not options.start_agent:
+        raise StoreError(
+            f"no agent runs in {home}, and Memory(start_agent=False) waited for one for "
+            f"{TIMEOUT:.0f} s: start `shardwise agent run --dir {home.path.parent}`"
+        )
+    raise StoreError(
+        f"the agent of {home} did not start within {TIMEOUT:.0f} s; the end of its log:\n"
+        f"{log_tail(home.log)}"
+    )
 
 
 @contextmanager
-def _alone(home: Home) -> Iterator[None]:
-    """Hold the lock for starting an agent: one rank of the node at a time.
+def _start_lock(home: Home) -> Iterator[None]:
+    """Hold the lock that lets one rank of the node at a time start the agent.
 
     Raises:
         StoreError: another process holds the lock for longer than an agent takes to start.
     """
     fd = home.open_lock("start.lock")
-    deadline = time.monotonic() + PATIENCE + LONGER
     try:
-        while not _locked(fd):
-            if time.monotonic() > deadline:
-                raise StoreError(
-                    f"another process has been starting the agent of {home} for "
-                    f"{PATIENCE + LONGER:.0f} s: end that process if it is suspended (it holds "
-                    f"{home.path / 'start.lock'}), and try again"
-                )
-            time.sleep(POLL)
+        if not any(try_lock(fd) for _ in Deadline(LOCK_TIMEOUT).attempts()):
+            raise StoreError(
+                f"another process has been starting the agent of {home} for {LOCK_TIMEOUT:.0f} s: "
+                f"end that process if it is suspended (it holds {home.path / 'start.lock'}), and "
+                "try again"
+            )
         yield
     finally:
         os.close(fd)
-
-
-def _locked(fd: int) -> bool:
-    """Try to take the lock; return whether this process holds it."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _command(home: Home, options: Memory, address: str) -> list[str]:
@@ -165,69 +150,71 @@ def _command(home: Home, options: Memory, address: str) -> list[str]:
 
 
 def _start(home: Home, command: list[str]) -> subprocess.Popen[bytes]:
-    """Start an agent in a session of its own, so that signals to the trainers do not reach it."""
+    """Start an agent in a new session, so that signals to the trainers do not reach it."""
     with open_log(home.log) as log:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
 
 
-def _refuse_other(home: Home, info: AgentInfo, options: Memory, address: str | None) -> None:
+def _refuse_other_options(
+    home: Home, info: AgentInfo, options: Memory, address: str | None
+) -> None:
     """Raise if a running agent does not match the options.
 
     Raises:
-        StoreError: it does not; the message lists the differences, and says how to stop it.
+        StoreError: it does not; the message lists the differences, and says how to stop the agent.
     """
-    wrong = []
+    differences = []
     served = served_address(info)
     if address is not None and served != address:
-        wrong.append(f"it serves {served}, not {address} (interface={options.interface!r})")
+        differences.append(f"it serves {served}, not {address} (interface={options.interface!r})")
     if options.domain is not None and info.domain != options.domain:
-        wrong.append(f"its domain is {info.domain!r}, not {options.domain!r}")
-    encrypted = info.url.startswith("https:")
-    if encrypted != (options.tls is not None):
-        wrong.append(
-            "it requires TLS, and tls= is not given" if encrypted else "it does not use TLS"
+        differences.append(f"its domain is {info.domain!r}, not {options.domain!r}")
+    uses_tls = info.url.startswith("https:")
+    if uses_tls != (options.tls is not None):
+        differences.append(
+            "it requires TLS, and tls= is not given" if uses_tls else "it does not use TLS"
         )
-    if wrong:
+    if differences:
         raise StoreError(
             f"the running agent of {home} does not match the options of Memory: "
-            f"{'; '.join(wrong)}. Change the options, or stop the agent (kill {info.process}): the "
-            "next agent takes over its snapshots"
+            f"{'; '.join(differences)}. Change the options, or stop the agent "
+            f"(kill {info.process}): the next agent takes over its snapshots"
         )
-
-
-LARGEST = 1 << 20
 
 
 def log_to(path: Path) -> logging.Handler:
-    """Return a handler that writes to a file; redirect this process's stdout and stderr there."""
-    return _Bounded(path)
+    """Return a log handler for a file, and redirect stdout and stderr of this process to the file.
+
+    If the file becomes larger than 1 MiB, it is renamed to `<name>.old`, and a new file is begun.
+    """
+    return _RotatingLog(path)
 
 
 def open_log(path: Path) -> BinaryIO:
-    """Open the log file for a process that is about to start; rotate it first if it is full."""
+    """Open the log file for a process that is about to start; rotate it if it is too large."""
     with suppress(FileNotFoundError):
-        if path.stat().st_size > LARGEST:
-            path.replace(_older(path))
+        if path.stat().st_size > LARGEST_LOG:
+            path.replace(_rotated(path))
     return path.open("ab")
 
 
 def log_tail(path: Path) -> str:
-    """Return the last lines of a log."""
-    said: list[str] = []
-    for each in (_older(path), path):
+    """Return the last ten lines of a log."""
+    lines: list[str] = []
+    for each in (_rotated(path), path):
         with suppress(OSError):
-            said += each.read_text(errors="replace").splitlines()
-    return "\n".join(said[-10:]) or "(it has no log)"
+            lines += each.read_text(errors="replace").splitlines()
+    return "\n".join(lines[-10:]) or "(the log is empty)"
 
 
-class _Bounded(RotatingFileHandler):
-    """Rotates the file when it is full, and redirects stdout and stderr to the new one."""
+class _RotatingLog(RotatingFileHandler):
+    """Rotates the file if it is too large, and redirects stdout and stderr to the new file."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, maxBytes=LARGEST, backupCount=1, encoding="utf-8")
-        self.namer = lambda _: str(_older(path))
+        super().__init__(path, maxBytes=LARGEST_LOG, backupCount=1, encoding="utf-8")
+        self.namer = lambda _: str(_rotated(path))
         self._redirect()
 
     def doRollover(self) -> None:  # noqa: N802
@@ -240,5 +227,5 @@ class _Bounded(RotatingFileHandler):
                 os.dup2(self.stream.fileno(), fd)
 
 
-def _older(path: Path) -> Path:
+def _rotated(path: Path) -> Path:
     return path.with_name(f"{path.name}.old")

@@ -1,9 +1,9 @@
-"""What a node stores, as frozen values: how far each save has come, and what it still needs.
+"""What a node stores, as frozen values: its runs, their snapshots and saves, and the stage of each.
 
     observe.py (read)  →  decide.py (pure)  →  agent/actions.py, reclaim.py (act)
 
-Agents, handles of saves, recovery, reclamation and `shardwise agent status` all use these values.
-Nothing else derives the state of a stage from the names of records.
+Agents, handles of saves, recovery, reclamation and `shardwise agent status` use these values. No
+other code derives the state of a stage from the names of records.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.memory.records import Done, PendingManifest, Staged
 
 
 class State(Enum):
-    """How far a stage of a save has come, as one node sees it."""
+    """The state of a stage of a save, as one node sees it."""
 
     NOT_ASKED = "not asked"
     WAITING = "waiting"  # for another stage, for a rank of this node, or for another node
@@ -28,12 +28,12 @@ class State(Enum):
 
     @property
     def is_open(self) -> bool:
-        """Whether the stage was asked for and has not ended."""
+        """Whether the stage was requested and has not ended."""
         return self in (State.WAITING, State.RUNNING)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the stage has ended, well or not."""
+        """Whether the stage is done or has failed."""
         return self in (State.DONE, State.FAILED)
 
 
@@ -42,13 +42,13 @@ class Stage:
     """A stage of a save.
 
     Attributes:
-        outcome: how it ended for all nodes; None unless the whole cluster has ended it.
-        at: when the outcome was written here, in seconds since 1970.
+        outcome: the result for the cluster; None until the stage has ended on all nodes.
+        ended_at: when this node received the outcome, in seconds since 1970.
     """
 
     state: State
     outcome: Done | None = None
-    at: float | None = None
+    ended_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +56,16 @@ class SaveView:
     """One save of a step, as this node sees it.
 
     Attributes:
-        staged: the data files of this node's ranks that are in place.
-        unsealed: the names of those files that have no checksums yet.
-        has_staged: whether a rank of this node has recorded a file, in place or not.
-        pending: the pending manifest, or the followers' copy of it, without the text of the
-            manifest.
-        leads: whether this node has the pending manifest itself.
+        staged: the records of the data files of this node's ranks. The files exist.
+        unsealed: the names of the data files that have no checksums yet.
+        has_staged: whether a rank of this node has written a `Staged` record. The data file may not
+            exist yet.
+        pending: the pending manifest, or the followers' copy of it. Its field `manifest` is empty.
+        leads: whether this node has the pending manifest, not the copy.
         epoch: the epoch of the run at the save; None if no record contains it.
-        stages: the stages by name. `copy` and `guard` are this node's parts in persisting and
-            protecting; `rescue` is persisting a save that was for memory only.
+        stages: the stages by name. `copy` is this node's part of persisting, and `guard` its part
+            of protecting. `rescue` is done if it was requested to persist a save that was for
+            memory only.
     """
 
     save_id: str
@@ -81,16 +82,16 @@ class SaveView:
         return self.stages[stage].state
 
     @property
-    def wanted(self) -> frozenset[str]:
-        """The stages that the ranks of this node asked for and that have not ended."""
-        asked = {stage for each in self.staged for stage in each.stages}
-        return frozenset(stage for stage in asked if not self.state(stage).has_ended)
+    def open_stages(self) -> frozenset[str]:
+        """The stages that the ranks of this node requested and that have not ended."""
+        requested = {stage for each in self.staged for stage in each.stages}
+        return frozenset(stage for stage in requested if not self.state(stage).has_ended)
 
     @property
     def is_promised(self) -> bool:
-        """Whether this node leads the save and must persist it, whatever newer saves reach."""
+        """Whether this node leads the save, and must persist it even if newer ones are."""
         durable = self.leads and self.pending is not None and self.pending.durable
-        is_open = self.state("persist") is State.RUNNING or "persist" in self.wanted
+        is_open = self.state("persist") is State.RUNNING or "persist" in self.open_stages
         return durable and is_open
 
 
@@ -100,16 +101,17 @@ class SnapshotView:
 
     Attributes:
         names: the names of all files.
-        committed: the save that the manifest belongs to; "" if the manifest is damaged, None
-            without
-            one.
-        staged_at: when a rank last recorded a file, in seconds since 1970; None if none has.
+        saves: the saves, by id.
+        committed_save: the id of the save that the manifest belongs to; None if there is no
+            manifest, "" if the manifest is damaged.
+        staged_at: when a rank of this node last staged a file, in seconds since 1970; None if none
+            has.
     """
 
     place: Place
     names: frozenset[str]
     saves: Mapping[str, SaveView]
-    committed: str | None
+    committed_save: str | None
     staged_at: float | None
 
     @property
@@ -125,34 +127,34 @@ class SnapshotView:
     @property
     def is_committed(self) -> bool:
         """Whether the snapshot has a manifest."""
-        return self.committed is not None
+        return self.committed_save is not None
 
     def has_ended(self, stage: str) -> bool:
         """Return whether a stage has ended for any save of the step."""
         return any(save.state(stage).has_ended for save in self.saves.values())
 
     def is_done(self, stage: str) -> bool:
-        """Return whether a stage has ended well for any save of the step."""
+        """Return whether a stage is done for any save of the step."""
         return any(save.state(stage) is State.DONE for save in self.saves.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootView:
-    """What the root of a run contained when it was last read.
+    """What the root of a run contained when the agent last read it.
 
     Attributes:
-        looked: when it was read, by the observer's clock.
-        reached: whether it could be read.
-        lineage: the lineage of the run; None if the root is gone, or belongs to another run now.
-        stored: its newest step; None if it has none.
-        knows_stored: whether `stored` was read.
+        read_at: when the agent read the root, on the observer's clock.
+        is_reachable: whether the root could be read.
+        lineage: the lineage of the run; None if the root was removed, or belongs to another run.
+        newest_step: the newest step in the root; None if there is none.
+        has_read_steps: whether the agent looked for the newest step.
     """
 
-    looked: float
-    reached: bool = False
+    read_at: float
+    is_reachable: bool = False
     lineage: Lineage | None = None
-    stored: int | None = None
-    knows_stored: bool = False
+    newest_step: int | None = None
+    has_read_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,33 +162,30 @@ class RunView:
     """A run on this node.
 
     Attributes:
-        snapshots: the snapshots by step, ascending.
-        lost: ranks of this node that died without ending normally.
-        unattended: since when no trainer is on this node, by the observer's clock; None if one is.
-        vacant: since when it has neither trainers nor snapshots; None if it has either.
-        root: the last look at its root, if no trainer is on this node.
+        snapshots: the snapshots, by ascending step.
+        lost_ranks: the ranks that died on this node without ending normally.
+        unattended_since: since when no trainer of the run is on this node, on the observer's clock;
+            None if there is a trainer.
+        vacant_since: since when there have been neither trainers nor snapshots; None if there are.
+        root: the root as it was last read; None if the run has trainers on this node.
     """
 
     run: Run
     snapshots: tuple[SnapshotView, ...] = ()
-    lost: tuple[int, ...] = ()
-    unattended: float | None = None
-    vacant: float | None = None
+    lost_ranks: tuple[int, ...] = ()
+    unattended_since: float | None = None
+    vacant_since: float | None = None
     root: RootView | None = None
 
     @property
     def newest_committed(self) -> SnapshotView | None:
-        """The newest snapshot with a manifest."""
+        """The newest committed snapshot."""
         return next((each for each in reversed(self.snapshots) if each.is_committed), None)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """Everything on a node.
-
-    Attributes:
-        node: the node's name.
-    """
+    """A node and all its runs."""
 
     node: str
     runs: tuple[RunView, ...]

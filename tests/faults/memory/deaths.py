@@ -50,7 +50,7 @@ def die_at_note(pattern: str, when: When) -> None:
         when: "before" the record is written; "within" the write, when it is not yet in place; or
             "after" it.
     """
-    from shardwise.memory.home import write_record
+    from shardwise.memory.files import write_record
 
     def dying(path: Path, note: object) -> None:
         if not re.search(pattern, path.name):
@@ -67,7 +67,7 @@ def die_at_note(pattern: str, when: When) -> None:
 
 
 if __name__ == "__main__":
-    import shardwise.memory.agent.service  # noqa: F401  # so that its records are watched too
+    import shardwise.memory.agent.process  # noqa: F401  # so that its records are watched too
     from shardwise.cli import main
 
     die_at_note(sys.argv.pop(1), sys.argv.pop(1))  # type: ignore[arg-type]

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.home import ABANDONED, ROOT, read_record
+from shardwise.memory.files import read_record
+from shardwise.memory.home import ABANDONED, ROOT
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.registry import KNOWN_NODES as NODES
 

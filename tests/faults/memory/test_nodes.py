@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.memory.home import Run
-from shardwise.memory.ranks import RankLock
+from shardwise.memory.rank_locks import RankLock
 from shardwise.memory.remote.peers import Nodes
 from shardwise.store.store import Buffer
 from shardwise.testing import Gang

@@ -1,4 +1,4 @@
-"""The actions of an agent, except leading a save (`lead.py`)."""
+"""The actions of an agent, except those of the node that leads a save (`lead.py`)."""
 
 from __future__ import annotations
 
@@ -13,66 +13,43 @@ from typing import TypeVar
 
 from shardwise.errors import ShardwiseError, StoreError
 from shardwise.memory import decide, records
-from shardwise.memory.agent.lead import agents_of, attempt, pending_manifest
-from shardwise.memory.agent.persist import Throttle, copy_to_store
+from shardwise.memory.agent.lead import agents_of, attempt, read_pending_manifest
+from shardwise.memory.agent.persist import Throttle, copy_file, remove_old_checkpoints
 from shardwise.memory.agent.protect import guard
-from shardwise.memory.agent.publication import retain
 from shardwise.memory.decide import (
     REPLACED,
     Copy,
     Free,
     Guard,
     LookUpRoot,
-    OfSave,
     Rescue,
+    SaveAction,
     Seal,
 )
-from shardwise.memory.home import ROOT, Place, read_record, write_record
+from shardwise.memory.files import Deadline, read_record, write_record
+from shardwise.memory.home import ROOT, Place
 from shardwise.memory.lineage import known_lineage
 from shardwise.memory.observe import Observer
+from shardwise.memory.options import Tls
 from shardwise.memory.reclaim import free_replaced, free_saves, free_unattended
-from shardwise.memory.records import (
-    Done,
-    PendingManifest,
-    Persist,
-    Protect,
-    Staged,
-)
+from shardwise.memory.records import Done, Persist, Protect, Retain, Staged
 from shardwise.memory.remote.peers import Nodes
 from shardwise.memory.seal import Mappings, seal
-from shardwise.memory.tls import Tls
 from shardwise.memory.view import RootView
 from shardwise.retention import committed_steps
 from shardwise.store import open_store
 
 log = logging.getLogger("shardwise.agent")
-W = TypeVar("W")
-FILES_AT_A_TIME = 2
-AT_ONCE = 0.5
+Record = TypeVar("Record")
+FILES_AT_ONCE = 2
+RESCUE_REQUEST_TIMEOUT = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Sealing:
-    """Sealing the files of this node's ranks.
+class Follower:
+    """Performs the actions that every node does for its own files.
 
-    Attributes:
-        mappings: the mappings of these files.
-    """
-
-    mappings: Mappings
-
-    def seal(self, action: Seal) -> None:
-        """Compute the checksums of staged files."""
-        for staged in action.place.staged():
-            name = staged.file.name
-            if name in action.files and not action.place.has(records.entry(name)):
-                data = self.mappings.find(action.place.path / name, staged.file.size)
-                write_record(action.place.path / records.entry(name), seal(data, staged.file))
-
-
-@dataclass(frozen=True, slots=True)
-class Following:
-    """The actions that the leader of a save requests from every node.
+    The leader of a save requests all of them except `seal` and `rescue`.
 
     Attributes:
         node: the name of this node.
@@ -84,87 +61,106 @@ class Following:
     mappings: Mappings
     tls: Tls | None = None
 
+    def seal(self, action: Seal) -> None:
+        """Compute the checksums of the files that this node's ranks staged."""
+        place = action.place
+        for staged in place.staged():
+            name = staged.file.name
+            if name in action.files and not place.has(records.entry_record(name)):
+                data = self.mappings.find(place.path / name, staged.file.size)
+                write_record(place.path / records.entry_record(name), seal(data, staged.file))
+
     def copy(self, action: Copy) -> None:
         """Copy this node's files to storage."""
-        place = action.place
-        self._follow(action, "persist", Persist, lambda request: self._copy(place, request))
+        self._fulfil(
+            action, "persist", Persist, lambda request: self._copy_files(action.place, request)
+        )
 
     def guard(self, action: Guard) -> None:
         """Make the copies or parity that this node stores for others."""
         place = action.place
 
-        def work(request: Protect) -> int:
+        def make_copies_or_parity(request: Protect) -> int:
             with closing(Nodes(place, request.nodes, self.node, request.wait, self.tls)) as nodes:
                 return nodes.retrying(
                     lambda: guard(place, request, nodes, self.node, self.mappings)
                 )
 
-        self._follow(action, "protect", Protect, work)
+        self._fulfil(action, "protect", Protect, make_copies_or_parity)
 
     def retain(self, action: decide.Retain) -> None:
-        """Remove old checkpoints from storage, while the request exists."""
-        name = records.request(records.RETAIN, action.save_id)
+        """Remove old checkpoints from storage, as long as the request exists."""
+        name = records.request_record(records.RETAIN, action.save_id)
 
-        def work(request: records.Retain) -> int:
-            return retain(request, is_wanted=lambda: action.place.has(name))
+        def remove(request: Retain) -> int:
+            return remove_old_checkpoints(request, is_wanted=lambda: action.place.has(name))
 
-        self._follow(action, records.RETAIN, records.Retain, work, ends=records.outcome)
+        self._fulfil(action, records.RETAIN, Retain, remove, result_name=records.outcome_record)
 
     def rescue(self, action: Rescue) -> None:
-        """Have a snapshot persisted that was meant for memory only."""
-        log.warning("%s: persisting step %d", action.why, action.place.step)
-        self._call_for_rescue(action.place, pending_manifest(action))
+        """Have a snapshot persisted that was meant for memory only.
 
-    def _call_for_rescue(self, place: Place, pending: PendingManifest) -> None:
-        """Request the rescue from the leader, or if it is lost, from another node or this one."""
-        call = Done(save_id=pending.save_id, stage="rescue", node=self.node)
+        The leader is asked first, then the other nodes including this one, until one accepts.
+        """
+        place = action.place
+        log.warning("%s: persisting step %d", action.why, place.step)
+        pending = read_pending_manifest(action)
+        request = Done(save_id=pending.save_id, stage="rescue", node=self.node)
         infos = agents_of(pending, place.run)
-        with closing(Nodes(place, infos, self.node, AT_ONCE, self.tls)) as nodes:
+        with closing(Nodes(place, infos, self.node, RESCUE_REQUEST_TIMEOUT, self.tls)) as nodes:
             for node in dict.fromkeys([pending.leader, *(info.node for info in pending.nodes)]):
                 try:
-                    nodes.tell(node, records.request("rescue", pending.save_id), call)
+                    nodes.tell(node, records.request_record("rescue", pending.save_id), request)
                 except StoreError as error:
                     log.warning("node %s: %s", node, error)
                     continue
-                write_record(place.path / records.request("called", pending.save_id), call)
+                write_record(
+                    place.path / records.request_record("called", pending.save_id), request
+                )
                 return
 
-    def _copy(self, place: Place, request: Persist) -> int:
+    def _copy_files(self, place: Place, request: Persist) -> int:
         """Copy files to storage, each as soon as it is staged, several at a time."""
         throttle = Throttle(request.budget)
         store = open_store(request.place)
 
         def copy(name: str) -> int:
-            deadline = time.monotonic() + request.wait
-            # A rank's record is valid only once its file exists.
-            place.expect(name, deadline, failed=records.failed(name))
-            staged = _read(place.path / records.staged(name), Staged).file
-            data = self.mappings.find(place.path / name, staged.size)
+            deadline = Deadline(request.wait)
+            # The record of a staged file is valid only once the file exists.
+            place.wait_for(name, deadline, failed=records.failure_record(name))
+            entry = _read_existing(place.path / records.staged_record(name), Staged).file
+            data = self.mappings.find(place.path / name, entry.size)
 
-            def sealed() -> None:
-                place.expect(records.entry(name), deadline)
+            def wait_until_sealed() -> None:
+                place.wait_for(records.entry_record(name), deadline)
 
-            copy_to_store(data, staged, store, throttle, sealed)
-            return staged.size
+            copy_file(data, entry, store, throttle, wait_until_sealed)
+            return entry.size
 
-        with ThreadPoolExecutor(FILES_AT_A_TIME, "shardwise-files") as pool:
+        with ThreadPoolExecutor(FILES_AT_ONCE, "shardwise-files") as pool:
             nbytes = sum(pool.map(copy, request.files))
         store.sync()
         return nbytes
 
-    def _follow(
+    def _fulfil(
         self,
-        action: OfSave,
+        action: SaveAction,
         stage: str,
-        kind: type[W],
-        work: Callable[[W], int],
-        ends: Callable[[str, str], str] = records.done,
+        kind: type[Record],
+        work: Callable[[Record], int],
+        result_name: Callable[[str, str], str] = records.done_record,
     ) -> None:
-        """Carry out a leader's request, and record how it ended."""
+        """Read a leader's request, do the work, and record the result.
+
+        Args:
+            kind: the type of the request.
+            work: takes the request, and returns the number of bytes processed.
+            result_name: returns the name of the record with the result.
+        """
         place, save_id = action.place, action.save_id
-        request = place.path / records.request(stage, save_id)
+        path = place.path / records.request_record(stage, save_id)
         start = time.monotonic()
-        nbytes, failure = attempt(place, lambda: work(_read(request, kind)))
+        nbytes, failure = attempt(place, lambda: work(_read_existing(path, kind)))
         done = Done(
             save_id=save_id,
             stage=stage,
@@ -173,14 +169,13 @@ class Following:
             failure=failure,
             node=self.node,
         )
-        write_record(place.path / ends(stage, save_id), done)
+        write_record(place.path / result_name(stage, save_id), done)
 
 
-def _read(path: Path, kind: type[W]) -> W:
-    """Return a record that must exist."""
+def _read_existing(path: Path, kind: type[Record]) -> Record:
     record = read_record(path, kind)
     if record is None:
-        raise StoreError(f"{path} was removed")
+        raise StoreError(f"{path} was removed: the snapshot is being freed")
     return record
 
 
@@ -188,7 +183,7 @@ def free(action: Free) -> None:
     """Free the memory of a snapshot, or of some of its saves.
 
     Raises:
-        SnapshotHeld: the snapshot is in use.
+        SnapshotInUse: the snapshot is in use.
     """
     if action.saves:
         free_saves(action.place, action.saves)
@@ -201,24 +196,28 @@ def free(action: Free) -> None:
 
 
 def look_up_root(action: LookUpRoot, observer: Observer) -> None:
-    """Read the root of a run without trainers; keep the earlier result if it is unreachable."""
+    """Read the root of a run without trainers, and pass the result to the observer.
+
+    If the root cannot be read, the observer keeps the earlier result, marked as not reached.
+    """
     run, now = action.run, observer.clock()
-    known = observer.run(run).root or RootView(looked=now)
+    earlier = observer.run(run).root or RootView(read_at=now)
     try:
         path = read_record(run.path / ROOT, str)
         store = None if path is None else open_store(path)
         lineage = None if store is None else known_lineage(store)
         if lineage is not None and lineage.run != run.name:
             lineage = None
-        asks = action.stored and store is not None and lineage is not None
+        reads_steps = action.reads_steps and lineage is not None
+        steps = committed_steps(store) if store is not None and reads_steps else []
         found = RootView(
-            looked=now,
-            reached=store is not None,
+            read_at=now,
+            is_reachable=store is not None,
             lineage=lineage,
-            stored=max(committed_steps(store), default=None) if asks and store else None,
-            knows_stored=asks,
+            newest_step=max(steps, default=None),
+            has_read_steps=reads_steps,
         )
     except (ShardwiseError, OSError, ValueError) as error:
         log.info("run %s: cannot read its root: %s", run.name, error)
-        found = replace(known, looked=now, reached=False)
+        found = replace(earlier, read_at=now, is_reachable=False)
     observer.set_root(run, found)

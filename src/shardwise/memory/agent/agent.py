@@ -1,7 +1,7 @@
-"""The agent of a node: observes it, decides what to do, and does it with one worker for each kind.
+"""The threads of an agent: one observes the node and decides, and one performs each kind of action.
 
-An agent keeps no state that matters. If it is killed, the next one observes the same records and
-makes the same decisions.
+All state is in the records on the node. If an agent is killed, the next one observes the same
+records and makes the same decisions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from shardwise.memory.decide import (
     DEFAULT_PERIODS,
@@ -25,50 +24,53 @@ from shardwise.memory.decide import (
     decide,
     decide_run,
 )
-from shardwise.memory.home import ABANDONED, Run, SnapshotHeld
+from shardwise.memory.home import ABANDONED, Run, SnapshotInUse
 from shardwise.memory.observe import Observer
 
-LOOK_AROUND = 1.0
-NICE = 10
-LATEST = 60.0
-FORGOTTEN = 600.0
+OBSERVE_PERIOD = 1.0
+NICENESS = 10
+LONGEST_DELAY = 60.0
+FORGET_AFTER = 600.0
 log = logging.getLogger("shardwise.agent")
 
-Perform = Callable[..., object]
-"""Performs an action. If it raises `SnapshotHeld`, the action is tried again later."""
+Performer = Callable[..., object]
+"""A function that performs an action. If it raises `SnapshotInUse`, it is called again later."""
 
 
 class Agent:
     """The threads of an agent: one that observes, and one for each kind of action.
 
     Args:
-        observer: the observer of the node; the caller holds the agent's lock.
-        perform: the function that performs each kind of action.
-        around: a function to call before each observation.
+        observer: the observer of the node. The caller holds the agent's lock.
+        performers: the function that performs each kind of action.
+        before_observing: a function to call before each observation.
+        periods: how long to wait before memory is freed.
     """
 
     def __init__(
         self,
         observer: Observer,
-        perform: Mapping[type, Perform],
-        around: Callable[[], object] = lambda: None,
+        performers: Mapping[type, Performer],
+        before_observing: Callable[[], object] = lambda: None,
         periods: Periods = DEFAULT_PERIODS,
     ) -> None:
         self._observer = observer
-        self._perform = perform
-        self._around = around
+        self._performers = performers
+        self._before_observing = before_observing
         self._periods = periods
         self._retries = Retries(observer.clock)
         self._bell = threading.Event()
         self._stopping = threading.Event()
-        self._workers = {kind: _Worker(kind.__name__.lower(), self) for kind in perform}
-        self._looking = threading.Thread(target=self._observe_repeatedly, name="look", daemon=True)
+        self._workers = {kind: _Worker(kind.__name__.lower(), self) for kind in performers}
+        self._observing = threading.Thread(
+            target=self._observe_repeatedly, name="observe", daemon=True
+        )
 
     def start(self) -> None:
         """Start the threads."""
         for worker in self._workers.values():
             worker.thread.start()
-        self._looking.start()
+        self._observing.start()
 
     @property
     def is_stopping(self) -> bool:
@@ -84,35 +86,37 @@ class Agent:
         self._stopping.set()
         self.wake()
         deadline = self._observer.clock() + timeout
-        threads = [self._looking, *(worker.thread for worker in self._workers.values())]
+        threads = [self._observing, *(worker.thread for worker in self._workers.values())]
         for thread in threads:
             thread.join(max(0.0, deadline - self._observer.clock()))
         return not any(thread.is_alive() for thread in threads)
 
-    def look(self) -> list[Action]:
+    def due_actions(self) -> list[Action]:
         """Observe the node, and return the actions that are due."""
         now = self._observer.clock()
         actions = decide(self._observer.node(), now, self._periods)
-        self._retries.forget_but(actions)
+        self._retries.forget_others(actions)
         return [each for each in actions if self._retries.is_due(each)]
 
-    def do(self, action: Action) -> bool:
+    def perform(self, action: Action) -> bool:
         """Perform an action if it is still decided on; return whether to observe again at once.
 
-        The node is observed again first: the action may have been done, or become pointless because
-        trainers have resumed from an older step.
+        The run is observed again first: the action may be done already, or trainers may have
+        resumed the run from an older step.
         """
         try:
             if not self._is_decided(action):
                 return True
             if isinstance(action, (Free, FreeRun, LookUpRoot, Retain)):
-                self._perform[type(action)](action)
+                self._performers[type(action)](action)
             else:
-                with action.place.hold(shared=True) as held:  # so that it is not freed meanwhile
+                with action.place.hold(
+                    shared=True
+                ) as held:  # the snapshot cannot be freed meanwhile
                     if not held:
                         return False
-                    self._perform[type(action)](action)
-        except SnapshotHeld:
+                    self._performers[type(action)](action)
+        except SnapshotInUse:
             return False
         except Exception as error:
             self._retries.failed(action, error)
@@ -127,13 +131,13 @@ class Agent:
     def _observe_repeatedly(self) -> None:
         _lower_priority()
         while not self.is_stopping:
-            self._bell.wait(LOOK_AROUND)
+            self._bell.wait(OBSERVE_PERIOD)
             self._bell.clear()
             try:
-                self._around()
-                due = self.look()
+                self._before_observing()
+                due = self.due_actions()
             except Exception:
-                log.exception("observing this node failed")
+                log.exception("observing this node failed; trying again")
                 continue
             for kind, worker in self._workers.items():
                 worker.offer([each for each in due if type(each) is kind])
@@ -142,7 +146,7 @@ class Agent:
 
 
 class _Worker:
-    """Does one kind of action, one after the other."""
+    """Performs the actions of one kind, one after the other."""
 
     def __init__(self, name: str, agent: Agent) -> None:
         self._agent = agent
@@ -152,18 +156,18 @@ class _Worker:
         self.thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     def offer(self, actions: Sequence[Action]) -> None:
-        """Replace the queued actions. The action in progress is not queued again."""
+        """Replace the queued actions. The action in progress is not queued."""
         with self._changed:
             self._queue = [each for each in actions if each != self._running]
             self._changed.notify()
 
     def _work(self) -> None:
         _lower_priority()
-        while (action := self._next()) is not None:
-            if self._agent.do(action):
+        while (action := self._wait_for_next()) is not None:
+            if self._agent.perform(action):
                 self._agent.wake()
 
-    def _next(self) -> Action | None:
+    def _wait_for_next(self) -> Action | None:
         with self._changed:
             self._running = None
             while not self._queue and not self._agent.is_stopping:
@@ -181,28 +185,27 @@ def run_of(action: Action) -> Run:
 
 @dataclass(slots=True)
 class _Count:
-    """How often something has happened in a row, and when it last did."""
+    """How often an action was performed or failed, and when it last was."""
 
     times: int = 0
-    at: float = 0.0
+    last: float = 0.0
 
     def add(self, now: float) -> None:
-        """Count one more; start again from zero if the last time is long ago."""
-        self.times = self.times + 1 if now - self.at < FORGOTTEN else 1
-        self.at = now
+        """Count one more time; start again from zero if the last time was long ago."""
+        self.times = self.times + 1 if now - self.last < FORGET_AFTER else 1
+        self.last = now
 
     def is_due(self, now: float) -> bool:
-        """Return whether to try again: at once after the first time, then with growing delays."""
-        pause = min(2.0 ** (self.times - 2), LATEST) if self.times > 1 else 0.0
-        return now - self.at >= pause
+        """Return whether to try again: at once after the first time, then after growing delays."""
+        delay = min(2.0 ** (self.times - 2), LONGEST_DELAY) if self.times > 1 else 0.0
+        return now - self.last >= delay
 
 
 class Retries:
-    """When to retry each action, and which failures to log. Threads may share it.
+    """Decides when to retry each action, and which failures to log. Threads may share it.
 
-    An action that succeeded but is still decided on is delayed like one that failed. Failures of
-    one
-    kind are logged with decreasing frequency, the first with its traceback.
+    An action that succeeded but is still decided on is delayed like one that failed. Failures with
+    the same cause are logged ever more rarely, the first with its traceback.
 
     Args:
         clock: a monotonic clock, in seconds.
@@ -232,7 +235,7 @@ class Retries:
             count.add(self._clock())
             self._log(action, error, count.times)
 
-    def forget_but(self, actions: Collection[Action]) -> None:
+    def forget_others(self, actions: Collection[Action]) -> None:
         """Forget actions that are no longer decided on."""
         with self._lock:
             for action in self._actions.keys() - set(actions):
@@ -241,21 +244,21 @@ class Retries:
     def _log(self, action: Action, error: Exception, times: int) -> None:
         name = type(action).__name__.lower()
         path = action.run.path if isinstance(action, (FreeRun, LookUpRoot)) else action.place.path
-        what = f"{name}: {path}: {type(error).__name__}: {error}"
-        passing = isinstance(error, FileNotFoundError) and times == 1
-        if passing or not path.exists() or (path / ABANDONED).exists():
-            log.info("%s (the snapshot is being removed)", what)
+        message = f"{name}: {path}: {type(error).__name__}: {error}"
+        is_first_missing = isinstance(error, FileNotFoundError) and times == 1
+        if is_first_missing or not path.exists() or (path / ABANDONED).exists():
+            log.info("%s (the snapshot is being removed)", message)
             return
-        kind = self._failures.setdefault(_kind_of(error), _Count())
-        kind.add(self._clock())
-        if kind.times == 1:
-            log.error("%s", what, exc_info=error)
-        elif kind.times & (kind.times - 1) == 0:  # 2, 4, 8, …
-            log.error("%s (failed %d times)", what, kind.times)
+        failures = self._failures.setdefault(_cause_of(error), _Count())
+        failures.add(self._clock())
+        if failures.times == 1:
+            log.error("%s", message, exc_info=error)
+        elif failures.times & (failures.times - 1) == 0:  # 2, 4, 8, …
+            log.error("%s (failed %d times)", message, failures.times)
 
 
-def _kind_of(error: Exception) -> tuple[str, int]:
-    """Return what repeated failures have in common: the type, and the line that raised it."""
+def _cause_of(error: Exception) -> tuple[str, int]:
+    """Return the type of an error, and the line that raised it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -263,18 +266,9 @@ def _kind_of(error: Exception) -> tuple[str, int]:
 
 
 def _lower_priority() -> None:
-    """Lower the priority of this thread, and of those that it starts: training goes first. The
-    threads that serve other nodes keep theirs, because a restore waits for them.
+    """Lower the priority of this thread and of the threads that it starts below the training's.
+
+    The threads that serve other nodes keep their priority, because a restore waits for them.
     """
     with suppress(OSError):
-        os.nice(NICE)  # of this thread alone, on Linux
-
-
-def listen(bell: Path, wake: Callable[[], None]) -> None:
-    """Create a named pipe, and call `wake` whenever something is written to it. Never returns."""
-    with suppress(FileExistsError):
-        os.mkfifo(bell, 0o600)
-    fd = os.open(bell, os.O_RDWR | os.O_CLOEXEC)
-    while True:
-        os.read(fd, 4096)
-        wake()
+        os.nice(NICENESS)  # on Linux, this applies to the thread

@@ -1,9 +1,8 @@
-"""How the agent of rank 0's node leads a save through its stages.
+"""Leads a save through its stages: the work of the agent on the node of rank 0.
 
-It has the pending manifest. It requests each stage from the other nodes by a record, waits for
-their
-records that the stage is done, and writes the outcome to all nodes. Failed stages have outcomes
-too. An action is retried only if it raises.
+The leader has the pending manifest. It requests each stage from the other nodes by a record, waits
+for their records that the stage is done, and writes the outcome to all nodes. A stage that fails
+has an outcome too. The agent retries an action only if the action raises.
 """
 
 from __future__ import annotations
@@ -18,33 +17,28 @@ from shardwise.errors import ShardwiseError, StoreError
 from shardwise.manifest.manifest import FileEntry, complete_manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import decide, records
-from shardwise.memory.agent.persist import Throttle
+from shardwise.memory.agent.persist import (
+    Throttle,
+    copy_files_of_lost_nodes,
+    lock_for_publishing,
+    retention_request,
+)
 from shardwise.memory.agent.protect import protection_of
-from shardwise.memory.agent.publication import publication, retention_of
-from shardwise.memory.agent.rescue import copy_lost
-from shardwise.memory.decide import (
-    Commit,
-    OfSave,
-)
-from shardwise.memory.home import ABANDONED, Place, Run, write_record
-from shardwise.memory.records import (
-    AgentInfo,
-    Done,
-    PendingManifest,
-    Persist,
-    Protect,
-)
+from shardwise.memory.files import write_record
+from shardwise.memory.home import ABANDONED, Place, Run
+from shardwise.memory.options import Tls
+from shardwise.memory.records import AgentInfo, Done, PendingManifest, Persist, Protect
 from shardwise.memory.remote.peers import Nodes, of_each
-from shardwise.memory.tls import Tls
 from shardwise.store import Store
 
 log = logging.getLogger("shardwise.agent")
-PATIENCE = 5.0  # seconds to wait for a node that does not answer, during a rescue
+RESCUE_TIMEOUT = 5.0
+"""Seconds to wait for a node that does not answer, during a rescue."""
 
 
 @dataclass(frozen=True, slots=True)
-class Leading:
-    """The actions of the node that leads a save.
+class Leader:
+    """Performs the actions of the node that leads a save.
 
     Attributes:
         node: the name of this node.
@@ -54,35 +48,34 @@ class Leading:
     node: str
     tls: Tls | None = None
 
-    def commit(self, action: Commit) -> None:
+    def commit(self, action: decide.Commit) -> None:
         """Collect the entries of all files, and write the manifest to all nodes."""
-        self._finish(action, "commit", self._commit)
+        self._perform(action, "commit", _LedSave.commit)
 
     def protect(self, action: decide.Protect) -> None:
-        """Have all nodes make the copies or parity that were requested."""
-        self._finish(action, "protect", self._protect)
+        """Have all nodes make the requested copies or parity."""
+        self._perform(action, "protect", _LedSave.protect)
 
     def persist(self, action: decide.Persist) -> None:
         """Have all nodes copy their files to storage, and publish the manifest there.
 
-        If the snapshot is rescued, another node than that of rank 0 may do this.
+        A rescue can make another node than that of rank 0 do this.
         """
-        self._finish(action, "persist", self._persist)
+        self._perform(action, "persist", _LedSave.persist)
 
-    def _finish(
-        self,
-        action: OfSave,
-        stage: str,
-        work: Callable[[Place, PendingManifest, Nodes], int],
+    def _perform(
+        self, action: decide.SaveAction, stage: str, work: Callable[[_LedSave], int]
     ) -> None:
+        """Do the work of a stage, and write its outcome to all nodes."""
         place = action.place
-        pending = pending_manifest(action)
+        pending = read_pending_manifest(action)
         start = time.monotonic()
         infos = agents_of(pending, place.run)
-        rescuing = place.has(records.request("rescue", pending.save_id))
-        wait = min(pending.wait, PATIENCE) if rescuing else pending.wait
+        is_rescue = place.has(records.request_record("rescue", pending.save_id))
+        wait = min(pending.wait, RESCUE_TIMEOUT) if is_rescue else pending.wait
         with closing(Nodes(place, infos, self.node, wait, self.tls)) as nodes:
-            nbytes, failure = attempt(place, lambda: work(place, pending, nodes))
+            save = _LedSave(place, pending, nodes, self)
+            nbytes, failure = attempt(place, lambda: work(save))
             done = Done(
                 save_id=pending.save_id,
                 stage=stage,
@@ -94,149 +87,187 @@ class Leading:
                 bytes_total=pending.bytes_total,
                 files=len(pending.files),
             )
-            nodes.tell_all(records.outcome(stage, pending.save_id), done)
+            nodes.tell_all(records.outcome_record(stage, pending.save_id), done)
 
-    def _commit(self, place: Place, pending: PendingManifest, nodes: Nodes) -> int:
-        by_node = _files_by_node(pending)
 
-        def entries_of(node: str) -> dict[str, FileEntry]:
+@dataclass(frozen=True, slots=True)
+class _LedSave:
+    """A save that this node leads. The methods do the work of a stage, and return its bytes.
+
+    Attributes:
+        nodes: connections to the nodes of the save.
+    """
+
+    place: Place
+    pending: PendingManifest
+    nodes: Nodes
+    leader: Leader
+
+    def commit(self) -> int:
+        """Collect the entries of all files, and write the manifest to all nodes."""
+        files_of = self._files_by_node()
+
+        def collect_entries(node: str) -> dict[str, FileEntry]:
             return {
-                name: nodes.expect(
-                    node, records.entry(name), FileEntry, failed=records.failed(name)
+                name: self.nodes.expect(
+                    node, records.entry_record(name), FileEntry, failed=records.failure_record(name)
                 )
-                for name in by_node[node]
+                for name in files_of[node]
             }
 
-        found = of_each(by_node, entries_of)
-        entries = [found[node][name] for name, node in pending.files]
-        manifest = complete_manifest(pending.manifest.encode(), entries)
-        # First on this node: a lost node whose files are not needed must not delay the commit here.
-        nodes.tell(self.node, MANIFEST, manifest)
-        nodes.tell_others((records.pending_copy(pending.save_id), pending), (MANIFEST, manifest))
+        entries_of = of_each(files_of, collect_entries)
+        entries = [entries_of[node][name] for name, node in self.pending.files]
+        manifest = complete_manifest(self.pending.manifest.encode(), entries)
+        # First on this node: if another node is lost, and its files are not needed, the commit here
+        # must not wait for it.
+        self.nodes.tell(self.leader.node, MANIFEST, manifest)
+        pending_copy = records.pending_copy_record(self.pending.save_id), self.pending
+        self.nodes.tell_others(pending_copy, (MANIFEST, manifest))
         return sum(each.size for each in entries)
 
-    def _protect(self, place: Place, pending: PendingManifest, nodes: Nodes) -> int:
-        if not (pending.copies or pending.parity):
+    def protect(self) -> int:
+        """Have all nodes make the requested copies or parity."""
+        if not (self.pending.copies or self.pending.parity):
             return 0
-        manifest = decode_manifest(place.manifest_of(pending.save_id))
+        save_id = self.pending.save_id
+        manifest = decode_manifest(self.place.manifest_of(save_id))
         request = Protect(
-            save_id=pending.save_id,
-            protection=protection_of(pending, list(manifest.files)),
-            nodes=agents_of(pending, place.run),
-            wait=pending.wait,
-            rings=len(pending.rings),
+            save_id=save_id,
+            protection=protection_of(self.pending, list(manifest.files)),
+            nodes=agents_of(self.pending, self.place.run),
+            wait=self.pending.wait,
+            rings=len(self.pending.rings),
         )
-        nodes.tell_all(records.request("protect", pending.save_id), request)
-        done, asked = (each("protect", pending.save_id) for each in (records.done, records.request))
-        named = [info.node for info in pending.nodes]
-        ended = of_each(named, lambda node: nodes.expect(node, done, Done, asked=asked))
-        for node, each in ended.items():
-            if each.failure:
-                raise StoreError(f"node {node}: {each.failure}")
-        return sum(each.bytes for each in ended.values())
+        self.nodes.tell_all(records.request_record("protect", save_id), request)
+        done_by = of_each(
+            [info.node for info in self.pending.nodes],
+            lambda node: self._wait_for_node("protect", node),
+        )
+        return _total_bytes(done_by)
 
-    def _persist(self, place: Place, pending: PendingManifest, nodes: Nodes) -> int:
-        with publication(pending) as publish:
-            copied = 0 if publish.is_published else self._copy(place, pending, nodes, publish.store)
-            publish.finish(place.manifest_of(pending.save_id))
-        if (request := retention_of(pending)) is not None:
-            write_record(place.path / records.request(records.RETAIN, pending.save_id), request)
+    def persist(self) -> int:
+        """Have all nodes copy their files to storage, and publish the manifest there."""
+        save_id = self.pending.save_id
+        with lock_for_publishing(self.pending) as publication:
+            copied = 0 if publication.is_published else self._copy_files(publication.store)
+            publication.publish(self.place.manifest_of(save_id))
+        request = retention_request(self.pending)
+        if request is not None:
+            write_record(self.place.path / records.request_record(records.RETAIN, save_id), request)
         return copied
 
-    def _copy(self, place: Place, pending: PendingManifest, nodes: Nodes, to: Store) -> int:
-        """Have each node copy its own files; copy those of lost nodes here; return the bytes."""
-        by_node = _files_by_node(pending)
-
-        def ask(node: str) -> bool:
-            return self._ask_to_persist(place, pending, nodes, node, by_node[node], str(to))
-
-        reached = of_each(by_node, ask)  # request from all nodes before waiting for any
-        following = [node for node in by_node if reached[node]]
-        ended = of_each(following, lambda node: self._persisted(place, pending, nodes, node))
-        for node, done in ended.items():
-            if done is not None and done.failure:
-                raise StoreError(f"node {node}: {done.failure}")
-        nbytes = sum(done.bytes for done in ended.values() if done is not None)
-        lost = [node for node in by_node if ended.get(node) is None]
-        commit = nodes.expect(self.node, records.outcome("commit", pending.save_id), Done)
+    def _copy_files(self, store: Store) -> int:
+        """Have each node copy its files to storage, and copy those of lost nodes here."""
+        files_of = self._files_by_node()
+        # Request from all nodes before waiting for any.
+        reached = of_each(files_of, lambda node: self._request_copy(node, files_of[node], store))
+        done_by = of_each([node for node in files_of if reached[node]], self._wait_for_copy)
+        copied = {node: done for node, done in done_by.items() if done is not None}
+        nbytes = _total_bytes(copied)
+        outcome = records.outcome_record("commit", self.pending.save_id)
+        commit = self.nodes.expect(self.leader.node, outcome, Done)
         if commit.failure:
-            raise StoreError(f"the save was never committed: {commit.failure}")
-        if lost:
-            names = [name for node in lost for name in by_node[node]]
-            infos = agents_of(pending, place.run)
-            nbytes += copy_lost(
-                place, names, infos, self.node, self.tls, to, Throttle(pending.budget)
+            raise StoreError(
+                f"step {self.place.step} cannot be persisted, because its commit failed: "
+                f"{commit.failure}"
+            )
+        names = [name for node in files_of if node not in copied for name in files_of[node]]
+        if names:
+            nbytes += copy_files_of_lost_nodes(
+                self.place,
+                names,
+                agents_of(self.pending, self.place.run),
+                self.leader.node,
+                self.leader.tls,
+                store,
+                Throttle(self.pending.budget),
             )
         return nbytes
 
-    def _ask_to_persist(
-        self,
-        place: Place,
-        pending: PendingManifest,
-        nodes: Nodes,
-        node: str,
-        files: list[str],
-        to: str,
-    ) -> bool:
-        """Request that a node copies its files; return False if the node is lost."""
+    def _request_copy(self, node: str, files: list[str], store: Store) -> bool:
+        """Request that a node copies its files to storage; return False if the node is lost."""
         request = Persist(
-            save_id=pending.save_id, place=to, files=files, budget=pending.budget, wait=pending.wait
+            save_id=self.pending.save_id,
+            place=str(store),
+            files=files,
+            budget=self.pending.budget,
+            wait=self.pending.wait,
         )
         try:
-            nodes.tell(node, records.request("persist", pending.save_id), request)
+            self.nodes.tell(node, records.request_record("persist", self.pending.save_id), request)
         except StoreError as error:
-            place.refuse_abandoned()
-            log.warning("node %s is lost: %s", node, error)
+            self._log_lost_node(node, error)
             return False
         return True
 
-    def _persisted(
-        self, place: Place, pending: PendingManifest, nodes: Nodes, node: str
-    ) -> Done | None:
-        """Return how copying has ended on a node; None if the node is lost."""
-        done, request = (
-            each("persist", pending.save_id) for each in (records.done, records.request)
-        )
+    def _wait_for_copy(self, node: str) -> Done | None:
+        """Wait until a node has copied its files; return None if the node is lost."""
         try:
-            return nodes.expect(node, done, Done, asked=request)
+            return self._wait_for_node("persist", node)
         except StoreError as error:
-            place.refuse_abandoned()
-            log.warning("node %s is lost: %s", node, error)
+            self._log_lost_node(node, error)
             return None
 
+    def _log_lost_node(self, node: str, error: StoreError) -> None:
+        self.place.refuse_abandoned()
+        log.warning("node %s is lost: %s", node, error)
 
-def pending_manifest(action: OfSave) -> PendingManifest:
-    """Return the pending manifest of a save, or the followers' copy of it."""
-    for each in action.place.pending_manifests() + action.place.pending_copies():
-        if each.save_id == action.save_id:
-            return each
-    raise StoreError(f"{action.place.path}: the pending manifest of {action.save_id} was removed")
+    def _wait_for_node(self, stage: str, node: str) -> Done:
+        """Wait until a node has done its part of a stage."""
+        save_id = self.pending.save_id
+        done, request = records.done_record(stage, save_id), records.request_record(stage, save_id)
+        return self.nodes.expect(node, done, Done, asked=request)
+
+    def _files_by_node(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name, node in self.pending.files:
+            found.setdefault(node, []).append(name)
+        return found
 
 
-def _files_by_node(pending: PendingManifest) -> dict[str, list[str]]:
-    """Return the names of each node's files."""
-    found: dict[str, list[str]] = {}
-    for name, node in pending.files:
-        found.setdefault(node, []).append(name)
-    return found
+def _total_bytes(done_by: dict[str, Done]) -> int:
+    """Return the bytes of all nodes' parts of a stage.
+
+    Raises:
+        StoreError: a node's part failed.
+    """
+    for node, done in done_by.items():
+        if done.failure:
+            raise StoreError(f"node {node}: {done.failure}")
+    return sum(done.bytes for done in done_by.values())
+
+
+def read_pending_manifest(action: decide.SaveAction) -> PendingManifest:
+    """Return the pending manifest of a save, or the followers' copy of it.
+
+    Raises:
+        StoreError: this node has neither, because the snapshot is being removed.
+    """
+    place = action.place
+    for pending in place.pending_manifests() + place.pending_copies():
+        if pending.save_id == action.save_id:
+            return pending
+    raise StoreError(
+        f"{place.path}: the pending manifest of save {action.save_id} was removed, or is damaged"
+    )
 
 
 def agents_of(pending: PendingManifest, run: Run) -> list[AgentInfo]:
-    """Return the agents of a snapshot's nodes, as the run's newest pending manifest lists them."""
+    """Return the agents of a snapshot's nodes, with the newest address that this node knows."""
     if len(pending.nodes) == 1:  # only this node
         return pending.nodes
     places = [Place(run, step) for step in run.steps()]
-    listings = [pending, *(each for place in places for each in place.pending_manifests())]
-    known = {info.node: info for each in listings for info in each.nodes}
-    return [known[info.node] for info in pending.nodes]
+    manifests = [pending, *(each for place in places for each in place.pending_manifests())]
+    newest = {info.node: info for each in manifests for info in each.nodes}
+    return [newest[info.node] for info in pending.nodes]
 
 
 def attempt(place: Place, work: Callable[[], int]) -> tuple[int, str]:
-    """Return the result of `work`, or why it failed."""
+    """Return the result of `work` and "", or 0 and why `work` failed, which is logged."""
     try:
         return work(), ""
     except Exception as error:
         level = logging.INFO if place.has(ABANDONED) else logging.ERROR
-        is_usual = isinstance(error, (ShardwiseError, OSError))
-        log.log(level, "%s: %s", type(error).__name__, error, exc_info=not is_usual)
+        is_expected = isinstance(error, (ShardwiseError, OSError))
+        log.log(level, "%s: %s", type(error).__name__, error, exc_info=not is_expected)
         return 0, f"{type(error).__name__}: {error}"

@@ -1,24 +1,39 @@
-"""Copies files of a snapshot to storage, straight from memory."""
+"""Persists a snapshot: copies its files to storage, publishes it, and removes old checkpoints."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 
 from shardwise.engine.buffers import aligned_buffer
-from shardwise.manifest.manifest import FileEntry
-from shardwise.store import Store, WritableFile
+from shardwise.engine.datareader import DataReader
+from shardwise.engine.leftovers import collect_leftovers
+from shardwise.errors import CheckpointExistsError, FormatError, StoreError
+from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, decode_manifest
+from shardwise.manifest.names import MANIFEST, lock_file, step_directory
+from shardwise.memory.files import Deadline
+from shardwise.memory.home import Place
+from shardwise.memory.options import Tls
+from shardwise.memory.records import AgentInfo, PendingManifest, Retain
+from shardwise.memory.remote.assembled import AssembledStore
+from shardwise.memory.remote.search import Search, ask_others, held_here, reader
+from shardwise.retention import apply_retention, decode_keep
+from shardwise.store import Store, WritableFile, open_store
 from shardwise.store.store import Buffer
 
 CHUNK = 8 << 20
-THREADS = 4
+WRITE_THREADS = 4
+READ_THREADS = 2
+LOCK_TIMEOUT = 1.0
+LOCK_PAUSE = 0.05
 
 
 class Throttle:
-    """Limits copying to `budget` bytes per second; no limit if None. Threads may share it."""
+    """Limits copying to `budget` bytes per second; None for no limit. Threads may share it."""
 
     def __init__(self, budget: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._budget = budget
@@ -27,7 +42,7 @@ class Throttle:
         self._lock = threading.Lock()
 
     def seconds_for(self, nbytes: int) -> float:
-        """Account for `nbytes`, and return how long to wait before copying them."""
+        """Account for `nbytes`, and return how many seconds to wait before copying them."""
         if self._budget is None:
             return 0.0
         with self._lock:
@@ -37,41 +52,46 @@ class Throttle:
             return wait
 
 
-def copy_to_store(
-    data: Buffer, staged: FileEntry, store: Store, throttle: Throttle, sealed: Callable[[], None]
+def copy_file(
+    data: Buffer,
+    entry: FileEntry,
+    store: Store,
+    throttle: Throttle,
+    wait_until_sealed: Callable[[], None],
 ) -> None:
-    """Copy a staged file durably. An incomplete file of the same name is replaced.
+    """Copy a staged file to storage durably, and replace an incomplete file of the same name.
 
     Args:
-        data, staged: the mapped file and its entry; both may lack the checksums.
-        sealed: a function that returns once the checksums are at the file's end. They are copied
-            last.
+        data: the mapped file. Its checksums may still be missing.
+        entry: the file's entry, with or without checksums.
+        wait_until_sealed: returns once the checksums are at the end of the file. It is called
+            before the last chunk is copied.
 
     Raises:
-        OSError: the storage failed. What was written is removed if possible.
+        OSError: the storage failed. The incomplete file is removed if possible.
     """
     with (
-        made_durable(store, staged) as file,
-        ThreadPoolExecutor(THREADS, "shardwise-persist") as pool,
+        create_durably(store, entry) as file,
+        ThreadPoolExecutor(WRITE_THREADS, "shardwise-persist") as pool,
     ):
-        jobs = []
-        last = staged.checksums_at // CHUNK * CHUNK
-        for low in range(0, staged.size, CHUNK):
-            if low == last:
-                sealed()
-            part = data[low : low + CHUNK]
-            time.sleep(throttle.seconds_for(len(part)))
-            jobs.append(pool.submit(file.write_at, low, aligned(part, store.alignment)))
-        for job in jobs:
-            job.result()
+        writes = []
+        checksums_chunk = entry.checksums_at // CHUNK * CHUNK
+        for low in range(0, entry.size, CHUNK):
+            if low == checksums_chunk:
+                wait_until_sealed()
+            chunk = data[low : low + CHUNK]
+            time.sleep(throttle.seconds_for(len(chunk)))
+            writes.append(pool.submit(file.write_at, low, _pad(chunk, store.alignment)))
+        for write in writes:
+            write.result()
 
 
 @contextmanager
-def made_durable(store: Store, entry: FileEntry) -> Iterator[WritableFile]:
-    """Create a file for the block to write, replacing an incomplete one; sync it at the end.
+def create_durably(store: Store, entry: FileEntry) -> Iterator[WritableFile]:
+    """Create a file for the block to write, and sync it at the end. Replace an incomplete file.
 
     Raises:
-        OSError: the storage failed. What was written is removed if possible.
+        OSError: the storage failed. The incomplete file is removed if possible.
     """
     store.delete(entry.name)
     file = store.create(entry.name, entry.size)
@@ -86,11 +106,191 @@ def made_durable(store: Store, entry: FileEntry) -> Iterator[WritableFile]:
         file.close()
 
 
-def aligned(part: Buffer, alignment: int) -> Buffer:
-    """Return the part, or a zero-padded copy if its end is not aligned."""
-    whole = -(-len(part) // alignment) * alignment
-    if whole == len(part):
-        return part
-    padded = aligned_buffer(whole)
-    padded[: len(part)] = part
+def _pad(chunk: Buffer, alignment: int) -> Buffer:
+    """Return a chunk whose length is a multiple of `alignment`: itself, or a zero-padded copy."""
+    padded_length = -(-len(chunk) // alignment) * alignment
+    if padded_length == len(chunk):
+        return chunk
+    padded = aligned_buffer(padded_length)
+    padded[: len(chunk)] = chunk
     return padded
+
+
+def copy_files_of_lost_nodes(
+    place: Place,
+    names: Iterable[str],
+    infos: list[AgentInfo],
+    node: str,
+    tls: Tls | None,
+    store: Store,
+    throttle: Throttle,
+) -> int:
+    """Copy files of lost nodes to storage, from their copies or parity on other nodes.
+
+    Args:
+        place: the committed snapshot on this node.
+        names: the names of the files.
+        infos: the known agents of the snapshot's nodes.
+        node: the name of this node.
+
+    Returns:
+        The bytes copied.
+
+    Raises:
+        StoreError: no reachable nodes have the files; says which and why.
+        CorruptionError: the bytes differ from those that were committed.
+    """
+    manifest = decode_manifest((place.path / MANIFEST).read_bytes())
+    entries = {entry.name: entry for entry in manifest.files}
+    info_of = {info.node: info for info in infos}
+    others = [info for info in infos if info.node != node]
+    held = [held_here(place.run, node), *ask_others(others, place.run.name, tls)]
+    read = reader(info_of, place.run, node, tls)
+    assembly = Search(held, info_of, read).choose(place.step)
+    if assembly.step is None:
+        reasons = "; ".join(reason for _, reason in assembly.newer)
+        raise StoreError(
+            f"step {place.step}: the files of lost nodes cannot be persisted: {reasons}"
+        )
+    total = 0
+    with closing(AssembledStore(assembly, place.run, node, tls, threads=READ_THREADS)) as source:
+        for name in names:
+            _copy_verified(source, entries[name], store, throttle)
+            total += entries[name].size
+    return total
+
+
+def _copy_verified(source: Store, entry: FileEntry, store: Store, throttle: Throttle) -> None:
+    """Copy a file, and verify its checksums."""
+    buffer = aligned_buffer(CHUNK)
+    with (
+        closing(DataReader(source, entry)) as verifier,
+        closing(source.open(entry.name)) as file,
+        create_durably(store, entry) as copy,
+    ):
+        for low in range(0, entry.size, CHUNK):
+            chunk = buffer[: min(CHUNK, entry.size - low)]
+            time.sleep(throttle.seconds_for(len(chunk)))
+            file.read_at(low, chunk)
+            verifier.verify(low, chunk[: max(0, entry.checksums_at - low)])
+            copy.write_at(low, _pad(chunk, store.alignment))
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """The directory of a checkpoint in storage, locked for one save.
+
+    Attributes:
+        store: the directory.
+        pending: the pending manifest of the save.
+        is_published: whether the manifest is there already, because an earlier agent published it
+            and ended before it recorded that.
+    """
+
+    store: Store
+    pending: PendingManifest
+    is_published: bool
+
+    def publish(self, manifest: bytes) -> None:
+        """Publish the manifest, unless it is published.
+
+        Raises:
+            StoreError: files of the checkpoint were removed meanwhile.
+            CheckpointExistsError: another checkpoint was published there meanwhile.
+        """
+        missing = {name for name, _ in self.pending.files} - set(self.store.list())
+        if missing:
+            raise StoreError(
+                f"{self.store}: cannot publish step {self.pending.step}: its files were removed "
+                f"after they had been copied: {', '.join(sorted(missing))}"
+            )
+        if not self.is_published:
+            try:
+                self.store.publish(MANIFEST, manifest, replace=self.pending.overwrite)
+            except FileExistsError as error:
+                raise _checkpoint_exists(self.store) from error
+        if self.pending.overwrite:
+            collect_leftovers(self.store, own_lock=lock_file(self.pending.save_id))
+
+
+@contextmanager
+def lock_for_publishing(
+    pending: PendingManifest, deadline: Deadline | None = None
+) -> Iterator[Publication]:
+    """Lock the directory of a step in storage while the block runs.
+
+    Args:
+        deadline: how long to wait for the lock; None for one second. A Checkpointer that is being
+            opened holds the lock for a moment, while it looks for leftovers.
+
+    Raises:
+        CheckpointExistsError: the directory has another checkpoint, which must not be overwritten.
+        StoreError: another agent holds the lock.
+    """
+    store = open_store(pending.root).at(step_directory(pending.step))
+    lock = lock_file(pending.save_id)
+    names = store.list()
+    is_published = MANIFEST in names and _published_save(store) == pending.save_id
+    if not pending.overwrite and MANIFEST in names and not is_published:
+        raise _checkpoint_exists(store)
+    has_begun = any(name in names for name, _ in pending.files)
+    if not has_begun:
+        collect_leftovers(store)
+    with ExitStack() as locks:
+        attempts = (deadline or Deadline(LOCK_TIMEOUT)).attempts(pause=LOCK_PAUSE)
+        if not any(locks.enter_context(store.hold(lock, shared=False)) for _ in attempts):
+            raise StoreError(
+                f"{store}: another agent is persisting this save (it holds the lock {lock}); the "
+                "agent of the snapshot's leader persists a save, and no other"
+            )
+        try:
+            yield Publication(store, pending, is_published)
+        finally:
+            with suppress(OSError):
+                store.delete(lock)
+
+
+def _published_save(store: Store) -> str | None:
+    """Return the id of the save that is published in a directory; None if it is unreadable."""
+    try:
+        return decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST)).save_id
+    except (FileNotFoundError, FormatError):
+        return None
+
+
+def _checkpoint_exists(store: Store) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"{store} already contains a checkpoint: save with overwrite=True to replace it"
+    )
+
+
+def retention_request(pending: PendingManifest) -> Retain | None:
+    """Return the request to remove old checkpoints; None if the root keeps all checkpoints."""
+    if not decode_keep(pending.keep).removes:
+        return None
+    return Retain(
+        save_id=pending.save_id,
+        step=pending.step,
+        root=pending.root,
+        keep=pending.keep,
+        damaged=pending.damaged,
+    )
+
+
+def remove_old_checkpoints(request: Retain, is_wanted: Callable[[], bool]) -> int:
+    """Remove the checkpoints that a root no longer keeps; return how many.
+
+    Publishing does not wait for this: to free the blocks of a large file can take a third of the
+    time that it took to write the file.
+
+    Args:
+        is_wanted: called before each removal. If it returns False, the other checkpoints stay.
+    """
+    removed = apply_retention(
+        open_store(request.root),
+        decode_keep(request.keep),
+        newest=request.step,
+        damaged=frozenset(request.damaged),
+        is_wanted=is_wanted,
+    )
+    return len(removed)

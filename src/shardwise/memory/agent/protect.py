@@ -1,10 +1,9 @@
-"""Makes what a node stores for others: copies of their files, or parity over them."""
+"""Makes the copies or parity that a node stores for other nodes."""
 
 from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Iterator, Mapping
 
 import msgspec
@@ -16,10 +15,11 @@ from shardwise.manifest.checksums import BLOCK, BlockTable, block_checksums, crc
 from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
-from shardwise.memory.home import Place, read_record, write_record
-from shardwise.memory.ranks import is_present
+from shardwise.memory.files import Deadline, read_record, write_record
+from shardwise.memory.home import Place
+from shardwise.memory.rank_locks import is_rank_alive
 from shardwise.memory.reclaim import take_spare
-from shardwise.memory.records import AgentInfo, Kept, PendingManifest, Protect
+from shardwise.memory.records import AgentInfo, PendingManifest, Protect, RingFile
 from shardwise.memory.redundancy.parity import PIECE, build_parity, encode_pieces, owned
 from shardwise.memory.redundancy.placement import (
     Group,
@@ -37,13 +37,19 @@ from shardwise.memory.remote.peers import Nodes
 from shardwise.memory.seal import Mappings, is_sealed
 from shardwise.store.store import Buffer
 
-COPIED_AT_ONCE = 8 << 20
-POLL = 0.002
+CHUNK = 8 << 20
+POLL_PAUSE = 0.002
 log = logging.getLogger("shardwise.agent")
 
 
 def protection_of(pending: PendingManifest, files: list[FileEntry]) -> Protection:
-    """Return who protects whom: first the rings, then all other files, by failure domain."""
+    """Return which nodes protect which files of a save.
+
+    The groups of the rings come first. Groups by failure domain protect all other files.
+
+    Args:
+        files: the entries of all files of the save.
+    """
     size_of = {entry.name: entry.size for entry in files}
     domain_of = {info.node: info.domain for info in pending.nodes}
     node_of = dict(pending.files)
@@ -56,148 +62,172 @@ def protection_of(pending: PendingManifest, files: list[FileEntry]) -> Protectio
         for ring in pending.rings
     ]
     in_rings = {name for ring in pending.rings for name in ring}
-    by_node: dict[str, list[tuple[str, int]]] = {node: [] for node in domain_of}
+    files_of: dict[str, list[tuple[str, int]]] = {node: [] for node in domain_of}
     for name, node in pending.files:
         if name not in in_rings:
-            by_node[node].append((name, size_of[name]))
-    if any(by_node.values()) or not groups:
-        members = [Member(node, domain_of[node], tuple(sorted(f))) for node, f in by_node.items()]
-        wanted = {"copies": pending.copies, "parity": pending.parity, "group_size": pending.group}
-        groups += form_groups(members, pending.save_id, **wanted).groups
+            files_of[node].append((name, size_of[name]))
+    if any(files_of.values()) or not groups:
+        members = [
+            Member(node, domain_of[node], tuple(sorted(named))) for node, named in files_of.items()
+        ]
+        options = {"copies": pending.copies, "parity": pending.parity, "group_size": pending.group}
+        groups += form_groups(members, pending.save_id, **options).groups
     return combine_groups(pending.save_id, groups, copies=pending.copies, parity=pending.parity)
 
 
-def gaps(nodes: list[AgentInfo], *, copies: int, parity: int, group: int) -> tuple[str, ...]:
-    """Return what of these nodes would be protected less than requested, and why."""
+def protection_gaps(
+    nodes: list[AgentInfo], *, copies: int, parity: int, group: int
+) -> tuple[str, ...]:
+    """Return messages about nodes that cannot be protected as well as requested.
+
+    Args:
+        copies, parity, group: the options of `Memory`.
+    """
     members = [Member(info.node, info.domain, ()) for info in nodes]
     made = form_groups(members, "0" * 16, copies=copies, parity=parity, group_size=group)
     return made.gaps
 
 
-def guard(snapshot: Place, request: Protect, nodes: Nodes, node: str, mappings: Mappings) -> int:
-    """Make what a node stores for others; return its bytes.
+def guard(place: Place, request: Protect, nodes: Nodes, node: str, mappings: Mappings) -> int:
+    """Make the copies and parity that a node stores for others; return their bytes.
 
     Args:
+        place: the snapshot on this node.
+        node: the name of this node.
         mappings: the mappings of this node's files.
 
     Raises:
-        StoreError: a node that must be read from does not answer.
+        StoreError: a node whose data is needed does not answer.
         CorruptionError: the bytes of a node differ from those that it sealed.
     """
-    manifest = decode_manifest((snapshot.path / MANIFEST).read_bytes())
+    manifest = decode_manifest((place.path / MANIFEST).read_bytes())
     entries = {entry.name: entry for entry in manifest.files}
-    guarding = _Guarding(snapshot, request, nodes, entries, mappings)
-    return sum(guarding.keep(group, at) for group, at in memberships(request.protection, node))
+    guarding = _Guarding(place, request, nodes, entries, mappings)
+    groups = memberships(request.protection, node)
+    return sum(guarding.make_files(group, index) for group, index in groups)
 
 
 class _Guarding:
-    """Making what a node stores of one snapshot."""
+    """Makes the copies and parity of one snapshot that this node stores for others.
+
+    A group is protected in one of two ways. In a ring, a rank of this node has made the copy or
+    parity from its own replicas, and the agent adds what that rank did not have. Otherwise, or if
+    the rank's file is missing or wrong, the agent reads the data from the other nodes.
+    """
 
     def __init__(
         self,
-        snapshot: Place,
+        place: Place,
         request: Protect,
         nodes: Nodes,
         entries: Mapping[str, FileEntry],
         mappings: Mappings,
     ) -> None:
-        self._place = snapshot
+        self._place = place
         self._save_id = request.save_id
         self._rings = request.protection.groups[: request.rings]
-        self._deadline = time.monotonic() + request.wait
+        self._deadline = Deadline(request.wait)
         self._nodes = nodes
         self._entries = entries
         self._mappings = mappings
 
-    def keep(self, group: Group, at: int) -> int:
-        """Make the copies and parity of one group; `at` is this node's position in it."""
+    def make_files(self, group: Group, index: int) -> int:
+        """Make the copies and parity of one group; return their bytes.
+
+        Args:
+            index: the index of this node in the group.
+        """
         total = 0
-        for number, (owner, name, size) in enumerate(copied_files(group, at)):
+        for number, (owner, name, size) in enumerate(copied_files(group, index)):
             if not self._place.has(name):
-                self._copy(owner.node, name, self._made(group, at, number, name))
+                self._make_copy(owner.node, name, self._claim_ring_file(group, index, number, name))
             total += size
-        names = [parity_name(self._save_id, group, q) for q in range(group.parity)]
+        names = [parity_name(self._save_id, group, block) for block in range(group.parity)]
         if not all(map(self._place.has, names)):
-            self._parity(group, at, names)
+            self._make_parity(group, index, names)
         return total + len(names) * parity_file_size(group.chunk)
 
-    def _copy(self, owner: str, name: str, kept: Kept | None) -> None:
+    def _make_copy(self, owner: str, name: str, ring_file: RingFile | None) -> None:
         entry = self._entries[name]
-        if kept is None or not self._complete(kept, entry, owner):
+        if ring_file is None or not complete_copy(
+            self._map(name, entry.size), ring_file, entry, owner, self._nodes
+        ):
             self._fetch(owner, entry)
         self._finish(name)
 
-    def _complete(self, kept: Kept, entry: FileEntry, owner: str) -> bool:
-        data = self._mapped(entry.name, entry.size)
-        return complete_copy(data, kept, entry, owner, self._nodes)
-
     def _fetch(self, owner: str, entry: FileEntry) -> None:
-        """Copy a file over the network: its checksums first, then each piece, verified as it
-        arrives."""
-        os.close(self._open(entry.name, entry.size))
-        data = self._mapped(entry.name, entry.size)
+        """Copy a file over the network: the checksums first, then the data, which is verified."""
+        os.close(self._create(entry.name, entry.size))
+        data = self._map(entry.name, entry.size)
         encoded = data[entry.checksums_at :]
         self._nodes.read_range(owner, entry.name, entry.checksums_at, encoded)
         intact = crc32(encoded) == entry.checksums_crc32
         table = BlockTable(np.frombuffer(encoded.tobytes(), "<u4"))
-        for low in range(0, entry.checksums_at, COPIED_AT_ONCE):
-            part = data[low : min(low + COPIED_AT_ONCE, entry.checksums_at)]
-            self._nodes.read_range(owner, entry.name, low, part)
-            intact = intact and not table.damaged(low // BLOCK, part)
+        for low in range(0, entry.checksums_at, CHUNK):
+            chunk = data[low : min(low + CHUNK, entry.checksums_at)]
+            self._nodes.read_range(owner, entry.name, low, chunk)
+            intact = intact and not table.damaged(low // BLOCK, chunk)
         if not intact:
             raise CorruptionError(
-                f"{entry.name} of node {owner} differs from what that node sealed"
+                f"step {self._place.step}: {entry.name} cannot be copied from node {owner}: the "
+                "bytes differ from those that the node sealed"
             )
 
-    def _parity(self, group: Group, at: int, names: list[str]) -> None:
-        made = [self._made(group, at, q, name) for q, name in enumerate(names)]
+    def _make_parity(self, group: Group, index: int, names: list[str]) -> None:
+        ring_files = [
+            self._claim_ring_file(group, index, block, name) for block, name in enumerate(names)
+        ]
+        size = parity_file_size(group.chunk)
         complete = [
-            kept is not None
-            and complete_parity(
-                self._mapped(name, parity_file_size(group.chunk)),
-                kept,
-                at,
-                self._entries,
-                self._nodes,
-            )
-            for kept, name in zip(made, names, strict=True)
+            ring_file is not None
+            and complete_parity(self._map(name, size), ring_file, index, self._entries, self._nodes)
+            for ring_file, name in zip(ring_files, names, strict=True)
         ]
         if not all(complete):
-            self._encode(group, at, names)
+            self._encode_parity(group, index, names)
         for name in names:
             self._finish(name)
 
-    def _encode(self, group: Group, at: int, names: list[str]) -> None:
+    def _encode_parity(self, group: Group, index: int, names: list[str]) -> None:
         """Compute parity from data that is read over the network."""
         size = parity_file_size(group.chunk)
-        files = {name: self._open(name, size) for name in names}
+        fds = {name: self._create(name, size) for name in names}
 
         def write(name: str, offset: int, data: Buffer) -> None:
-            _write(files[name], offset, data)
+            _write_all(fds[name], offset, data)
 
         try:
-            build_parity(self._save_id, group, at, self._nodes.read_range, write)
+            build_parity(self._save_id, group, index, self._nodes.read_range, write)
         finally:
-            for fd in files.values():
+            for fd in fds.values():
                 os.close(fd)
 
-    def _made(self, group: Group, at: int, number: int, name: str) -> Kept | None:
-        """Return what the ring's rank has made of the file, once it has."""
+    def _claim_ring_file(self, group: Group, index: int, number: int, name: str) -> RingFile | None:
+        """Wait for the copy or parity that a rank of this node makes, and claim it.
+
+        Return None if the group is not a ring, the rank was lost, or the time is over.
+
+        Args:
+            index: the index of this node in the group.
+            number: the index of the copy or parity block among those of the rank.
+            name: the final name of the file.
+        """
         if group not in self._rings:
             return None
-        ((mine, _),) = group.members[at].files
-        record = records.kept(mine, number)
-        while not is_made(self._place, record):
-            lives = is_present(self._place.run, self._entries[mine].rank)
-            late = not lives or time.monotonic() > self._deadline
-            if late and not is_made(self._place, record):
-                return None
+        ((data_file, _),) = group.members[index].files
+        record = records.ring_record(data_file, number)
+        for _ in self._deadline.attempts(pause=POLL_PAUSE):
+            # In this order: if the rank ends in between, it has written the record before.
+            is_alive = is_rank_alive(self._place.run, self._entries[data_file].rank)
+            if is_made(self._place, record):
+                return claim(self._place, record, name, group)
+            if not is_alive:
+                break
             self._place.refuse_abandoned()
-            time.sleep(POLL)
-        return claim(self._place, record, name, group)
+        return None
 
-    def _open(self, name: str, size: int) -> int:
-        """Open a temporary file with all its pages allocated, from a spare file if there is one."""
+    def _create(self, name: str, size: int) -> int:
+        """Open a temporary file with all pages allocated; reuse a spare file if there is one."""
         temporary = self._place.temporary(name)
         take_spare(self._place.run, size, temporary)
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -209,100 +239,110 @@ class _Guarding:
             raise
         return fd
 
-    def _mapped(self, name: str, size: int) -> Buffer:
+    def _map(self, name: str, size: int) -> Buffer:
         return self._mappings.find(self._place.temporary(name), size)
 
     def _finish(self, name: str) -> None:
         self._place.temporary(name).rename(self._place.path / name)
 
 
-def _write(fd: int, offset: int, data: Buffer) -> None:
+def _write_all(fd: int, offset: int, data: Buffer) -> None:
     view = data.data
     while view:
         written = os.pwrite(fd, view, offset)
         if not written:
-            raise StoreError("cannot write to memory: no bytes were accepted")
+            raise StoreError(f"cannot write parity at byte {offset}: no bytes were accepted")
         offset += written
         view = view[written:]
 
 
-def claim(place: Place, record: str, name: str, group: Group) -> Kept | None:
-    """Claim the file that a rank has made, and return its record; None if no such file can be
-    claimed.
+def claim(place: Place, record: str, name: str, group: Group) -> RingFile | None:
+    """Claim the copy or parity that a rank has made, and return its record.
 
-    The file is renamed to the temporary name of `name`, and its record is updated.
+    The file is renamed to the temporary name of `name`, and its record is updated. Return None if
+    the file is missing, or the rank made it for another group.
 
     Args:
         record: the name of the rank's record.
         name: the final name of the file.
-        group: the nodes that protect each other, according to the snapshot.
+        group: the group that the file protects, according to the request.
     """
-    kept = read_record(place.path / record, Kept)
-    same = kept is not None and msgspec.structs.replace(kept.ring, name=group.name) == group
-    made = records.kept_file(record)
-    if kept is None or not same or not place.has(made):
+    ring_file = read_record(place.path / record, RingFile)
+    if ring_file is None:
+        return None
+    is_same_group = msgspec.structs.replace(ring_file.ring, name=group.name) == group
+    unclaimed = records.ring_file(record)
+    if not is_same_group or not place.has(unclaimed):
         return None
     temporary = place.temporary(name)
-    write_record(place.path / record, msgspec.structs.replace(kept, file=temporary.name))
-    (place.path / made).rename(temporary)
-    return kept
+    write_record(place.path / record, msgspec.structs.replace(ring_file, file=temporary.name))
+    (place.path / unclaimed).rename(temporary)
+    return ring_file
 
 
 def is_made(place: Place, record: str) -> bool:
-    """Return whether a rank has made the file of a record, claimed or not."""
-    kept = read_record(place.path / record, Kept)
-    return kept is not None and (kept.file.startswith(".") or place.has(kept.file))
+    """Return whether a rank has made the copy or parity of a record, claimed or not."""
+    ring_file = read_record(place.path / record, RingFile)
+    return ring_file is not None and (ring_file.file.startswith(".") or place.has(ring_file.file))
 
 
-def complete_copy(data: Buffer, kept: Kept, entry: FileEntry, owner: str, nodes: Nodes) -> bool:
-    """Add the missing bytes of a mapped copy; return whether it equals what its owner sealed.
+def complete_copy(
+    data: Buffer, ring_file: RingFile, entry: FileEntry, owner: str, nodes: Nodes
+) -> bool:
+    """Add the missing bytes of a copy; return whether it equals the file that its owner sealed.
+
+    Args:
+        data: the copy, mapped.
+        entry: the entry of the file.
+        owner: the node of the file.
 
     Raises:
         StoreError: the owner's node does not answer.
     """
-    low, high = kept.of[entry.name]
+    low, high = ring_file.ranges[entry.name]
     for first, last in ((0, low), (high, entry.size)):
         nodes.read_range(owner, entry.name, first, data[first:last])
     if not is_sealed(data, entry):
-        log.warning(
-            "%s on node %s differs from the replica here; reading it over the network",
-            entry.name,
-            owner,
-        )
+        _log_difference(entry.name, owner)
         return False
     return True
 
 
 def complete_parity(
-    data: Buffer, kept: Kept, at: int, entries: Mapping[str, FileEntry], nodes: Nodes
+    data: Buffer,
+    ring_file: RingFile,
+    index: int,
+    entries: Mapping[str, FileEntry],
+    nodes: Nodes,
 ) -> bool:
-    """Add the missing data to a mapped parity block; return whether its data was as sealed.
+    """Add the missing data to a parity block; return whether the data in it was as sealed.
+
+    Args:
+        data: the parity block with its checksums, mapped.
+        index: the index of this node in the ring.
+        entries: the entries of the data files, by name.
 
     Raises:
         StoreError: another node does not answer.
     """
-    group, q = kept.ring, kept.block or 0
+    group, block = ring_file.ring, ring_file.block or 0
     owner_of = {file: member.node for member in group.members for file, _ in member.files}
-    for file in kept.of:
-        if not _was_sealed(kept, entries[file], owner_of[file], nodes):
-            log.warning(
-                "%s on node %s differs from the replica here; reading it over the network",
-                file,
-                owner_of[file],
-            )
+    for file in ring_file.ranges:
+        if not _has_sealed_checksums(ring_file, entries[file], owner_of[file], nodes):
+            _log_difference(file, owner_of[file])
             return False
 
     def read(node: str, file: str, offset: int, out: Buffer) -> Buffer:
         out[:] = 0
-        for first, last in _unknown(kept, entries[file], offset, offset + len(out)):
+        for first, last in _missing_ranges(ring_file, entries[file], offset, offset + len(out)):
             nodes.read_range(node, file, first, out[first - offset : last - offset])
         return out
 
-    def add(_: int, low: int, block: Buffer) -> None:
-        data[low : low + len(block)] ^= block
+    def add(_: int, low: int, part: Buffer) -> None:
+        data[low : low + len(part)] ^= part
 
-    pieces = [(q, low) for low in _incomplete(kept, group, at, entries)]
-    encode_pieces(group, at, pieces, read, add)
+    pieces = [(block, low) for low in _incomplete_pieces(ring_file, group, index, entries)]
+    encode_pieces(group, index, pieces, read, add)
     table = data[group.chunk :]
     table[:] = 0
     sums = block_checksums(data[: group.chunk]).astype("<u4").view(np.uint8)
@@ -310,35 +350,46 @@ def complete_parity(
     return True
 
 
-def _was_sealed(kept: Kept, entry: FileEntry, owner: str, nodes: Nodes) -> bool:
-    """Return whether the bytes of a file that were read here have the owner's checksums."""
+def _log_difference(file: str, owner: str) -> None:
+    log.warning(
+        "%s on node %s differs from the replica here; reading it over the network", file, owner
+    )
+
+
+def _has_sealed_checksums(ring_file: RingFile, entry: FileEntry, owner: str, nodes: Nodes) -> bool:
+    """Return whether the blocks of a file that the rank read have the owner's checksums."""
     table = np.empty(entry.size - entry.checksums_at, np.uint8)
     nodes.read_range(owner, entry.name, entry.checksums_at, table)
     if crc32(table) != entry.checksums_crc32:
-        raise CorruptionError(f"{entry.name} of node {owner}: its table of checksums was altered")
-    low, high = kept.of[entry.name]
-    here = np.frombuffer(kept.sums[entry.name], "<u4")
-    return np.array_equal(here, table.view("<u4")[low // BLOCK : high // BLOCK])
+        raise CorruptionError(
+            f"{entry.name} on node {owner} is damaged: its table of checksums has changed since "
+            "the node sealed it"
+        )
+    low, high = ring_file.ranges[entry.name]
+    checksums = np.frombuffer(ring_file.checksums[entry.name], "<u4")
+    return np.array_equal(checksums, table.view("<u4")[low // BLOCK : high // BLOCK])
 
 
-def _unknown(kept: Kept, entry: FileEntry, low: int, high: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a range of a file that the rank did not have."""
-    known = kept.of[entry.name]
-    for first, last in ((0, known[0]), (known[1], entry.size)):
+def _missing_ranges(
+    ring_file: RingFile, entry: FileEntry, low: int, high: int
+) -> Iterator[tuple[int, int]]:
+    """Yield the parts of the range `low:high` of a file that the rank did not have."""
+    known_low, known_high = ring_file.ranges[entry.name]
+    for first, last in ((0, known_low), (known_high, entry.size)):
         if max(low, first) < min(high, last):
             yield max(low, first), min(high, last)
 
 
-def _incomplete(
-    kept: Kept, group: Group, at: int, entries: Mapping[str, FileEntry]
+def _incomplete_pieces(
+    ring_file: RingFile, group: Group, index: int, entries: Mapping[str, FileEntry]
 ) -> Iterator[int]:
-    """Yield the offsets of the pieces of the block that include unknown data."""
-    stripe = owned(group, at)[kept.block or 0]
+    """Yield the offsets of those pieces of a parity block that lack data of some file."""
+    stripe = owned(group, index)[ring_file.block or 0]
     for low in range(0, group.chunk, PIECE):
         high = min(low + PIECE, group.chunk)
-        for f, position in enumerate(stripe.data):
+        for chunk, position in enumerate(stripe.data):
             ((file, _),) = group.members[position].files
-            start = f * group.chunk
-            if any(_unknown(kept, entries[file], start + low, start + high)):
+            start = chunk * group.chunk
+            if any(_missing_ranges(ring_file, entries[file], start + low, start + high)):
                 yield low
                 break

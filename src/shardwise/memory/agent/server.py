@@ -10,7 +10,6 @@ import errno
 import hmac
 import os
 import re
-import secrets
 import stat
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
@@ -23,8 +22,8 @@ from aiohttp.typedefs import Handler, Middleware
 
 from shardwise.errors import FormatError
 from shardwise.manifest.names import MANIFEST, checked_file, step_of_directory
-from shardwise.memory.agent.connections import UNAUTHENTICATED
-from shardwise.memory.home import LARGEST_RECORD
+from shardwise.memory.agent.connection_limits import UNAUTHENTICATED
+from shardwise.memory.files import LARGEST_RECORD, replacing
 from shardwise.memory.identity import run_token
 from shardwise.memory.remote.client import LONGEST_WAIT, Health, ListedFile, ListedStep
 
@@ -282,18 +281,11 @@ def _open(home: Path, run: str, step: str, name: str) -> BinaryIO | None:
 
 def _write(home: Path, run: str, step: str, name: str, data: bytearray) -> None:
     """Write a file atomically."""
-    temporary = f".{name}.{secrets.token_hex(4)}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    with _directory(home, "runs", run, step, make=True) as directory:
-        fd = os.open(temporary, flags, 0o600, dir_fd=directory)
-        try:
-            with os.fdopen(fd, "wb") as file:
-                file.write(data)
-            os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                os.unlink(temporary, dir_fd=directory)
-            raise
+    with (
+        _directory(home, "runs", run, step, make=True) as directory,
+        replacing(name, dir_fd=directory) as file,
+    ):
+        file.write(data)
 
 
 def _steps(home: Path, run: str) -> list[ListedStep]:

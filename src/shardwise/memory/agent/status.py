@@ -10,16 +10,16 @@ from pathlib import Path
 
 from shardwise.errors import StoreError
 from shardwise.memory import records
-from shardwise.memory.agent.supervise import is_training
-from shardwise.memory.agent.tensor_status import TensorsStatus, tensors_of
-from shardwise.memory.home import ROOT, Home, Place, Run, read_record
+from shardwise.memory.agent.tensor_protection import TensorsStatus, tensors_of
+from shardwise.memory.files import read_record
+from shardwise.memory.home import ROOT, Home, Place, Run
 from shardwise.memory.observe import RecordCache, read_snapshots
-from shardwise.memory.ranks import has_trainers
+from shardwise.memory.options import Tls
+from shardwise.memory.rank_locks import has_trainers, is_training
 from shardwise.memory.records import AgentInfo, Protect
 from shardwise.memory.redundancy.placement import Protection
 from shardwise.memory.remote.client import AgentClient
 from shardwise.memory.spawn import running_agent
-from shardwise.memory.tls import Tls
 from shardwise.memory.view import SnapshotView
 
 STAGES = ("commit", "protect", "persist")
@@ -203,7 +203,7 @@ def _run(run: Run, node: str, tensors: str | None) -> RunStatus:
 
 def _snapshot(view: SnapshotView, node: str, now: float) -> SnapshotStatus:
     own = {each.file.name for save in view.saves.values() for each in save.staged}
-    data = {n: _size(view.place.path / n) for n in view.names if n.endswith(records.DATA)}
+    data = {n: _size(view.place.path / n) for n in view.names if n.endswith(records.DATA_SUFFIXES)}
     return SnapshotStatus(
         step=view.step,
         bytes=sum(size for name, size in data.items() if name in own),
@@ -220,14 +220,14 @@ def _stage(view: SnapshotView, stage: str, now: float) -> StageStatus:
     """Return the state of a stage; if the step has several saves, prefer one that has ended."""
     ended = [s.stages[stage] for s in view.saves.values() if s.state(stage).has_ended]
     if not ended:
-        wanted = any(stage in save.wanted for save in view.saves.values())
+        wanted = any(stage in save.open_stages for save in view.saves.values())
         since = None if view.staged_at is None else max(0.0, now - view.staged_at)
         return StageStatus(state="under way", seconds=since) if wanted else StageStatus()
     last = ended[-1]
-    known = view.staged_at is not None and last.at is not None
+    known = view.staged_at is not None and last.ended_at is not None
     return StageStatus(
         state=last.state.value,
-        seconds=max(0.0, (last.at or 0.0) - (view.staged_at or 0.0)) if known else None,
+        seconds=max(0.0, (last.ended_at or 0.0) - (view.staged_at or 0.0)) if known else None,
         failure=last.outcome.failure if last.outcome else "",
     )
 
@@ -245,9 +245,9 @@ def _behind(snapshots: list[SnapshotStatus], stage: str) -> Behind:
 def _protectors(place: Place, node: str) -> list[str]:
     """Return the nodes that store something for a node, once protection is complete."""
     found: set[str] = set()
-    for save_id in records.requested("protect", place.named(".json")):
+    for save_id in records.requested_saves("protect", place.list_names(".json")):
         with suppress(StoreError):
-            request = read_record(place.path / records.request("protect", save_id), Protect)
+            request = read_record(place.path / records.request_record("protect", save_id), Protect)
             found |= _protecting(request.protection, node) if request is not None else set()
     return sorted(found)
 

@@ -12,12 +12,12 @@ import msgspec
 
 from shardwise.errors import CorruptionError, StoreError
 from shardwise.memory.home import Place, Run
+from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.redundancy.placement import decode_protection
 from shardwise.memory.redundancy.rebuild import Rebuilder
 from shardwise.memory.remote.peers import Nodes
-from shardwise.memory.seal import mapped
-from shardwise.memory.tls import Tls
+from shardwise.memory.seal import map_file
 from shardwise.store import LocalStore, ReadableFile, Store, WritableFile
 from shardwise.store.store import Buffer
 
@@ -125,7 +125,7 @@ class AssembledStore:
             raise FileNotFoundError(f"{self} has no {key}")
         if self._node in nodes:
             return _LocalFile(
-                mapped(self._local.path / key, self._assembly.sizes[key]), self._count
+                map_file(self._local.path / key, self._assembly.sizes[key]), self._count
             )
         ways = self._ways(key, nodes)
         return _RemoteFile(self._assembly.sizes[key], f"{key} of {self}", ways, self._count)
@@ -225,7 +225,7 @@ class AssembledStore:
             return out
         if key not in self._mapped:
             path = self._local.path / key
-            self._mapped[key] = mapped(path, path.stat().st_size)
+            self._mapped[key] = map_file(path, path.stat().st_size)
         part = self._mapped[key][offset : offset + len(out)]
         if len(part) < len(out):
             raise StoreError(f"{key} of {self} ends at byte {offset + len(part)}")

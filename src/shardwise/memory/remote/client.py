@@ -23,7 +23,7 @@ import msgspec
 
 from shardwise.errors import StoreError
 from shardwise.manifest.names import step_directory
-from shardwise.memory.home import LARGEST_RECORD
+from shardwise.memory.files import LARGEST_RECORD
 from shardwise.memory.records import AgentInfo
 from shardwise.store.store import Buffer
 

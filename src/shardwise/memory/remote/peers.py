@@ -12,10 +12,11 @@ from typing import TypeVar
 import msgspec
 
 from shardwise.errors import StoreError
-from shardwise.memory.home import ABANDONED, LARGEST_RECORD, Place, read_record, write_record
+from shardwise.memory.files import LARGEST_RECORD, read_record, write_record
+from shardwise.memory.home import ABANDONED, Place
+from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, Done
 from shardwise.memory.remote.client import AgentClient
-from shardwise.memory.tls import Tls
 from shardwise.store.store import Buffer
 
 POLL = 0.005

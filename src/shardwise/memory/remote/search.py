@@ -15,13 +15,13 @@ from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.home import Place, Run
 from shardwise.memory.lineage import Lineage
+from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, PendingManifest, Protect
 from shardwise.memory.redundancy.placement import Protection
 from shardwise.memory.redundancy.rebuild import unreadable_files
 from shardwise.memory.registry import known_nodes
 from shardwise.memory.remote.assembled import Assembly
 from shardwise.memory.remote.client import AgentClient
-from shardwise.memory.tls import Tls
 
 CONNECT_TIMEOUT = 0.5
 READ_TIMEOUT = 10.0
@@ -263,7 +263,7 @@ class Search:
     def _epoch(self, step: int, save_id: str) -> int | None:
         """Return the epoch of a save, from the first node with a readable pending manifest."""
         for each in self.held:
-            for record in (records.pending(save_id), records.pending_copy(save_id)):
+            for record in (records.pending_record(save_id), records.pending_copy_record(save_id)):
                 if record in each.steps.get(step, {}):
                     with suppress(*UNREADABLE):
                         return msgspec.json.decode(
@@ -302,7 +302,7 @@ class Search:
         self, step: int, save_id: str, names: Mapping[str, Mapping[str, int]]
     ) -> Protection | None:
         """Return the protection of a save, from the first node with a readable record of it."""
-        record = records.request("protect", save_id)
+        record = records.request_record("protect", save_id)
         for node, files in names.items():
             if record in files:
                 with suppress(*UNREADABLE):
@@ -331,8 +331,10 @@ def _nodes_of_newest(
 ) -> list[AgentInfo]:
     """Return the nodes of the newest snapshot whose pending manifest a node can provide."""
     for step in sorted(steps, reverse=True):
-        own = map(records.pending, records.requested("pending", steps[step]))
-        copies = map(records.pending_copy, records.requested("pending-copy", steps[step]))
+        own = map(records.pending_record, records.requested_saves("pending", steps[step]))
+        copies = map(
+            records.pending_copy_record, records.requested_saves("pending-copy", steps[step])
+        )
         for name in (*own, *copies):
             with suppress(*UNREADABLE):
                 data = client.read(run, step, name, limit=LARGEST_MANIFEST)

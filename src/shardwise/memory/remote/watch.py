@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from shardwise.errors import StoreError
 from shardwise.memory import records
 from shardwise.memory.home import Home, Place
+from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.client import AgentClient
 from shardwise.memory.spawn import running_agent
-from shardwise.memory.tls import Tls
 
 WATCH_PERIOD = 0.5
 AGENT_GONE = 10.0
@@ -105,9 +105,12 @@ class AgentWatch:
         if names is None:
             return
         now = time.monotonic()
-        copied = records.copying(f"-{self._save_id}.safetensors")
+        copied = records.copying_marker(f"-{self._save_id}.safetensors")
         is_copied = any(name.endswith(copied) for name in names)
-        asked = (records.pending(self._save_id), records.request(records.RETAIN, self._save_id))
+        asked = (
+            records.pending_record(self._save_id),
+            records.request_record(records.RETAIN, self._save_id),
+        )
         if any(record in names for record in asked) or (
             is_copied and now - self._begun < LONGEST_COPY
         ):
@@ -123,7 +126,7 @@ class AgentWatch:
         """Return the snapshot's files on the leader's node; None if its agent does not answer."""
         place, leader = self._place, self._agents.leader
         if leader is None:
-            return place.named("")
+            return place.list_names("")
         try:
             with closing(_client(leader, self._agents.tls, within)) as client:
                 listed = client.list(place.run.name)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from shardwise.engine.save import SaveReport
 from shardwise.errors import StoreError
 from shardwise.memory import records
-from shardwise.memory.home import Place, write_record
-from shardwise.memory.observe import ended
+from shardwise.memory.files import write_record
+from shardwise.memory.home import Place
+from shardwise.memory.observe import read_outcome
 from shardwise.memory.records import Done
 from shardwise.memory.remote.watch import Agents, AgentWatch
 from shardwise.memory.trainer.copying import Copying
@@ -134,12 +135,14 @@ class Stages:
         return "" if self.copying is None else self.copying.failure
 
     def _look_up(self, stage: str) -> Done | None:
-        return ended(self.place, stage, self.save_id)
+        return read_outcome(self.place, stage, self.save_id)
 
     def _is_replaced(self) -> bool:
         """Whether the snapshot was committed and is no longer in memory."""
         commit = self._known.get("commit") or self._look_up("commit")
-        return commit is not None and not any(self.save_id in each for each in self.place.named(""))
+        return commit is not None and not any(
+            self.save_id in each for each in self.place.list_names("")
+        )
 
     def wait(self, stage: str, timeout: float | None) -> Done:
         """Wait until a stage has ended.
@@ -337,7 +340,7 @@ class PendingSaves:
         last = self._stages[-1]
         last.wait("commit", None)
         if leads:
-            record = records.request("rescue", last.save_id)
+            record = records.request_record("rescue", last.save_id)
             write_record(last.place.path / record, Done(save_id=last.save_id, stage="rescue"))
         stages = ("commit", "protect", "persist")
         self._stages[-1] = replace(last, stages=stages, retains=retains)

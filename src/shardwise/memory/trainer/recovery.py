@@ -18,7 +18,7 @@ from shardwise.memory import records
 from shardwise.memory.home import Place, Run
 from shardwise.memory.observe import RecordCache, view_run
 from shardwise.memory.records import AgentInfo
-from shardwise.memory.registry import Known
+from shardwise.memory.registry import RegisteredNodes
 from shardwise.memory.remote.assembled import AssembledStore, Assembly
 from shardwise.memory.remote.search import (
     Held,
@@ -124,13 +124,13 @@ def find_assembly(
     return msgspec.msgpack.decode(reply, type=Assembly)
 
 
-def _unasked(known: Known, heard: set[str]) -> dict[str, str]:
+def _unasked(known: RegisteredNodes, heard: set[str]) -> dict[str, str]:
     """Return the nodes in the registry that were not asked, and why."""
     silent = {
         info.node: f"its agent at {info.url} did not answer, or another agent has replaced it"
         for info in known.infos
     }
-    return {node: why for node, why in {**known.unknown, **silent}.items() if node not in heard}
+    return {node: why for node, why in {**known.unreachable, **silent}.items() if node not in heard}
 
 
 def remove_damaged(place: Place) -> bool:
@@ -149,7 +149,9 @@ def remove_damaged(place: Place) -> bool:
         ]
     for name in damaged:
         (place.path / name).unlink(missing_ok=True)
-        (place.path / records.staged(name)).unlink(missing_ok=True)  # marks its slot as in use
+        (place.path / records.staged_record(name)).unlink(
+            missing_ok=True
+        )  # marks its slot as in use
     return bool(damaged)
 
 
@@ -191,7 +193,7 @@ def _wait_for_commits(run: Run, complete: set[str]) -> None:
         save.save_id in complete
         and save.has_staged
         and not save.state("commit").has_ended
-        and snapshot.committed != save.save_id
+        and snapshot.committed_save != save.save_id
         for snapshot in view_run(run, cache).snapshots
         for save in snapshot.saves.values()
     ):

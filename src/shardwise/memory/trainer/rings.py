@@ -23,10 +23,10 @@ from shardwise.engine.planning import PlannedSave
 from shardwise.manifest.checksums import BLOCK, block_checksums, block_count
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import records
-from shardwise.memory.home import Place, write_record
-from shardwise.memory.membership import Membership
+from shardwise.memory.files import write_record
+from shardwise.memory.home import Place
 from shardwise.memory.options import Memory
-from shardwise.memory.records import Kept
+from shardwise.memory.records import RingFile
 from shardwise.memory.redundancy.parity import PIECE, encode_pieces, owned
 from shardwise.memory.redundancy.placement import (
     Group,
@@ -36,6 +36,7 @@ from shardwise.memory.redundancy.placement import (
     group_of_files,
     parity_file_size,
 )
+from shardwise.memory.trainer.agents import Membership
 from shardwise.memory.trainer.copying import Fill, stage
 from shardwise.memory.trainer.slots import Slot
 from shardwise.store.store import Buffer
@@ -281,9 +282,9 @@ class Protecting:
         of: dict[str, tuple[int, int]],
         sums: dict[str, bytes],
     ) -> None:
-        record = records.kept(self.ring.holders[self.ring.at].file.name, number)
-        file = records.kept_file(record)
-        kept = Kept(self.ring.group, file, slot.name, block, of, sums)
+        record = records.ring_record(self.ring.holders[self.ring.at].file.name, number)
+        file = records.ring_file(record)
+        kept = RingFile(self.ring.group, file, slot.name, block, of, sums)
         write_record(self.place.path / record, kept)  # the record comes first, as in `Staging`
         slot.path.rename(self.place.path / file)
 

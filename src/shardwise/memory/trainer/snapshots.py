@@ -17,16 +17,14 @@ from shardwise.engine.save import SaveReport, refuse_existing, refuse_if_full
 from shardwise.errors import StoreError
 from shardwise.events import Recorder
 from shardwise.manifest.names import new_save_id
-from shardwise.memory.agent.protect import gaps
-from shardwise.memory.agent.supervise import Supervisor
+from shardwise.memory.agent.protect import protection_gaps
 from shardwise.memory.home import Place, Run
 from shardwise.memory.lineage import Lineage, resume_from
-from shardwise.memory.membership import join, with_interface
-from shardwise.memory.options import Memory
-from shardwise.memory.ranks import RankLock, forget_lost
+from shardwise.memory.options import Memory, Tls
+from shardwise.memory.rank_locks import RankLock, forget_lost_ranks
 from shardwise.memory.reclaim import (
+    delete_free_slots,
     discard_superseded,
-    evict,
     refuse_older_step,
     remove_other_runs,
 )
@@ -34,7 +32,7 @@ from shardwise.memory.records import AgentInfo
 from shardwise.memory.registry import Registration, Registry, remember_nodes
 from shardwise.memory.remote.watch import Agents
 from shardwise.memory.spawn import ensure_agent
-from shardwise.memory.tls import Tls
+from shardwise.memory.trainer.agents import Supervisor, join_run, with_interface
 from shardwise.memory.trainer.handle import PendingSaves, SaveHandle, Stages
 from shardwise.memory.trainer.rings import Rings
 from shardwise.memory.trainer.staging import Part, Staging, Storing, pending_manifest
@@ -61,7 +59,7 @@ class Snapshots:
         self._group = group
         self._pending = PendingSaves()
         self.skipped = 0
-        self.home, self.membership = join(root, options, group)
+        self.home, self.membership = join_run(root, options, group)
         self.run: Run = self.home.run(self.membership.lineage.run)
         self.registry = Registry(root, self.run.name)
         self._registration = Registration(self.registry)
@@ -86,17 +84,17 @@ class Snapshots:
     def _warn_of_gaps(self) -> None:
         options = self._options
         kept = {"copies": options.copies, "parity": options.parity, "group": options.group}
-        for gap in gaps(self.membership.nodes, **kept):
+        for gap in protection_gaps(self.membership.nodes, **kept):
             warnings.warn(f"snapshots in memory: {gap}", RuntimeWarning, stacklevel=4)
 
     def _reclaim(self) -> None:
         """Delete from this node the data of runs and ranks that have moved elsewhere."""
         if self.is_first_of_node:
-            forget_lost(self.run)
+            forget_lost_ranks(self.run)
             remove_other_runs(self.home, self.run, str(self._root))
             remember_nodes(self.run, self.membership.nodes)
             node_of = self.membership.node_of
-            evict(self.run, lambda rank: node_of[rank : rank + 1] == [self.node])
+            delete_free_slots(self.run, lambda rank: node_of[rank : rank + 1] == [self.node])
 
     @property
     def tls(self) -> Tls | None:
@@ -177,7 +175,7 @@ class Snapshots:
             self._supervisor.check()
         info = ensure_agent(self.home, self._options)
         if self.is_first_of_node:
-            self._registration.keep(
+            self._registration.update(
                 info, self.membership.lineage.epoch, prunes=self._group.rank == 0
             )
         return info
@@ -241,9 +239,9 @@ class Snapshots:
                 self._finish()
             self.fence()
             if not failed:
-                self._rank_lock.end()
+                self._rank_lock.release()
         finally:
-            self._rank_lock.leave()
+            self._rank_lock.release_as_lost()
             self._staging.close()
             if self._supervisor is not None:
                 self._supervisor.stop()
@@ -322,7 +320,7 @@ class Snapshots:
         def delete() -> None:
             if self.is_first_of_node:
                 shutil.rmtree(self.run.path, ignore_errors=True)
-                self._registration.end(self.node)
+                self._registration.remove(self.node)
 
         for work in (lambda: self._discard(None), self._staging.remove, delete):
             run_on_all(self._group, "deleting snapshots", work)

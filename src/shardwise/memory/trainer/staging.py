@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -16,13 +15,14 @@ from shardwise.engine.planning import PlannedSave
 from shardwise.errors import ShardwiseError, StoreError
 from shardwise.manifest.names import data_file
 from shardwise.memory import records
-from shardwise.memory.home import Home, Place, Run, write_record
-from shardwise.memory.membership import Membership
+from shardwise.memory.files import Deadline, write_record
+from shardwise.memory.home import Home, Place, Run
 from shardwise.memory.observe import RecordCache
 from shardwise.memory.options import Memory
-from shardwise.memory.reclaim import free_hopeless, needed_for_others, taken_for_others
+from shardwise.memory.reclaim import bytes_needed_for_others, bytes_stored_for_others, free_hopeless
 from shardwise.memory.records import Done, PendingManifest, Staged
 from shardwise.memory.redundancy.placement import parity_file_size
+from shardwise.memory.trainer.agents import Membership
 from shardwise.memory.trainer.copying import Copying, Fill, Slack, stage
 from shardwise.memory.trainer.device import Accelerator, Source, Streams, TorchAccelerator
 from shardwise.memory.trainer.rings import Protecting, Ring, bytes_read
@@ -163,8 +163,8 @@ class Staging:
 
     def _to_leave(self, share: int) -> int:
         """Return the memory that the agent still needs to protect other nodes over the network."""
-        needed = needed_for_others(share, self._options, nodes=self._nodes) * self._ranks_here
-        return max(0, needed - taken_for_others(self._run)) if needed else 0
+        needed = bytes_needed_for_others(share, self._options, nodes=self._nodes) * self._ranks_here
+        return max(0, needed - bytes_stored_for_others(self._run)) if needed else 0
 
     def has_free(self) -> bool:
         """Whether a slot is free for another part."""
@@ -265,7 +265,8 @@ class Staging:
         if part.content is not None:
             self._fill(part, part.content, copying)
         if part.pending is not None:
-            write_record(part.place.path / records.pending(part.planned.save_id), part.pending)
+            name = records.pending_record(part.planned.save_id)
+            write_record(part.place.path / name, part.pending)
         self._wake()
 
     def _attempt(self, part: Part, work: Callable[[], object]) -> str:
@@ -291,9 +292,9 @@ class Staging:
             return
         done = Done(save_id=planned.save_id, stage="stage", failure=failure)
         try:
-            write_record(place.path / records.failed(planned.key), done)
+            write_record(place.path / records.failure_record(planned.key), done)
             if part.pending is not None:
-                write_record(place.path / records.pending(planned.save_id), part.pending)
+                write_record(place.path / records.pending_record(planned.save_id), part.pending)
         except OSError as error:  # then the commit times out
             log.warning("cannot record for the agents that %s: %s", failure, error)
 
@@ -301,7 +302,7 @@ class Staging:
         planned, place = part.planned, part.place
         slot = self._slot(self._own, content.layout.size, locked=_to_lock_of(content))
         fill = copying.paced(self._streams.fill(content, wait=False))
-        mark = place.path / records.copying(planned.key)
+        mark = place.path / records.copying_marker(planned.key)
         mark.touch()
         try:
             try:
@@ -317,7 +318,7 @@ class Staging:
         staged = Staged(entry, slot.name, self._options.slots, part.stages, part.epoch)
         # The record comes first. If this process is killed in between, or the record cannot be
         # written, the slot is still free, and a record without its file has no effect.
-        write_record(place.path / records.staged(planned.key), staged)
+        write_record(place.path / records.staged_record(planned.key), staged)
         slot.path.rename(place.path / planned.key)
 
     def _protect(self, part: Part, ring: Ring, copying: Copying) -> None:
@@ -336,18 +337,16 @@ class Staging:
     def _slot(
         self, slots: Slots, nbytes: int, excluding: Collection[str] = (), locked: int = 0
     ) -> Slot:
-        deadline, pause = time.monotonic() + self._options.wait, POLL[0]
-        while (slot := slots.take(nbytes, excluding=excluding, locked=locked)) is None:
-            if time.monotonic() > deadline:
-                raise _NoSlotError(
-                    f"no slot became free within {self._options.wait:.0f} s: the agent of "
-                    f"{self._home} is behind or stuck (its log: {self._home.log})"
-                )
+        for _ in Deadline(self._options.wait).attempts(pause=POLL[0], longest_pause=POLL[1]):
+            slot = slots.take(nbytes, excluding=excluding, locked=locked)
+            if slot is not None:
+                return slot
             free_hopeless(self._run, self._patience, self._cache)
             self._wake()
-            time.sleep(pause)
-            pause = min(2 * pause, POLL[1])
-        return slot
+        raise _NoSlotError(
+            f"no slot became free within {self._options.wait:.0f} s: the agent of "
+            f"{self._home} is behind or stuck (its log: {self._home.log})"
+        )
 
     def _to_lock(self, nbytes: int, ring: Ring) -> int:
         """Return how many bytes of a file for others devices copy to: copies, but not parity."""

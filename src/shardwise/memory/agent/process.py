@@ -1,4 +1,4 @@
-"""The agent as a process: it locks the home, publishes its address, works and serves."""
+"""Runs an agent: locks the node, starts the threads of `agent.py`, and serves other nodes."""
 
 from __future__ import annotations
 
@@ -20,25 +20,32 @@ import msgspec
 
 from shardwise.errors import StoreError
 from shardwise.memory import decide
-from shardwise.memory.agent.actions import Following, Sealing, free, look_up_root
-from shardwise.memory.agent.agent import Agent, Perform, listen
-from shardwise.memory.agent.connections import BACKLOG, serving
-from shardwise.memory.agent.lead import Leading
+from shardwise.memory.agent.actions import Follower, free, look_up_root
+from shardwise.memory.agent.agent import Agent, Performer
+from shardwise.memory.agent.connection_limits import BACKLOG, serving
+from shardwise.memory.agent.lead import Leader
 from shardwise.memory.agent.server import create_app
-from shardwise.memory.agent.supervise import is_training
-from shardwise.memory.home import Home, write_record
-from shardwise.memory.identity import last_port, node_name, remember_port, secret_of
-from shardwise.memory.interface import LOOPBACK, address_of
+from shardwise.memory.files import Deadline, listen_to_bell, write_record
+from shardwise.memory.home import Home
+from shardwise.memory.identity import (
+    LOOPBACK,
+    address_of,
+    last_port,
+    node_name,
+    remember_port,
+    secret_of,
+)
 from shardwise.memory.observe import Observer
-from shardwise.memory.reclaim import remove_if_vacant, remove_leftovers
+from shardwise.memory.options import Tls
+from shardwise.memory.rank_locks import is_training
+from shardwise.memory.reclaim import finish_removals, remove_if_vacant
 from shardwise.memory.records import AgentInfo, schema
-from shardwise.memory.registry import reenter
+from shardwise.memory.registry import update_address
 from shardwise.memory.seal import Mappings
-from shardwise.memory.tls import Tls
 
-PATIENCE = 2.0
-IDLE = 10.0
-ENDING = 20.0
+LOCK_TIMEOUT = 2.0
+IDLE_TIMEOUT = 10.0
+STOP_TIMEOUT = 20.0
 log = logging.getLogger("shardwise.agent")
 
 
@@ -47,11 +54,12 @@ class ServeOptions:
     """Options of an agent.
 
     Args:
-        interface: the address to serve, or the name of a network interface.
-        port: the port to serve. 0: the previous agent's port, or any free one.
+        interface: the address to listen on, or the name of a network interface.
+        port: the port to listen on. 0: the port of the previous agent if it is free, else any port.
         domain: the failure domain of this node; "" for the node itself.
-        tls: certificates for connections between nodes; None for unencrypted ones.
-        secret: the file with the secret that clients must present; None for one stored in the home.
+        tls: certificates for connections between nodes; None for unencrypted connections.
+        secret: the file with the secret that clients must present; None for a secret that is
+            generated and stored in the home.
         until_idle: whether to exit when the node stores nothing and no training runs.
     """
 
@@ -70,22 +78,22 @@ def run_agent(directory: Path, options: ServeOptions) -> bool:
         directory: the directory of the node's snapshots.
 
     Returns:
-        Whether all actions have finished. If not, the next agent repeats the others.
+        Whether all actions in progress have finished. The next agent repeats unfinished ones.
 
     Raises:
-        StoreError: another agent runs on the node, or the address cannot be served.
+        StoreError: another agent runs on the node, or the address or port cannot be used.
     """
     home = Home(directory)
     address = address_of(options.interface)
-    with _alone(home):
+    with _agent_lock(home):
         home.info.unlink(missing_ok=True)
         _open_many_files()
         node = node_name(home)
         mappings = Mappings()
-        remove_leftovers(home)
+        finish_removals(home)
         observer = Observer(home, node)
-        actions = _actions(home, node, observer, mappings, options.tls)
-        agent = Agent(observer, actions, around=mappings.unmap_removed)
+        performers = _performers(home, node, observer, mappings, options.tls)
+        agent = Agent(observer, performers, before_observing=mappings.unmap_removed)
         info = AgentInfo(
             node=node,
             url="",
@@ -98,20 +106,20 @@ def run_agent(directory: Path, options: ServeOptions) -> bool:
         return asyncio.run(_serve(home, agent, info, options, address))
 
 
-def _actions(
+def _performers(
     home: Home, node: str, observer: Observer, mappings: Mappings, tls: Tls | None
-) -> dict[type, Perform]:
+) -> dict[type, Performer]:
     """Return the function that performs each kind of action."""
-    leading, following = Leading(node, tls), Following(node, mappings, tls)
+    leader, follower = Leader(node, tls), Follower(node, mappings, tls)
     return {
-        decide.Seal: Sealing(mappings).seal,
-        decide.Commit: leading.commit,
-        decide.Protect: leading.protect,
-        decide.Guard: following.guard,
-        decide.Persist: leading.persist,
-        decide.Copy: following.copy,
-        decide.Retain: following.retain,
-        decide.Rescue: following.rescue,
+        decide.Seal: follower.seal,
+        decide.Commit: leader.commit,
+        decide.Protect: leader.protect,
+        decide.Guard: follower.guard,
+        decide.Persist: leader.persist,
+        decide.Copy: follower.copy,
+        decide.Retain: follower.retain,
+        decide.Rescue: follower.rescue,
         decide.Free: free,
         decide.FreeRun: lambda action: remove_if_vacant(home, action.run),
         decide.LookUpRoot: partial(look_up_root, observer=observer),
@@ -131,29 +139,29 @@ async def _serve(
     remember_port(home, port)
     scheme, host = "http" if tls is None else "https", f"[{address}]" if ":" in address else address
     info = msgspec.structs.replace(info, url=f"{scheme}://{host}:{port}")
-    threading.Thread(target=listen, args=(home.bell, agent.wake), daemon=True).start()
+    threading.Thread(target=listen_to_bell, args=(home.bell, agent.wake), daemon=True).start()
     async with serving(create_app(home.path, info.token, agent.wake), listener, tls=tls):
         agent.start()
         agent.wake()
         write_record(home.info, info)
-        threading.Thread(target=_reenter, args=(home, info), daemon=True).start()
+        threading.Thread(target=_update_roots, args=(home, info), daemon=True).start()
         log.info("agent of node %s serves %s at %s", info.node, home, info.url)
         try:
             await _until_ended(home, ended, until_idle=options.until_idle)
         finally:
-            log.info("stopping the agent; actions in progress have %.0f s to finish", ENDING)
-            finished = await asyncio.to_thread(agent.stop, ENDING)
+            log.info("stopping the agent; actions in progress have %.0f s to finish", STOP_TIMEOUT)
+            finished = await asyncio.to_thread(agent.stop, STOP_TIMEOUT)
             home.info.unlink(missing_ok=True)
     if not finished:
-        log.warning("some work is unfinished; the next agent repeats it")
+        log.warning("some actions are unfinished; the next agent repeats them")
     return finished
 
 
-def _reenter(home: Home, info: AgentInfo) -> None:
-    """Write this agent's address to the roots of the runs that it stores."""
+def _update_roots(home: Home, info: AgentInfo) -> None:
+    """Write this agent's address to the roots of the runs on this node."""
     for name in home.runs():
         with contextlib.suppress(StoreError):  # not a run
-            reenter(home.run(name), info)
+            update_address(home.run(name), info)
 
 
 async def _until_ended(home: Home, ended: asyncio.Event, *, until_idle: bool) -> None:
@@ -161,15 +169,18 @@ async def _until_ended(home: Home, ended: asyncio.Event, *, until_idle: bool) ->
     while not ended.is_set():
         if not until_idle or home.runs() or is_training(home):
             busy_at = time.monotonic()
-        elif time.monotonic() - busy_at > IDLE:
-            log.info("nothing is stored and no training runs: exiting")
+        elif time.monotonic() - busy_at > IDLE_TIMEOUT:
+            log.info("the node stores nothing, and no training runs: exiting")
             return
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(ended.wait(), 1.0)
 
 
 def _listener(home: Home, address: str, port: int) -> socket.socket:
-    """Return a listening socket. Port 0 means the previous agent's port, which others know."""
+    """Return a listening socket.
+
+    For port 0, try the port of the previous agent first, because other nodes know it.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     bind = partial(socket.create_server, family=family, backlog=BACKLOG)
     if not port:
@@ -178,24 +189,26 @@ def _listener(home: Home, address: str, port: int) -> socket.socket:
     try:
         return bind((address, port))
     except OSError as error:
-        raise StoreError(f"cannot serve at {address}, port {port}: {error}") from error
+        raise StoreError(
+            f"the agent cannot listen on {address}, port {port}: {error.strerror}; choose another "
+            "address or port with --interface or --port"
+        ) from error
 
 
 def _open_many_files() -> None:
-    """Raise this process's limit of open files: connections and snapshots need many."""
+    """Raise the limit of open files of this process, which connections and snapshots need."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextlib.contextmanager
-def _alone(home: Home) -> Iterator[None]:
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        with home.lock() as alone:
-            if alone:
+def _agent_lock(home: Home) -> Iterator[None]:
+    for _ in Deadline(LOCK_TIMEOUT).attempts():
+        with home.lock() as locked:
+            if locked:
                 yield
                 return
-        if time.monotonic() > deadline:
-            raise StoreError(f"another agent runs in {home}")
-        time.sleep(0.05)
+    raise StoreError(
+        f"another agent runs in {home}: stop it first, or choose another directory with --dir"
+    )

@@ -13,7 +13,9 @@ from shardwise.manifest.manifest import Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.manifest.validate import validated_pieces
 from shardwise.memory import records
-from shardwise.memory.home import Place, Run, read_record
+from shardwise.memory.files import read_record
+from shardwise.memory.home import Place, Run
+from shardwise.memory.observe import read_outcome
 from shardwise.memory.records import Protect
 from shardwise.memory.redundancy.placement import Group
 
@@ -116,8 +118,8 @@ def _nodes(place: Place, save_id: str) -> dict[str, str]:
 
 def _guards(place: Place, save_id: str) -> dict[str, Guard]:
     """Return the protection of each data file; none until protection is complete."""
-    done = place.ended("protect", save_id)
-    request = read_record(place.path / records.request("protect", save_id), Protect)
+    done = read_outcome(place, "protect", save_id)
+    request = read_record(place.path / records.request_record("protect", save_id), Protect)
     if done is None or done.failure or request is None:
         return {}
     found: dict[str, Guard] = {}

@@ -8,10 +8,16 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from shardwise.memory import identity, interface
+from shardwise.memory import identity
 from shardwise.memory.home import Home
-from shardwise.memory.identity import last_port, node_name, remember_port, secret_of
-from shardwise.memory.interface import address_of, refuse_unreachable
+from shardwise.memory.identity import (
+    address_of,
+    last_port,
+    node_name,
+    refuse_unreachable,
+    remember_port,
+    secret_of,
+)
 from shardwise.memory.records import AgentInfo
 
 
@@ -36,7 +42,7 @@ def test_addresses_and_names_of_interfaces(given: str, address: str) -> None:
 
 @pytest.mark.parametrize("given", ["0.0.0.0", "::", "fe80::1", "224.0.0.1"])
 def test_what_others_cannot_use_is_refused(given: str) -> None:
-    with pytest.raises(sw.StoreError, match="other nodes cannot connect to this address"):
+    with pytest.raises(sw.StoreError, match="other nodes cannot connect to"):
         address_of(given)
 
 
@@ -52,10 +58,10 @@ def test_an_interface_that_has_only_ipv6(monkeypatch: pytest.MonkeyPatch, tmp_pa
         "fe8000000000000000fc00fffe000001 04 40 20 80     eth7\n"
         "fd000000000000000000000000000002 04 40 00 82     eth7\n"
     )
-    monkeypatch.setattr(interface, "_IPV6_ADDRESSES", listed)
-    monkeypatch.setattr(interface.socket, "if_nameindex", lambda: [(1, "eth7"), (2, "eth8")])
+    monkeypatch.setattr(identity, "_IPV6_ADDRESSES", listed)
+    monkeypatch.setattr(identity.socket, "if_nameindex", lambda: [(1, "eth7"), (2, "eth8")])
     assert address_of("eth7") == "fd00::2"
-    with pytest.raises(sw.StoreError, match="no address that other nodes could reach"):
+    with pytest.raises(sw.StoreError, match="no address that other nodes can reach"):
         address_of("eth8")
 
 
@@ -100,8 +106,8 @@ def test_a_secret_that_is_given(tmp_path: Path) -> None:
     assert not (home.path / "agent.secret").exists()
     for wrong in ("", "short", "with a space in it", "x" * 513, "tökèn" * 5, "two-lines\n" * 3):
         given.write_text(wrong)
-        with pytest.raises(sw.StoreError, match="holds no secret: 16 to 512"):
+        with pytest.raises(sw.StoreError, match="does not contain a secret of 16 to 512"):
             secret_of(home, given)
-    with pytest.raises(sw.StoreError, match="cannot be read"):
+    with pytest.raises(sw.StoreError, match="cannot read the secret"):
         secret_of(home, tmp_path / "absent")
     assert identity.SHORTEST_SECRET == 16

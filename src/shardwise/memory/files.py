@@ -1,0 +1,168 @@
+"""Files that processes of a node share: records, locks and bells. Also `Deadline`, for waits."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import msgspec
+
+from shardwise.errors import StoreError
+
+LARGEST_RECORD = 1 << 28
+T = TypeVar("T")
+
+
+class Deadline:
+    """A limit for waiting.
+
+    Args:
+        seconds: time from now to the deadline; None if it never passes.
+        clock: a monotonic clock, in seconds.
+        sleep: sleeps for a number of seconds. It may return earlier.
+    """
+
+    def __init__(
+        self,
+        seconds: float | None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._clock = clock
+        self._sleep = sleep
+        self._end = math.inf if seconds is None else clock() + seconds
+
+    def left(self) -> float:
+        """Return the seconds until the deadline, 0.0 if it has passed."""
+        return max(0.0, self._end - self._clock())
+
+    def has_passed(self) -> bool:
+        """Return whether the deadline has passed."""
+        return self._clock() > self._end
+
+    def attempts(
+        self, *, pause: float = 0.02, longest_pause: float | None = None
+    ) -> Iterator[None]:
+        """Yield once, and again after each pause, until the deadline has passed.
+
+            for _ in Deadline(10.0).attempts():
+                if path.exists():
+                    return
+            raise StoreError(f"{path} did not appear within 10 s")
+
+        Args:
+            pause: the first pause, in seconds.
+            longest_pause: pauses double up to this many seconds; None for constant pauses.
+        """
+        yield
+        while not self.has_passed():
+            self._sleep(pause)
+            pause = min(2 * pause, longest_pause or pause)
+            yield
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str], *, dir_fd: int | None = None) -> Iterator[BinaryIO]:
+    """Open a file that atomically replaces `path` at the end of the block, unless the block raises.
+
+    Only its owner can read it.
+
+    Args:
+        dir_fd: an open directory that a relative path refers to.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    directory, name = os.path.split(path)
+    temporary = os.path.join(directory, f".{name}.{secrets.token_hex(4)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=dir_fd), "wb") as file:
+            yield file
+        os.rename(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary, dir_fd=dir_fd)
+        raise
+
+
+def write_record(path: Path, record: object) -> None:
+    """Write a record atomically, and replace an existing one.
+
+    Args:
+        record: bytes, or a value to encode as JSON.
+    """
+    with replacing(path) as file:
+        file.write(record if isinstance(record, bytes) else msgspec.json.encode(record))
+
+
+def read_record(path: Path, kind: type[T]) -> T | None:
+    """Return a record, or None if the file does not exist.
+
+    Raises:
+        StoreError: the file is not a record of this kind.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST_RECORD)
+    except FileNotFoundError:
+        return None
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise StoreError(f"{path}: the record is damaged: {error}") from error
+
+
+def try_lock(fd: int, *, shared: bool = False) -> bool:
+    """Lock an open file or directory without waiting; return whether it is locked now."""
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def lock_directory(directory: Path, *, shared: bool) -> Iterator[bool]:
+    """Lock a directory while the block runs, without waiting; yield whether it is locked.
+
+    A shared lock keeps others from removing the directory.
+    """
+    fd = -1
+    with suppress(FileNotFoundError):
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    if fd < 0:
+        yield False
+        return
+    try:
+        locked = try_lock(fd, shared=shared)
+        yield locked and os.fstat(fd).st_nlink > 0  # it may have been removed before it was locked
+    finally:
+        os.close(fd)
+
+
+def ring_bell(path: Path) -> None:
+    """Wake the process that listens to a bell, if there is one."""
+    with suppress(OSError):  # nobody listens, or the bell was rung so often that the pipe is full
+        fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            os.write(fd, b"!")
+        finally:
+            os.close(fd)
+
+
+def listen_to_bell(path: Path, wake: Callable[[], None]) -> None:
+    """Create a bell (a named pipe), and call `wake` whenever it is rung. Never returns."""
+    with suppress(FileExistsError):
+        os.mkfifo(path, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    while True:
+        os.read(fd, 4096)
+        wake()

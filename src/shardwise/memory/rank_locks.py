@@ -1,0 +1,198 @@
+"""Locks that show which ranks of a run are alive on this node, and whether any training runs."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from shardwise.errors import StoreError
+from shardwise.memory.files import Deadline, lock_directory, try_lock
+from shardwise.memory.home import Home, Run
+
+LOCK_TIMEOUT = 10.0
+_TRAINING = "training.lock"
+
+
+class RankLock:
+    """The lock that a rank holds while it is alive.
+
+    A rank that ends normally removes the lock file. If the file exists and is not locked, the rank
+    was lost. Forked children close the lock, so that it ends with this process. If this process
+    already holds the lock of the rank, the new object takes the lock over.
+
+    Raises:
+        StoreError: another process holds the lock of this rank of the run on this node.
+    """
+
+    def __init__(self, run: Run, rank: int) -> None:
+        self._path = _lock_file(run, rank)
+        self._owner = _process_id() + secrets.token_hex(8).encode()
+        self._fd: int | None = None
+        for _ in Deadline(LOCK_TIMEOUT).attempts():
+            self._fd = self._lock()
+            if self._fd is not None or self._take_over():
+                break
+        else:
+            raise StoreError(
+                f"another process is rank {rank} of run {run.name} on this node, and has "
+                f"not ended within {LOCK_TIMEOUT:.0f} s: end it, or save to another root (the "
+                f"lock: {self._path})"
+            )
+        reference = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _release_in_child(reference))
+
+    def is_replaced(self) -> bool:
+        """Return whether a newer `RankLock` of this process owns the lock."""
+        owner = self._read_owner()
+        return owner.startswith(_process_id()) and owner != self._owner
+
+    def refuse_replaced(self) -> None:
+        """Raise if a newer `RankLock` of this process owns the lock.
+
+        Raises:
+            StoreError: it does.
+        """
+        if self.is_replaced():
+            raise StoreError(
+                "this process has opened another Checkpointer of the same root since, which now "
+                "owns the snapshots: save with the newer Checkpointer"
+            )
+
+    def release(self) -> None:
+        """Release the lock and remove its file: the rank has ended normally."""
+        if not self.is_replaced():
+            self._path.unlink(missing_ok=True)
+        self.release_as_lost()
+
+    def release_as_lost(self) -> None:
+        """Release the lock and keep its file, as if this process had died."""
+        if self.is_replaced():
+            return
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def _lock(self) -> int | None:
+        """Lock the file; return None if it is locked, or the agent is removing the run."""
+        with suppress(FileNotFoundError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with lock_directory(self._path.parent.parent, shared=True) as is_kept:
+                return self._lock_file() if is_kept else None
+        return None
+
+    def _lock_file(self) -> int | None:
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with suppress(OSError):  # the file was just removed
+            if try_lock(fd) and os.fstat(fd).st_ino == self._path.stat().st_ino:
+                os.pwrite(fd, self._owner, 0)
+                return fd
+        os.close(fd)
+        return None
+
+    def _take_over(self) -> bool:
+        """Take the lock over from an older `RankLock` of this process; return whether it had the
+        lock."""
+        if not (_is_locked(self._path) and self._read_owner().startswith(_process_id())):
+            return False
+        self._path.write_bytes(self._owner)
+        return True
+
+    def _read_owner(self) -> bytes:
+        try:
+            return self._path.read_bytes()
+        except FileNotFoundError:
+            return b""
+
+
+def _process_id() -> bytes:
+    """Return an identifier of this process that is unique across PID namespaces."""
+    start_time = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    return f"{namespace}:{os.getpid()}:{start_time}".ljust(60).encode()
+
+
+def _release_in_child(reference: weakref.ref[RankLock]) -> None:
+    lock = reference()
+    if lock is not None:
+        lock.release_as_lost()
+
+
+def is_rank_alive(run: Run, rank: int) -> bool:
+    """Return whether a rank is alive on this node."""
+    return _is_locked(_lock_file(run, rank))
+
+
+def has_trainers(run: Run) -> bool:
+    """Return whether any rank of a run is alive on this node."""
+    with suppress(FileNotFoundError):
+        return any(_is_locked(path) for path in _lock_directory(run).iterdir())
+    return False
+
+
+def lost_ranks(run: Run) -> list[int]:
+    """Return the ranks that died on this node without ending normally."""
+    with suppress(FileNotFoundError):
+        paths = list(_lock_directory(run).iterdir())
+        return sorted(int(path.name) for path in paths if not _is_locked(path) and path.exists())
+    return []
+
+
+def forget_lost_ranks(run: Run) -> None:
+    """Remove the lock files of lost ranks, once all current ranks of this node hold their locks.
+
+    Otherwise a rank that now runs on another node would count as lost here for ever.
+    """
+    for rank in lost_ranks(run):
+        _lock_file(run, rank).unlink(missing_ok=True)
+
+
+@contextmanager
+def training_lock(home: Home) -> Iterator[None]:
+    """Hold the lock that shows the agent that a training runs on this node.
+
+    Several trainings can hold it at once.
+    """
+    process = os.getpid()
+    fd = home.open_lock(_TRAINING)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)  # held exclusively for a moment only, by `is_training`
+        try:
+            yield
+        finally:
+            if os.getpid() == process:  # a forked child shares the lock, and must not release it
+                fcntl.flock(fd, fcntl.LOCK_UN)
+    finally:
+        os.close(fd)
+
+
+def is_training(home: Home) -> bool:
+    """Return whether a training runs on this node."""
+    fd = home.open_lock(_TRAINING)
+    try:
+        return not try_lock(fd)
+    finally:
+        os.close(fd)
+
+
+def _lock_directory(run: Run) -> Path:
+    return run.path / "trainers"
+
+
+def _lock_file(run: Run, rank: int) -> Path:
+    return _lock_directory(run) / f"{rank:05d}"
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        return not try_lock(fd, shared=True)
+    finally:
+        os.close(fd)

@@ -1,0 +1,209 @@
+"""How the trainers of a run find, start and restart the agents of its nodes."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from contextlib import ExitStack
+from dataclasses import replace
+
+import msgspec
+
+from shardwise.engine.exchange import exchange, exchange_keeping
+from shardwise.engine.group import Group, own_address
+from shardwise.errors import StoreError
+from shardwise.memory.home import Home
+from shardwise.memory.identity import refuse_unreachable
+from shardwise.memory.lineage import Lineage, lineage_of
+from shardwise.memory.options import Memory
+from shardwise.memory.rank_locks import training_lock
+from shardwise.memory.records import AgentInfo
+from shardwise.memory.remote.watch import silence
+from shardwise.memory.spawn import ensure_agent, log_tail, running_agent
+from shardwise.store import Store
+
+CHECK_PERIOD = 1.0
+REQUEST_PERIOD = 5.0
+ANSWER_TIMEOUT = 5.0
+MOST_STARTS, START_PERIOD = 5, 60.0
+log = logging.getLogger("shardwise")
+
+
+class Membership(msgspec.Struct, array_like=True):
+    """The nodes of a run.
+
+    Attributes:
+        lineage: the run and its branches.
+        nodes: the agent of each node.
+        node_of: the name of each rank's node.
+    """
+
+    lineage: Lineage
+    nodes: list[AgentInfo]
+    node_of: list[str]
+
+
+def with_interface(options: Memory, group: Group) -> Memory:
+    """Return options whose `interface` other hosts can reach, if the run has several hosts.
+
+    All ranks call this together.
+    """
+
+    def has_several_hosts(hosts: list[bytes]) -> bytes:
+        return b"1" if len(set(hosts)) > 1 else b""
+
+    several = exchange(
+        group, "finding hosts", lambda: socket.gethostname().encode(), has_several_hosts
+    )
+    return (
+        replace(options, interface=own_address()) if several and not options.interface else options
+    )
+
+
+def join_run(root: Store, options: Memory, group: Group) -> tuple[Home, Membership]:
+    """Return this node's home, and the nodes of the run that saves to a root.
+
+    All ranks call this together. The node's agent is started if none runs.
+
+    Raises:
+        StoreError: the root cannot be read, an agent does not start, or other nodes cannot reach
+            an agent.
+    """
+
+    def find_agent() -> tuple[Home, bytes]:
+        home = Home(options.dir)
+        return home, msgspec.msgpack.encode(ensure_agent(home, options))
+
+    def list_members(_: Home, requests: list[bytes]) -> bytes:
+        infos = [msgspec.msgpack.decode(each, type=AgentInfo) for each in requests]
+        refuse_unreachable(infos)
+        nodes = {info.node: info for info in infos}
+        node_of = [info.node for info in infos]
+        return msgspec.msgpack.encode(Membership(lineage_of(root), list(nodes.values()), node_of))
+
+    home, reply = exchange_keeping(
+        group, "finding the agents of the nodes", find_agent, list_members
+    )
+    return home, msgspec.msgpack.decode(reply, type=Membership)
+
+
+class Supervisor:
+    """A thread in one rank of each node that restarts the node's agent if it ends.
+
+    The thread logs warnings and never raises; `check` raises. The thread stops when this object is
+    deleted.
+
+    Args:
+        home: the node's home.
+        options: the options for a new agent.
+    """
+
+    def __init__(self, home: Home, options: Memory) -> None:
+        self._checks = _Checks(home, options)
+        stopping = self._stopping = threading.Event()
+        weakref.finalize(self, stopping.set)
+        locks = ExitStack()
+        locks.enter_context(training_lock(home))
+        self._thread = threading.Thread(
+            target=_check_repeatedly,
+            args=(self._checks, stopping, locks),
+            name="shardwise-supervisor",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise if no agent runs and the supervisor no longer restarts it.
+
+        Raises:
+            StoreError: says why not, with the end of the agent's log.
+        """
+        failure = self._checks.failure
+        if failure and not self._checks.home.has_agent():
+            raise StoreError(failure)
+
+    def stop(self) -> None:
+        """Stop the thread. Further calls do nothing."""
+        self._stopping.set()
+        self._thread.join(CHECK_PERIOD + ANSWER_TIMEOUT)
+
+
+def _check_repeatedly(checks: _Checks, stopping: threading.Event, locks: ExitStack) -> None:
+    with locks:
+        while not stopping.wait(CHECK_PERIOD):
+            checks.check()
+
+
+class _Checks:
+    """The repeated checks of the agent.
+
+    Attributes:
+        failure: why the agent is no longer restarted; "" if it is.
+    """
+
+    def __init__(self, home: Home, options: Memory) -> None:
+        self.home = home
+        self.failure = ""
+        self._options = options
+        self._starts: deque[float] = deque(maxlen=MOST_STARTS)
+        self._last_request = time.monotonic()
+        self._is_silent = False
+        self._last_error = ""
+
+    def check(self) -> None:
+        """Check the agent once. Failures are logged, never raised: the training must continue."""
+        try:
+            if not self.home.has_agent():
+                self._restart()
+                return
+            self.failure = ""
+            if time.monotonic() - self._last_request > REQUEST_PERIOD:
+                self._send_request()
+                self._last_request = time.monotonic()
+        except Exception as error:
+            if str(error) != self._last_error:
+                log.exception("checking the agent of %s failed", self.home)
+            self._last_error = str(error)
+
+    def _restart(self) -> None:
+        if self.failure:
+            return
+        now = time.monotonic()
+        if len(self._starts) == MOST_STARTS and now - self._starts[0] < START_PERIOD:
+            self.failure = (
+                f"the agent of {self.home} ended {MOST_STARTS} times within {START_PERIOD:.0f} s, "
+                f"and is no longer restarted; the end of its log:\n{log_tail(self.home.log)}"
+            )
+            log.error("%s", self.failure)
+            return
+        self._starts.append(now)
+        action = "starting another" if self._options.start_agent else "waiting for another"
+        log.warning("the agent of %s ended; %s (its log: %s)", self.home, action, self.home.log)
+        try:
+            info = ensure_agent(self.home, self._options)
+        except StoreError as error:
+            log.warning("%s", error)
+        else:
+            log.warning("the agent of %s runs again (process %d)", self.home, info.process)
+
+    def _send_request(self) -> None:
+        """Log whether the agent answers. A suspended or overloaded agent is not replaced."""
+        info = running_agent(self.home)
+        if info is None:
+            return
+        failure = silence(info, self._options.tls, ANSWER_TIMEOUT)
+        if failure and not self._is_silent and self.home.has_agent():
+            log.warning(
+                "the agent of %s (process %d) runs, but does not answer: %s; snapshots wait until "
+                "it answers or is killed",
+                self.home,
+                info.process,
+                failure,
+            )
+        if self._is_silent and not failure:
+            log.warning("the agent of %s answers again", self.home)
+        self._is_silent = bool(failure)
