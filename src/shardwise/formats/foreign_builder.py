@@ -75,7 +75,7 @@ class Builder:
         """Return the entry of a tensor that was added."""
         return self._tensors[self._index[name]]
 
-    def names(self) -> Iterable[str]:
+    def tensor_names(self) -> Iterable[str]:
         """Return the names of all tensors that were added."""
         return self._index.keys()
 
@@ -233,7 +233,7 @@ class Builder:
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class PlainValue:
     """An encoded value, and the arrays that the value refers to by name.
 
     Attributes:
@@ -266,7 +266,7 @@ def number_tensor(value: float) -> torch.Tensor:
         ) from error
 
 
-def encode_plain(value: object, name: str) -> Plain:
+def encode_plain(value: object, name: str) -> PlainValue:
     """Encode a value as `shardwise.state.objects` does.
 
     Namespaces become dicts; other objects become dicts with the key `class`.
@@ -276,7 +276,7 @@ def encode_plain(value: object, name: str) -> Plain:
     """
     encoder = _Encoder(name)
     encoded = encode(encoder.convert(value), name, encoder.take_array)
-    return Plain(encoded, encoder.arrays, encoder.contents)
+    return PlainValue(encoded, encoder.arrays, encoder.contents)
 
 
 @dataclass(slots=True)

@@ -65,8 +65,8 @@ def build_foreign(leaves: NestedLeaves, format: str) -> Foreign:  # noqa: A002 -
     """Return the manifest of a state, with the names that `shardwise.save` would give.
 
     A leaf is named by its path, joined by dots. Optimizer state is named
-    `<optimizer>.<parameter>.<key>` where the names of the parameters are known. A module whose
-    parameters lie at the top of the state is called `model`.
+    `<optimizer>.<parameter>.<key>` where the names of the parameters are known. If the parameters
+    of a module are at the top level of the state, their names begin with `model.`.
     """
     paths = [path for path, _, _ in leaves.tensors]
     optimizers = find_optimizers((*paths, *leaves.values), leaves.values)
@@ -97,7 +97,7 @@ def build_foreign(leaves: NestedLeaves, format: str) -> Foreign:  # noqa: A002 -
 
 
 def join_foreign(first: Foreign, second: Foreign) -> Foreign:
-    """Return one manifest of both. All bytes of the first must be in files."""
+    """Return one manifest of both. The first must have no file with `content`."""
     pieces = second.table.pieces
     shifted = replace(
         pieces, tensor=pieces.tensor + len(first.tensors), file=pieces.file + len(first.files)
@@ -131,7 +131,9 @@ class _LeafNames:
         top_level = {path for path in outside if len(path) == 1}
         parameters = {(name,) for optimizer in optimizers for name in optimizer.parameters}
         is_module_state = (
-            not optimizers and len(top_level) == len(tensors) > 0 and all(map(_is_extra, values))
+            not optimizers
+            and len(top_level) == len(tensors) > 0
+            and all(map(_is_extra_state, values))
         )
         self._module = top_level if is_module_state or top_level & parameters else set()
 
@@ -142,7 +144,7 @@ class _LeafNames:
             optimizer, (parameter, key) = found
             return f"{self.root(optimizer)}.{parameter}.{key}"
         name = ".".join(map(str, path))
-        in_module = path in self._module or (len(self._module) > 0 and _is_extra(path))
+        in_module = path in self._module or (len(self._module) > 0 and _is_extra_state(path))
         return f"model.{name}" if in_module else name
 
     def in_optimizer(self, path: Path) -> bool:
@@ -155,7 +157,7 @@ class _LeafNames:
         return ".".join(map(str, optimizer.root)) or "optimizer"
 
 
-def _is_extra(path: Path) -> bool:
+def _is_extra_state(path: Path) -> bool:
     return len(path) == 1 and str(path[0]).endswith("_extra_state")
 
 

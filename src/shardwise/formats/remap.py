@@ -46,9 +46,8 @@ def remap(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:
         apply_spec(spec, _select_rows(catalogue, np.flatnonzero(~inside_values)), sizes=sizes)
     )
     remapped = _add_unchanged(remapped, catalogue, np.flatnonzero(inside_values).tolist())
-    composed, _ = _compose_pieces(
-        remapped, remapped.table, catalogue, opened, (opened.pieces, opened.stride)
-    )
+    stored = PieceTable(opened.pieces, opened.stride)
+    composed, _ = _compose_pieces(remapped, remapped.table, catalogue, opened, stored)
     objects = tuple(
         _rename_members(each, remapped, opened.manifest.tensors) for each in opened.manifest.objects
     )
@@ -70,25 +69,25 @@ def _remap_replicas(remapped: Foreign, catalogue: Catalogue, opened: Opened) -> 
     They are old tensors that the specification makes replicas of others, and replicas of old
     tensors.
     """
-    stored = (opened.pieces, opened.stride)
-    tables: list[tuple[PieceTable, tuple[str, ...], tuple[Pieces, Int], tuple[str, ...]]]
+    stored = PieceTable(opened.pieces, opened.stride)
+    tables: list[tuple[PieceTable, tuple[str, ...], PieceTable, tuple[str, ...]]]
     tables = [(remapped.replicas, remapped.replica_names, stored, ())]
     if opened.replicas is not None:
-        copies = (opened.replicas.pieces, opened.replicas.stride)
+        copies = PieceTable(opened.replicas.pieces, opened.replicas.stride)
         tables.append((remapped.table, (), copies, opened.replicas.names))
         tables.append((remapped.replicas, remapped.replica_names, copies, opened.replicas.names))
     composed_tables: list[PieceTable] = []
     names: list[str] = []
-    for table, array_names, lower, lower_names in tables:
-        if not len(table) or not len(lower[0]):
+    for new_table, new_names, old_table, old_names in tables:
+        if not len(new_table) or not len(old_table):
             continue
-        composed, (new_rows, old_rows) = _compose_pieces(remapped, table, catalogue, opened, lower)
+        composed, (new_rows, old_rows) = _compose_pieces(
+            remapped, new_table, catalogue, opened, old_table
+        )
         composed_tables.append(composed)
         for row, old_row in zip(new_rows.tolist(), old_rows.tolist(), strict=True):
-            name = opened.manifest.tensors[int(lower[0].tensor[old_row])].name
-            names.append(
-                array_names[row] if array_names else lower_names[old_row] if lower_names else name
-            )
+            name = opened.manifest.tensors[int(old_table.pieces.tensor[old_row])].name
+            names.append(new_names[row] if new_names else old_names[old_row] if old_names else name)
     if not composed_tables:
         return None
     joined = join_tables(*composed_tables)
@@ -175,40 +174,41 @@ def catalogue_of(tensors: Sequence[TensorEntry]) -> Catalogue:
 
 def _compose_pieces(
     remapped: Foreign,
-    table: PieceTable,
+    new_table: PieceTable,
     catalogue: Catalogue,
     opened: Opened,
-    lower: tuple[Pieces, Int],
+    old_table: PieceTable,
 ) -> tuple[PieceTable, tuple[Int, Int]]:
     """Translate pieces of new tensors, which refer to old tensors, into pieces in files.
 
     Args:
         remapped: the new tensors.
-        table: the pieces of new tensors in old tensors.
+        new_table: the pieces of new tensors in old tensors.
         catalogue: the old tensors.
-        lower: the pieces of old tensors in files, and their strides.
+        old_table: the pieces of old tensors in files.
 
     Returns:
-        The pieces of new tensors in files; for each, its row in `table` and its row in `lower`.
+        The pieces of new tensors in files; for each, its row in `new_table` and its row in
+        `old_table`.
     """
-    new, (old, old_strides) = table.pieces, lower
+    new, old = new_table.pieces, old_table.pieces
     dims = max(catalogue.shape.shape[1], old.offset.shape[1])
     shapes = _pad_columns(catalogue.shape, dims, 1)
     strides = row_major(shapes)
     itemsize = np.array([DTYPES[t.dtype].itemsize for t in opened.manifest.tensors], np.int64)
     first = new.start // itemsize[new.file]
     first_offset = first[:, None] // strides[new.file] % shapes[new.file]
-    source = _find_source_dims(remapped, table, shapes, strides)
+    source = _find_source_dims(remapped, new_table, shapes, strides)
     extents = np.ones((len(new), dims), np.int64)
     rows, dims_of_new = np.nonzero(source >= 0)
     extents[rows, source[rows, dims_of_new]] = new.shape[rows, dims_of_new]
-    _refuse_reshapes(remapped, table, first_offset + extents > shapes[new.file])
+    _refuse_reshapes(remapped, new_table, first_offset + extents > shapes[new.file])
     overlaps = find_overlaps(
         (new.file, first_offset, extents),
         (old.tensor, _pad_columns(old.offset, dims, 0), _pad_columns(old.shape, dims, 1)),
     )
     new_rows, old_rows = overlaps.left, overlaps.right
-    old_stride = _pad_columns(old_strides, dims, 0)[old_rows]
+    old_stride = _pad_columns(old_table.stride, dims, 0)[old_rows]
     offset_in_old = overlaps.offset - _pad_columns(old.offset, dims, 0)[old_rows]
     start = (
         old.start[old_rows]

@@ -23,7 +23,6 @@ from shardwise.formats.language.array_groups import (
 )
 from shardwise.formats.language.assemble import assemble_checkpoint
 from shardwise.formats.language.boxes import BoxTable, find_relative_boxes, place_boxes
-from shardwise.formats.language.collector import Collector
 from shardwise.formats.language.match import (
     add_capture_sizes,
     evaluate_lets,
@@ -33,6 +32,7 @@ from shardwise.formats.language.match import (
 )
 from shardwise.formats.language.rules import DimensionMap, Rule, Spec, Target, map_dimensions
 from shardwise.formats.language.shapes import size_of
+from shardwise.formats.language.tensor_collector import Collector
 from shardwise.layout import Box
 from shardwise.layout.flat import boxes_within, row_major
 from shardwise.manifest.table import Int

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from shardwise.errors import FormatError
 from shardwise.formats.foreign import Foreign, PieceTable
 from shardwise.formats.language.boxes import BoxTable
-from shardwise.formats.language.collector import Collector
 from shardwise.formats.language.rules import Rule, Skip
+from shardwise.formats.language.tensor_collector import Collector
 from shardwise.layout.flat import row_major
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry

@@ -17,7 +17,7 @@ from shardwise.formats.language.arithmetic import (
     Variable,
 )
 from shardwise.formats.language.check_spec import check_spec
-from shardwise.formats.language.like_rules import LikeStatement, expand_like_statements
+from shardwise.formats.language.like_statements import LikeStatement, expand_like_statements
 from shardwise.formats.language.rules import (
     Capture,
     Declared,

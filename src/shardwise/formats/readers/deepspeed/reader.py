@@ -206,7 +206,7 @@ def _may_be_tied(builder: Builder, name: str, shape: tuple[int, ...]) -> bool:
         tied.startswith("model.tied_modules.")
         and tied.endswith(f".{key}")
         and builder.entry(tied).shape == shape
-        for tied in builder.names()
+        for tied in builder.tensor_names()
     )
 
 

@@ -1,4 +1,4 @@
-"""Rules that follow others: `optimizer.*.{state} like *, model.* -> optimizer.*.{state}`."""
+"""`like` statements, which copy rules: `optimizer.*.{s} like *, model.* -> optimizer.*.{s}`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LikeStatement:
 def expand_like_statements(
     statements: Sequence[Rule | Skip | LikeStatement], source: SourceText
 ) -> tuple[Rule | Skip, ...]:
-    """Replace each `like` statement by a copy of every rule that it follows.
+    """Replace each `like` statement by renamed copies of the rules that it follows.
 
     Raises:
         SpecError: a `like` statement has the wrong form, or follows no rule.
