@@ -119,7 +119,10 @@ def _read_index(tree: Tree, name: str) -> dict[str, str]:
         raise FormatError(f"{tree}/{name}: not an index of weights: {error}") from error
     for file in set(index.weight_map.values()):
         if not file.endswith((SAFETENSORS, PICKLED)):
-            raise FormatError(f"{tree}/{name}: {file[:200]!r} is not a file of weights")
+            raise FormatError(
+                f"{tree}/{name}: {file[:200]!r} is not a file of weights: an index "
+                f"names files that end in {SAFETENSORS} or {PICKLED}"
+            )
     return index.weight_map
 
 

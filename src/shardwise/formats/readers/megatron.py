@@ -140,7 +140,8 @@ def unflatten_optimizer(content: DcpContent, metadata: Metadata, path: str) -> D
         except (LayoutError, TypeError, ValueError, ZeroDivisionError) as error:
             raise FormatError(
                 f"{path}: {content.names[tensor]} was flattened, and its pieces do not make up the "
-                f"shape {list(shapes[tensor])}: {error}"
+                f"shape {list(shapes[tensor])}: {error}. {METADATA} is damaged, or from another "
+                "save"
             ) from error
     table = join_tables(select_rows(content.table, ~is_flat), table_of_boxes(boxes))
     unflattened = tuple(shapes.get(i, shape) for i, shape in enumerate(content.shapes))
@@ -203,7 +204,10 @@ def unstack_layers(content: DcpContent, path: str) -> DcpContent:
             shapes.append(shape)
             continue
         if shape[0] > max(1, len(pieces)):
-            raise FormatError(f"{path}: {name}: it has {shape[0]} layers, but fewer pieces")
+            raise FormatError(
+                f"{path}: {name}: it has {shape[0]} layers, but there are only {len(pieces)} "
+                f"pieces: {METADATA} is damaged"
+            )
         names += [f"{match[1]}.{layer}.{match[2]}" for layer in range(shape[0])]
         dtypes += [dtype] * shape[0]
         shapes += [shape[1:]] * shape[0]

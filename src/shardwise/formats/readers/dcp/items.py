@@ -77,7 +77,10 @@ def find_arrays(tree: Tree, names: Sequence[str], items: Sequence[Item]) -> Item
             whole = FileRange(file, 0, item.offset, item.length, names[index])
             found = heads.find(whole.read(0, wanted), names[index])
         if found is None:
-            raise FormatError(f"{names[index]}: its item is not a tensor saved by torch.save")
+            raise FormatError(
+                f"{names[index]}: its item is not a tensor saved by torch.save: the file is "
+                "damaged, or from another save than .metadata"
+            )
         template[index], array_start = found
         start[index] = item.offset + array_start
 
@@ -186,7 +189,10 @@ def _read_records(head: bytes, name: str) -> Iterator[tuple[str, int, bytes | No
         fields = _LOCAL_HEADER.unpack_from(head, position)
         signature, flags, method, size, name_size, extra = (fields[i] for i in (0, 2, 3, 8, 9, 10))
         if signature != b"PK\x03\x04" or method or flags & 1:
-            raise FormatError(f"{name}: its item is not a file of torch.save")
+            raise FormatError(
+                f"{name}: its item is not a file of torch.save: the file is damaged, or from "
+                "another save than .metadata"
+            )
         record = head[
             position + _LOCAL_HEADER.size : position + _LOCAL_HEADER.size + name_size
         ].decode("utf-8", "replace")

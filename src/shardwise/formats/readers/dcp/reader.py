@@ -184,7 +184,10 @@ class Chunks:
         found = np.array([codes[t.dtype] for t in templates], np.int64)[arrays.template]
         dims = self.shape.shape[1]
         if any(len(template.shape) > dims for template in templates):
-            raise FormatError(f"{self._path}: a chunk has more dimensions than any tensor")
+            raise FormatError(
+                f"{self._path}: a chunk has more dimensions than any tensor: the files are from "
+                "different saves"
+            )
         shapes = padded_rows([template.shape for template in templates], dims, 1)[arrays.template]
         wrong = (expected != found) | (shapes != self.shape).any(axis=1)
         if wrong.any():
@@ -205,7 +208,10 @@ def _find_item(
     item = metadata.items.get((name, offset))
     if item is None:
         chunk = "" if offset is None else f" at {list(offset)}"
-        raise FormatError(f"{path}: {name}{chunk}: the metadata does not say where it is")
+        raise FormatError(
+            f"{path}: {name}{chunk}: the metadata does not say where it is: the file "
+            "is damaged, or from an incomplete save"
+        )
     return Item(folder + item.file, item.offset, item.length) if folder else item
 
 

@@ -19,5 +19,6 @@ from `module`.
     ranks, states, agreement    read and parse them, and check that they are from one save
     tensor_parallel             how the shards of tensor-parallel ranks make up parameters
     zero                        how ZeRO's flat partitions become boxes
-    optimizers, without_zero    add the optimizer's tensors to the manifest, with or without ZeRO
+    without_zero                the state of optimizers that ZeRO does not divide
+    manifest                    add all of these to the manifest
 """

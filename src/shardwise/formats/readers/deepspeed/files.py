@@ -216,7 +216,7 @@ def require_rank_files(
     if data_parallel * model_parallel > MOST_FILES:
         raise FormatError(
             f"{tree}: {data_parallel} × {model_parallel} ranks exceed the limit of {MOST_FILES} "
-            "files"
+            "files: the files are damaged"
         )
     model_ranks = range(model_parallel)
     ranks = [(rank, model_rank) for rank in range(data_parallel) for model_rank in model_ranks]
@@ -256,7 +256,10 @@ def require_layers_and_experts(
         for template in templates.values()
     ]
     if sum(experts) > MOST_FILES:
-        raise FormatError(f"{tree}: {sum(experts)} experts exceed the limit of {MOST_FILES} files")
+        raise FormatError(
+            f"{tree}: {sum(experts)} experts exceed the limit of {MOST_FILES} files: the files are "
+            "damaged"
+        )
     names += [
         f"layer_{layer}_expert_{expert}_mp_rank_{rank:02d}_model_states.pt"
         for layer, count in enumerate(experts)

@@ -304,6 +304,7 @@ def _parallel_sizes(first: ModelState, files: TagFiles) -> tuple[int, int]:
     if tensor < 1 or stages < 1 or tensor * stages != files.model_parallel:
         raise FormatError(
             f"{first.path}: {files.model_parallel} model-parallel ranks do not divide into "
-            f"{stages} stages of {tensor} tensor-parallel ranks"
+            f"{stages} stages of {tensor} tensor-parallel ranks: copy the files of all ranks from "
+            "one save"
         )
     return tensor, stages

@@ -15,18 +15,15 @@ from shardwise.formats.readers.deepspeed.files import (
     find_files,
     has_native_files,
 )
-from shardwise.formats.readers.deepspeed.optimizers import (
+from shardwise.formats.readers.deepspeed.manifest import (
     add_flat_group,
     add_frozen_slices,
     add_param_groups,
+    add_shards,
 )
 from shardwise.formats.readers.deepspeed.ranks import AllRanks, RankModule, read_ranks
 from shardwise.formats.readers.deepspeed.states import DEEPSPEED_KEYS
-from shardwise.formats.readers.deepspeed.tensor_parallel import (
-    PlacementRule,
-    add_shards,
-    place_whole,
-)
+from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule, place_whole
 from shardwise.formats.readers.deepspeed.without_zero import add_undivided_optimizer
 from shardwise.formats.readers.deepspeed.zero import flat_groups
 

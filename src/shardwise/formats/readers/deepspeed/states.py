@@ -344,9 +344,14 @@ def _parse_shapes(shapes: Mapping[str, object], path: str) -> dict[str, Shape]:
     parsed = {}
     for name, shape in shapes.items():
         if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
-            raise FormatError(f"{path}: {name[:200]}: invalid shape")
+            raise FormatError(
+                f"{path}: {name[:200]}: {str(shape)[:80]} is not a shape: the file is damaged"
+            )
         if math.prod(n for n in shape if n) > LARGEST // 8 or len(shape) > _MOST_DIMENSIONS:
-            raise FormatError(f"{path}: {name[:200]}: absurdly large shape")
+            raise FormatError(
+                f"{path}: {name[:200]}: the shape {str(shape)[:80]} is absurdly large: the file is "
+                "damaged"
+            )
         parsed[name] = tuple(shape)
     return parsed
 
@@ -358,7 +363,8 @@ def _parse_slices(slices: Mapping[str, object], path: str) -> dict[str, tuple[in
         start, length = fields.get("start"), fields.get("numel")
         if type(start) is not int or type(length) is not int or start < 0 or length < 0:
             raise FormatError(
-                f"{path}: param_slice_mappings: {name[:200]} has no valid start and numel"
+                f"{path}: param_slice_mappings: {name[:200]} has no valid start and numel: "
+                "the file is damaged"
             )
         parsed[name] = (start, length)
     return parsed
@@ -367,7 +373,8 @@ def _parse_slices(slices: Mapping[str, object], path: str) -> dict[str, tuple[in
 def _require_number(key: str, value: object, path: str) -> Number:
     if not isinstance(value, (int, float)):
         raise FormatError(
-            f"{path}: {key[:200]} in the state of an optimizer is neither a tensor nor a number"
+            f"{path}: {key[:200]} in the state of an optimizer is neither a tensor nor a number, "
+            f"but {type(value).__name__}: only optimizers of torch and DeepSpeed are supported"
         )
     return value
 
@@ -377,7 +384,8 @@ def _require_count(
 ) -> tuple[T, ...]:
     if len(items) != len(masters):
         raise FormatError(
-            f"{path}: the file has {kind} of {len(items)} groups, but weights of {len(masters)}"
+            f"{path}: the file has {kind} of {len(items)} groups, but weights of {len(masters)}: "
+            "the file is damaged, or of an unsupported version of DeepSpeed"
         )
     return tuple(items)
 
@@ -386,4 +394,7 @@ def _convert(value: object, form: type[T], path: str, contents: str) -> T:
     try:
         return msgspec.convert(value, form)
     except msgspec.ValidationError as error:
-        raise FormatError(f"{path}: not a valid {contents}: {error}") from error
+        raise FormatError(
+            f"{path}: not a valid {contents}: {error}. The file is damaged, or of an unsupported "
+            "version of DeepSpeed"
+        ) from error

@@ -8,14 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from shardwise.errors import FormatError
-from shardwise.formats.foreign import StoredArray
-from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.readers.deepspeed.states import Shape
 from shardwise.layout import Box
-from shardwise.manifest.table import Int
 
 LONGEST_PATTERN = 1000
 MOST_REPEATS = 3
@@ -145,91 +140,90 @@ def placement_rule(info: object, path: str) -> PlacementRule:
             "shards make up parameters: save it with a `universal_checkpoint_info` in "
             "client_state, which DeepSpeed's own converter needs too"
         )
-    replicated = _parse_patterns(info, "tp_replicated_parameter_patterns", path)
-    averaged = _parse_patterns(info, "parameter_to_average_patterns", path)
-    in_halves = _parse_patterns(info, "parameter_with_2_sub_params_cat_dim_0", path)
-    row_parallel = _parse_patterns(info, "parameter_with_row_parallelism_patterns", path)
-    vocabulary = _parse_patterns(info, "vocabulary_parameter_patterns", path)
-    unsupported = _parse_patterns(info, "autotp_unsupported_parameter_patterns", path)
-    fused = _parse_fused(info, path)
-    rows = info.get("original_vocab_size")
+    patterns = _parse_info(info, path)
 
     def place(name: str, shapes: Sequence[Shape]) -> Placement:
-        if _matches(unsupported, name):
+        try:
+            return patterns.place(name, shapes)
+        except FormatError as error:
             raise FormatError(
-                f"{path}: {name}: the checkpoint says that its shards cannot be joined "
-                "(autotp_unsupported_parameter_patterns)"
-            )
-        if _matches(replicated, name):
-            placement = place_whole(name, shapes)
-        elif _matches(averaged, name):
-            placement = place_whole(name, shapes, averaged=True)
-        elif _matches(in_halves, name):
-            halves = [_half_of_rows(shape, name) for shape in shapes]
-            placement = place_side_by_side(name, shapes, 0, [halves, halves])
-        elif rule := next((rule for rule in fused if rule.pattern.match(name)), None):
-            placement = place_side_by_side(name, shapes, rule.dim, rule.widths(name, shapes))
-        else:
-            placement = place_side_by_side(name, shapes, 1 if _matches(row_parallel, name) else 0)
-        if not _matches(vocabulary, name):
-            return placement
-        if type(rows) is not int or rows < 0:
-            raise FormatError(
-                f"{path}: {name}: the vocabulary is padded, and original_vocab_size is missing "
-                "from universal_checkpoint_info"
-            )
-        return without_padding_rows(name, placement, rows)
+                f"{path}: {error}. The files are from different saves, or the checkpoint's "
+                "universal_checkpoint_info does not describe its model"
+            ) from error
 
     return place
 
 
-def ensure_tensor(builder: Builder, name: str, dtype: str, placement: Placement) -> Int:
-    """Add a tensor unless the builder has it, and return its index for each rank.
+@dataclass(frozen=True, slots=True)
+class _Patterns:
+    """The patterns of parameter names in a `universal_checkpoint_info`.
 
-    If a parameter is averaged, each rank has a hidden tensor.
-
-    Raises:
-        FormatError: the shape is too large.
+    Attributes:
+        replicated: parameters that every rank has whole, with equal values.
+        averaged: parameters that every rank has whole, with different values.
+        in_halves: parameters that consist of two equal halves, each divided along the first
+            dimension.
+        row_parallel: parameters that are divided along the second dimension; others are divided
+            along the first.
+        vocabulary: parameters with a padded vocabulary.
+        unsupported: parameters whose shards cannot be joined.
+        fused: parameters that are fused into one tensor.
+        vocabulary_size: the number of rows without padding.
     """
-    ranks = range(len(placement.parts))
-    if name not in builder:
-        builder.add_tensor(name, dtype, placement.shape)
-    if not placement.averaged:
-        return np.full(len(ranks), builder.index_of(name))
-    if name not in builder.averages:
-        hidden_names = tuple(f"{name}.of_rank_{rank}" for rank in ranks)
-        builder.averages[name] = hidden_names
-        for hidden_name in hidden_names:
-            builder.add_tensor(hidden_name, dtype, placement.shape)
-    return np.array([builder.index_of(hidden) for hidden in builder.averages[name]], np.int64)
+
+    replicated: tuple[re.Pattern[str], ...]
+    averaged: tuple[re.Pattern[str], ...]
+    in_halves: tuple[re.Pattern[str], ...]
+    row_parallel: tuple[re.Pattern[str], ...]
+    vocabulary: tuple[re.Pattern[str], ...]
+    unsupported: tuple[re.Pattern[str], ...]
+    fused: Sequence[_FusedRule]
+    vocabulary_size: object
+
+    def place(self, name: str, shapes: Sequence[Shape]) -> Placement:
+        """Return the placement of a parameter.
+
+        Raises:
+            FormatError: its shards do not fit together.
+        """
+        if _matches(self.unsupported, name):
+            raise FormatError(
+                f"{name}: the checkpoint says that its shards cannot be joined "
+                "(autotp_unsupported_parameter_patterns)"
+            )
+        if _matches(self.replicated, name):
+            placement = place_whole(name, shapes)
+        elif _matches(self.averaged, name):
+            placement = place_whole(name, shapes, averaged=True)
+        elif _matches(self.in_halves, name):
+            halves = [_half_of_rows(shape, name) for shape in shapes]
+            placement = place_side_by_side(name, shapes, 0, [halves, halves])
+        elif rule := next((rule for rule in self.fused if rule.pattern.match(name)), None):
+            placement = place_side_by_side(name, shapes, rule.dim, rule.widths(name, shapes))
+        else:
+            dim = 1 if _matches(self.row_parallel, name) else 0
+            placement = place_side_by_side(name, shapes, dim)
+        if not _matches(self.vocabulary, name):
+            return placement
+        if type(self.vocabulary_size) is not int or self.vocabulary_size < 0:
+            raise FormatError(
+                f"{name}: the vocabulary is padded, and original_vocab_size is missing from "
+                "universal_checkpoint_info"
+            )
+        return without_padding_rows(name, placement, self.vocabulary_size)
 
 
-def add_shards(
-    builder: Builder, name: str, arrays: Sequence[StoredArray], placement: Placement
-) -> None:
-    """Add a tensor of the ranks' shards; if the builder has it, add them as replicas.
-
-    Raises:
-        FormatError: dtypes differ, or the builder has the tensor with another dtype or shape.
-    """
-    dtype = arrays[0].dtype
-    kinds = {array.dtype for array in arrays}
-    replica = name in builder
-    if replica:
-        entry = builder.entry(name)
-        if (entry.dtype, entry.shape) != (dtype, placement.shape):
-            kinds.add(f"{entry.dtype} {list(entry.shape)}")
-    if len(kinds) > 1:
-        raise FormatError(
-            f"{name}: ranks differ in its dtype or shape: {', '.join(sorted(kinds))}. The files "
-            "are from different saves"
-        )
-    tensors = ensure_tensor(builder, name, dtype, placement)
-    for rank, (array, boxes) in enumerate(zip(arrays, placement.parts, strict=True)):
-        is_replica = replica or (placement.replicated and rank > 0)
-        for box, offset in boxes:
-            if box.size:
-                builder.add_box(int(tensors[rank]), offset, array, box, replica=is_replica)
+def _parse_info(info: Mapping[Any, Any], path: str) -> _Patterns:
+    return _Patterns(
+        replicated=_parse_patterns(info, "tp_replicated_parameter_patterns", path),
+        averaged=_parse_patterns(info, "parameter_to_average_patterns", path),
+        in_halves=_parse_patterns(info, "parameter_with_2_sub_params_cat_dim_0", path),
+        row_parallel=_parse_patterns(info, "parameter_with_row_parallelism_patterns", path),
+        vocabulary=_parse_patterns(info, "vocabulary_parameter_patterns", path),
+        unsupported=_parse_patterns(info, "autotp_unsupported_parameter_patterns", path),
+        fused=_parse_fused(info, path),
+        vocabulary_size=info.get("original_vocab_size"),
+    )
 
 
 @dataclass(frozen=True, slots=True)

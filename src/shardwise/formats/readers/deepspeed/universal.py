@@ -20,11 +20,12 @@ from shardwise.formats.readers.deepspeed.files import (
     find_files,
     has_universal_files,
 )
-from shardwise.formats.readers.deepspeed.optimizers import (
+from shardwise.formats.readers.deepspeed.manifest import (
     add_frozen_slices,
     add_number,
     add_param_groups,
     add_scalars,
+    add_shards,
     tensor_name,
 )
 from shardwise.formats.readers.deepspeed.ranks import AllRanks, read_ranks, read_values
@@ -34,11 +35,7 @@ from shardwise.formats.readers.deepspeed.states import (
     loss_scaling_values,
     parse_torch_optimizer,
 )
-from shardwise.formats.readers.deepspeed.tensor_parallel import (
-    PlacementRule,
-    add_shards,
-    place_whole,
-)
+from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule, place_whole
 from shardwise.formats.readers.deepspeed.zero import MASTER
 
 FORMAT = "DeepSpeed universal"
@@ -196,7 +193,8 @@ def _add_settings(builder: Builder, ranks: AllRanks, value: object, path: str) -
         shapes = ranks.models[0, ranks.ranks_of_stage(stage)[0]].shapes
         if len(optimizer.states) != len(shapes):
             raise FormatError(
-                f"{path}: it has {len(optimizer.states)} groups, but the model has {len(shapes)}"
+                f"{path}: it has {len(optimizer.states)} groups, but the model has {len(shapes)}: "
+                "the file is of another model"
             )
         rows = zip(shapes, optimizer.states, optimizer.param_groups, strict=True)
         for group, group_state, index in rows:

@@ -11,11 +11,12 @@ from shardwise.formats.foreign import StoredArray
 from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.optimizers import ParamGroup
 from shardwise.formats.readers.deepspeed.agreement import STEP
-from shardwise.formats.readers.deepspeed.optimizers import (
+from shardwise.formats.readers.deepspeed.manifest import (
     add_flat_group,
     add_number,
     add_param_groups,
     add_scalars,
+    add_shards,
     tensor_name,
 )
 from shardwise.formats.readers.deepspeed.states import (
@@ -24,7 +25,7 @@ from shardwise.formats.readers.deepspeed.states import (
     Shape,
     parse_torch_optimizer,
 )
-from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule, add_shards
+from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule
 from shardwise.formats.readers.deepspeed.zero import MASTER, FlatGroup, flat_groups
 
 MOST_PREFIXES = 10_000
@@ -160,7 +161,7 @@ def _add_parameters(
         if len(rank.states) != len(names):
             raise FormatError(
                 f"{rank.path}: the optimizer has state of {len(rank.states)} parameters, but the "
-                f"groups name {len(names)}"
+                f"groups name {len(names)}: pass the names in each group as `members`"
             )
     for index, name in enumerate(names):
         if first.masters:

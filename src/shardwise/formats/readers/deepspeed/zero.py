@@ -111,7 +111,7 @@ def ranges_of_partitions(sizes: Int, paddings: Int, ranks: int, partition: int) 
     if len(sizes) and end[-1] > ranks * partition:
         raise FormatError(
             f"{ranks} partitions of {partition} elements are too short for parameters of {end[-1]} "
-            "elements"
+            "elements: the files are from different saves"
         )
     parameter = np.flatnonzero(sizes)
     begin, end = begin[parameter], end[parameter]
@@ -182,14 +182,14 @@ def flat_groups(
         if not same or len(state.masters) != len(shapes):
             raise FormatError(
                 f"{state.path}: the file has {len(state.masters)} parameter groups, and the model "
-                f"has {len(shapes)}"
+                f"has {len(shapes)}: the files are from different saves"
             )
     for index, group_shapes in enumerate(shapes):
         count = first.partition_counts[index] or len(states)
         if len(states) % count or any(s.partition_counts[index] not in (0, count) for s in states):
             raise FormatError(
                 f"{first.path}: parameter group {index} is divided among {count} ranks, but there "
-                f"are files of {len(states)} ranks"
+                f"are files of {len(states)} ranks: copy the files of all ranks from one save"
             )
         parallel = len(states) // count
         experts = _count_experts(group_shapes, first.path) if parallel > 1 else {}
@@ -287,7 +287,7 @@ def _flat_ranges(
     if len(paddings) != len(sizes):
         raise FormatError(
             f"{first.path}: parameter group {index} has {len(paddings)} paddings of {len(sizes)} "
-            "parameters"
+            "parameters: the files are from different saves"
         )
     # DeepSpeed cuts a rank's partition short where only padding follows. The longest array of any
     # rank and key has the full length, unless the whole group lies in the first partition.
@@ -312,7 +312,10 @@ def _is_flat(array: StoredArray, least: int) -> bool:
 def _flat_array(parts: Sequence[StoredArray], label: str) -> FlatArray:
     dtypes = {part.dtype for part in parts}
     if len(dtypes) != 1:
-        raise FormatError(f"{label}: the ranks have different dtypes: {', '.join(sorted(dtypes))}")
+        raise FormatError(
+            f"{label}: the ranks have different dtypes, {', '.join(sorted(dtypes))}: the files are "
+            "from different saves"
+        )
     file: Int = np.array([part.file for part in parts], np.int64)
     return FlatArray(dtypes.pop(), file, np.array([part.start for part in parts], np.int64))
 

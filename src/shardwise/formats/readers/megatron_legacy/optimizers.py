@@ -27,6 +27,7 @@ ALIGNMENTS = (64, 1)
 MOST_KEYS = 64
 _HALF_DTYPES = ("float16", "bfloat16")
 _TORCH_OPTIMIZER = "optimizer"
+_UNSUPPORTED = "the file is damaged, or an unsupported version of Megatron-LM wrote it"
 _MASTERS_KEYS = ("fp32_from_fp16_params", "fp32_from_fp16")
 
 Settings: TypeAlias = Mapping[str, Any]
@@ -131,16 +132,18 @@ def _parse_part(saved: Any, path: str) -> _OptimizerPart:
     inner = outer.get(_TORCH_OPTIMIZER, outer)
     groups = inner.get(GROUPS) if isinstance(inner, dict) else None
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise FormatError(f"{path}: its optimizer has no valid list {GROUPS}")
+        raise FormatError(f"{path}: its optimizer has no valid list {GROUPS}: {_UNSUPPORTED}")
     state = inner.get(STATE, {})
     masters: Any = next((outer[key] for key in _MASTERS_KEYS if key in outer), [])
     if not isinstance(state, dict) or not isinstance(masters, list):
         raise FormatError(
             f"{path}: its optimizer is malformed: the state is {type(state).__name__}, the master "
-            f"weights are {type(masters).__name__}"
+            f"weights are {type(masters).__name__}: {_UNSUPPORTED}"
         )
     if not all(isinstance(group, list) for group in masters):
-        raise FormatError(f"{path}: the master weights of its optimizer are not in groups")
+        raise FormatError(
+            f"{path}: the master weights of its optimizer are not in groups: {_UNSUPPORTED}"
+        )
     known = {_TORCH_OPTIMIZER, GROUPS, STATE, *_MASTERS_KEYS}
     values = {str(key): value for key, value in outer.items() if key not in known}
     return _OptimizerPart(state, groups, masters, values)
@@ -284,13 +287,13 @@ def _arrays_in_buffers(
     if not isinstance(saved, dict):
         raise FormatError(
             f"{path}: the state of the distributed optimizer is not a dict, but "
-            f"{type(saved).__name__}"
+            f"{type(saved).__name__}: {_UNSUPPORTED}"
         )
     buffers = [buffer for key, buffer in saved.items() if type(key) is int]
     if len(buffers) != len(groups):
         raise FormatError(
             f"{path}: the distributed optimizer has {len(buffers)} buffers, but the model needs "
-            f"{len(groups)} (chunks of the model times dtypes)"
+            f"{len(groups)} (chunks of the model times dtypes): {_UNSUPPORTED}"
         )
     arrays: dict[Parameter, dict[str, StoredArray]] = {p: {} for p in parameters}
     for buffer, members in zip(buffers, groups.values(), strict=True):
@@ -299,7 +302,7 @@ def _arrays_in_buffers(
             if starts is None:
                 raise FormatError(
                     f"{path}: {key} of the distributed optimizer has {flat.shape[0]} elements, "
-                    f"which do not match its {len(members)} parameters"
+                    f"which do not match its {len(members)} parameters: {_UNSUPPORTED}"
                 )
             for parameter, first in zip(members, starts, strict=True):
                 shape = parameter.array.shape
@@ -316,7 +319,8 @@ def _flat_arrays(buffer: object, path: str) -> Iterator[tuple[str, StoredArray]]
     by_dtype = list(buffer.values()) if isinstance(buffer, dict) else []
     if len(by_dtype) != 1 or not isinstance(by_dtype[0], dict) or len(by_dtype[0]) > MOST_KEYS:
         raise FormatError(
-            f"{path}: a buffer of the distributed optimizer does not have exactly one dtype"
+            f"{path}: a buffer of the distributed optimizer does not have exactly one dtype: "
+            f"{_UNSUPPORTED}"
         )
     for key, value in by_dtype[0].items():
         # Older versions had a list with an array for each bucket; a single one is the whole buffer.

@@ -274,7 +274,8 @@ def _find_chunks(state: Mapping[Any, Any], directory: str) -> dict[str, Mapping[
             keys[int(match[1] or 0)] = key
     if sorted(keys) != list(range(len(keys))) or not keys:
         raise FormatError(
-            f"{directory}: the model, or a chunk of it, is missing: found {sorted(keys.values())}"
+            f"{directory}: the model, or a chunk of it, is missing: found "
+            f"{sorted(keys.values())}. Its file is damaged, or Megatron-LM did not write it"
         )
     chunks = {keys[number]: state[keys[number]] for number in sorted(keys)}
     for key, chunk in chunks.items():
@@ -379,6 +380,9 @@ def _count_gates(rank: Rank) -> set[int]:
                 if f".{first}.weight" not in name or other is None:
                     continue
                 if len(array.shape) != 2 or len(other.shape) != 2 or not other.shape[1]:
-                    raise FormatError(f"{rank.path}: {name}: expected a matrix: {array.shape}")
+                    raise FormatError(
+                        f"{rank.path}: {name}: expected matrices, found the shapes "
+                        f"{list(array.shape)} and {list(other.shape)}: the file is damaged"
+                    )
                 counts.add(array.shape[0] // other.shape[1])
     return counts

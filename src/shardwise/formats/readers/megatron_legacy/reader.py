@@ -116,7 +116,8 @@ def check_ranks(tree: Tree, files: IterationFiles, ranks: Sequence[Rank]) -> Non
     sizes = [max(n, m) if type(m) is int else n for n, m in zip(found, recorded, strict=True)]
     if math.prod(sizes) > MOST_FILES:
         raise FormatError(
-            f"{tree}: {' × '.join(map(str, sizes))} ranks exceed the limit of {MOST_FILES} files"
+            f"{tree}: {' × '.join(map(str, sizes))} ranks exceed the limit of {MOST_FILES} files: "
+            "the recorded sizes are damaged"
         )
     model_file = MODEL_FILE if MODEL_FILE in files.ranks[first.numbers] else OLD_MODEL_FILE
     required = (files.path_of(numbers, model_file) for numbers in product(*map(range, sizes)))

@@ -1,4 +1,4 @@
-"""Adds what ZeRO divided to the manifest: weights, optimizer state, steps and param groups."""
+"""Adds tensors to the manifest: tensor-parallel shards, ZeRO's flat groups, steps, param groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from shardwise.formats.readers.deepspeed.states import ModelState, Number
 from shardwise.formats.readers.deepspeed.tensor_parallel import (
     Placement,
     PlacementRule,
-    ensure_tensor,
     place_whole,
 )
 from shardwise.formats.readers.deepspeed.zero import (
@@ -37,6 +36,55 @@ from shardwise.manifest.table import Int, Pieces, padded_rows
 def tensor_name(parameter: str, key: str) -> str:
     """Return the name of a parameter's weight (`MASTER`) or of its optimizer state."""
     return f"model.{parameter}" if key == MASTER else f"optimizer.{parameter}.{key}"
+
+
+def ensure_tensor(builder: Builder, name: str, dtype: str, placement: Placement) -> Int:
+    """Add a tensor unless the builder has it, and return its index for each rank.
+
+    If a parameter is averaged, each rank has a hidden tensor.
+
+    Raises:
+        FormatError: the shape is too large.
+    """
+    ranks = range(len(placement.parts))
+    if name not in builder:
+        builder.add_tensor(name, dtype, placement.shape)
+    if not placement.averaged:
+        return np.full(len(ranks), builder.index_of(name))
+    if name not in builder.averages:
+        hidden_names = tuple(f"{name}.of_rank_{rank}" for rank in ranks)
+        builder.averages[name] = hidden_names
+        for hidden_name in hidden_names:
+            builder.add_tensor(hidden_name, dtype, placement.shape)
+    return np.array([builder.index_of(hidden) for hidden in builder.averages[name]], np.int64)
+
+
+def add_shards(
+    builder: Builder, name: str, arrays: Sequence[StoredArray], placement: Placement
+) -> None:
+    """Add a tensor of the ranks' shards; if the builder has it, add them as replicas.
+
+    Raises:
+        FormatError: dtypes differ, or the builder has the tensor with another dtype or shape.
+    """
+    dtype = arrays[0].dtype
+    kinds = {array.dtype for array in arrays}
+    replica = name in builder
+    if replica:
+        entry = builder.entry(name)
+        if (entry.dtype, entry.shape) != (dtype, placement.shape):
+            kinds.add(f"{entry.dtype} {list(entry.shape)}")
+    if len(kinds) > 1:
+        raise FormatError(
+            f"{name}: ranks differ in its dtype or shape: {', '.join(sorted(kinds))}. The files "
+            "are from different saves"
+        )
+    tensors = ensure_tensor(builder, name, dtype, placement)
+    for rank, (array, boxes) in enumerate(zip(arrays, placement.parts, strict=True)):
+        is_replica = replica or (placement.replicated and rank > 0)
+        for box, offset in boxes:
+            if box.size:
+                builder.add_box(int(tensors[rank]), offset, array, box, replica=is_replica)
 
 
 def add_flat_group(builder: Builder, shards: Sequence[FlatGroup], place: PlacementRule) -> None:
@@ -243,7 +291,8 @@ def _frozen_array(name: str, shape: tuple[int, ...], states: Sequence[ModelState
         array = state.frozen.get(name)
         if array is None or len(array.shape) != 1 or array.shape[0] < least:
             raise FormatError(
-                f"{state.path}: {name}: the file lacks the rank's slice of this frozen parameter"
+                f"{state.path}: {name}: the file lacks the rank's slice of this frozen parameter: "
+                "the files are damaged, or from different saves"
             )
         if slices and array.dtype != slices[0].dtype:
             raise FormatError(
