@@ -11,7 +11,6 @@ import torch
 import shardwise as sw
 from tests.formats.comparing import assert_same
 
-transformers = pytest.importorskip("transformers", reason="pip install '.[frameworks]'")
 SIZES = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
@@ -21,15 +20,23 @@ SIZES = {
 }
 
 
-def llama() -> Any:
+@pytest.fixture
+def transformers() -> Any:
+    """The package; importing it takes seconds, which collecting the tests must not."""
+    return pytest.importorskip("transformers", reason="pip install '.[frameworks]'")
+
+
+def llama(transformers: Any) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(intermediate_size=32, num_key_value_heads=2, **SIZES)
     return transformers.LlamaForCausalLM(config)
 
 
 @pytest.mark.parametrize("max_file", [1 << 30, 5_000])
-def test_from_pretrained_loads_what_was_exported(tmp_path: Path, max_file: int) -> None:
-    model = llama()
+def test_from_pretrained_loads_what_was_exported(
+    transformers: Any, tmp_path: Path, max_file: int
+) -> None:
+    model = llama(transformers)
     sw.save(tmp_path / "source", {"model": model, "step": 3})
     model.config.save_pretrained(tmp_path)
     config = tmp_path / "config.json"

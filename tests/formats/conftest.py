@@ -108,17 +108,23 @@ def parallel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return directory
 
 
-@pytest.fixture(scope="session")
-def megatron(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+@pytest.fixture(scope="session", params=GOLDEN_OR_LIVE)
+def megatron(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Checkpoints:
     """Legacy checkpoints of Megatron-LM on four ranks, with models that Megatron-Core trained.
 
     The expected values have the keys `<parameter>|<key>`: the weight, its master weight (`param`),
     and optimizer state. The cases `llama` and `experts` also have `<case>.logits.pt`: the logits,
     and those after the training continued.
+
+    The golden checkpoints are in `tests/compat/foreign/megatron_legacy.tar.xz`.
     """
+    directory = tmp_path_factory.mktemp("megatron")
+    if request.param == "golden":
+        return Checkpoints(unpacked("megatron_legacy", directory) / "megatron-legacy")
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("Megatron-Core is not installed: pip install '.[frameworks]'")
-    directory = tmp_path_factory.mktemp("megatron")
     (directory / "4").mkdir()
     run("train_megatron.py", str(directory / "4"), *LEGACY, "llama", ranks=4)
     return Checkpoints(directory)

@@ -63,7 +63,7 @@ def logits_of(megatron: Checkpoints, case: str = "llama") -> dict[str, torch.Ten
 
 def test_values_are_there_too(megatron: Checkpoints) -> None:
     found = sw.open(megatron.place("experts-distributed", 4))
-    assert found["args"]["num_layers"] == 4
+    assert found["args"]["num_layers"] == 2
     assert found["args"]["params_dtype"] == torch.bfloat16
     assert found["opt_param_scheduler"]["num_steps"] == 2
     assert found["rng_state.mp_rank_00_001"][0]["np_rng_state"][0] == "MT19937"
@@ -88,9 +88,9 @@ def test_hugging_face_takes_it(megatron: Checkpoints) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=60,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=4,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         rms_norm_eps=1e-6,
@@ -126,15 +126,15 @@ def test_specifications_of_published_models_fit(
     for name in names:
         own = f"optimizer.{name.removeprefix('model.')}.exp_avg"
         assert found.tensors()[own].shape == found.tensors()[name].shape
-    qkv = before.tensors()["model.decoder.layers.3.self_attention.linear_qkv.weight"][...]
+    qkv = before.tensors()["model.decoder.layers.1.self_attention.linear_qkv.weight"][...]
     if spec == "megatron_gpt2":
-        parts = found.tensors()["model.transformer.h.3.attn.c_attn.weight"][...]
-        assert torch.equal(qkv.view(4, 3, 6, 24).permute(3, 1, 0, 2).reshape(24, -1), parts)
+        parts = found.tensors()["model.transformer.h.1.attn.c_attn.weight"][...]
+        assert torch.equal(qkv.view(4, 3, 2, 8).permute(3, 1, 0, 2).reshape(8, -1), parts)
         return
-    prefix = "model.model.layers.3.self_attn."
+    prefix = "model.model.layers.1.self_attn."
     q, k, v = (found.tensors()[f"{prefix}{each}_proj.weight"][...] for each in "qkv")
-    groups = [q.view(2, 2, 6, 24), k.view(2, 1, 6, 24), v.view(2, 1, 6, 24)]
-    assert torch.equal(torch.cat(groups, 1).reshape(-1, 24), qkv)
+    groups = [q.view(2, 2, 2, 8), k.view(2, 1, 2, 8), v.view(2, 1, 2, 8)]
+    assert torch.equal(torch.cat(groups, 1).reshape(-1, 8), qkv)
 
 
 def test_a_head_of_its_own_comes_out_as_one(megatron: Checkpoints, tmp_path: Path) -> None:

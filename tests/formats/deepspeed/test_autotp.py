@@ -8,17 +8,19 @@ import pytest
 import torch
 
 import shardwise as sw
-from tests.formats.conftest import run
+from tests.formats.conftest import GOLDEN_OR_LIVE, require_deepspeed, run
+from tests.formats.foreign_goldens import unpacked
 
-pytest.importorskip("deepspeed", reason="pip install '.[frameworks]'")
-pytest.importorskip("transformers", reason="pip install '.[frameworks]'")
 pytestmark = pytest.mark.timeout(400)
 STAGES = (1, 3)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=GOLDEN_OR_LIVE)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("autotp")
+    if request.param == "golden":
+        return unpacked("deepspeed_autotp", directory) / "deepspeed-autotp"
+    require_deepspeed()
     run("autotp_deepspeed.py", str(directory), *map(str, STAGES), ranks=2)
     return directory
 

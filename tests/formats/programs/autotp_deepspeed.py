@@ -19,9 +19,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 CONFIG = LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
     num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
@@ -33,7 +33,7 @@ def build() -> tuple[Any, torch.optim.Optimizer, torch.Tensor]:
     """Return a model, its optimizer, and a batch, which are the same on all ranks."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.0), torch.randint(0, 64, (2, 16))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.0), torch.randint(0, 32, (2, 16))
 
 
 def expected() -> dict[str, dict[str, torch.Tensor]]:

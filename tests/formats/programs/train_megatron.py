@@ -45,22 +45,24 @@ import shardwise as sw
 
 LENGTH, VOCAB = 16, 60
 moe_utils.te_general_gemm = None  # Megatron-Core omits it without Transformer Engine
+SMALL = {"layers": 2, "hidden": 8, "ffn": 16}
 LLAMA = {"llama": True, "tied": False}
 CASES: dict[str, dict[str, Any]] = {
     "float32": {"tp": 2, "pp": 2},
     "llama": {"tp": 2, "pp": 2, **LLAMA},
     "bfloat16": {"tp": 2, "pp": 2, "bf16": True, **LLAMA},
-    "distributed": {"tp": 2, "pp": 1, "distributed": True, "bucket": 3000},
+    "distributed": {"tp": 2, "pp": 1, "distributed": True, "bucket": 500},
     "distributed-bfloat16": {"tp": 2, "pp": 2, "bf16": True, "distributed": True, **LLAMA},
     "untied": {"tp": 2, "pp": 2, "tied": False},
-    "interleaved": {"tp": 1, "pp": 2, "vp": 2, "distributed": True},
+    "interleaved": {"tp": 1, "pp": 2, "vp": 2, "distributed": True, "layers": 4},
     "experts": {"tp": 1, "pp": 2, "ep": 2, "experts": 4, **LLAMA},
     "experts-distributed": {"tp": 1, "ep": 2, "experts": 4, "distributed": True, "bf16": True},
 }
+CASES = {name: {**SMALL, **case} for name, case in CASES.items()}
 
 RESUMED = {
-    "llama": {"pp": 2, "distributed": True, **LLAMA},
-    "experts": {"experts": 4, **LLAMA},
+    "llama": {**SMALL, "pp": 2, "distributed": True, **LLAMA},
+    "experts": {**SMALL, "experts": 4, **LLAMA},
 }
 
 
@@ -73,6 +75,8 @@ def config_of(case: dict[str, Any]) -> TransformerConfig:
         more |= {"normalization": "RMSNorm", "add_bias_linear": False, "gated_linear_unit": True}
         more |= {"activation_func": torch.nn.functional.silu, "num_query_groups": 2}
         more |= {"layernorm_epsilon": 1e-6, "ffn_hidden_size": 40}
+    if "ffn" in case:
+        more["ffn_hidden_size"] = case["ffn"]
     if "experts" in case:
         more |= {"num_moe_experts": case["experts"], "moe_router_topk": 2}
         more |= {"expert_model_parallel_size": case.get("ep", 1), "add_bias_linear": False}
@@ -245,8 +249,8 @@ def arguments(case: dict[str, Any]) -> Namespace:
         expert_model_parallel_size=case.get("ep", 1),
         expert_tensor_parallel_size=case.get("tp", 1),
         data_parallel_size=ps.get_data_parallel_world_size(),
-        num_layers=4,
-        hidden_size=24,
+        num_layers=case["layers"],
+        hidden_size=case["hidden"],
         num_attention_heads=4,
         num_query_groups=2 if case.get("llama") else 4,
         swiglu=bool(case.get("llama")),
@@ -383,6 +387,8 @@ def joined(parts: list[torch.Tensor], dim: int | None, stride: int) -> torch.Ten
 def main() -> None:
     root, cases = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
+    random.seed(5)
+    np.random.seed(5)
     dist.init_process_group("gloo")
     for name in cases:
         case = CASES[name]
