@@ -12,7 +12,7 @@ from shardwise.testing import Gang
 settings.register_profile("shardwise", deadline=None)  # time limits fail on busy machines
 settings.register_profile("long", settings.get_profile("shardwise"), max_examples=1000)
 settings.load_profile("shardwise")
-PRELOAD = ("hypothesis", "pytest", "torch.distributed.fsdp")
+PRELOAD = ("tests.preloaded",)
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.testing import Gang
 from shardwise.testing.gang import GangError
+from tests.adapters.hosted_gang import HostedGang, hosted_gang
 from tests.breadth import mostly_long
 from tests.formats.foreign_goldens import unpacked
 from tests.memory.test_snapshots import end_agents
@@ -63,6 +63,11 @@ RESUMED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "experts-divided": ("experts", 3, {"distributed": True}),
     "experts-elsewhere": ("experts", 4, {"ep": 4, "distributed": True, "stepped": 1}),
 }
+DEFAULT = [  # each feature is loaded once
+    *("three", "one", "overlapping", "interleaved-again", "bfloat16-wide", "bfloat16-plain"),
+    *("float16-stages", "frozen-stages", "untrained-before", "experts-elsewhere"),
+]
+RUNS = mostly_long([*TRAINED, *RESUMED], [*TRAINED, *DEFAULT])
 # What Megatron-Core wrote itself, and what goes on from it.
 SMALL = {"layers": 2, "hidden": 8, "heads": 2, "vocab": 16, "length": 4, "tied": False}
 FOREIGN: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -80,7 +85,7 @@ RENAMED = {
 }
 
 
-def on_ranks(workers: Gang, world: int, name: str, *args: Any) -> list[Any]:
+def on_ranks(workers: HostedGang, world: int, name: str, *args: Any) -> list[Any]:
     """What a function of the training returns on each rank of a world."""
     bounds = {"timeout": 240.0, "group_timeout": 120.0}  # four imports may take long
     return workers.run(call, name, *args, world=world, **bounds)
@@ -93,16 +98,16 @@ def call(name: str, *args: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[Gang]:
-    """A gang of its own: nobody else's torch is to be changed."""
-    with Gang(4) as gang:
+def workers() -> Iterator[HostedGang]:
+    """A gang whose server imports Megatron-Core, which changes torch."""
+    with hosted_gang(4, ["tests.preloaded", "tests.adapters.megatron_training"]) as gang:
         yield gang
 
 
 class Runs:
     """A folder with checkpoints of all runs, and what they had."""
 
-    def __init__(self, root: Path, workers: Gang) -> None:
+    def __init__(self, root: Path, workers: HostedGang) -> None:
         self.root = root
         self._workers = workers
         self._found: dict[str, list[dict[str, Any]]] = {}
@@ -134,7 +139,7 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(workers: Gang, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(workers: HostedGang, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("megatron"), workers)
 
 
@@ -165,7 +170,7 @@ def expected(run: dict[str, Any], names: set[str]) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", [*TRAINED, *RESUMED])
+@pytest.mark.parametrize("name", RUNS)
 def test_all_is_as_megatron_has_it(runs: Runs, name: str) -> None:
     run = runs.of(name)
     assert_as_had(runs.contents(name), run)
@@ -181,7 +186,9 @@ def assert_as_had(saved: dict[str, object], run: dict[str, Any]) -> None:
         assert tensors[key] == (tensor.dtype, tensor.shape, held), key
 
 
-def test_experts_are_divided_by_tensors_too(runs: Runs, workers: Gang, tmp_path: Path) -> None:
+def test_experts_are_divided_by_tensors_too(
+    runs: Runs, workers: HostedGang, tmp_path: Path
+) -> None:
     """Which Megatron-Core cannot train on a CPU."""
     runs.of("experts")
     again = tmp_path / "again"
@@ -192,7 +199,7 @@ def test_experts_are_divided_by_tensors_too(runs: Runs, workers: Gang, tmp_path:
     assert after == {k: v for k, v in runs.contents("experts").items() if k != "scheduler"}
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", mostly_long(RESUMED, DEFAULT))
 def test_it_goes_on_as_if_nothing_had_happened(runs: Runs, name: str) -> None:
     source, _, division = RESUMED[name]
     before, after = runs.of(source), runs.of(name)
@@ -203,7 +210,7 @@ def test_it_goes_on_as_if_nothing_had_happened(runs: Runs, name: str) -> None:
     assert after["after"] == (before["after"] if same else close)
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", mostly_long(RESUMED, DEFAULT))
 def test_the_model_computes_with_the_weights_that_were_loaded(runs: Runs, name: str) -> None:
     held = runs.of(name)["expected"]
     masters = {key.split("|")[0]: each for key, each in held.items() if key.endswith("|param")}
@@ -212,8 +219,13 @@ def test_the_model_computes_with_the_weights_that_were_loaded(runs: Runs, name: 
         assert torch.equal(weight, master.to(weight.dtype)), parameter
 
 
-@pytest.mark.parametrize("name", FOREIGN)
-def test_checkpoints_of_megatron_load_as_they_are(workers: Gang, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",  # tests/formats/test_megatron.py reads the others
+    mostly_long(FOREIGN, ["bfloat16", "distributed", "flattened"]),
+)
+def test_checkpoints_of_megatron_load_as_they_are(
+    workers: HostedGang, tmp_path: Path, name: str
+) -> None:
     kind, world, division = FOREIGN[name]
     place = unpacked(f"megatron_{kind}", tmp_path / kind)
     again = tmp_path / "again"
@@ -229,7 +241,7 @@ def test_checkpoints_of_megatron_load_as_they_are(workers: Gang, tmp_path: Path,
 
 
 def test_one_process_goes_on_with_an_optimizer_of_torch(
-    runs: Runs, workers: Gang, tmp_path: Path
+    runs: Runs, workers: HostedGang, tmp_path: Path
 ) -> None:
     """And what it saves, Megatron-Core's optimizers go on from."""
     wanted = runs.of("bfloat16")
@@ -261,7 +273,7 @@ def test_the_scale_of_losses_is_restored(runs: Runs) -> None:
 
 
 def test_a_vocabulary_with_more_padding_is_filled(
-    runs: Runs, workers: Gang, tmp_path: Path
+    runs: Runs, workers: HostedGang, tmp_path: Path
 ) -> None:
     runs.of("distributed")
     before = sw.open(runs.root / "distributed")
@@ -295,7 +307,7 @@ def memory(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_snapshots_in_memory_are_restored_by_other_ranks(
-    workers: Gang, tmp_path: Path, memory: Path
+    workers: HostedGang, tmp_path: Path, memory: Path
 ) -> None:
     place = str(tmp_path / "here")
     case = {"tp": 2, "distributed": True, "bf16": True, **LLAMA}
@@ -314,7 +326,7 @@ BUCKETED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", mostly_long(BUCKETED, ["float32"]))
 def test_buckets_of_the_distributed_optimizer_load_under_other_data_parallelism(
-    workers: Gang, tmp_path: Path, kind: str
+    workers: HostedGang, tmp_path: Path, kind: str
 ) -> None:
     """What Megatron-Core saved as `dp_reshardable`, in the same model parallelism."""
     case, place = BUCKETED[kind], str(tmp_path / "saved")

@@ -1,0 +1,16 @@
+"""What the gang's server imports, so that no worker has to: they are started again and again.
+
+The front of shardwise imports its parts when they are first used, and so does torch.
+"""
+
+import hypothesis
+import pytest
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.optim.lr_scheduler
+
+import shardwise as sw
+
+__all__ = ["hypothesis", "pytest", "torch"]
+USED = (sw.Checkpointer, sw.export, sw.load, sw.open, sw.save)
