@@ -8,12 +8,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -21,6 +24,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import shardwise as sw
 from shardwise.testing import Gang
+from tests.breadth import mostly_long
 from tests.formats.foreign_goldens import unpacked
 
 ROOT = Path(__file__).parents[1]
@@ -79,18 +83,37 @@ def train_as_in_the_tutorial(folder: Path) -> None:
             dcp.save({"app": AppState(model, optimizer)}, checkpoint_id=folder / str(step + 1))
 
 
-@pytest.mark.timeout(300)
-def test_a_training_of_dcps_tutorial_goes_on_under_torchrun(gang: Gang, tmp_path: Path) -> None:
-    gang.run(train_as_in_the_tutorial, tmp_path, world=4)
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = str(ROOT / "examples" / "from_dcp.py")
-    options = ["--dcp", str(tmp_path / "5"), "--dcp-step=5", "--steps=10"]
+def resume_from_the_tutorial(arguments: list[str]) -> None:
+    """Run the example as a rank, with the variables that torchrun sets."""
+    dist.destroy_process_group()  # the script makes its own
+    with patch.object(sys, "argv", ["from_dcp.py", *arguments]):
+        example("from_dcp").main()
+
+
+def resume_under_torchrun(gang: Gang, arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     subprocess.run(
-        [sys.executable, "-m", *command, script, *options, "--root", str(tmp_path / "run")],
+        [*command, str(ROOT / "examples" / "from_dcp.py"), *arguments],
         check=True,
         timeout=240,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+
+
+def resume_in_gang(gang: Gang, arguments: list[str]) -> None:
+    gang.run(resume_from_the_tutorial, arguments, world=2)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "resume", mostly_long([resume_in_gang, resume_under_torchrun], [resume_in_gang])
+)
+def test_a_training_of_dcps_tutorial_goes_on(
+    gang: Gang, tmp_path: Path, resume: Callable[[Gang, list[str]], None]
+) -> None:
+    gang.run(train_as_in_the_tutorial, tmp_path, world=4)
+    options = ["--dcp", str(tmp_path / "5"), "--dcp-step=5", "--steps=10"]
+    resume(gang, [*options, "--root", str(tmp_path / "run")])
     ours, theirs = sw.open(tmp_path / "run" / "step-00000010"), sw.open(tmp_path / "10")
     assert (ours["epoch"], len(ours.tensors())) == (0, len(theirs.tensors()))
     assert_same(ours.tensors(), theirs.tensors(), "app.model", "app.optim")
