@@ -62,7 +62,7 @@ def test_who_has_discarded_a_snapshot_is_not_waited_for(served: Served, tmp_path
     started = time.monotonic()
     with pytest.raises(sw.StoreError, match="node there has discarded the snapshot"):
         expecting(served, tmp_path, asked=REQUEST)
-    assert 3 * WAIT < time.monotonic() - started < 5.0
+    assert 3 * WAIT < time.monotonic() - started < 20.0
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def test_work_on_an_abandoned_snapshot_ends_at_once(
             started = time.monotonic()
             with pytest.raises(sw.StoreError, match="step 10 is abandoned"):
                 nodes.expect("there", DONE, Done)
-            assert 0.25 < time.monotonic() - started < 2.0
+            assert 0.25 < time.monotonic() - started < 4.5  # of 60, or 5
             with pytest.raises(sw.StoreError, match="step 10 is abandoned"):
                 nodes.tell_others((REQUEST, b"{}"))
 
