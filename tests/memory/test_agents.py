@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 import shardwise as sw
@@ -97,6 +98,7 @@ def save_while_agents_die(root: str, shm: str) -> list[int]:
         return cp.steps()
 
 
+@pytest.mark.long  # tests/faults/memory/test_agents.py kills agents in mid-work
 def test_agents_that_die_in_mid_work_are_followed_and_nobody_else_has_to_save(
     gang: Gang, tmp_path: Path, shm: Path
 ) -> None:
@@ -188,6 +190,7 @@ def go_on(root: str, shm: str) -> list[int]:
         return cp.steps()
 
 
+@pytest.mark.long  # tests/faults/memory/test_nodes.py loses a node, too
 def test_a_run_goes_on_without_a_node_that_is_lost(gang: Gang, tmp_path: Path, shm: Path) -> None:
     root = str(tmp_path / "root")
     gang.run(train, root, str(shm), 4, 3, 100, world=4, copies=1)

@@ -38,8 +38,9 @@ def shm(tmp_path: Path) -> Iterator[Path]:
 
 def origins(
     root: str, shm: str, shift: int, step: int | None, **options: Any
-) -> tuple[dict[str, int], int]:
-    """Restore the rows of the rank that comes so many later; from where, and the bytes read."""
+) -> tuple[dict[str, int], int, str]:
+    """Restore the rows of the rank that comes so many later; from where, the bytes read, and why
+    nothing newer."""
     part, rows = (dist.get_rank() + shift) % WORLD, ROWS // WORLD
     box = sw.Box((rows * part, 0), (rows, COLUMNS))
     data = torch.zeros(box.shape)
@@ -49,12 +50,13 @@ def origins(
         assert restored is not None
         assert torch.equal(data, reference(restored)[box.slices()])
         assert cp.last_restore is not None
-        return cp.last_restore.origins, cp.last_restore.load.bytes_read
+        report = cp.last_restore
+        return report.origins, report.load.bytes_read, str(report.skipped)
 
 
-def check(found: tuple[dict[str, int], int], origin: str) -> None:
+def check(found: tuple[dict[str, int], int, str], origin: str) -> None:
     """All bytes came from there, and nothing is counted twice."""
-    counted, nbytes = found
+    counted, nbytes, _ = found
     assert set(counted) == {"local memory", "other nodes", "decoded", "storage"}
     assert nbytes > 0
     assert nbytes <= counted.pop(origin) <= nbytes + CHECKSUMS
@@ -77,3 +79,4 @@ def test_bytes_are_counted_by_where_they_came_from(gang: Gang, tmp_path: Path, s
         lose(shm, node)
     for found in gang.run(origins, root, str(shm), 0, None, world=WORLD, **options):
         check(found, "storage")
+        assert "no reachable node has" in found[2]

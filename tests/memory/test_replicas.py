@@ -110,15 +110,15 @@ def test_a_lost_node_comes_back(
     assert found == [(4, "memory", "()")] * 4
 
 
+@pytest.mark.parametrize("options", mostly_long([{"copies": 1}, {"parity": 1}], [{"parity": 1}]))
 def test_replicas_that_differ_are_not_taken_for_copies(
-    gang: Gang, tmp_path: Path, shm: Path
+    gang: Gang, tmp_path: Path, shm: Path, options: dict[str, int]
 ) -> None:
     """What protects the owner's bytes is then made of the owner's bytes."""
     root = str(tmp_path / "root")
-    for options in ({"copies": 1}, {"parity": 1}):
-        gang.run(save, root, str(shm), "unequal", 1, options, world=4)
-        lose(shm, 3)
-        assert gang.run(recover, root, str(shm), "hybrid", 4, world=4) == [(1, "memory", "()")] * 4
+    gang.run(save, root, str(shm), "unequal", 1, options, world=4)
+    lose(shm, 3)
+    assert gang.run(recover, root, str(shm), "hybrid", 4, world=4) == [(1, "memory", "()")] * 4
 
 
 def test_what_was_begun_to_be_completed_is_not_completed_again(

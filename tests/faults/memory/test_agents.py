@@ -41,7 +41,9 @@ NOTES: list[tuple[int, str, deaths.When]] = [
     (0, f"persist-done-{SAVE}", "within"),
     (1, r"\.entry\.json", "within"),
     (1, f"persist-done-{SAVE}", "within"),
+    (0, f"persist-all-{SAVE}", "within"),
 ]
+SOME = NOTES[:7:3] + NOTES[-1:]
 
 
 def start_mortal(home: Path, pattern: str, when: deaths.When) -> subprocess.Popen[bytes]:
@@ -100,7 +102,7 @@ def copied(gang: Gang, root: Path, shm: Path) -> Cluster:
 
 @pytest.mark.timeout(300)  # many deaths, one after another
 @pytest.mark.parametrize(
-    "records", [NOTES[::3], pytest.param(NOTES, marks=pytest.mark.long)], ids=["some", "all"]
+    "records", [SOME, pytest.param(NOTES, marks=pytest.mark.long)], ids=["some", "all"]
 )
 def test_agents_that_die_at_any_note_are_followed_by_others_that_go_on(
     gang: Gang, shm: Path, copied: Cluster, records: list[tuple[int, str, deaths.When]]
@@ -112,12 +114,6 @@ def test_agents_that_die_at_any_note_are_followed_by_others_that_go_on(
     assert {(each.step, each.source) for each in went} == {(last, "memory")}
     assert len(infos(shm)) == 2
     assert_tidy(shm, 2)
-
-
-def test_an_agent_that_dies_when_it_has_published_is_followed_by_one_that_sees_it(
-    gang: Gang, copied: Cluster
-) -> None:
-    die_and_go_on(gang, copied, 0, f"persist-all-{SAVE}", "within")
 
 
 def leftovers(root: Path) -> list[str]:

@@ -109,6 +109,7 @@ def test_a_host_that_is_cut_off_while_it_protects_and_returns(
     assert all(len(manifests(hosts, step)) <= 1 for step in range(6))
 
 
+@pytest.mark.long  # tests/faults/memory/test_nodes.py stops the agent of a node, which hangs alike
 @pytest.mark.timeout(300)
 def test_a_host_that_hangs_holds_up_no_recovery(hosts: list[Host], tmp_path: Path) -> None:
     root = tmp_path / "root"

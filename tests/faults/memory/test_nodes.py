@@ -27,7 +27,6 @@ from tests.faults.memory.scenario import (
     go_on,
     lose,
     signal_agents,
-    slots,
     strays,
     train,
 )
@@ -73,15 +72,6 @@ def test_a_node_that_does_not_answer_is_not_waited_for_where_the_others_suffice(
     phases = ["asking", "choosing", "decoding", "reading", "rebuilding"]
     assert sorted(seconds) == [*phases, "total"]
     assert sum(seconds[each] for each in phases) <= seconds["total"]
-
-
-def test_the_slots_of_ranks_that_have_moved_are_given_back(
-    gang: Gang, root: Path, shm: Path
-) -> None:
-    cluster = Cluster(root=root, shm=shm, nodes=2)
-    gang.run(go_on, cluster, 3, world=2)
-    gang.run(go_on, replace(cluster, node_of=(1, 0)), 7, world=2)
-    assert sorted(slots(shm)) == ["node0/r00001", "node1/r00000"]
 
 
 def test_worlds_grow_and_shrink(gang: Gang, root: Path, shm: Path) -> None:

@@ -61,17 +61,22 @@ def test_another_copy_is_used_where_there_is_one(gang: Gang, shm: Path, copied: 
     assert_tidy(shm, 2)
 
 
-@pytest.mark.parametrize("name", ["r00001-*.safetensors", "manifest.json"])
+KINDS = ("r00001-*.safetensors", "manifest.json")
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), mostly_long([(a, b) for a in KINDS for b in KINDS], [KINDS])
+)
 def test_where_no_copy_is_left_the_older_one_is_taken(
-    gang: Gang, shm: Path, copied: Cluster, name: str
+    gang: Gang, shm: Path, copied: Cluster, first: str, then: str
 ) -> None:
-    (*_, shown) = flip(files(shm, "*", 3, name))
+    (*_, shown) = flip(files(shm, "*", 3, first))
     went = restored(gang, copied, 4)
     assert (went.step, went.source) == (2, "memory")
     assert shown in went.skipped or "manifest" in went.skipped
     assert "step 3" in went.skipped or "(3, " in went.skipped
     for step in (3, 4):
-        flip(files(shm, "*", step, name))
+        flip(files(shm, "*", step, then))
     assert restored(gang, copied, 4).source == "storage"
     assert_tidy(shm, 2)
 
@@ -87,14 +92,17 @@ NOTES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "at"), mostly_long(NOTES, NOTES[1:6:2]))
+@pytest.mark.parametrize("records", mostly_long([NOTES, NOTES[1:6:2]], [NOTES[1:6:2]]))
 def test_a_note_that_is_damaged_stops_nothing(
-    gang: Gang, shm: Path, copied: Cluster, name: str, at: int | None
+    gang: Gang, shm: Path, copied: Cluster, records: list[tuple[str, int | None]]
 ) -> None:
-    assert flip(files(shm, "*", 3, name), at)
-    went = restored(gang, copied, 7)
-    assert (went.step, went.source) == (3, "memory")
-    assert restored(gang, copied, 7).step == 7
+    step = 3
+    for name, at in records:
+        assert flip(files(shm, "*", step, name), at)
+        went = restored(gang, copied, step + 4)
+        assert (went.step, went.source) == (step, "memory"), (name, at)
+        step += 4
+    assert restored(gang, copied, step).step == step
     assert_tidy(shm, 2)
 
 
