@@ -150,6 +150,7 @@ def test_all_reduce(gang: Gang, world: int) -> None:
 def test_ranks_are_told_apart_and_environment_is_set(gang: Gang) -> None:
     results = gang.run(whereabouts, world=3)
     assert len({result.pop("pid") for result in results} - {os.getpid()}) == 3
+    assert len({result.pop("parent") for result in results}) == 1
     assert results == [
         {
             "rank": rank,
