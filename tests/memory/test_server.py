@@ -90,7 +90,7 @@ def serve(
     *,
     tls: ssl.SSLContext | None = None,
     port: int = 0,
-    quiet: float = 90.0,
+    idle_timeout: float = 90.0,
     most: int = 100,
 ) -> Iterator[Served]:
     """Serve a home on loopback, from a thread, while the block runs."""
@@ -102,7 +102,7 @@ def serve(
 
     async def run() -> None:
         app = create_app(home, TOKEN, lambda: served.wakes.append(time.monotonic()))
-        async with serving(app, listener, tls=tls, quiet=quiet, most=most):
+        async with serving(app, listener, tls=tls, idle_timeout=idle_timeout, most=most):
             ready.set()
             await ended.wait()
 
@@ -484,7 +484,7 @@ def test_those_who_do_not_read_keep_nobody_waiting(served: Served) -> None:
 
 
 def test_silent_connections_are_closed(tmp_path: Path) -> None:
-    with serve(tmp_path, quiet=0.2) as one, ExitStack() as stack:
+    with serve(tmp_path, idle_timeout=0.2) as one, ExitStack() as stack:
         never = stack.enter_context(socket.create_connection(("127.0.0.1", one.port), 5))
         half = stack.enter_context(one.line("GET /health HTTP/1.1\r\nHost: a\r\n"))
         used = stack.enter_context(one.line("GET /health HTTP/1.1\r\nHost: a\r\n\r\n"))
@@ -558,7 +558,7 @@ def test_an_address_has_few_connections_before_it_shows_the_secret(
 def test_a_stranger_is_closed_soon_and_others_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_limits, "FIRST_REQUEST", 0.2)
+    monkeypatch.setattr(connection_limits, "FIRST_REQUEST_TIMEOUT", 0.2)
     with serve(tmp_path) as one, ExitStack() as stack:
         used = stack.enter_context(one.line("GET /health HTTP/1.1\r\nHost: a\r\n\r\n"))
         assert used.recv(1000).startswith(b"HTTP/1.1 200")
@@ -572,7 +572,7 @@ def test_a_stranger_is_closed_soon_and_others_stay(
 def test_unfinished_bodies_take_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "MOST_BODIES", 3 << 20)
+    monkeypatch.setattr(server, "MOST_BODY_BYTES", 3 << 20)
     head = f"PUT /runs/{RUN}/{STEP}/{NOTE} HTTP/1.1\r\nHost: a\r\nContent-Length: {2 << 20}\r\n"
     with serve(tmp_path) as one:
         with ExitStack() as stack:
@@ -643,7 +643,7 @@ def assert_answers_again(one: Served) -> None:
 def test_a_body_that_drips_is_not_waited_for(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "STALLED", 0.5)
+    monkeypatch.setattr(server, "STALL_TIMEOUT", 0.5)
     head = f"PUT /runs/{RUN}/{STEP}/{NOTE} HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n"
     start = time.monotonic()
     with served.line(head) as line, suppress(ConnectionError):
@@ -661,7 +661,7 @@ def test_a_body_that_drips_is_not_waited_for(
 def test_a_handshake_that_never_ends_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_limits, "HANDSHAKE", 0.3)
+    monkeypatch.setattr(connection_limits, "HANDSHAKE_TIMEOUT", 0.3)
     tls = Authority(tmp_path / "authority").issue("node").for_server()
     with (
         serve(tmp_path / "home", tls=tls) as one,

@@ -146,7 +146,7 @@ def test_an_agent_that_cannot_live_is_given_up(
         until(lambda: supervisor._checks.failure)
         with pytest.raises(sw.StoreError, match="ended 2 times within 60 s"):
             supervisor.check()
-        assert home.log.read_text().count("absent): [Errno 2]") == 2
+        assert home.log.read_text().count("cannot use these files: [Errno 2]") == 2
         with home.lock():
             until(lambda: not supervisor._checks.failure)
             supervisor.check()

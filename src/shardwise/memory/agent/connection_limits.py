@@ -1,7 +1,7 @@
-"""The connections of an agent's HTTP server: how many, for how long, and from whom.
+"""Limits for the connections of an agent's HTTP server: their number, duration and log messages.
 
-Anybody can open connections and send data before presenting the secret. They can neither keep
-others from being served nor fill the log.
+Anybody can open connections and send data without the secret. The limits keep such clients from
+blocking other clients, and from filling the log.
 """
 
 from __future__ import annotations
@@ -22,31 +22,30 @@ from aiohttp.http_exceptions import HttpProcessingError
 BACKLOG = 1024
 MOST_CONNECTIONS = 1024
 MOST_UNAUTHENTICATED = 64
-FIRST_REQUEST = 5.0
-QUIET = 90.0
-HANDSHAKE = 5.0
-ENDING = 2.0
+FIRST_REQUEST_TIMEOUT = 5.0
+IDLE_TIMEOUT = 90.0
+HANDSHAKE_TIMEOUT = 5.0
+SHUTDOWN_TIMEOUT = 2.0
 LOG_INTERVAL = 60.0
 log = logging.getLogger("shardwise.agent")
 
 
 class Unauthenticated:
-    """Connections on which the secret has not been presented yet.
+    """The connections on which the client has not presented the secret yet.
 
-    Each is closed after a few seconds. If there are too many, the oldest is closed: clients that
-    know
-    the secret present it at once.
+    Each connection is closed after a few seconds. If there are too many, the oldest is closed:
+    clients that know the secret present it at once.
 
     Args:
         most: the largest number of such connections.
-        of_address: the largest number from one address.
-        patience: seconds until a connection is closed.
+        most_from_address: the largest number of such connections from one address.
+        timeout: seconds until a connection is closed.
     """
 
-    def __init__(self, most: int, of_address: int, patience: float) -> None:
+    def __init__(self, most: int, most_from_address: int, timeout: float) -> None:
         self._most = most
-        self._of_address = of_address
-        self._patience = patience
+        self._most_from_address = most_from_address
+        self._timeout = timeout
         self._timers: dict[asyncio.BaseTransport, tuple[str, asyncio.TimerHandle]] = {}
 
     def add(self, transport: asyncio.Transport) -> None:
@@ -54,17 +53,17 @@ class Unauthenticated:
         for each in [each for each in self._timers if each.is_closing()]:
             self.remove(each)
         address = str((transport.get_extra_info("peername") or ("",))[0])
-        same = [each for each, (its, _) in self._timers.items() if its == address]
-        if len(same) >= self._of_address:
-            self._close(same[0])
+        from_address = [each for each, (other, _) in self._timers.items() if other == address]
+        if len(from_address) >= self._most_from_address:
+            self._close(from_address[0])
         elif len(self._timers) >= self._most:
             self.close_oldest()
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(self._patience, self._close, transport)
+        timer = loop.call_later(self._timeout, self._close, transport)
         self._timers[transport] = (address, timer)
 
     def remove(self, transport: asyncio.BaseTransport | None) -> None:
-        """Remove a connection that was authenticated or closed."""
+        """Remove a connection that is authenticated or closed now."""
         _, timer = self._timers.pop(transport, ("", None)) if transport else ("", None)
         if timer is not None:
             timer.cancel()
@@ -86,11 +85,10 @@ UNAUTHENTICATED = web.AppKey("unauthenticated", Unauthenticated)
 
 
 class RateLimitedLog(logging.Logger):
-    """Logs a server's errors about requests, each kind at most once a minute.
+    """Logs errors about requests, each kind at most once a minute.
 
-    Requests that are not valid HTTP take one line, without their content. Other errors are faults
-    of
-    the agent: the first of each kind is logged with its traceback.
+    A request that is not valid HTTP takes one line, without the content of the request. Other
+    errors are defects of the agent. The first error of each kind is logged with its traceback.
 
     Args:
         clock: a monotonic clock, in seconds.
@@ -103,28 +101,28 @@ class RateLimitedLog(logging.Logger):
         self._logged: dict[str, float] = {}
 
     def handle(self, record: logging.LogRecord) -> None:
-        """Count a record, and log it unless one of its kind was logged recently."""
+        """Count a log record, and log it unless another of its kind was logged recently."""
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
             self._report("a request is not valid HTTP", error, with_trace=False)
         else:
             self._report(str(record.msg).split(" from ")[0], error, with_trace=True)
 
-    def of_loop(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handle an exception of the event loop that nothing else handles."""
+    def handle_loop_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log an exception of the event loop that nothing else handles."""
         self._report(str(context.get("message")), context.get("exception"), with_trace=True)
 
-    def _report(self, what: str, error: BaseException | None, *, with_trace: bool) -> None:
-        kind = f"{what} ({type(error).__name__})" if error is not None else what
+    def _report(self, message: str, error: BaseException | None, *, with_trace: bool) -> None:
+        kind = f"{message} ({type(error).__name__})" if error is not None else message
         self._counts[kind] += 1
         now = self._clock()
         last = self._logged.get(kind)
         if last is not None and now - last < LOG_INTERVAL:
             return
         self._logged[kind] = now
-        count, first = self._counts[kind], last is None
+        count = self._counts[kind]
         times = "" if count == 1 else f" ({count} times so far)"
-        trace = error if first and with_trace else None
+        trace = error if last is None and with_trace else None
         log.warning("serving other nodes: %s%s", kind, times, exc_info=trace)
 
 
@@ -134,44 +132,43 @@ async def serving(
     listener: socket.socket,
     *,
     tls: ssl.SSLContext | None = None,
-    quiet: float = QUIET,
+    idle_timeout: float = IDLE_TIMEOUT,
     most: int = MOST_CONNECTIONS,
     errors: RateLimitedLog | None = None,
 ) -> AsyncIterator[None]:
     """Serve an application while the block runs.
 
     Args:
-        listener: the listening socket; it is closed at the end.
+        listener: the listening socket. It is closed at the end.
         tls: certificate and key for https; None for http.
-        quiet: seconds until a connection without a complete request is closed.
-        most: the largest number of connections. Further ones are closed at once. Half of them may
-            be
-            unauthenticated.
+        idle_timeout: seconds until a connection without a complete request is closed.
+        most: the largest number of connections. Further ones are closed at once. At most half of
+            the connections may be unauthenticated.
         errors: the logger for requests that cannot be answered.
     """
     errors = errors or RateLimitedLog()
     unauthenticated = Unauthenticated(
-        max(1, most // 2), MOST_UNAUTHENTICATED, min(FIRST_REQUEST, quiet)
+        max(1, most // 2), MOST_UNAUTHENTICATED, min(FIRST_REQUEST_TIMEOUT, idle_timeout)
     )
     app[UNAUTHENTICATED] = unauthenticated
     runner = web.AppRunner(
         app,
         access_log=None,
         logger=errors,
-        keepalive_timeout=quiet,
-        lingering_time=ENDING,
+        keepalive_timeout=idle_timeout,
+        lingering_time=SHUTDOWN_TIMEOUT,
         auto_decompress=False,
-        shutdown_timeout=ENDING,
+        shutdown_timeout=SHUTDOWN_TIMEOUT,
     )
     await runner.setup()
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(errors.of_loop)
+    loop.set_exception_handler(errors.handle_loop_error)
     server = await loop.create_server(
         lambda: _Acceptor(runner, unauthenticated, most),
         sock=listener,
         backlog=BACKLOG,
         ssl=tls,
-        ssl_handshake_timeout=None if tls is None else HANDSHAKE,
+        ssl_handshake_timeout=None if tls is None else HANDSHAKE_TIMEOUT,
     )
     try:
         yield
@@ -181,7 +178,7 @@ async def serving(
 
 
 class _Acceptor(asyncio.Protocol):
-    """Hands a new connection to the server, or closes it."""
+    """Passes each new connection to the server, or closes it if there are too many."""
 
     def __init__(self, runner: web.AppRunner, unauthenticated: Unauthenticated, most: int) -> None:
         self._runner = runner
@@ -189,12 +186,12 @@ class _Acceptor(asyncio.Protocol):
         self._most = most
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Accept or close the connection."""
+        """Accept or close a new connection."""
         server = self._runner.server
         if not isinstance(transport, asyncio.Transport):
             raise TypeError(f"{transport!r} is not a connection")
-        full = server is not None and len(server.connections) >= self._most
-        if server is None or (full and not self._unauthenticated.close_oldest()):
+        is_full = server is not None and len(server.connections) >= self._most
+        if server is None or (is_full and not self._unauthenticated.close_oldest()):
             transport.abort()
             return
         self._unauthenticated.add(transport)

@@ -1,6 +1,7 @@
 """Serves a node's snapshots to other nodes over HTTP, and receives their records.
 
-All files are below one directory. No name in a request can lead outside it, by a link or otherwise.
+All files are below the directory of the node. No name in a request can lead outside it, not even
+through a link.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from shardwise.memory.files import LARGEST_RECORD, replacing
 from shardwise.memory.identity import run_token
 from shardwise.memory.remote.client import LONGEST_WAIT, Health, ListedFile, ListedStep
 
-LOOK_AROUND = 0.02
-STALLED = 30.0
-SLOWEST = 1 << 20
-SLICE = 1 << 23
-MOST_BODIES = LARGEST_RECORD
+POLL_PERIOD = 0.02
+STALL_TIMEOUT = 30.0
+SLOWEST_RATE = 1 << 20
+SEND_SIZE = 1 << 23
+MOST_BODY_BYTES = LARGEST_RECORD
 RUN = "/runs/{run:[0-9a-f]{16}}"
-_ACCEPTED = re.compile(r"(pending-copy|(?!pending-|retain-)[a-z]+(-all)?)-[0-9a-f]{16}\.json")
-"""The records that other nodes may write: requests and outcomes. All others are
-written only by the trainers and the agent of this node."""
-_LINK_OR_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENXIO)
+_WRITABLE = re.compile(r"(pending-copy|(?!pending-|retain-)[a-z]+(-all)?)-[0-9a-f]{16}\.json")
+"""The records that other nodes may write: requests, outcomes and copies of pending manifests. Only
+the trainers and the agent of this node write the other records."""
+_NO_REGULAR_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENXIO)
 
 
 def create_app(home: Path, token: str, wake: Callable[[], None]) -> web.Application:
@@ -45,26 +46,26 @@ def create_app(home: Path, token: str, wake: Callable[[], None]) -> web.Applicat
     Args:
         home: the node's directory, which contains the directory `runs`.
         token: the secret that every request must present.
-        wake: called from the event loop when there may be work; must not block.
+        wake: called from the event loop when there may be work. It must not block.
 
     Raises:
         ValueError: the token is empty.
     """
     if not token:
-        raise ValueError("the token is empty: without one, anybody could read the snapshots")
+        raise ValueError("the token is empty: without a token, anybody could read the snapshots")
     handlers = _Handlers(home, wake)
-    app = web.Application(middlewares=[_only_with(token)])
+    app = web.Application(middlewares=[_require_token(token)])
     app.router.add_get("/health", handlers.health)
-    app.router.add_get(RUN, handlers.listing)
-    app.router.add_get(f"{RUN}/{{step}}/{{name}}", handlers.file)
-    app.router.add_put(f"{RUN}/{{step}}/{{name}}", handlers.record)
-    app.router.add_post("/wake", handlers.woken)
-    app.on_response_prepare.append(_say_little)
+    app.router.add_get(RUN, handlers.list_steps)
+    app.router.add_get(f"{RUN}/{{step}}/{{name}}", handlers.send_file)
+    app.router.add_put(f"{RUN}/{{step}}/{{name}}", handlers.receive_record)
+    app.router.add_post("/wake", handlers.wake_agent)
+    app.on_response_prepare.append(_hide_versions)
     return app
 
 
 class _Handlers:
-    """The request handlers, and the requests that wait for a file to appear."""
+    """Handles requests; some of them wait until a file appears."""
 
     def __init__(self, home: Path, wake: Callable[[], None]) -> None:
         self._home = home
@@ -77,41 +78,43 @@ class _Handlers:
             count = len(os.listdir(runs))
         return _json(Health(os.getpid(), count))
 
-    async def listing(self, request: web.Request) -> web.Response:
-        return _json(_steps(self._home, request.match_info["run"]))
+    async def list_steps(self, request: web.Request) -> web.Response:
+        return _json(_list_steps(self._home, request.match_info["run"]))
 
-    async def file(self, request: web.Request) -> web.StreamResponse:
-        run, step, name = _place(request)
+    async def send_file(self, request: web.Request) -> web.StreamResponse:
+        run, step, name = _path_of(request)
         loop = asyncio.get_running_loop()
-        until = loop.time() + _wait(request)
+        deadline = loop.time() + _wait_of(request)
         while (file := _open(self._home, run, step, name)) is None:
-            left = until - loop.time()
-            if left <= 0 or _is_gone(request):
+            left = deadline - loop.time()
+            if left <= 0 or _is_closed(request):
                 raise web.HTTPNotFound
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._arrival.wait(), min(left, LOOK_AROUND))
+                await asyncio.wait_for(self._arrival.wait(), min(left, POLL_PERIOD))
         with file:
             return await _send(request, file)
 
-    async def record(self, request: web.Request) -> web.Response:
-        run, step, name = _place(request)
-        if name != MANIFEST and not _ACCEPTED.fullmatch(name):
-            raise web.HTTPBadRequest(text="other nodes may not write a record of this name")
+    async def receive_record(self, request: web.Request) -> web.Response:
+        run, step, name = _path_of(request)
+        if name != MANIFEST and not _WRITABLE.fullmatch(name):
+            raise web.HTTPBadRequest(text=f"other nodes may not write the record {name}")
         async with self._body(request) as data:
             try:
                 await asyncio.to_thread(_write, self._home, run, step, name, data)
             except OSError as error:
-                text = f"cannot write the record: {error.strerror}"
+                text = f"cannot write the record {name} of {step}: {error.strerror}"
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise web.HTTPInsufficientStorage(text=text) from error
                 raise web.HTTPInternalServerError(text=text) from error
-        return await self.woken(request)
+        return await self.wake_agent(request)
 
     @asynccontextmanager
     async def _body(self, request: web.Request) -> AsyncIterator[bytearray]:
-        """Return a request's body, which must have the stated length and fit into a record.
+        """Receive the body of a request, and yield it.
 
-        The total of all bodies has a limit too; a client that exceeds it may try again later.
+        The body must have the length that the header states, and fit into a record. The sum of all
+        bodies that are being received has the same limit. A client that exceeds it can try again
+        later.
         """
         size = request.content_length
         if size is None:
@@ -122,10 +125,10 @@ class _Handlers:
 
         async def receive() -> None:
             while len(body) <= size:
-                chunk = await asyncio.wait_for(request.content.readany(), STALLED)
+                chunk = await asyncio.wait_for(request.content.readany(), STALL_TIMEOUT)
                 if not chunk:
                     return
-                if self._bytes + len(chunk) > MOST_BODIES:
+                if self._bytes + len(chunk) > MOST_BODY_BYTES:
                     raise web.HTTPServiceUnavailable(
                         text="too many records are being received; try again later"
                     )
@@ -134,36 +137,41 @@ class _Handlers:
 
         try:
             try:
-                await asyncio.wait_for(receive(), STALLED + size / SLOWEST)
+                await asyncio.wait_for(receive(), STALL_TIMEOUT + size / SLOWEST_RATE)
             except asyncio.TimeoutError as error:
                 raise web.HTTPRequestTimeout from error
             except (ConnectionError, web.RequestPayloadError) as error:
                 raise web.HTTPBadRequest(
-                    text="the connection was closed before the end of the body"
+                    text=f"the connection was closed after {len(body)} of {size} bytes of the body"
                 ) from error
             if len(body) != size:
-                raise web.HTTPBadRequest(text=f"the body does not have the stated {size} bytes")
+                raise web.HTTPBadRequest(
+                    text=f"the body has {len(body)} bytes; the header states {size}"
+                )
             yield body
         finally:
             self._bytes -= len(body)
 
-    async def woken(self, request: web.Request) -> web.Response:
+    async def wake_agent(self, request: web.Request) -> web.Response:
         arrival, self._arrival = self._arrival, asyncio.Event()
         arrival.set()
         self._wake()
         return web.Response(status=204)
 
 
-def _only_with(token: str) -> Middleware:
-    """Serve requests with the secret, and requests about one run with that run's token."""
+def _require_token(token: str) -> Middleware:
+    """Return a middleware that serves only requests with a valid token.
+
+    The secret is valid for all requests, and the token of a run for requests about that run.
+    """
     expected = f"Bearer {token}".encode()
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        said = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        received = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         run = request.match_info.get("run", "")
         of_run = f"Bearer {run_token(token, run)}".encode() if run else expected
-        if not (hmac.compare_digest(said, expected) | hmac.compare_digest(said, of_run)):
+        if not (hmac.compare_digest(received, expected) | hmac.compare_digest(received, of_run)):
             refusal = web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"})
             refusal.force_close()
             raise refusal
@@ -173,7 +181,7 @@ def _only_with(token: str) -> Middleware:
     return check
 
 
-async def _say_little(request: web.Request, response: web.StreamResponse) -> None:
+async def _hide_versions(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = "shardwise"
 
 
@@ -181,21 +189,21 @@ def _json(value: object) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
-def _place(request: web.Request) -> tuple[str, str, str]:
-    """Return run, step directory and file name of a request, each one plain path component."""
+def _path_of(request: web.Request) -> tuple[str, str, str]:
+    """Return run, step directory and file name of a request. Each is one plain path component."""
     info = request.match_info
     name = info["name"]
     try:
         if name != MANIFEST:
             checked_file(name)
     except FormatError as error:
-        raise web.HTTPBadRequest(text="not a plain file name") from error
+        raise web.HTTPBadRequest(text=f"{name!r} is not a plain file name") from error
     if step_of_directory(info["step"]) is None:
-        raise web.HTTPBadRequest(text="not a step directory")
+        raise web.HTTPBadRequest(text=f"{info['step']!r} is not the name of a step's directory")
     return info["run"], info["step"], name
 
 
-def _wait(request: web.Request) -> float:
+def _wait_of(request: web.Request) -> float:
     try:
         wait = float(request.query.get("wait", "0"))
     except ValueError:
@@ -205,25 +213,25 @@ def _wait(request: web.Request) -> float:
     return min(wait, LONGEST_WAIT)
 
 
-def _is_gone(request: web.Request) -> bool:
+def _is_closed(request: web.Request) -> bool:
     return request.transport is None or request.transport.is_closing()
 
 
 async def _send(request: web.Request, file: BinaryIO) -> web.StreamResponse:
-    """Send a file, or the requested range of it."""
+    """Send a file, or the requested byte range of it."""
     size = os.fstat(file.fileno()).st_size
-    ranged = "Range" in request.headers
+    is_range = "Range" in request.headers
     try:
         low, high, _ = request.http_range.indices(size)
     except ValueError:
         low, high = size, size
-    if ranged and low >= size:
+    if is_range and low >= size:
         raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{size}"})
-    response = web.StreamResponse(status=206 if ranged else 200)
+    response = web.StreamResponse(status=206 if is_range else 200)
     response.content_type = "application/octet-stream"
     response.content_length = high - low
     response.headers["Accept-Ranges"] = "bytes"
-    if ranged:
+    if is_range:
         response.headers["Content-Range"] = f"bytes {low}-{high - 1}/{size}"
     await response.prepare(request)
     if request.method != "HEAD":
@@ -232,13 +240,13 @@ async def _send(request: web.Request, file: BinaryIO) -> web.StreamResponse:
 
 
 async def _transmit(request: web.Request, file: BinaryIO, low: int, high: int) -> None:
-    """Send bytes `low:high` of a file; close the connection if reading or sending fails."""
+    """Send the bytes `low:high` of a file. Close the connection if reading or sending fails."""
     loop = asyncio.get_running_loop()
     transport = request.transport
     while low < high and transport is not None:
-        sending = loop.sendfile(transport, file, low, min(SLICE, high - low))
+        sending = loop.sendfile(transport, file, low, min(SEND_SIZE, high - low))
         try:
-            sent = await asyncio.wait_for(sending, STALLED)
+            sent = await asyncio.wait_for(sending, STALL_TIMEOUT)
         except (OSError, RuntimeError, asyncio.TimeoutError):  # RuntimeError: already closed
             sent = 0
         if sent == 0:
@@ -249,7 +257,11 @@ async def _transmit(request: web.Request, file: BinaryIO, low: int, high: int) -
 
 @contextmanager
 def _directory(home: Path, *names: str, make: bool = False) -> Iterator[int]:
-    """Open a directory below the home. None of the names may be a link."""
+    """Open a directory below the home, through the directories `names`. Links are refused.
+
+    Args:
+        make: whether to create missing directories.
+    """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     with ExitStack() as stack:
         fd = os.open(home, flags)
@@ -264,13 +276,13 @@ def _directory(home: Path, *names: str, make: bool = False) -> Iterator[int]:
 
 
 def _open(home: Path, run: str, step: str, name: str) -> BinaryIO | None:
-    """Open a regular file; return None if there is none."""
+    """Open a regular file; return None if it does not exist, or is something else."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         with _directory(home, "runs", run, step) as directory:
             fd = os.open(name, flags, dir_fd=directory)
     except OSError as error:
-        if error.errno in _LINK_OR_NOTHING:
+        if error.errno in _NO_REGULAR_FILE:
             return None
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -280,7 +292,7 @@ def _open(home: Path, run: str, step: str, name: str) -> BinaryIO | None:
 
 
 def _write(home: Path, run: str, step: str, name: str, data: bytearray) -> None:
-    """Write a file atomically."""
+    """Write a record atomically, and create its directory."""
     with (
         _directory(home, "runs", run, step, make=True) as directory,
         replacing(name, dir_fd=directory) as file,
@@ -288,8 +300,11 @@ def _write(home: Path, run: str, step: str, name: str, data: bytearray) -> None:
         file.write(data)
 
 
-def _steps(home: Path, run: str) -> list[ListedStep]:
-    """Return the steps of a run in ascending order, with their regular, not hidden files."""
+def _list_steps(home: Path, run: str) -> list[ListedStep]:
+    """Return the steps of a run in ascending order, each with its regular files.
+
+    Hidden files, which are being written, are left out.
+    """
     found = []
     try:
         with _directory(home, "runs", run) as directory:
@@ -300,18 +315,18 @@ def _steps(home: Path, run: str) -> list[ListedStep]:
         step = step_of_directory(name)
         if step is not None:
             with suppress(FileNotFoundError, NotADirectoryError):
-                found.append(ListedStep(step, _files(home, run, name)))
+                found.append(ListedStep(step, _list_files(home, run, name)))
     return sorted(found, key=lambda each: each.step)
 
 
-def _files(home: Path, run: str, step: str) -> list[ListedFile]:
+def _list_files(home: Path, run: str, step: str) -> list[ListedFile]:
     files = []
     with _directory(home, "runs", run, step) as directory:
         for name in sorted(os.listdir(directory)):
             with suppress(FileNotFoundError, FormatError):
                 if name != MANIFEST:
                     checked_file(name)
-                facts = os.stat(name, dir_fd=directory, follow_symlinks=False)
-                if stat.S_ISREG(facts.st_mode):
-                    files.append(ListedFile(name, facts.st_size))
+                status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    files.append(ListedFile(name, status.st_size))
     return files

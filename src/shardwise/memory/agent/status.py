@@ -1,4 +1,4 @@
-"""The status of a node: what it stores, and how far each snapshot has come."""
+"""The status of a node, as `shardwise agent status` shows it: its agent, runs and snapshots."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from shardwise.memory.spawn import running_agent
 from shardwise.memory.view import SnapshotView
 
 STAGES = ("commit", "protect", "persist")
-NO_ANSWER = 5.0
+ANSWER_TIMEOUT = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageStatus:
-    """How far a stage of a snapshot has come.
+    """The status of a stage of a snapshot.
 
     Attributes:
-        state: "done", "under way", "failed", or "" if it was not requested.
-        seconds: from staging until the stage ended, or until now.
-        failure: why it failed.
+        state: "done", "under way" or "failed"; "" if the stage was not requested.
+        seconds: from staging until the stage ended, or until now; None if unknown.
+        failure: why the stage failed.
     """
 
     state: str = ""
@@ -46,10 +46,10 @@ class SnapshotStatus:
     """A snapshot on this node.
 
     Attributes:
-        bytes: bytes of this node's files.
+        bytes: bytes that the ranks of this node staged.
         bytes_for_others: bytes of copies and parity that this node stores for others.
-        age: seconds since this node staged it; None if it stores no files of its own.
-        protected_by: the nodes that store copies or parity for this one.
+        age: seconds since a rank of this node last staged a file; None if none has.
+        protected_by: the nodes that store copies or parity for this node.
     """
 
     step: int
@@ -66,10 +66,12 @@ class SnapshotStatus:
 class Behind:
     """How far a stage lags behind the newest staged snapshot.
 
+    The lag is the training that is lost by a failure against which the stage protects.
+
     Attributes:
         step: the newest step in memory for which the stage succeeded; None if there is none.
-        steps, seconds: the training that a failure would cost now, if the stage protects against
-            it.
+        steps: the lag in steps; None if unknown.
+        seconds: the lag in seconds; None if unknown.
     """
 
     step: int | None
@@ -79,9 +81,15 @@ class Behind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """A run on this node. A slot is a file that holds a rank's share, or is free.
+    """A run on this node.
 
     Attributes:
+        run: the id of the run.
+        slots_used: the number of slots that are part of a snapshot.
+        slots_free: the number of free slots.
+        bytes_free: the bytes of the free slots.
+        behind: how far each stage lags behind.
+        snapshots: the snapshots, by ascending step.
         tensors: the protection of the requested tensors; None if none were requested.
     """
 
@@ -99,11 +107,19 @@ class NodeStatus:
     """A node and its agent.
 
     Attributes:
+        node: the name of the node; None if it never had an agent.
+        url: the address of the agent; None if the node never had an agent.
+        domain: the failure domain of the node; "" for the node itself.
+        process: the process id of the agent; None if no agent runs.
         alive: whether an agent runs.
-        answers: whether it answers; None if none runs, or it requires TLS and none was given.
-        agent_bytes: the agent's own memory; None if it is unknown.
+        answers: whether the agent answers; None if no agent runs, or it requires TLS and no
+            certificates were given.
+        agent_bytes: the memory of the agent without snapshots; None if unknown.
         training: whether a training runs on this node.
-        bytes, bytes_left: bytes stored, and bytes free in the file system.
+        directory: the directory of the node's snapshots.
+        bytes: the bytes that the node stores.
+        bytes_left: the free bytes of the file system.
+        runs: the runs on this node.
     """
 
     node: str | None
@@ -127,9 +143,9 @@ class KeptRun:
     Attributes:
         run: the run's id.
         root: the root of the run's checkpoints; None if it is unknown.
-        bytes: bytes of all files, free slots included.
-        steps: the steps of its snapshots, ascending.
-        persisted: the newest of these steps that is in storage too; None if none is.
+        bytes: the bytes of all files, free slots included.
+        steps: the steps of the snapshots, ascending.
+        persisted: the newest of these steps that is also in storage; None if none is.
         training: whether a trainer of the run is alive on the node.
     """
 
@@ -150,7 +166,7 @@ def kept_run(run: Run) -> KeptRun:
     return KeptRun(
         run=run.name,
         root=root,
-        bytes=sum(map(_size, run.path.rglob("*"))),
+        bytes=sum(map(_file_size, run.path.rglob("*"))),
         steps=[each.step for each in snapshots],
         persisted=max((each.step for each in snapshots if each.is_done("persist")), default=None),
         training=has_trainers(run),
@@ -161,35 +177,39 @@ def status_of(home: Home, tls: Tls | None = None, tensors: str | None = None) ->
     """Return the status of a node, without asking other nodes.
 
     Args:
-        tensors: a pattern of tensor names, for example "model.*": report their protection too.
+        tensors: a pattern of the names of tensors whose protection to report, for example
+            "model.*"; None for no tensors.
 
     Raises:
         ShardwiseError: tensors were requested, and their snapshot is damaged.
     """
     info = running_agent(home)
-    known = info or read_record(home.info, AgentInfo)
-    room = os.statvfs(home.path)
+    last_info = info or read_record(home.info, AgentInfo)
+    file_system = os.statvfs(home.path)
     return NodeStatus(
-        node=known.node if known else None,
-        url=known.url if known else None,
-        domain=known.domain if known else "",
+        node=last_info.node if last_info else None,
+        url=last_info.url if last_info else None,
+        domain=last_info.domain if last_info else "",
         process=info.process if info else None,
         alive=home.has_agent(),
         answers=_answers(info, tls) if info else None,
         agent_bytes=_memory_of(info.process) if info else None,
         training=is_training(home),
         directory=str(home),
-        bytes=sum(_size(path) for path in home.path.rglob("*") if path.is_file()),
-        bytes_left=room.f_bavail * room.f_frsize,
-        runs=[_run(home.run(name), known.node if known else "", tensors) for name in home.runs()],
+        bytes=sum(_file_size(path) for path in home.path.rglob("*") if path.is_file()),
+        bytes_left=file_system.f_bavail * file_system.f_frsize,
+        runs=[
+            _run_status(home.run(name), last_info.node if last_info else "", tensors)
+            for name in home.runs()
+        ],
     )
 
 
-def _run(run: Run, node: str, tensors: str | None) -> RunStatus:
+def _run_status(run: Run, node: str, tensors: str | None) -> RunStatus:
     now = time.time()
     views = read_snapshots(run, cache=RecordCache(logs=False))
-    snapshots = [_snapshot(each, node, now) for each in views]
-    free = [_size(path) for path in run.free.glob("*.slot")]
+    snapshots = [_snapshot_status(each, node, now) for each in views]
+    free = [_file_size(path) for path in run.free.glob("*.slot")]
     return RunStatus(
         run=run.name,
         slots_used=sum(len(save.staged) for each in views for save in each.saves.values()),
@@ -201,35 +221,41 @@ def _run(run: Run, node: str, tensors: str | None) -> RunStatus:
     )
 
 
-def _snapshot(view: SnapshotView, node: str, now: float) -> SnapshotStatus:
+def _snapshot_status(view: SnapshotView, node: str, now: float) -> SnapshotStatus:
     own = {each.file.name for save in view.saves.values() for each in save.staged}
-    data = {n: _size(view.place.path / n) for n in view.names if n.endswith(records.DATA_SUFFIXES)}
+    data = {
+        n: _file_size(view.place.path / n) for n in view.names if n.endswith(records.DATA_SUFFIXES)
+    }
     return SnapshotStatus(
         step=view.step,
         bytes=sum(size for name, size in data.items() if name in own),
         bytes_for_others=sum(size for name, size in data.items() if name not in own),
-        age=None if view.staged_at is None else max(0.0, now - view.staged_at),
+        age=_seconds_between(view.staged_at, now),
         protected_by=_protectors(view.place, node),
-        commit=_stage(view, "commit", now),
-        protect=_stage(view, "protect", now),
-        persist=_stage(view, "persist", now),
+        commit=_stage_status(view, "commit", now),
+        protect=_stage_status(view, "protect", now),
+        persist=_stage_status(view, "persist", now),
     )
 
 
-def _stage(view: SnapshotView, stage: str, now: float) -> StageStatus:
-    """Return the state of a stage; if the step has several saves, prefer one that has ended."""
-    ended = [s.stages[stage] for s in view.saves.values() if s.state(stage).has_ended]
+def _stage_status(view: SnapshotView, stage: str, now: float) -> StageStatus:
+    """Return the status of a stage. If the step has several saves, prefer one that has ended."""
+    saves = view.saves.values()
+    ended = [save.stages[stage] for save in saves if save.state(stage).has_ended]
     if not ended:
-        wanted = any(stage in save.open_stages for save in view.saves.values())
-        since = None if view.staged_at is None else max(0.0, now - view.staged_at)
-        return StageStatus(state="under way", seconds=since) if wanted else StageStatus()
+        if not any(stage in save.open_stages for save in saves):
+            return StageStatus()
+        return StageStatus(state="under way", seconds=_seconds_between(view.staged_at, now))
     last = ended[-1]
-    known = view.staged_at is not None and last.ended_at is not None
     return StageStatus(
         state=last.state.value,
-        seconds=max(0.0, (last.ended_at or 0.0) - (view.staged_at or 0.0)) if known else None,
+        seconds=_seconds_between(view.staged_at, last.ended_at),
         failure=last.outcome.failure if last.outcome else "",
     )
+
+
+def _seconds_between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else max(0.0, end - start)
 
 
 def _behind(snapshots: list[SnapshotStatus], stage: str) -> Behind:
@@ -238,27 +264,31 @@ def _behind(snapshots: list[SnapshotStatus], stage: str) -> Behind:
     if not done or not own:
         return Behind(step=done[-1].step if done else None, steps=None, seconds=None)
     newest, last = own[-1], done[-1]
-    seconds = None if newest.age is None or last.age is None else max(0.0, last.age - newest.age)
-    return Behind(step=last.step, steps=max(0, newest.step - last.step), seconds=seconds)
+    return Behind(
+        step=last.step,
+        steps=max(0, newest.step - last.step),
+        seconds=_seconds_between(newest.age, last.age),
+    )
 
 
 def _protectors(place: Place, node: str) -> list[str]:
-    """Return the nodes that store something for a node, once protection is complete."""
+    """Return the nodes that protect a node, according to the requests for protection."""
     found: set[str] = set()
     for save_id in records.requested_saves("protect", place.list_names(".json")):
         with suppress(StoreError):
             request = read_record(place.path / records.request_record("protect", save_id), Protect)
-            found |= _protecting(request.protection, node) if request is not None else set()
+            if request is not None:
+                found |= _protectors_in(request.protection, node)
     return sorted(found)
 
 
-def _protecting(protection: Protection, node: str) -> set[str]:
+def _protectors_in(protection: Protection, node: str) -> set[str]:
     found: set[str] = set()
     for group in protection.groups:
-        ring = [member.node for member in group.members]
-        if node in ring:
-            at = ring.index(node) + 1
-            following = ring[at:] + ring[: at - 1]
+        nodes = [member.node for member in group.members]
+        if node in nodes:
+            index = nodes.index(node)
+            following = nodes[index + 1 :] + nodes[:index]
             found |= set(following if group.parity else following[: group.copies])
     return found
 
@@ -267,7 +297,9 @@ def _answers(info: AgentInfo, tls: Tls | None) -> bool | None:
     if info.url.startswith("https:") and tls is None:
         return None
     context = None if tls is None else tls.for_client()
-    client = AgentClient(info, connect_timeout=NO_ANSWER, read_timeout=NO_ANSWER, tls=context)
+    client = AgentClient(
+        info, connect_timeout=ANSWER_TIMEOUT, read_timeout=ANSWER_TIMEOUT, tls=context
+    )
     with closing(client), suppress(StoreError):
         client.health()
         return True
@@ -275,16 +307,16 @@ def _answers(info: AgentInfo, tls: Tls | None) -> bool | None:
 
 
 def _memory_of(process: int) -> int | None:
-    """Return a process's private memory, without mapped snapshots."""
+    """Return the private memory of a process in bytes, without mapped snapshots."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
         return None
-    said = [line.split()[1] for line in lines if line.startswith("RssAnon:")]
-    return int(said[0]) * 1024 if said else None
+    kibibytes = [line.split()[1] for line in lines if line.startswith("RssAnon:")]
+    return int(kibibytes[0]) * 1024 if kibibytes else None
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     with suppress(FileNotFoundError):
         return path.stat().st_size
     return 0

@@ -1,4 +1,4 @@
-"""How each tensor of a snapshot is protected, according to its manifest and records."""
+"""Reports how each tensor of a snapshot is protected by copies or parity."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.manifest.validate import validated_pieces
 from shardwise.memory import records
 from shardwise.memory.files import read_record
 from shardwise.memory.home import Place, Run
-from shardwise.memory.observe import read_outcome
+from shardwise.memory.observe import read_outcome, read_snapshot
 from shardwise.memory.records import Protect
 from shardwise.memory.redundancy.placement import Group
 
@@ -26,8 +26,8 @@ class Guard:
 
     Attributes:
         kind: "copies" or "parity".
-        survives: how many of `nodes` may be lost.
-        nodes: the nodes that hold the part, and those that store its copies or parity.
+        survives: the number of `nodes` that may be lost.
+        nodes: the nodes that store the part, its copies or its parity.
     """
 
     kind: str
@@ -40,10 +40,12 @@ class TensorStatus:
     """A tensor of a snapshot.
 
     Attributes:
-        bytes: the tensor's size.
-        nodes: the nodes that hold it.
-        survives: how many nodes may be lost, whichever they are; 0 if any part is not protected.
-        guards: the protection of its parts.
+        name: the name of the tensor.
+        bytes: the size of the tensor.
+        nodes: the nodes that store its parts.
+        survives: the number of nodes that may be lost, whichever they are; 0 if a part is not
+            protected.
+        guards: the protection of its parts, each kind once.
     """
 
     name: str
@@ -55,14 +57,17 @@ class TensorStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorsStatus:
-    """The newest committed snapshot of a run, and some of its tensors."""
+    """Some tensors of the newest committed snapshot of a run."""
 
     step: int
     tensors: list[TensorStatus]
 
 
 def tensors_of(run: Run, pattern: str) -> TensorsStatus | None:
-    """Return how the tensors whose names match a pattern are protected; None without a snapshot.
+    """Return how tensors of the newest committed snapshot are protected; None without a snapshot.
+
+    Args:
+        pattern: a pattern of the names of the tensors, for example "model.*".
 
     Raises:
         FormatError: the manifest is invalid.
@@ -85,14 +90,16 @@ def _tensors(place: Place, manifest: Manifest, pattern: str) -> list[TensorStatu
     files_of: list[set[int]] = [set() for _ in manifest.tensors]
     for tensor, file in zip(pieces.tensor.tolist(), pieces.file.tolist(), strict=True):
         files_of[tensor].add(file)
-    stored = {entry.name: files for entry, files in zip(manifest.tensors, files_of, strict=True)}
-    node_of = _nodes(place, manifest.save_id)
-    guard_of = _guards(place, manifest.save_id)
+    files_by_name = {
+        entry.name: sorted(files) for entry, files in zip(manifest.tensors, files_of, strict=True)
+    }
+    node_of = _node_of_each_file(place, manifest.save_id)
+    guard_of = _guard_of_each_file(place, manifest.save_id)
     found = []
     for entry in manifest.tensors:
         if not fnmatchcase(entry.name, pattern):
             continue
-        names = [manifest.files[file].name for file in sorted(stored[entry.same_as or entry.name])]
+        names = [manifest.files[file].name for file in files_by_name[entry.same_as or entry.name]]
         guards = [guard_of.get(name) for name in names]
         found.append(
             TensorStatus(
@@ -106,42 +113,37 @@ def _tensors(place: Place, manifest: Manifest, pattern: str) -> list[TensorStatu
     return found
 
 
-def _nodes(place: Place, save_id: str) -> dict[str, str]:
-    """Return the node of each data file, from the pending manifest."""
-    found = [
-        each
-        for each in place.pending_manifests() + place.pending_copies()
-        if each.save_id == save_id
-    ]
-    return dict(found[0].files) if found else {}
+def _node_of_each_file(place: Place, save_id: str) -> dict[str, str]:
+    save = read_snapshot(place).saves.get(save_id)
+    return {} if save is None or save.pending is None else dict(save.pending.files)
 
 
-def _guards(place: Place, save_id: str) -> dict[str, Guard]:
-    """Return the protection of each data file; none until protection is complete."""
+def _guard_of_each_file(place: Place, save_id: str) -> dict[str, Guard]:
+    """Return the protection of each data file; empty until the snapshot is protected."""
     done = read_outcome(place, "protect", save_id)
     request = read_record(place.path / records.request_record("protect", save_id), Protect)
     if done is None or done.failure or request is None:
         return {}
     found: dict[str, Guard] = {}
     for group in request.protection.groups:
-        for at, member in enumerate(group.members):
-            guard = _guard(group, at)
+        for index, member in enumerate(group.members):
+            guard = _guard_of_member(group, index)
             if guard is not None:
                 found |= {name: guard for name, _ in member.files}
     return found
 
 
-def _guard(group: Group, at: int) -> Guard | None:
-    ring = [member.node for member in group.members]
+def _guard_of_member(group: Group, index: int) -> Guard | None:
+    nodes = [member.node for member in group.members]
     if group.parity:
-        return Guard(kind="parity", survives=group.parity, nodes=ring)
+        return Guard(kind="parity", survives=group.parity, nodes=nodes)
     if group.copies:
-        holders = (ring[at:] + ring[:at])[: group.copies + 1]
+        holders = (nodes[index:] + nodes[:index])[: group.copies + 1]
         return Guard(kind="copies", survives=group.copies, nodes=holders)
     return None
 
 
 def _distinct(guards: Iterable[Guard | None]) -> list[Guard]:
-    """Return each once, in order."""
+    """Return each kind of protection once, in the order of its first use."""
     by_nodes = {(each.kind, *each.nodes): each for each in guards if each is not None}
     return list(by_nodes.values())
