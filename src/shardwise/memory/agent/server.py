@@ -197,9 +197,9 @@ def _path_of(request: web.Request) -> tuple[str, str, str]:
         if name != MANIFEST:
             checked_file(name)
     except FormatError as error:
-        raise web.HTTPBadRequest(text=f"{name!r} is not a plain file name") from error
+        raise web.HTTPBadRequest(text="not a plain file name") from error
     if step_of_directory(info["step"]) is None:
-        raise web.HTTPBadRequest(text=f"{info['step']!r} is not the name of a step's directory")
+        raise web.HTTPBadRequest(text="not the name of a step's directory")
     return info["run"], info["step"], name
 
 
