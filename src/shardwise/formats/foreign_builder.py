@@ -163,7 +163,7 @@ class Builder:
         Raises:
             FormatError: the number is too large.
         """
-        self.add_array(name, self.add_content(number_tensor(value)))
+        self.add_array(name, self.add_content(number_tensor(value, name)))
 
     def add_value(self, name: str, value: object) -> None:
         """Add a plain value and the arrays in it. An array alone becomes a tensor.
@@ -214,7 +214,10 @@ class Builder:
         if self._content:
             files = (*files, ForeignFile(CONTENT, len(self._content), bytes(self._content)))
         table, replicas = (
-            join_tables(*self._tables[replica], table_of_boxes(self._boxes[replica]))
+            join_tables(
+                *self._tables[replica],
+                table_of_boxes(self._boxes[replica], lambda i: self._tensors[i].name),
+            )
             for replica in (False, True)
         )
         return Foreign(
@@ -252,8 +255,12 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def number_tensor(value: float) -> torch.Tensor:
+def number_tensor(value: float, name: str) -> torch.Tensor:
     """Return a number as a 0-d float32 tensor, the type that optimizers count steps with.
+
+    Args:
+        value: the number.
+        name: the name of the tensor, for messages.
 
     Raises:
         FormatError: the number exceeds the range of a float.
@@ -262,7 +269,7 @@ def number_tensor(value: float) -> torch.Tensor:
         return torch.tensor(float(value), dtype=torch.float32, device="cpu")
     except OverflowError as error:
         raise FormatError(
-            f"a number in an optimizer's state is too large for a float: {str(value)[:40]}"
+            f"{name}: the number {str(value)[:40]} is too large for a float"
         ) from error
 
 

@@ -183,7 +183,10 @@ def find_leaves(
         else:
             values_by_path[path] = leaf
     tensors = [(path, array.dtype, array.shape) for path, array in arrays]
-    table = table_of_arrays([(i, array) for i, (_, array) in enumerate(arrays)])
+    table = table_of_arrays(
+        [(i, array) for i, (_, array) in enumerate(arrays)],
+        lambda i: ".".join(map(str, arrays[i][0])),
+    )
     return NestedLeaves(files, tensors, table, {**values_by_path, **(values or {})})
 
 

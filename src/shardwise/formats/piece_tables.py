@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -22,17 +22,21 @@ _Row = tuple[int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """A piece: tensor, file, start, offset, shape, stride."""
 
 
-def table_of_arrays(arrays: Sequence[tuple[int, StoredArray]]) -> PieceTable:
+def table_of_arrays(
+    arrays: Sequence[tuple[int, StoredArray]], name_of: Callable[[int], str] | None = None
+) -> PieceTable:
     """Return a table in which each array is a whole tensor. Empty arrays have no piece.
 
     Args:
         arrays: the index of the tensor, and the array.
+        name_of: returns the name of a tensor by its index, for messages.
 
     Raises:
         FormatError: the elements of an array share bytes too often, or the pieces have too many
             dimensions.
     """
-    rows = [row for tensor, array in arrays for row in _rows_of_array(tensor, array)]
+    name_of = name_of or "tensor {}".format
+    rows = [row for tensor, array in arrays for row in _rows_of_array(tensor, array, name_of)]
     dims = max((len(row[3]) for row in rows), default=0)
     check_width(len(rows), dims)
     columns = np.array([row[:3] for row in rows], np.int64).reshape(len(rows), 3)
@@ -42,17 +46,25 @@ def table_of_arrays(arrays: Sequence[tuple[int, StoredArray]]) -> PieceTable:
     return PieceTable(Pieces(columns[:, 0], columns[:, 1], columns[:, 2], offset, shape), stride)
 
 
-def table_of_boxes(boxes: Sequence[tuple[int, tuple[int, ...], StoredArray]]) -> PieceTable:
+def table_of_boxes(
+    boxes: Sequence[tuple[int, tuple[int, ...], StoredArray]],
+    name_of: Callable[[int], str] | None = None,
+) -> PieceTable:
     """Return a table in which each array is the box at an offset of a tensor.
 
     Args:
         boxes: the index of the tensor, the offset of the box, and the array.
+        name_of: returns the name of a tensor by its index, for messages.
 
     Raises:
         FormatError: the elements of an array share bytes too often.
     """
     boxes = [item for item in boxes if 0 not in item[2].shape]
-    table = table_of_arrays([(row, array) for row, (_, _, array) in enumerate(boxes)])
+    tensor_name = name_of or "tensor {}".format
+    table = table_of_arrays(
+        [(row, array) for row, (_, _, array) in enumerate(boxes)],
+        lambda row: tensor_name(boxes[row][0]),
+    )
     pieces = table.pieces
     box_index = pieces.tensor
     offset = padded_rows([offset for _, offset, _ in boxes], pieces.offset.shape[1], 0)
@@ -151,7 +163,9 @@ def _rows_with_shared_start(pieces: Pieces) -> Iterator[int]:
     yield from rows[np.argsort(pieces.tensor[rows], kind="stable")].tolist()
 
 
-def _rows_of_array(tensor: int, array: StoredArray) -> Iterator[_Row]:
+def _rows_of_array(
+    tensor: int, array: StoredArray, name_of: Callable[[int], str]
+) -> Iterator[_Row]:
     shape, stride = array.shape, array.stride
     if 0 in shape:
         return
@@ -162,8 +176,8 @@ def _rows_of_array(tensor: int, array: StoredArray) -> Iterator[_Row]:
         return
     if math.prod(shape[dim] for dim in shared) > MOST_PIECES_OF_ARRAY:
         raise FormatError(
-            f"an array of shape {list(shape)} and strides {list(stride)} has too many elements "
-            "that share bytes: make it contiguous before saving it"
+            f"{name_of(tensor)}: an array of shape {list(shape)} and strides {list(stride)} "
+            "has too many elements that share bytes: make it contiguous before saving it"
         )
     piece_shape = tuple(1 if dim in shared else n for dim, n in enumerate(shape))
     ranges = [range(n if dim in shared else 1) for dim, n in enumerate(shape)]

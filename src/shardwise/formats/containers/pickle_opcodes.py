@@ -129,7 +129,7 @@ class PickleMachine:
         except MALFORMED_ERRORS as error:
             if isinstance(error, FormatError):
                 raise
-            raise FormatError(f"invalid arguments of {kind.name}: {error}") from error
+            raise FormatError(f"invalid or unsupported use of {kind.name}: {error}") from error
 
 
 def _refuse(machine: PickleMachine, position: int) -> int:

@@ -22,7 +22,9 @@ Constructor: TypeAlias = Callable[..., object]
 
 It raises TypeError, ValueError, LookupError, ArithmeticError or RuntimeError for bad arguments. A
 pickle may add items to the value, so the value must not have methods that a pickle could abuse. A
-hashable value must not contain other values."""
+hashable value must not contain other values.
+
+Its exceptions say what is wrong. `pickles.unpickle` adds the path of the file and what to do."""
 
 
 @dataclass(frozen=True, slots=True)

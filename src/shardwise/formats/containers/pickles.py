@@ -76,7 +76,7 @@ def unpickle(
         if limit_expansion:
             check_expanded_size(value, 2**20 + 4 * len(data))
     except FormatError as error:
-        raise type(error)(f"{source}: {error}") from error
+        raise type(error)(f"{source}: {error}") from error  # the opcodes do not know the path
     names = tuple(sorted(machine.unknown_names))
     if names and not skip_unknown:
         more = f" and {len(names) - MOST_NAMES_SHOWN} more" if len(names) > MOST_NAMES_SHOWN else ""

@@ -221,7 +221,7 @@ def add_scalars(
 def add_number(builder: Builder, names: Sequence[str], key: str, number: Number) -> None:
     """Add a number as state of some parameters; a step count becomes a tensor, as in torch."""
     if key == STEP and not isinstance(number, bool):
-        add_scalars(builder, names, key, [builder.add_content(number_tensor(number))])
+        add_scalars(builder, names, key, [builder.add_content(number_tensor(number, key))])
         return
     for name in names:
         if tensor_name(name, key) not in builder:
