@@ -127,8 +127,8 @@ def _malformed(reason: str) -> FormatError:
 
 def _pack_table(table: PieceTable) -> _PackedTable:
     pieces = table.pieces
-    tables = (*pieces.offset.T, *pieces.shape.T, *table.stride.T)
-    columns = (pieces.tensor, pieces.file, pieces.start, *tables)
+    by_dim = (*pieces.offset.T, *pieces.shape.T, *table.stride.T)
+    columns = (pieces.tensor, pieces.file, pieces.start, *by_dim)
     differences = (np.diff(column, prepend=0).astype("<i8") for column in columns)
     packed = tuple(zlib.compress(column.tobytes(), 1) for column in differences)
     return _PackedTable(len(pieces), pieces.offset.shape[1], packed)
@@ -139,12 +139,12 @@ def _unpack_table(table: _PackedTable) -> PieceTable:
     if len(table.columns) != 3 + 3 * dims:
         raise _malformed(f"{len(table.columns)} columns for {dims} dimensions")
     check_width(table.rows, dims)
-    rows = np.empty((3 + 3 * dims, table.rows), np.int64)
-    for row, column in zip(rows, table.columns, strict=True):
-        np.cumsum(_decompress_column(column, 8 * table.rows), out=row)
-    parts = rows[3:].reshape(3, dims, table.rows).transpose(0, 2, 1)
-    offset, shape, stride = (np.ascontiguousarray(part) for part in parts)
-    return PieceTable(Pieces(rows[0], rows[1], rows[2], offset, shape), stride)
+    columns = np.empty((3 + 3 * dims, table.rows), np.int64)
+    for column, packed in zip(columns, table.columns, strict=True):
+        np.cumsum(_decompress_column(packed, 8 * table.rows), out=column)
+    by_dim = columns[3:].reshape(3, dims, table.rows).transpose(0, 2, 1)
+    offset, shape, stride = (np.ascontiguousarray(each) for each in by_dim)
+    return PieceTable(Pieces(columns[0], columns[1], columns[2], offset, shape), stride)
 
 
 def _pack_names(names: tuple[str, ...]) -> tuple[tuple[str, ...], bytes]:

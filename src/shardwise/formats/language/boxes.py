@@ -81,24 +81,23 @@ def find_relative_boxes(
     }
     found = []
     for tensor_term in expand_terms([dim.axes for dim in dimension_map.tensor_dims], sizes):
-        local_axes = {
-            axis
-            for axis in tensor_term.steps
-            if axis not in dimension_map.indexed_axes and not axis.startswith("~")
-        }
+        local_axes = {axis for axis in tensor_term.steps if dimension_map.is_local(axis)}
         array_term = array_terms[frozenset(local_axes | set(dimension_map.split_axes))]
         if all(size_of_axis(axis, sizes) for axis in local_axes):
-            found.append(_boxes_of_term(dimension_map, tensor_term, array_term, sizes, strides))
+            found.append(
+                _find_boxes_of_term(dimension_map, tensor_term, array_term, sizes, strides)
+            )
     return found
 
 
-def _boxes_of_term(
+def _find_boxes_of_term(
     dimension_map: DimensionMap,
     tensor_term: Term,
     array_term: Term,
     sizes: Sizes,
     strides: Sequence[int],
 ) -> RelativeBoxes:
+    """Return the boxes of one term: as few as possible, each as large as possible."""
     array_steps = {axis: step * strides[dim] for axis, (dim, step) in array_term.steps.items()}
     box_dims = [_BoxDim() for _ in dimension_map.tensor_dims]
     first = sum(a * b for a, b in zip(array_term.starts, strides, strict=True))
@@ -106,7 +105,7 @@ def _boxes_of_term(
     offset = np.array([tensor_term.starts], np.int64).reshape(1, len(box_dims))
     # The innermost axes of each dimension come first.
     for axis, (dim, step) in sorted(tensor_term.steps.items(), key=lambda item: item[1][1]):
-        if axis in dimension_map.indexed_axes or axis.startswith("~"):
+        if not dimension_map.is_local(axis):
             continue
         size, box_dim = size_of_axis(axis, sizes), box_dims[dim]
         if size == 1:
@@ -127,7 +126,7 @@ def _boxes_of_term(
     moves = {
         axis: (0, dim, step)
         for axis, (dim, step) in tensor_term.steps.items()
-        if axis in dimension_map.indexed_axes or axis.startswith("~")
+        if not dimension_map.is_local(axis)
     }
     moves |= {axis: (array_steps[axis], 0, 0) for axis in dimension_map.split_axes}
     return RelativeBoxes(

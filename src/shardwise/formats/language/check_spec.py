@@ -114,9 +114,7 @@ def _check_parts(rule: Rule, maps: Sequence[DimensionMap]) -> None:
         array_parts = _part_axes(dimension_map.array_dims)
         for tensor_part in _part_axes([dim.axes for dim in dimension_map.tensor_dims]):
             local_axes = frozenset(
-                axis
-                for axis in tensor_part
-                if axis not in dimension_map.indexed_axes and not axis.startswith("~")
+                axis for axis in tensor_part if dimension_map.is_local(axis)
             ) | set(dimension_map.split_axes)
             if local_axes not in array_parts:
                 raise LayoutError(

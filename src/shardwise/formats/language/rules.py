@@ -286,6 +286,13 @@ class DimensionMap:
     indexed_axes: frozenset[str]
     split_axes: tuple[str, ...]
 
+    def is_local(self, axis: str) -> bool:
+        """Return whether an axis of a term of the tensor is an axis of each array.
+
+        The others are indexed axes, and the starts of ragged shares (`~f`).
+        """
+        return axis not in self.indexed_axes and not axis.startswith("~")
+
 
 def map_dimensions(spec: Spec, rule: Rule, target: Target, ellipsis_dims: int) -> DimensionMap:
     """Return how the dimensions of a rule's arrays become those of a target.
