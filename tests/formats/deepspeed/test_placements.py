@@ -14,7 +14,7 @@ from shardwise.errors import FormatError
 from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.readers.deepspeed import reader
-from shardwise.formats.readers.deepspeed.tensor_parallel import Placement, placement_rule
+from shardwise.formats.readers.deepspeed.tensor_parallel import Placement, parse_placement_rule
 from shardwise.formats.validate import validate_foreign
 from tests.formats.deepspeed.test_native import same
 from tests.formats.reference import read_tensors
@@ -78,7 +78,7 @@ def boxes(placement: Placement, shards: Sequence[torch.Tensor]) -> torch.Tensor:
 def test_shards_are_placed_where_they_come_from(name: str) -> None:
     full = torch.randn(FULL[name])
     shards = shards_of(name, full)
-    placement = placement_rule(INFO, "here")(name, [tuple(shard.shape) for shard in shards])
+    placement = parse_placement_rule(INFO, "here")(name, [tuple(shard.shape) for shard in shards])
     assert torch.equal(boxes(placement, shards), full)
     assert placement.replicated == name.endswith("norm.weight")
 
@@ -175,7 +175,9 @@ def test_without_patterns_it_asks_how(tmp_path: Path, full: dict[str, torch.Tens
     write(tmp_path, full, lambda state: state.pop("universal_checkpoint_info"))
     with pytest.raises(FormatError, match="`universal_checkpoint_info` in client_state"):
         read(tmp_path)
-    foreign = validate_foreign(reader.read(Tree(tmp_path), place=placement_rule(INFO, "here")))
+    foreign = validate_foreign(
+        reader.read(Tree(tmp_path), place=parse_placement_rule(INFO, "here"))
+    )
     assert {entry.name for entry in foreign.tensors} >= {f"model.{name}" for name in full}
 
 
@@ -205,7 +207,7 @@ def test_what_does_not_fit_is_told(change: dict[str, Any], said: str) -> None:
         shapes["0.up.weight"] = [(3, 5), (2, 5)]
 
     def place_all() -> None:
-        place = placement_rule({**INFO, **change}, "here")
+        place = parse_placement_rule({**INFO, **change}, "here")
         for name in FULL:
             place(name, shapes[name])
 

@@ -152,7 +152,7 @@ def _parse_metadata(root: Mapping[str, Any]) -> Metadata:
     chunks = 0
     for name, entry in root["state_dict_metadata"].items():
         _check(isinstance(name, str) and name != "", "the name of a tensor or value is not text")
-        if _is_kind(entry, "BytesStorageMetadata"):
+        if _is_record_of(entry, "BytesStorageMetadata"):
             values.append(name)
         else:
             fields = _fields_of(entry, "TensorStorageMetadata")
@@ -229,16 +229,16 @@ def _parse_path(name: str, path: Any) -> Path:
     return tuple(parts)
 
 
-def _fields_of(value: object, kind: str) -> Mapping[str, Any]:
+def _fields_of(value: object, class_name: str) -> Mapping[str, Any]:
     _check(
-        _is_kind(value, kind) and isinstance(value, Record),
-        f"expected a {kind}, found {type(value).__name__}",
+        _is_record_of(value, class_name) and isinstance(value, Record),
+        f"expected a {class_name}, found {type(value).__name__}",
     )
     return value.fields if isinstance(value, Record) else {}
 
 
-def _is_kind(value: object, kind: str) -> bool:
-    return isinstance(value, Record) and value.name.rpartition(".")[2] == kind
+def _is_record_of(value: object, class_name: str) -> bool:
+    return isinstance(value, Record) and value.name.rpartition(".")[2] == class_name
 
 
 def _require_ints(values: Any, label: str) -> Ints:

@@ -27,7 +27,11 @@ from shardwise.formats.readers.deepspeed.states import (
     parse_optimizer_state,
     require_arrays,
 )
-from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule, placement_rule
+from shardwise.formats.readers.deepspeed.tensor_parallel import (
+    PlacementRule,
+    parse_placement_rule,
+    place_whole,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +106,15 @@ class AllRanks:
             data_parallel = self.data_parallel
         return data_parallel * self.tensor_parallel * self.stages
 
-    def recorded_placements(self) -> PlacementRule:
+    def placement_rule(self) -> PlacementRule:
         """Return the rule by which tensor-parallel shards make up parameters.
 
         Raises:
             FormatError: the checkpoint does not record the rule, or it is malformed.
         """
-        return placement_rule(self.first.values.get("universal_checkpoint_info"), self.path)
+        if self.tensor_parallel == 1:
+            return place_whole
+        return parse_placement_rule(self.first.values.get("universal_checkpoint_info"), self.path)
 
     def ranks_of_stage(self, stage: int) -> range:
         """Return the model-parallel ranks of a pipeline stage."""

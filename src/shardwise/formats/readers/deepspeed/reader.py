@@ -61,7 +61,7 @@ def read(
     ranks = read_ranks(tree, files)
     builder = Builder(tree.file(name) for name in tree.sizes)
     builder.left_out += ranks.left_out
-    place = place or (ranks.recorded_placements() if ranks.tensor_parallel > 1 else place_whole)
+    place = place or ranks.placement_rule()
     modules = ranks.modules()
     if ranks.optimizers:
         _add_zero_optimizer(builder, ranks, place)

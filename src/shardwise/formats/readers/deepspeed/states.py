@@ -117,8 +117,8 @@ class OptimizerState:
     hyperparameters: tuple[Mapping[str, Any], ...] | None
     param_groups: tuple[int, ...]
     partition_counts: tuple[int, ...]
-    paddings: tuple[tuple[int, ...], ...] | None = None
-    slices: tuple[Mapping[str, tuple[int, int]], ...] | None = None
+    paddings: Sequence[tuple[int, ...]] | None = None
+    slices: Sequence[Mapping[str, tuple[int, int]]] | None = None
     values: Mapping[str, Any]
     optimizer_type: str | None = None
 
@@ -237,7 +237,10 @@ def _parse_zero_1_2(
     states: tuple[ParameterState, ...]
     if isinstance(base, dict):
         optimizer = parse_torch_optimizer(base, path)
-        states, hyperparameters = optimizer.states, optimizer.hyperparameters
+        states = optimizer.states
+        hyperparameters = _require_count(
+            optimizer.hyperparameters, masters, "hyperparameters", path
+        )
     else:
         states = tuple(_flatten_state(each, path) for each in base)
         if (step := state.base_optimizer_state_step) is not None:
@@ -249,17 +252,13 @@ def _parse_zero_1_2(
         zero_3=False,
         masters=masters,
         states=_require_count(states, masters, "states", path),
-        hyperparameters=None
-        if hyperparameters is None
-        else _require_count(hyperparameters, masters, "hyperparameters", path),
+        hyperparameters=hyperparameters,
         param_groups=tuple(range(len(masters))),
         partition_counts=_require_count(
             state.partition_count or [0] * len(masters), masters, "partition counts", path
         ),
-        paddings=None
-        if state.param_alignment_paddings is None
-        else tuple(state.param_alignment_paddings),
-        slices=None if slices is None else tuple(_parse_slices(each, path) for each in slices),
+        paddings=state.param_alignment_paddings,
+        slices=None if slices is None else [_parse_slices(each, path) for each in slices],
         values=loss_scaling_values(value),
     )
 

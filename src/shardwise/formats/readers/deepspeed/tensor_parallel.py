@@ -123,7 +123,7 @@ def without_padding_rows(name: str, placement: Placement, rows: int) -> Placemen
     return replace(placement, shape=(rows, *placement.shape[1:]), parts=tuple(parts))
 
 
-def placement_rule(info: object, path: str) -> PlacementRule:
+def parse_placement_rule(info: object, path: str) -> PlacementRule:
     """Return the rule that a checkpoint's `universal_checkpoint_info` describes.
 
     Args:

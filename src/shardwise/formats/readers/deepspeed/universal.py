@@ -83,7 +83,7 @@ def read(tree: Tree, tag: str | None = None, *, place: PlacementRule | None = No
     values = read_values(tree, [*parameter_files.values(), settings_file], builder.left_out)
     settings = values[settings_file]
     trained = _trained_shapes(ranks)
-    place = place or (ranks.recorded_placements() if ranks.tensor_parallel > 1 else place_whole)
+    place = place or ranks.placement_rule()
     _require_parameter_files(tree, f"{files.folder}zero", parameter_files, ranks, settings)
     _add_parameters(builder, tree, parameter_files, values, trained, place)
     _add_settings(builder, ranks, settings, f"{tree}/{settings_file}")
