@@ -115,7 +115,7 @@ class _Merger:
         if other is None:
             return first
         if is_of_optimizer(path) or (path and path[-1] in _COUNTERS):
-            raise self._error(path, values[0][0], other, "differs")
+            raise self._conflict_error(path, values[0][0], other, "differs")
         self.differing.append(path)
         return _DIFFERS
 
@@ -135,9 +135,13 @@ class _Merger:
         expected = first.shape, first.mesh, first.shards, first.local.dtype
         for file, value in values:
             if not isinstance(value, StoredShard):
-                raise self._error(path, values[0][0], file, "is a DTensor in only one of two files")
+                raise self._conflict_error(
+                    path, values[0][0], file, "is a DTensor in only one of two files"
+                )
             if (value.shape, value.mesh, value.shards, value.local.dtype) != expected:
-                raise self._error(path, values[0][0], file, "has different shapes or placements")
+                raise self._conflict_error(
+                    path, values[0][0], file, "has different shapes or placements"
+                )
         self._require_all_shards(shards, path)
         index = self.indices.setdefault(shards, len(self.shards))
         if index == len(self.shards):
@@ -173,7 +177,7 @@ class _Merger:
         kind = first.dtype, first.shape
         for file, value in values:
             if not isinstance(value, StoredArray) or (value.dtype, value.shape) != kind:
-                raise self._error(
+                raise self._conflict_error(
                     path, values[0][0], file, "is a plain tensor with different shapes or dtypes"
                 )
         if len(arrays) > 1 and _may_be_random_state(first):
@@ -182,7 +186,7 @@ class _Merger:
                 return _DIFFERS
         elif len(arrays) > 1:
             if not self.same_bytes(_take_sample(first), _take_sample(arrays[-1])):
-                raise self._error(
+                raise self._conflict_error(
                     path,
                     first.file,
                     arrays[-1].file,
@@ -193,7 +197,7 @@ class _Merger:
             self.copies.setdefault(first, arrays[1:])
         return first
 
-    def _error(self, path: Path, file: int, other: int, difference: str) -> FormatError:
+    def _conflict_error(self, path: Path, file: int, other: int, difference: str) -> FormatError:
         names = f"{self.files[file].name} and {self.files[other].name}"
         return FormatError(
             f"{self.path}: {_name_of(path)} {difference}: {names}. Either the files are from "

@@ -36,7 +36,7 @@ _THREADS = 8
 def recognise(tree: Tree) -> bool:
     """Return whether a tree is a safetensors file or an index, or has the weights of a model."""
     if tree.single_file is None:
-        return _find_weights(tree) is not None or bool(_expected_without_index(tree))
+        return _find_weights(tree) is not None or bool(_names_without_index(tree))
     if tree.single_file.endswith(INDEX):
         return True
     with open(tree.path, "rb") as file:
@@ -54,7 +54,7 @@ def read(tree: Tree) -> Foreign:
         raise CheckpointNotFoundError(f"{tree} is only an index: open {tree.path.parent}")
     main = tree.single_file or _find_weights(tree)
     if main is None:
-        tree.require(_expected_without_index(tree), "make up the model")
+        tree.require(_names_without_index(tree), "make up the model")
         raise FormatError(f"{tree} has no weights of a model: open the directory that has them")
     index = _read_index(tree, main) if main.endswith(INDEX) else None
     names = sorted(set(index.values())) if index is not None else [main]
@@ -101,7 +101,7 @@ def _find_weights(tree: Tree) -> str | None:
     return None
 
 
-def _expected_without_index(tree: Tree) -> list[str]:
+def _names_without_index(tree: Tree) -> list[str]:
     """Return the names that the index and shards of a model should have; empty without shards."""
     matches = [match for name in tree.sizes if (match := _SHARD.fullmatch(name)) is not None]
     shards = [match for match in matches if match[1] in _WEIGHTS]

@@ -71,11 +71,11 @@ def find_arrays(tree: Tree, names: Sequence[str], items: Sequence[Item]) -> Item
 
     def find(index: int, head: bytes, file: ReadableFile) -> None:
         item, wanted = items[index], len(head)
-        found = heads.find(head, names[index])
+        found = heads.find_array(head, names[index])
         while found is None and wanted < min(item.length, _LARGEST_HEAD):
             wanted = min(4 * wanted, item.length)
             whole = FileRange(file, 0, item.offset, item.length, names[index])
-            found = heads.find(whole.read(0, wanted), names[index])
+            found = heads.find_array(whole.read(0, wanted), names[index])
         if found is None:
             raise FormatError(
                 f"{names[index]}: its item is not a tensor saved by torch.save: the file is "
@@ -133,7 +133,7 @@ class _Heads:
         self._parsed: dict[bytes, tuple[int, int]] = {}
         self._lengths: tuple[int, ...] = ()
 
-    def find(self, head: bytes, name: str) -> tuple[int, int] | None:
+    def find_array(self, head: bytes, name: str) -> tuple[int, int] | None:
         """Return the array's template and start; None if the head is incomplete."""
         for length in self._lengths:
             found = self._parsed.get(head[:length])

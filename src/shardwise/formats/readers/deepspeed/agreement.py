@@ -61,7 +61,7 @@ def check_optimizers(tree: Tree, ranks: Sequence[OptimizerState]) -> list[str]:
                 _require_equal(tree, f"the step {suffix} is", values, "from different steps")
             elif len({text for _, text in values}) > 1:
                 lines.append(f"optimizer.*.{key} {suffix}: ranks differ; the first one's is taken")
-        settings = [(rank.path, _hyperparameters(rank, group, scalars)) for rank in ranks]
+        settings = [(rank.path, _hyperparameters_as_text(rank, group, scalars)) for rank in ranks]
         for key in dict.fromkeys(key for _, texts in settings for key in texts):
             values = [(path, texts.get(key, "missing")) for path, texts in settings]
             _require_equal(tree, f"{key} {suffix} is", values, "from different saves or optimizers")
@@ -81,7 +81,7 @@ def read_scalars(tree: Tree, arrays: Iterable[StoredArray]) -> Scalars:
 
     def read(file: FileRange) -> dict[tuple[int, int], float]:
         return {
-            (file.file_index, start): _decode(file.read(start, array.itemsize), array.dtype)
+            (file.file_index, start): _decode_scalar(file.read(start, array.itemsize), array.dtype)
             for start, array in by_file[file.file_index].items()
         }
 
@@ -89,7 +89,7 @@ def read_scalars(tree: Tree, arrays: Iterable[StoredArray]) -> Scalars:
     return {key: value for values in by_name.values() for key, value in values.items()}
 
 
-def _decode(data: bytes, dtype: str) -> float:
+def _decode_scalar(data: bytes, dtype: str) -> float:
     value = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).item()
     return value if isinstance(value, (int, float)) else float("nan")
 
@@ -99,7 +99,7 @@ def _scalar_arrays(state: OptimizerState) -> Iterable[StoredArray]:
         yield from (v for v in values.values() if isinstance(v, StoredArray) and not v.shape)
 
 
-def _hyperparameters(state: OptimizerState, group: int, scalars: Scalars) -> dict[str, str]:
+def _hyperparameters_as_text(state: OptimizerState, group: int, scalars: Scalars) -> dict[str, str]:
     """Return the hyperparameters of a flat group as text."""
     if state.hyperparameters is None:
         return {}

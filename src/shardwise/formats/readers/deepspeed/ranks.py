@@ -184,7 +184,7 @@ def read_ranks(tree: Tree, files: TagFiles, *, universal: bool = False) -> AllRa
         f"the file {name}: its optimizer's parameters have no names"
         for name in files.expert_optimizers.values()
     ]
-    tensor_parallel, stages = _parallel_sizes(first, files)
+    tensor_parallel, stages = _find_parallel_sizes(first, files)
     for stage in range(stages) if optimizers else ():
         ranks = range(stage * tensor_parallel, (stage + 1) * tensor_parallel)
         of_stage = [state for (_, rank), state in sorted(optimizers.items()) if rank in ranks]
@@ -296,7 +296,7 @@ def _require_recorded_modules(tree: Tree, files: TagFiles, models: Iterable[Mode
     require_layers_and_experts(tree, files, sorted(layers), experts)
 
 
-def _parallel_sizes(first: ModelState, files: TagFiles) -> tuple[int, int]:
+def _find_parallel_sizes(first: ModelState, files: TagFiles) -> tuple[int, int]:
     """Return the number of tensor-parallel ranks and of pipeline stages."""
     recorded = first.values.get("checkpoint_parallel_dimensions")
     dimensions = recorded if isinstance(recorded, Mapping) else {}

@@ -25,7 +25,7 @@ from shardwise.formats.readers.deepspeed.ranks import AllRanks, RankModule, read
 from shardwise.formats.readers.deepspeed.states import DEEPSPEED_KEYS
 from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule, place_whole
 from shardwise.formats.readers.deepspeed.without_zero import add_undivided_optimizer
-from shardwise.formats.readers.deepspeed.zero import flat_groups
+from shardwise.formats.readers.deepspeed.zero import find_flat_groups
 
 FORMAT = "DeepSpeed"
 
@@ -101,7 +101,7 @@ def _add_zero_optimizer(builder: Builder, ranks: AllRanks, place: PlacementRule)
                 states = [replace(state, slices=None) for state in states]
             shapes = ranks.models[0, rank].shapes
             shards.append(
-                list(flat_groups(shapes, states, data_before_experts=data_before_experts))
+                list(find_flat_groups(shapes, states, data_before_experts=data_before_experts))
             )
         first = ranks.optimizers[0, ranks.ranks_of_stage(stage)[0]]
         for groups in zip(*shards, strict=True):

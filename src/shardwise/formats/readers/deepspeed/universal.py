@@ -145,7 +145,7 @@ def _add_parameters(
         if name not in trained:
             continue
         path = f"{tree}/{file}"
-        array = _unwrap(values[file])
+        array = _unwrap_parameter(values[file])
         if isinstance(array, (int, float)):
             add_number(builder, [name], key, array)
         elif not isinstance(array, StoredArray):
@@ -163,7 +163,7 @@ def _add_parameters(
             add_shards(builder, tensor, [array], place_whole(tensor, [array.shape]))
 
 
-def _unwrap(value: Any) -> Any:
+def _unwrap_parameter(value: Any) -> Any:
     return value.get("param") if isinstance(value, Mapping) else value
 
 
@@ -226,7 +226,7 @@ def _add_untrained(
     for (name, key), file in files.items():
         if name in trained or key != WEIGHTS_KEY:
             continue
-        array = _unwrap(values[file])
+        array = _unwrap_parameter(values[file])
         if f"model.{name}" in builder:
             copies += 1
         elif isinstance(array, StoredArray):

@@ -26,7 +26,7 @@ from shardwise.formats.readers.deepspeed.states import (
     parse_torch_optimizer,
 )
 from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule
-from shardwise.formats.readers.deepspeed.zero import MASTER, FlatGroup, flat_groups
+from shardwise.formats.readers.deepspeed.zero import MASTER, FlatGroup, find_flat_groups
 
 MOST_PREFIXES = 10_000
 """The limit of what `assign_by_shape` remembers for each parameter."""
@@ -69,7 +69,7 @@ def add_undivided_optimizer(
             f"{first.path}: `members` names {unknown[0][:200]!r}, but there is no such parameter"
         )
     if first.is_flat:
-        shards = [list(rank.flat_groups(group_names, parameters)) for rank in ranks]
+        shards = [list(rank.to_flat_groups(group_names, parameters)) for rank in ranks]
         for groups in zip(*shards, strict=True):
             add_flat_group(builder, groups, place)
     else:
@@ -120,19 +120,19 @@ class _UndividedOptimizer:
             return [list(parameters)] if complete else None
         groups: list[list[Shape]] = [[] for _ in self.hyperparameters]
         for index, group in enumerate(self.param_groups):
-            shape = self._shape(index)
+            shape = self._shape_of(index)
             if shape is None:
                 return None
             groups[group].append(shape)
         return assign_by_shape(list(parameters.items()), groups)
 
-    def _shape(self, index: int) -> Shape | None:
+    def _shape_of(self, index: int) -> Shape | None:
         if self.masters:
             return self.masters[index].shape
         shapes = [a.shape for a in self.states[index].values() if isinstance(a, StoredArray)]
         return max(shapes, key=len, default=None)
 
-    def flat_groups(
+    def to_flat_groups(
         self, group_names: Sequence[Sequence[str]], parameters: Mapping[str, Shape]
     ) -> Iterator[FlatGroup]:
         """Return the flat groups as those of ZeRO 1 on a single data-parallel rank."""
@@ -147,7 +147,7 @@ class _UndividedOptimizer:
             values={},
         )
         shapes = [{name: parameters[name] for name in group} for group in group_names]
-        return flat_groups(shapes, [state], data_before_experts=False)
+        return find_flat_groups(shapes, [state], data_before_experts=False)
 
 
 def _add_parameters(

@@ -2,7 +2,7 @@
 
 ZeRO 1 and 2 put the parameters of a group end to end and cut the result into equal partitions
 (`ranges_of_partitions`). ZeRO 3 cuts every parameter into equal slices (`ranges_of_slices`).
-`flat_groups` computes these ranges from the files of all ranks, and `boxes_of_flat_ranges` turns
+`find_flat_groups` computes these ranges from the files of all ranks. `boxes_of_flat_ranges` turns
 them into boxes.
 """
 
@@ -163,7 +163,7 @@ def least_lengths(ranges: FlatRanges, ranks: int) -> Int:
     return least
 
 
-def flat_groups(
+def find_flat_groups(
     shapes: Sequence[Shapes], states: Sequence[OptimizerState], *, data_before_experts: bool
 ) -> Iterator[FlatGroup]:
     """Yield the flat groups that the optimizer states of all data-parallel ranks make up.
@@ -198,7 +198,7 @@ def flat_groups(
                 sharing = states[rank * count : (rank + 1) * count]
             else:
                 sharing = states[rank::parallel]
-            group = _flat_group(index, group_shapes, sharing)
+            group = _build_flat_group(index, group_shapes, sharing)
             names = tuple(_global_name(name, rank, experts) for name in group.names)
             yield replace(group, names=names)
 
@@ -229,7 +229,7 @@ def _global_name(name: str, rank: int, experts: Mapping[str, int]) -> str:
     return f"{found[1]}{rank * experts[found[1]] + int(found[2])}{found[3]}"
 
 
-def _flat_group(index: int, shapes: Shapes, states: Sequence[OptimizerState]) -> FlatGroup:
+def _build_flat_group(index: int, shapes: Shapes, states: Sequence[OptimizerState]) -> FlatGroup:
     first = states[0]
     arrays_of_ranks = [
         {
@@ -238,7 +238,7 @@ def _flat_group(index: int, shapes: Shapes, states: Sequence[OptimizerState]) ->
         }
         for state in states
     ]
-    ranges = _flat_ranges(index, shapes, states, arrays_of_ranks)
+    ranges = _find_ranges(index, shapes, states, arrays_of_ranks)
     least = least_lengths(ranges, len(states)).tolist()
     flat, scalars, left_out = {}, {}, []
     for key in dict.fromkeys(key for arrays in arrays_of_ranks for key in arrays):
@@ -248,7 +248,7 @@ def _flat_group(index: int, shapes: Shapes, states: Sequence[OptimizerState]) ->
             scalars[key] = tuple(parts)
         elif complete and all(map(_is_flat, parts, least)):
             label = f"{key or 'weights'} of parameter group {index}"
-            flat[key] = _flat_array(parts, f"{first.path}: {label}")
+            flat[key] = _join_flat_parts(parts, f"{first.path}: {label}")
         elif key == MASTER:
             raise FormatError(
                 f"{first.path}: the weights of parameter group {index} have fewer elements than "
@@ -271,7 +271,7 @@ def _flat_group(index: int, shapes: Shapes, states: Sequence[OptimizerState]) ->
     )
 
 
-def _flat_ranges(
+def _find_ranges(
     index: int,
     shapes: Shapes,
     states: Sequence[OptimizerState],
@@ -309,7 +309,7 @@ def _is_flat(array: StoredArray, least: int) -> bool:
     return len(array.shape) == 1 and array.stride == (1,) and array.shape[0] >= least
 
 
-def _flat_array(parts: Sequence[StoredArray], label: str) -> FlatArray:
+def _join_flat_parts(parts: Sequence[StoredArray], label: str) -> FlatArray:
     dtypes = {part.dtype for part in parts}
     if len(dtypes) != 1:
         raise FormatError(

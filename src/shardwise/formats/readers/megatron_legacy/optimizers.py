@@ -297,7 +297,7 @@ def _arrays_in_buffers(
         )
     arrays: dict[Parameter, dict[str, StoredArray]] = {p: {} for p in parameters}
     for buffer, members in zip(buffers, groups.values(), strict=True):
-        for key, flat in _flat_arrays(buffer, path):
+        for key, flat in _iterate_flat_arrays(buffer, path):
             starts = _find_starts(members, bucketings, flat.shape[0])
             if starts is None:
                 raise FormatError(
@@ -315,7 +315,7 @@ def _arrays_in_buffers(
     return arrays
 
 
-def _flat_arrays(buffer: object, path: str) -> Iterator[tuple[str, StoredArray]]:
+def _iterate_flat_arrays(buffer: object, path: str) -> Iterator[tuple[str, StoredArray]]:
     by_dtype = list(buffer.values()) if isinstance(buffer, dict) else []
     if len(by_dtype) != 1 or not isinstance(by_dtype[0], dict) or len(by_dtype[0]) > MOST_KEYS:
         raise FormatError(
@@ -367,7 +367,7 @@ def _lay_out_buffer(
     return starts[::-1], bucket_start + filled
 
 
-def possible_bucketings(args: Mapping[str, Any], stage: int, stages: int) -> list[Bucketing]:
+def list_bucketings(args: Mapping[str, Any], stage: int, stages: int) -> list[Bucketing]:
     """Return how the buckets can have been made, the most likely way first.
 
     Args:

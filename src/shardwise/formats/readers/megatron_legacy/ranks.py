@@ -312,16 +312,16 @@ class Geometry:
 
     def coordinate(self, rank: Rank, chunk: int) -> tuple[int, ...]:
         """Return the coordinate of a chunk of a rank along the axes."""
-        return (*_position(rank, self.directory_axes), chunk)
+        return (*_position_of(rank, self.directory_axes), chunk)
 
     def coordinate_without_expert(self, rank: Rank, chunk: int) -> tuple[int, ...]:
         """Return the coordinate of a chunk of a rank, without the axis of the experts."""
-        tensor, stage, _ = _position(rank, self.directory_axes)
+        tensor, stage, _ = _position_of(rank, self.directory_axes)
         return tensor, stage, chunk
 
     def stage(self, rank: Rank) -> int:
         """Return the pipeline stage of a rank."""
-        return _position(rank, self.directory_axes)[1]
+        return _position_of(rank, self.directory_axes)[1]
 
 
 def directory_axes(rank: Rank) -> tuple[str, ...]:
@@ -340,7 +340,9 @@ def find_geometry(ranks: Sequence[Rank], path: str) -> Geometry:
     """
     args = ranks[0].args
     axes = directory_axes(ranks[0])
-    counts = [max(column) + 1 for column in zip(*(_position(r, axes) for r in ranks), strict=True)]
+    counts = [
+        max(column) + 1 for column in zip(*(_position_of(r, axes) for r in ranks), strict=True)
+    ]
     sizes = dict(zip(SIZE_ARGS, counts, strict=True))
     for axis, size in sizes.items():
         recorded = args.get(SIZE_ARGS[axis])
@@ -364,7 +366,7 @@ def find_geometry(ranks: Sequence[Rank], path: str) -> Geometry:
     return Geometry({**sizes, "vp": len(ranks[0].chunks)}, axes, gates.pop())
 
 
-def _position(rank: Rank, axes: Sequence[str]) -> tuple[int, int, int]:
+def _position_of(rank: Rank, axes: Sequence[str]) -> tuple[int, int, int]:
     """Return the tensor-parallel rank, the pipeline stage, and the expert-parallel rank."""
     numbers = dict(zip(axes, rank.numbers, strict=True))
     return numbers["tp"], numbers.get("pp", 0), numbers.get("ep", 0)

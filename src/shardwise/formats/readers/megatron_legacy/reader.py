@@ -24,7 +24,7 @@ from shardwise.formats.readers.megatron_legacy.optimizers import (
     MASTER,
     RankOptimizer,
     find_optimizer_state,
-    possible_bucketings,
+    list_bucketings,
 )
 from shardwise.formats.readers.megatron_legacy.ranks import (
     ARGS,
@@ -205,7 +205,7 @@ def _find_optimizers(ranks: Sequence[Rank], geometry: Geometry) -> list[RankOpti
     optimizers = []
     for rank in ranks:
         stage, stages = geometry.stage(rank), geometry.sizes["pp"]
-        bucketings = possible_bucketings(rank.args, stage, stages)
+        bucketings = list_bucketings(rank.args, stage, stages)
         optimizers.append(find_optimizer_state(rank, parameters_of(rank), bucketings))
     reason = next((each.reason_unassigned for each in optimizers if each.reason_unassigned), "")
     if not reason:
