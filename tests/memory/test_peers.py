@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -14,7 +15,8 @@ import pytest
 
 import shardwise as sw
 from shardwise.memory import records
-from shardwise.memory.home import Place, Run
+from shardwise.memory.files import listen_to_bell
+from shardwise.memory.home import Home, Place, Run, new_run
 from shardwise.memory.records import AgentInfo, Done
 from shardwise.memory.remote.peers import Nodes, of_each
 from tests.memory.test_server import RUN, TOKEN, Served, served
@@ -40,6 +42,18 @@ def expecting(served: Served, tmp_path: Path, *, asked: str) -> Done:
             return nodes.expect("there", DONE, Done, asked=asked)
     finally:
         bound.cancel()
+
+
+def test_a_record_for_this_node_wakes_its_agent(tmp_path: Path) -> None:
+    """Otherwise each protected snapshot takes as long as the agent's pause between two looks."""
+    home, woken = Home(tmp_path), threading.Event()
+    place = Place(home.run(new_run()), 10)
+    place.path.mkdir(parents=True)
+    os.mkfifo(home.bell)
+    threading.Thread(target=listen_to_bell, args=(home.bell, woken.set), daemon=True).start()
+    with closing(Nodes(place, [AgentInfo("here", "", "")], "here", WAIT)) as nodes:
+        while not woken.wait(0.01):  # until the thread listens
+            nodes.tell("here", REQUEST, b"{}")
 
 
 def test_who_was_asked_is_waited_for_as_long_as_it_may_take(served: Served, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from shardwise.memory import records
 from shardwise.memory.files import Deadline, lock_directory, read_record, ring_bell, try_lock
 from shardwise.memory.records import Done, PendingManifest, RingFile, Staged
 
+BELL = "agent.bell"
 FREE = "free"
 ROOT = "root.json"
 ENDED = "ended"
@@ -83,7 +84,7 @@ class Home:
     @property
     def bell(self) -> Path:
         """The named pipe that wakes the agent."""
-        return self.path / "agent.bell"
+        return self.path / BELL
 
     @property
     def log(self) -> Path:
@@ -158,6 +159,10 @@ class Run:
     def free(self) -> Path:
         """The directory of the free slots."""
         return self.path / FREE
+
+    def wake_agent(self) -> None:
+        """Wake the agent of this node, if one runs."""
+        ring_bell(self.path.parents[1] / BELL)
 
     def steps(self) -> list[int]:
         """Return the steps that have a directory, in ascending order."""

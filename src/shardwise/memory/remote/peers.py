@@ -247,6 +247,7 @@ class Nodes:
         data = record if isinstance(record, bytes) else msgspec.json.encode(record)
         if node == self._here:
             write_record(self._place.path / name, data)
+            self._place.run.wake_agent()  # the request may be for another worker of this agent
         else:
             self._client(node).put(self._place.run.name, self._place.step, name, data)
 
