@@ -12,9 +12,10 @@ import numpy as np
 
 import shardwise as sw
 from benchmarks.harness import MANY, ROWS, Bench, arguments, rounded
+from shardwise.manifest.pieces import padded_rows
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.save import plan_save
-from shardwise.plan.tables import Description, columns_of
+from shardwise.plan.tables import Description
 
 SIMULATED = (64, 1024, 16384)
 
@@ -68,8 +69,8 @@ def simulate(ranks: int, tensors: int = 1000) -> dict[str, float]:
             ("float32",) * tensors,
             (shape,) * tensors,
             np.arange(tensors),
-            columns_of([(rank * rows, 0)] * tensors, 2, 0),
-            columns_of([(rows, 64)] * tensors, 2, 1),
+            padded_rows([(rank * rows, 0)] * tensors, 2, 0),
+            padded_rows([(rows, 64)] * tensors, 2, 1),
         )
         for rank in range(ranks)
     ]

@@ -25,6 +25,7 @@ LAYERS = (
     ("loading",),
     ("convert",),
     ("checkpoint", "opening"),
+    ("saved_tensor",),
     ("notebook", "resizing"),
     ("memory", "formats"),
     ("retention",),
@@ -239,7 +240,7 @@ def test_a_wrong_import_within_a_folder_is_seen(path: str, text: str, wrong: int
 @pytest.mark.parametrize(
     ("path", "text", "wrong"),
     [
-        ("plan/save.py", "from shardwise.manifest.table import Pieces", 0),
+        ("plan/save.py", "from shardwise.manifest.pieces import Pieces", 0),
         ("plan/save.py", "from shardwise.plan.load import LoadPlan", 0),
         ("plan/save.py", "from shardwise import errors", 0),
         ("plan/save.py", "def late():\n    import shardwise.api", 1),

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from shardwise.api import open as open  # noqa: A004
     from shardwise.api import save as save
     from shardwise.checkpoint import Checkpoint as Checkpoint
-    from shardwise.checkpoint import SavedTensor as SavedTensor
     from shardwise.checkpointer.checkpointer import Checkpointer as Checkpointer
     from shardwise.checkpointer.restoring import RestoreReport as RestoreReport
     from shardwise.combining import average as average
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from shardwise.memory.trainer.handle import SaveHandle as SaveHandle
     from shardwise.retention import Best as Best
     from shardwise.retention import Keep as Keep
+    from shardwise.saved_tensor import SavedTensor as SavedTensor
     from shardwise.state.leaves import Shards as Shards
     from shardwise.state.per_rank import PerRank as PerRank
     from shardwise.state.rng import RngState as RngState
@@ -68,7 +68,7 @@ _HOMES = {
     "SaveHandle": "memory.trainer.handle",
     "Memory": "memory.options",
     "SaveReport": "engine.save",
-    "SavedTensor": "checkpoint",
+    "SavedTensor": "saved_tensor",
     "Shards": "state.leaves",
     "ShardwiseError": "errors",
     "SpecError": "errors",

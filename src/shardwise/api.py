@@ -12,17 +12,17 @@ import torch.distributed as dist
 from shardwise.adapters import bind_state
 from shardwise.checkpoint import Checkpoint
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
-from shardwise.engine.calls import uncompiled, without_collection
-from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, moves_cpu_tensors
+from shardwise.engine.compile_and_gc import pause_gc, skip_compile
+from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, has_cpu_backend
 from shardwise.engine.load import LoadReport
 from shardwise.engine.options import SaveOptions
-from shardwise.engine.planning import Save
+from shardwise.engine.planning import SaveRequest
 from shardwise.engine.save import SaveReport, save_all
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.formats.specification import Specification
-from shardwise.loading import LoadOptions, State, load_state, united
-from shardwise.manifest.names import checked_name
+from shardwise.loading import LoadOptions, State, load_state, unite_local_states
+from shardwise.manifest.names import check_name
 from shardwise.opening import OpenOptions, open_any, place_below, refuse_file, refuse_foreign
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.lookup import Rename
@@ -34,7 +34,7 @@ Place = str | os.PathLike[str] | Store
 Index = str | os.PathLike[str]
 
 
-@uncompiled
+@skip_compile
 def save(
     place: Place,
     state: State,
@@ -77,21 +77,21 @@ def save(
     """
     recorder = Recorder(on_event)
 
-    def prepare() -> Save:
-        options = SaveOptions.checked(step, overwrite, check_replicas, metrics)
+    def prepare() -> SaveRequest:
+        options = SaveOptions.from_arguments(step, overwrite, check_replicas, metrics)
         arena = Arena(staging_bytes)
         local = local_state_of(state, allow_pickle=allow_pickle)
         store = open_store(place)
         if ranks.rank == 0:
             refuse_foreign(store)
             refuse_file(store)
-        return Save(state=local, store=store, arena=arena, options=options)
+        return SaveRequest(state=local, store=store, arena=arena, options=options)
 
-    with without_collection(), resolved_group(group) as ranks:
+    with pause_gc(), resolved_group(group) as ranks:
         return save_all(prepare, ranks, PlanCache() if plans is None else plans, recorder)
 
 
-@uncompiled
+@skip_compile
 def load(
     place: Place,
     state: State,
@@ -150,11 +150,11 @@ def load(
     )
     reading = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index)
     recorder = Recorder(on_event)
-    with without_collection(), resolved_group(group) as ranks:
+    with pause_gc(), resolved_group(group) as ranks:
         return load_state(entered(place, step, ranks), state, options, reading, ranks, recorder)
 
 
-@uncompiled
+@skip_compile
 def open(  # noqa: A001 - shardwise.open
     place: Place,
     *,
@@ -184,7 +184,7 @@ def open(  # noqa: A001 - shardwise.open
         CheckpointNotFoundError: there is no checkpoint, or the root lacks the selected one.
         FormatError: the manifest is invalid, or the format is unknown.
     """
-    with without_collection():
+    with pause_gc():
         options = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index)
         opened = open_any(entered(place, step, SoloGroup()), SoloGroup(), options=options)
         return Checkpoint(opened, verify=verify)
@@ -218,7 +218,7 @@ def resolved_group(group: dist.ProcessGroup | Group | None) -> Iterator[Group]:
         yield SoloGroup()
     elif group is None or isinstance(group, dist.ProcessGroup):
         chosen = dist.group.WORLD if group is None else group
-        if chosen is None or moves_cpu_tensors(chosen):
+        if chosen is None or has_cpu_backend(chosen):
             yield TorchGroup(chosen or dist.distributed_c10d._get_default_group())
             return
         own = dist.new_group(dist.get_process_group_ranks(chosen), TIMEOUT, "gloo")
@@ -236,7 +236,9 @@ def local_state_of(state: State, *, allow_pickle: bool) -> LocalState:
     Raises:
         StateError: a value cannot be saved, or its name is not allowed in a manifest.
     """
-    held = united(each.local_state() for each in bind_state(state, allow_pickle=allow_pickle))
+    held = unite_local_states(
+        each.local_state() for each in bind_state(state, allow_pickle=allow_pickle)
+    )
     for name in held.names():
-        checked_name(name)
+        check_name(name)
     return held

@@ -3,139 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from types import EllipsisType
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from shardwise.adapters.optimizers import GROUPS
 from shardwise.adapters.values import tensor_names_in_value
 from shardwise.engine.buffers import Arena
-from shardwise.engine.compare import compare_sample
-from shardwise.engine.load import fill, plan_filling
+from shardwise.engine.load import fill_alone, plan_reads
 from shardwise.engine.opened import Opened
-from shardwise.engine.slices import read_selected
-from shardwise.engine.verify import VerifyReport, verify_all
+from shardwise.engine.replicas import check_sample
+from shardwise.engine.verify import VerifyReport, verify_checkpoint
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
-from shardwise.layout import Box, selected
-from shardwise.manifest.dtypes import DTYPES
+from shardwise.layout import Box
 from shardwise.manifest.manifest import Manifest, TensorEntry
-from shardwise.notebook import checkpoint_html, draw_boxes, tensor_html
+from shardwise.notebook import checkpoint_html, draw_boxes
 from shardwise.plan.lookup import SavedState
+from shardwise.saved_tensor import SavedTensor
 from shardwise.state.leaves import Fragment, TensorLeaf
-from shardwise.state.objects import decode
+from shardwise.state.plain_values import decode
 from shardwise.state.selection import Selection
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-IndexArray: TypeAlias = Sequence[int] | npt.NDArray[Any] | torch.Tensor
-IndexPart: TypeAlias = SupportsIndex | slice | EllipsisType | IndexArray
-Index: TypeAlias = IndexPart | tuple[IndexPart, ...]
-
-
-class SavedTensor:
-    """A tensor in a checkpoint. `name`, `shape` and `dtype` are known without reading its data.
-
-    `saved[10:20]`, `saved.tensor()`, `numpy.asarray(saved)` and `torch.as_tensor(saved)` read it.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, entry: TensorEntry) -> None:
-        self._checkpoint = checkpoint
-        self._entry = entry
-        self.name = entry.name
-        self.shape = torch.Size(entry.shape)
-        self.dtype: torch.dtype = getattr(torch, entry.dtype)
-
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the whole tensor in bytes."""
-        return self.shape.numel() * DTYPES[self._entry.dtype].itemsize
-
-    def __repr__(self) -> str:
-        return f"SavedTensor({self.name!r}, {self.dtype}, {list(self.shape)})"
-
-    def _repr_html_(self) -> str:
-        return tensor_html(self._entry, self._checkpoint.boxes(self.name))
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError(f"{self.name}: a 0-d tensor has no length")
-        return self.shape[0]
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (self[i] for i in range(len(self)))
-
-    def __getitem__(self, index: Index) -> torch.Tensor:
-        """Read a part, indexed like a torch tensor; `[...]` reads all of it.
-
-        The index consists of integers, slices with steps, `...`, and at most one list, array or
-        mask of one dimension. Only the selected elements are read, plus gaps of at most 64 KiB
-        between them. Beyond the result, this takes at most 64 MiB of host memory, or what the
-        index selects of one row of the first dimension if that is more.
-
-        Raises:
-            IndexError: the index does not fit the shape.
-            CorruptionError: bytes differ from those that were saved.
-        """
-        parts = index if isinstance(index, tuple) else (index,)
-        plain = tuple(part.cpu() if isinstance(part, torch.Tensor) else part for part in parts)
-        along = selected(plain, self.shape)
-        out = read_selected(self._entry, along, self._checkpoint._fill)
-        return out[
-            tuple(
-                torch.from_numpy(each.then) if isinstance(each.then, np.ndarray) else each.then
-                for each in along
-            )
-        ]
-
-    def tensor(
-        self, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-    ) -> torch.Tensor:
-        """Read the whole tensor; convert it to `dtype` if given."""
-        return self[...].to(device, dtype or self.dtype)
-
-    def __array__(
-        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
-    ) -> npt.NDArray[Any]:
-        """Read the whole tensor as a NumPy array.
-
-        Raises:
-            ValueError: `copy` is False; reading always makes a new array.
-            TypeError: NumPy lacks the dtype (for example bfloat16), and `dtype` is not given.
-        """
-        if copy is False:
-            raise ValueError(
-                f"{self.name}: reading makes a new array, so copy=False is not possible"
-            )
-        try:
-            torch.empty(0, dtype=self.dtype, device="cpu").numpy()
-            known = self.dtype
-        except TypeError as error:
-            if dtype is None:
-                raise TypeError(
-                    f"{self.name}: numpy has no dtype {self.dtype}: pass a dtype, for example "
-                    "numpy.float32, or use .tensor()"
-                ) from error
-            known = torch.complex64 if self.dtype.is_complex else torch.float32
-        array: npt.NDArray[Any] = self.tensor(dtype=known).numpy()
-        return array if dtype is None else array.astype(dtype, copy=False)
-
-    def __dlpack__(self, **options: Any) -> object:
-        """Read the whole tensor, for `torch.as_tensor`, `numpy.from_dlpack` and others."""
-        return self[...].__dlpack__(**options)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        """Return the CPU, because tensors are read into host memory."""
-        return 1, 0
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -190,7 +83,7 @@ class Checkpoint(Mapping[str, Any]):
         """
         entry = self._saved.tensor(name)
         if entry is not None:
-            return SavedTensor(self, entry)
+            return self._saved_tensor(entry)
         if not self._saved.has_object(name):
             raise self._unknown(name)
         return self._read([name])[name]
@@ -212,7 +105,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def tensors(self) -> dict[str, SavedTensor]:
         """Return all tensors, by name."""
-        return {entry.name: SavedTensor(self, entry) for entry in self.manifest.tensors}
+        return {entry.name: self._saved_tensor(entry) for entry in self.manifest.tensors}
 
     def state_dict(self, key: str) -> dict[str, Any]:
         """Read everything below a key of the state, with that key removed from the names.
@@ -250,8 +143,8 @@ class Checkpoint(Mapping[str, Any]):
             StateError: a value was saved as pickle, or `only` or `skip` is not a list.
             CorruptionError: bytes differ from those that were saved.
         """
-        selection = Selection.by(only, skip)
-        found = self._read([name for name in self if selection.chooses(name)])
+        selection = Selection.from_patterns(only, skip)
+        found = self._read([name for name in self if selection.selects(name)])
         nested: dict[str, Any] = {}
         for name, value in found.items():
             *above, last = _keys(name, found)
@@ -334,7 +227,7 @@ class Checkpoint(Mapping[str, Any]):
                 saved.
             MismatchError: copies of a tensor differ; the message names all such tensors.
         """
-        return verify_all(self._opened, self._arena, Recorder(on_event))
+        return verify_checkpoint(self._opened, self._arena, Recorder(on_event))
 
     def _read(self, names: Sequence[str]) -> dict[str, Any]:
         """Read tensors and plain values; tied tensors share memory."""
@@ -366,10 +259,13 @@ class Checkpoint(Mapping[str, Any]):
     def _fill(self, leaves: Sequence[TensorLeaf]) -> None:
         numbers = {self._saved.stored_index(leaf.name) for leaf in leaves} - self._compared
         if self.verified and numbers:
-            compare_sample(self._opened, self._arena, Recorder(), numbers)
+            check_sample(self._opened, self._arena, Recorder(), numbers)
             self._compared |= numbers
-        filling = plan_filling(leaves, self._saved, self._opened, self._arena)
-        fill(filling, self._opened, self._arena, verify=self.verified)
+        planned = plan_reads(leaves, self._saved, self._opened, self._arena)
+        fill_alone(planned, self._opened, self._arena, verify=self.verified)
+
+    def _saved_tensor(self, entry: TensorEntry) -> SavedTensor:
+        return SavedTensor(entry, self._fill, partial(self.boxes, entry.name))
 
     def _tensor(self, name: str) -> TensorEntry:
         entry = self._saved.tensor(name)
@@ -384,7 +280,7 @@ class Checkpoint(Mapping[str, Any]):
         elif name in self.manifest.per_rank:
             hint = "; its value differs between ranks, so only sw.load restores it"
         else:
-            near = " or ".join(map(repr, self._saved.near(name)))
+            near = " or ".join(map(repr, self._saved.similar_names(name)))
             hint = f"; did you mean {near}?" if near else ""
         return KeyError(f"{name!r} is not in {self.path}{hint}")
 

@@ -26,7 +26,7 @@ from shardwise.convert.plan import Source
 from shardwise.convert.sources import AverageSource, CheckpointSource, MergedSource
 from shardwise.convert.write import ConversionReport, CopiesToCompare, chunk_size
 from shardwise.engine.buffers import Arena
-from shardwise.engine.calls import without_collection
+from shardwise.engine.compile_and_gc import pause_gc
 from shardwise.engine.exchange import run_on_all, run_on_first
 from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened
@@ -95,7 +95,7 @@ def average(
         max_memory=max_memory,
         max_file=max_file,
     )
-    with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
+    with pause_gc(), resolved_group(group) as ranks, ExitStack() as cleanup:
         job = _Job(options, ranks, Recorder(on_event), cleanup)
         return job.average(places, weights, take_first, OpenOptions(spec=spec, format=format))
 
@@ -152,7 +152,7 @@ def merge_lora(
         max_memory=max_memory,
         max_file=max_file,
     )
-    with without_collection(), resolved_group(group) as ranks, ExitStack() as cleanup:
+    with pause_gc(), resolved_group(group) as ranks, ExitStack() as cleanup:
         job = _Job(options, ranks, Recorder(on_event), cleanup)
         return job.merge(base, adapter, alpha, OpenOptions(spec=spec, format=format))
 
@@ -180,7 +180,7 @@ class _Job:
         """Write the weighted average of several checkpoints."""
 
         def check_options() -> None:
-            Selection.by(take_first, ())
+            Selection.from_patterns(take_first, ())
             if isinstance(places, str) or len(places) < 2:
                 raise StateError(f"places={places!r}: expected a list of two or more checkpoints")
             normalize_weights(weights, len(places))
@@ -198,7 +198,7 @@ class _Job:
                 f"places= has a checkpoint twice ({', '.join(map(str, places))}): pass each one "
                 "once, and use weights= to give it a larger weight"
             )
-        selection = Selection.by(self.options.only, self.options.skip)
+        selection = Selection.from_patterns(self.options.only, self.options.skip)
         manifests = {path: each.manifest for path, each in by_path.items()}
         manifest, left_out = average_manifests(manifests, selection, take_first)
 

@@ -146,7 +146,7 @@ def add_note(error: Exception, note: str) -> None:
         logging.getLogger("shardwise").error("%s", note)
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the type, message and notes of an error: `KeyError: 'x' (loader: raised by …)`."""
     notes = "; ".join(getattr(error, "__notes__", []))
     return f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")

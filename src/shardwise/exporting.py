@@ -19,7 +19,7 @@ from shardwise.convert.export import (
 )
 from shardwise.convert.sources import CheckpointSource
 from shardwise.convert.write import ConversionReport
-from shardwise.engine.calls import without_collection
+from shardwise.engine.compile_and_gc import pause_gc
 from shardwise.engine.group import Group
 from shardwise.events import Recorder, Sink
 from shardwise.formats.specification import Specification
@@ -86,7 +86,7 @@ def export(
         max_memory=max_memory,
         max_file=max_file,
     )
-    with without_collection(), resolved_group(group) as ranks:
+    with pause_gc(), resolved_group(group) as ranks:
         reading = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, index=index)
         return _export(place, step, options, reading, ranks, Recorder(on_event))
 

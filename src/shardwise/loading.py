@@ -1,4 +1,4 @@
-"""A load on all ranks: open the checkpoint, match names, plan, read, and restore plain values."""
+"""Load on all ranks: open the checkpoint, match names, plan, read, and restore plain values."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from shardwise.adapters import (
     optimizer_names,
 )
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena, check_staging_bytes
-from shardwise.engine.compare import check_sample
 from shardwise.engine.exchange import run_on_all
 from shardwise.engine.group import Group
 from shardwise.engine.load import (
     LoadReport,
-    fill_with_neighbours,
-    plan_filling,
-    plan_with_neighbours,
+    fill_with_node_ranks,
+    plan_reads,
+    plan_with_node_ranks,
 )
 from shardwise.engine.match import (
     GROUPS,
     Matched,
     agree_on_match,
-    match,
+    match_targets,
     with_named_parameters,
 )
 from shardwise.engine.opened import Opened, read_per_rank
+from shardwise.engine.replicas import check_sample_together
 from shardwise.errors import StateError
 from shardwise.events import Recorder
 from shardwise.manifest.names import MANIFEST
 from shardwise.opening import OpenOptions, open_any
-from shardwise.plan.lookup import Rename, SavedState, renaming
+from shardwise.plan.load import LoadPlan
+from shardwise.plan.lookup import Rename, SavedState, rename_function
 from shardwise.resizing import Resizing
 from shardwise.state.leaves import LocalState, ParameterOrder
 from shardwise.state.selection import Selection
@@ -67,8 +68,8 @@ class LoadOptions:
             StateError: `only`, `skip` or `rename` has the wrong type.
             ValueError: `staging_bytes` is too small.
         """
-        Selection.by(self.only, self.skip)
-        renaming(self.rename)
+        Selection.from_patterns(self.only, self.skip)
+        rename_function(self.rename)
         check_staging_bytes(self.staging_bytes)
 
     @property
@@ -88,10 +89,13 @@ def load_state(
     group: Group,
     recorder: Recorder,
 ) -> LoadReport:
-    """Load a checkpoint into a state. All ranks of the group call it together.
+    """Load a checkpoint into a state. All ranks call this function together.
 
     Args:
-        enter: returns the store of the checkpoint; if it fails on one rank, it fails on all.
+        enter: returns the store of the checkpoint. A failure on one rank is raised on all ranks.
+        state: the state to fill.
+        options, open_options: how to load, and how to read the checkpoint.
+        group, recorder: the ranks; gets an event for each stage.
 
     Raises:
         ShardwiseError: as for `shardwise.load`.
@@ -100,25 +104,26 @@ def load_state(
     with ExitStack() as cleanup:
         with recorder.stage("open"):
             opened = _open(enter, options, open_options, group, cleanup)
-        rename, selection = renaming(options.rename), Selection.by(options.only, options.skip)
+        rename = rename_function(options.rename)
+        selection = Selection.from_patterns(options.only, options.skip)
         opened = _fit_to_target(opened, state, options, rename, selection, group)
         saved = SavedState(opened.manifest, rename, opened.missing_files)
         arena = Arena(options.staging_bytes)
         with recorder.stage("match"):
-            look = partial(_match_state, state, saved, selection, options)
+            match = partial(_match_state, state, saved, selection, options)
             bindings, found, unexpected = agree_on_match(
-                look, saved, selection, state, group, strict=options.strict
+                match, saved, selection, state, group, strict=options.strict
             )
         if verify:
-            check_sample(opened, saved, found.leaves, arena, recorder, group)
+            check_sample_together(opened, saved, found.leaves, arena, recorder, group)
         with recorder.stage("plan"):
-            prepare = partial(plan_filling, found.leaves, saved, opened, arena)
-            filling, neighbours = plan_with_neighbours(prepare, opened, arena, group, cleanup)
+            plan_own = partial(plan_reads, found.leaves, saved, opened, arena)
+            planned, node_ranks = plan_with_node_ranks(plan_own, opened, arena, group, cleanup)
 
         def read() -> int:
             with recorder.stage("read"):
-                nbytes = fill_with_neighbours(
-                    filling, neighbours, opened, arena, cleanup, verify=verify
+                nbytes = fill_with_node_ranks(
+                    planned, node_ranks, opened, arena, cleanup, verify=verify
                 )
             with recorder.stage("restore"):
                 _restore_values(bindings, found, saved, opened, group, verify=verify)
@@ -127,12 +132,24 @@ def load_state(
         bytes_read = run_on_all(group, "loading", read)
         for binding in bindings:
             binding.rebuild_weights()
+    return _report(opened, planned.plan, bytes_read, found, unexpected, bindings, recorder)
+
+
+def _report(
+    opened: Opened,
+    plan: LoadPlan,
+    bytes_read: int,
+    found: Matched,
+    unexpected: tuple[str, ...],
+    bindings: Sequence[Binding],
+    recorder: Recorder,
+) -> LoadReport:
     return LoadReport(
         path=str(opened.store),
         step=opened.manifest.step,
-        bytes_needed=filling.plan.bytes_needed,
+        bytes_needed=plan.bytes_needed,
         bytes_read=bytes_read,
-        files=len(set(filling.plan.spans.file.tolist())),
+        files=len(set(plan.spans.file.tolist())),
         missing=tuple(found.missing),
         unexpected=unexpected,
         optimizers=tuple(n for n in optimizer_names(bindings) if found.counts[n][1] > 0),
@@ -147,15 +164,15 @@ def _open(
     group: Group,
     cleanup: ExitStack,
 ) -> Opened:
-    """Open the checkpoint, and lock it against removal until `cleanup` is closed."""
+    """Open the checkpoint, and lock it against removal until `cleanup` closes."""
 
-    def hold() -> Store:
+    def enter_and_lock() -> Store:
         options.check()  # inside the exchange, so that a failure on one rank reaches all ranks
         store = enter()
         cleanup.enter_context(store.hold(MANIFEST, shared=True))
         return store
 
-    return open_any(hold, group, options.terms, open_options)
+    return open_any(enter_and_lock, group, options.terms, open_options)
 
 
 def _fit_to_target(
@@ -166,21 +183,21 @@ def _fit_to_target(
     selection: Selection,
     group: Group,
 ) -> Opened:
-    """Replace the optimizers' parameter numbers by the target's names, and apply `resize`."""
-    resizing = Resizing.agreed(options.resize, state, group)
+    """Name the parameters of optimizers that are saved by position, and apply `resize`."""
+    resizing = Resizing.from_patterns(options.resize, state, group)
 
-    def orders() -> dict[str, ParameterOrder]:
+    def parameter_orders() -> dict[str, ParameterOrder]:
         saved = SavedState(opened.manifest, rename)
         found: dict[str, ParameterOrder] = {}
         for binding in bind_state(state, allow_pickle=options.allow_pickle):
             order = binding.parameter_order()
             if order is not None:
                 name = saved.saved_name(f"{binding.name}.{GROUPS}").removesuffix(f".{GROUPS}")
-                found[name] = resizing.order_before(order, saved)
+                found[name] = resizing.saved_order(order, saved)
         return found
 
-    opened = with_named_parameters(opened, orders, group)
-    return resizing.applied(opened, SavedState(opened.manifest, rename), selection)
+    opened = with_named_parameters(opened, parameter_orders, group)
+    return resizing.apply(opened, SavedState(opened.manifest, rename), selection)
 
 
 def _match_state(
@@ -189,13 +206,13 @@ def _match_state(
     """Bind the values of the state on this rank, and match them with the checkpoint."""
     bindings = bind_state(state, allow_pickle=options.allow_pickle)
     parts = [binding.targets(saved, selection) for binding in bindings]
-    targets = united(parts)
+    targets = unite_local_states(parts)
     targets.tensors = make_leaves_fillable(targets.tensors)
-    asked = names_to_fill(bindings, parts)
-    return bindings, match(targets, saved, selection, asked, cast=options.cast)
+    names_of = names_to_fill(bindings, parts)
+    return bindings, match_targets(targets, saved, selection, names_of, cast=options.cast)
 
 
-def united(parts: Iterable[LocalState]) -> LocalState:
+def unite_local_states(parts: Iterable[LocalState]) -> LocalState:
     """Unite the local states of all bindings.
 
     Raises:
@@ -223,7 +240,7 @@ def _restore_values(
     *,
     verify: bool,
 ) -> None:
-    """Set the plain values that all ranks share, and those that each rank has for itself."""
+    """Set the plain values that all ranks share, and the per-rank values."""
     values = {name: saved.object(name) for name in found.objects}
     for binding in bindings:
         binding.restore(values)

@@ -17,7 +17,7 @@ from shardwise.engine.opened import (
     ForeignDetails,
     Opened,
     Replicas,
-    opened_manifest,
+    open_manifest,
     read_manifest,
 )
 from shardwise.errors import (
@@ -86,23 +86,23 @@ def open_any(
             specification does not fit the checkpoint.
     """
 
-    def speak() -> tuple[Store, bytes]:
+    def make_message() -> tuple[Store, bytes]:
         store = enter()
         return store, f"{store} {terms}".encode()
 
-    def answer(store: Store, said: list[bytes]) -> bytes:
+    def make_reply(store: Store, messages: list[bytes]) -> bytes:
         require_equal(
-            [each.decode() for each in said],
+            [each.decode() for each in messages],
             "ranks do not load the same checkpoint in the same way:",
         )
         return _read_description(store, options)
 
-    store, description = exchange_keeping(group, "opening a checkpoint", speak, answer)
+    store, description = exchange_keeping(group, "opening a checkpoint", make_message, make_reply)
     path = local_path(store)
     if path is not None and description.startswith(MAGIC):
         opened = opened_foreign(Tree(path), decode_index(description))
     else:
-        opened = opened_manifest(store, description)
+        opened = open_manifest(store, description)
     for name, file in opened.missing_files.items() if group.rank == 0 else ():
         log.warning("%s: the file %s is missing, so %s cannot be loaded", store, file, name)
     if options.spec is not None and options.spec.files is None:
@@ -168,16 +168,16 @@ def place_below(enter: Callable[[], Store], choice: Choice, group: Group) -> str
         StateError: a step is selected, but the place is not the root of a run.
     """
 
-    def speak() -> tuple[Store, bytes]:
+    def make_message() -> tuple[Store, bytes]:
         store = enter()
         return store, f"{store}, step={checked_choice(choice)!r}".encode()
 
-    def answer(store: Store, said: list[bytes]) -> bytes:
-        asked = [each.decode() for each in said]
+    def make_reply(store: Store, messages: list[bytes]) -> bytes:
+        asked = [each.decode() for each in messages]
         require_equal(asked, "ranks do not open the same checkpoint:")
         return _step_below(store, checked_choice(choice)).encode()
 
-    return exchange_keeping(group, "choosing a checkpoint", speak, answer)[1].decode()
+    return exchange_keeping(group, "choosing a checkpoint", make_message, make_reply)[1].decode()
 
 
 def _step_below(store: Store, choice: Choice) -> str:

@@ -1,4 +1,4 @@
-"""Resize tensors while they are loaded, for example the embedding of a larger vocabulary."""
+"""Resize tensors during a load, for example embeddings after the vocabulary has grown."""
 
 from __future__ import annotations
 
@@ -28,53 +28,53 @@ class Target(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         shape: the global shape in the target.
-        within: the name within the module.
+        name_in_module: the name within the module.
         is_meta: whether the tensor is on the meta device on any rank.
     """
 
     shape: Shape
-    within: str
+    name_in_module: str
     is_meta: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Resizing:
-    """The tensors that a load resizes; the same on all ranks.
+    """The tensors that a load resizes. The value is equal on all ranks.
 
     Attributes:
-        targets: the tensors, by their names in the target.
-        optimizers: the names of the optimizers of the target.
+        targets: the tensors, by name.
+        optimizers: the names of the target's optimizers.
     """
 
     targets: Mapping[str, Target] = field(default_factory=dict)
     optimizers: Collection[str] = ()
 
     @classmethod
-    def agreed(
+    def from_patterns(
         cls, resize: Mapping[str, str], state: MutableMapping[str, object], group: Group
     ) -> Resizing:
-        """Find the tensors that `resize` names, on all ranks together.
+        """Find the tensors that match the patterns of `resize`. All ranks call this together.
 
         Args:
-            resize: a mapping of shell patterns to `"keep-common"`; the same on all ranks.
-            state: the target.
+            resize: maps shell patterns of names to `"keep-common"`; the same on all ranks.
+            state: the state to fill.
             group: the ranks.
 
         Raises:
-            StateError: `resize` is not such a mapping.
+            StateError: `resize` has the wrong type, or values other than `"keep-common"`.
             MismatchError: a pattern matches no tensor.
         """
         if not resize:
             return cls()
 
-        def speak() -> bytes:
-            _check(resize)
-            return msgspec.msgpack.encode(_named(resize, state))
+        def make_message() -> bytes:
+            _check_patterns(resize)
+            return msgspec.msgpack.encode(_find_targets(resize, state))
 
-        def answer(said: list[bytes]) -> bytes:
+        def make_reply(messages: list[bytes]) -> bytes:
             found: dict[str, Target] = {}
             optimizers: dict[str, None] = {}
-            for each in said:
+            for each in messages:
                 targets, names = msgspec.msgpack.decode(
                     each, type=tuple[dict[str, Target], list[str]]
                 )
@@ -82,7 +82,7 @@ class Resizing:
                 for name, target in targets.items():
                     other = found.get(name, target)
                     is_meta = target.is_meta or other.is_meta
-                    found[name] = Target(target.shape, target.within, is_meta)
+                    found[name] = Target(target.shape, target.name_in_module, is_meta)
             unmatched = [each for each in resize if not any(fnmatchcase(n, each) for n in found)]
             if unmatched:
                 raise MismatchError(
@@ -90,39 +90,41 @@ class Resizing:
                 )
             return msgspec.msgpack.encode((found, [*optimizers]))
 
-        reply = exchange(group, "finding tensors to resize", speak, answer)
+        reply = exchange(group, "finding tensors to resize", make_message, make_reply)
         return cls(*msgspec.msgpack.decode(reply, type=tuple[dict[str, Target], list[str]]))
 
-    def order_before(self, order: ParameterOrder, saved: SavedState) -> ParameterOrder:
-        """Return the order of an optimizer's parameters with the shapes of the checkpoint."""
-        before: dict[tuple[str, Shape], Shape] = {}
+    def saved_order(self, order: ParameterOrder, saved: SavedState) -> ParameterOrder:
+        """Return the order of an optimizer's parameters, with their shapes in the checkpoint."""
+        saved_shapes: dict[tuple[str, Shape], Shape] = {}
         for name, target in self.targets.items():
             entry = saved.tensor(name)
             if entry is not None:
-                before[target.within, target.shape] = before[name, target.shape] = entry.shape
-        return [[(n, before.get((n, shape), shape)) for n, shape in group] for group in order]
+                saved_shapes[target.name_in_module, target.shape] = saved_shapes[
+                    name, target.shape
+                ] = entry.shape
+        return [[(n, saved_shapes.get((n, shape), shape)) for n, shape in group] for group in order]
 
-    def applied(self, opened: Opened, saved: SavedState, selection: Selection) -> Opened:
-        """Return a view of the checkpoint in which the resized tensors have the target's shapes.
+    def apply(self, opened: Opened, saved: SavedState, selection: Selection) -> Opened:
+        """Return a view of the checkpoint in which resized tensors have the shapes of the target.
 
-        Only elements that both shapes contain are read. The moments of a parameter are resized with
-        the parameter.
+        A load reads only elements that are inside of both shapes. The optimizer's moments of a
+        parameter are resized with the parameter.
 
         Args:
             opened: the checkpoint.
-            saved: the names of the checkpoint, found by the target's names.
+            saved: the contents of the checkpoint, looked up by the names of the target.
             selection: the names that are loaded.
 
         Raises:
-            StateError: new elements of a tensor would have no value, an optimizer's state has
-                another shape than the parameter (for example factored moments), or the tensor is a
-                mean of several copies.
+            StateError: new elements of a tensor would have no value; the state of an optimizer has
+                another shape than its parameter, for example factored moments; or the load averages
+                several copies of a tensor.
         """
         shapes: dict[str, Shape] = {}
         for name, target in self.targets.items():
             entry = saved.tensor(name)
             if entry is None or len(entry.shape) != len(target.shape):
-                continue  # reported when names are matched
+                continue  # the load reports the mismatch later
             if target.is_meta and any(
                 a > b for a, b in zip(target.shape, entry.shape, strict=True)
             ):
@@ -142,49 +144,52 @@ class Resizing:
                 f"{means[0]}: the load averages several copies of this tensor, so the tensor "
                 "cannot be resized; remove its name from resize="
             )
-        changed = tuple(
+        resized = tuple(
             msgspec.structs.replace(each, shape=shapes[each.name]) if each.name in shapes else each
             for each in tensors
         )
-        return replace(opened, manifest=msgspec.structs.replace(opened.manifest, tensors=changed))
+        return replace(opened, manifest=msgspec.structs.replace(opened.manifest, tensors=resized))
 
     def _moments(
         self, name: str, target: Target, saved: SavedState, selection: Selection
     ) -> Iterator[str]:
-        """Yield the names of the optimizers' moments of a parameter, which are resized with it."""
+        """Yield the names of a parameter's moments in the optimizers' states."""
         parameter = saved.tensor(name)
         if parameter is None or parameter.shape == target.shape:
             return
         for optimizer in self.optimizers:
-            start = {f"{optimizer}.{within}" for within in (target.within, name)}
-            names = [f"{each}.{key}" for each in start for key in saved.below(each)]
-            for entry in map(saved.tensor, filter(selection.chooses, names)):
+            prefixes = {f"{optimizer}.{each}" for each in (target.name_in_module, name)}
+            names = [f"{prefix}.{key}" for prefix in prefixes for key in saved.below(prefix)]
+            for entry in map(saved.tensor, filter(selection.selects, names)):
                 if entry is None or (math.prod(entry.shape) == 1 != math.prod(parameter.shape)):
-                    continue  # a plain value, or a single number, for example the count of steps
+                    continue  # a plain value or a scalar, for example the number of steps
                 if entry.shape != parameter.shape:
                     raise StateError(
-                        f"{entry.name}: the shape {list(entry.shape)} cannot be resized, because "
-                        f"the parameter has the shape {list(parameter.shape)}: load "
-                        f"without the optimizer's state, with skip=[{f'{optimizer}.*'!r}]"
+                        f"{entry.name}: cannot resize this state of shape {list(entry.shape)}, "
+                        f"because its parameter has shape {list(parameter.shape)}: load without "
+                        f"the optimizer's state, with skip=[{f'{optimizer}.*'!r}]"
                     )
                 yield entry.name
 
 
-def _check(resize: object) -> None:
+def _check_patterns(resize: object) -> None:
     if not isinstance(resize, Mapping) or not all(isinstance(each, str) for each in resize):
         raise StateError(
             f"resize={resize!r}: expected a mapping of names, for example "
             f'{{"model.embed.weight": "{KEEP_COMMON}"}}'
         )
-    wrong = [name for name, how in resize.items() if how != KEEP_COMMON]
+    wrong = [name for name, mode in resize.items() if mode != KEEP_COMMON]
     if wrong:
         raise StateError(f"resize={{{wrong[0]!r}: {resize[wrong[0]]!r}}}: expected {KEEP_COMMON!r}")
 
 
-def _named(
+def _find_targets(
     patterns: Mapping[str, str], state: MutableMapping[str, object]
 ) -> tuple[dict[str, Target], list[str]]:
-    """Return this rank's optimizers, and its tensors that match a pattern or are tied to such."""
+    """Return this rank's tensors that match a pattern, and the names of its optimizers.
+
+    The tensors include those that are tied to a matching tensor.
+    """
     bindings = bind_state(state, allow_pickle=True)
     leaves = [
         (binding.name, leaf)
@@ -192,10 +197,10 @@ def _named(
         if binding.kind == "module" or isinstance(binding, TensorBinding)
         for leaf in binding.local_state().tensors
     ]
-    chosen = {
+    matching = {
         leaf.name for _, leaf in leaves if any(fnmatchcase(leaf.name, each) for each in patterns)
     }
-    tied = {leaf.identity for _, leaf in leaves if leaf.name in chosen} - {None}
+    tied = {leaf.identity for _, leaf in leaves if leaf.name in matching} - {None}
     targets = {
         leaf.name: Target(
             leaf.shape,
@@ -203,6 +208,6 @@ def _named(
             any(fragment.data.is_meta for fragment in leaf.fragments),
         )
         for owner, leaf in leaves
-        if leaf.name in chosen or leaf.identity in tied
+        if leaf.name in matching or leaf.identity in tied
     }
     return targets, [each.name for each in bindings if each.kind == "optimizer"]

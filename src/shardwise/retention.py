@@ -13,8 +13,8 @@ from typing import Literal, SupportsIndex
 
 import msgspec
 
-from shardwise.engine.leftovers import collect_leftovers
-from shardwise.engine.options import checked_step, whole_number
+from shardwise.engine.leftovers import remove_leftovers
+from shardwise.engine.options import check_integer, check_step
 from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
@@ -52,7 +52,7 @@ class Best:
             raise TypeError(f"Best({self.metric!r}): expected the name of a metric")
         if self.mode not in ("min", "max"):
             raise ValueError(f"Best(mode={self.mode!r}): expected 'min' or 'max'")
-        object.__setattr__(self, "n", whole_number("Best(n", self.n))
+        object.__setattr__(self, "n", check_integer("Best(n", self.n))
 
     def ranked(self, metrics: Mapping[int, Metrics]) -> list[int]:
         """Return the steps that have this metric, best first; for equal values, newer steps first.
@@ -97,7 +97,7 @@ class Keep:
         for name in ("last", "multiple_of"):
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, whole_number(f"Keep({name}", value))
+                object.__setattr__(self, name, check_integer(f"Keep({name}", value))
         if self.best is not None and not isinstance(self.best, Best):
             raise TypeError(
                 f"Keep(best={self.best!r}): expected sw.Best, such as "
@@ -177,7 +177,7 @@ def checked_choice(step: object) -> Choice:
         return step
     if isinstance(step, str) or step is None:
         raise StateError(f"step={step!r}: expected a step, 'newest' or sw.Best(\"loss\")")
-    return checked_step(step)
+    return check_step(step)
 
 
 def decode_keep(data: Mapping[str, object]) -> Keep:
@@ -264,7 +264,7 @@ def remove_checkpoint(store: Store) -> bool:
         if not held:
             return False
         store.delete(MANIFEST)
-    collect_leftovers(store)
+    remove_leftovers(store)
     with suppress(OSError):  # the directory stays if it has files of others
         store.remove()
     return True
@@ -284,7 +284,7 @@ def choose_step(root: Store, choice: Choice) -> int:
         known = {step: _saved(root.at(step_directory(step))).metrics for step in steps}
         what, found = f"checkpoint with the metric {choice.metric!r}", best_of(choice, known)
     else:
-        number = checked_step(choice)
+        number = check_step(choice)
         there = ", ".join(map(str, steps[-5:])) or "none"
         what, found = f"checkpoint of step {number} (newest steps: {there})", number
         found = number if number in steps else None

@@ -104,7 +104,7 @@ def test_patterns_and_names_of_the_wrong_type_are_refused(tmp_path: Path, option
         (freed(4), "x: the tensor's storage was freed"),
         (np.frombuffer(bytes(16), np.float32), "x: the array is read-only"),
         (1, "x: a tensor in the checkpoint, a plain value in the target"),
-        (sw.PerRank(1), "x: a tensor in the checkpoint, a value of each rank in the target"),
+        (sw.PerRank(1), "x: a tensor in the checkpoint, a per-rank value in the target"),
     ],
 )
 def test_refused_at_loading(tmp_path: Path, target: Any, said: str) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise.cli import formatting as fmt
 from shardwise.cli.name_tree import NameLeaf, NameNode, build_tree, list_rows
-from shardwise.state.objects import encode
+from shardwise.state.plain_values import encode
 
 
 def tensor(name: str, *shape: int) -> NameLeaf:

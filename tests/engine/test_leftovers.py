@@ -11,7 +11,7 @@ import torch
 
 import shardwise as sw
 from shardwise.engine.group import SoloGroup
-from shardwise.engine.leftovers import collect_leftovers
+from shardwise.engine.leftovers import remove_leftovers
 from shardwise.manifest.names import data_file, lock_file
 from shardwise.store import LocalStore
 from shardwise.testing.faulty_store import Fault, FaultyStore
@@ -43,7 +43,7 @@ def save(place: Path, value: float = 1.0) -> set[str]:
 
 
 def test_files_of_a_crashed_save_go_and_others_stay(place: Path) -> None:
-    removed = collect_leftovers(LocalStore(place))
+    removed = remove_leftovers(LocalStore(place))
     assert set(removed) == {*ORPHANS, lock_file(SAVE_ID)}
     assert names(place) == set(FOREIGN)
 
@@ -52,7 +52,7 @@ def test_a_save_collects_what_another_left_and_keeps_its_own(place: Path) -> Non
     mine = save(place)
     assert names(place) == {*FOREIGN, *mine}
     assert "manifest.json" in mine
-    assert collect_leftovers(LocalStore(place)) == []
+    assert remove_leftovers(LocalStore(place)) == []
     sw.open(place).verify()
 
 
@@ -61,15 +61,15 @@ def test_nothing_goes_while_a_save_is_under_way(place: Path) -> None:
     before = names(place)
     with store.hold(lock_file(SAVE_ID), shared=False) as held:
         assert held
-        assert collect_leftovers(store) == []
+        assert remove_leftovers(store) == []
         assert names(place) == before
-        assert collect_leftovers(store, own_lock=lock_file(SAVE_ID)) == sorted(ORPHANS)
+        assert remove_leftovers(store, own_lock=lock_file(SAVE_ID)) == sorted(ORPHANS)
 
 
 def test_beside_a_manifest_that_cannot_be_read_nothing_goes(place: Path) -> None:
     (place / "manifest.json").write_bytes(b"damaged")
     before = names(place)
-    assert collect_leftovers(LocalStore(place)) == []
+    assert remove_leftovers(LocalStore(place)) == []
     assert names(place) == before
 
 
@@ -77,7 +77,7 @@ def test_an_empty_directory_goes_with_its_leftovers(tmp_path: Path) -> None:
     place = tmp_path / "it"
     place.mkdir()
     (place / ORPHANS[0]).touch()
-    collect_leftovers(LocalStore(place))
+    remove_leftovers(LocalStore(place))
     assert not place.exists()
 
 
@@ -103,7 +103,7 @@ def test_a_save_that_ends_while_another_collects_keeps_its_files(tmp_path: Path)
         saving = pool.submit(other)
         assert about_to_publish.wait(20)
         fault = Fault(0, let_it_end, only=("hold",))
-        collect_leftovers(FaultyStore(LocalStore(place), fault))
+        remove_leftovers(FaultyStore(LocalStore(place), fault))
         saving.result()
     assert fault.seen
     sw.open(place).verify()

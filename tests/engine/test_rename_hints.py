@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 import shardwise as sw
-from shardwise.engine.rename_hints import fitting_renames
+from shardwise.engine.rename_hints import suggest_renames
 
 Named = dict[str, torch.Tensor]
 
@@ -91,24 +91,24 @@ def test_one_that_is_bare_fits_a_wrapped_module(tmp_path: Path) -> None:
 def test_nothing_is_suggested_that_does_not_find_most_of_a_key(
     missing: list[str], names: list[str]
 ) -> None:
-    assert fitting_renames(missing, names, names, ["model", "optimizer"]) == ""
+    assert suggest_renames(missing, names, names, ["model", "optimizer"]) == ""
 
 
 def test_of_several_that_fit_it_is_the_one_below_the_same_key() -> None:
     names = ["ema.w", "ema.b", "model.module.w", "model.module.b"]
-    found = fitting_renames(["model.w", "model.b"], names, names, ["model"])
+    found = suggest_renames(["model.w", "model.b"], names, names, ["model"])
     assert found == "rename={'model': 'model.module'} would find all that is missing"
 
 
 def test_names_that_nothing_explains_do_not_hide_what_would_find_the_others() -> None:
     names = ["net.w", "net.b", "net.c"]
-    found = fitting_renames(
+    found = suggest_renames(
         ["model.w", "model.b", "model.c", "model.new", "epoch"], [], names, ["model", "epoch"]
     )
     assert found == "rename={'model': 'net'} would find 3 of the 5 missing names"
     wrapped = [f"model.{i}.module.w" for i in range(3)]
     missing = [*(f"model.{i}.w" for i in range(3)), "epoch"]
-    found = fitting_renames(missing, wrapped, wrapped, ["model", "epoch"])
+    found = suggest_renames(missing, wrapped, wrapped, ["model", "epoch"])
     assert found.endswith(" would find 3 of the 4 missing names")
     assert "*.module.* -> *.*" in found
 
@@ -180,4 +180,4 @@ def test_a_rename_that_reaches_no_group_of_an_optimizer_leads_to_a_specification
 
 def test_names_that_the_callers_rename_hides_are_not_suggested_as_they_are() -> None:
     names = ["optimizer.param_groups", "optimizer.net.w.m"]
-    assert fitting_renames(["optimizer.param_groups"], names, names, ["optimizer"]) == ""
+    assert suggest_renames(["optimizer.param_groups"], names, names, ["optimizer"]) == ""

@@ -17,7 +17,7 @@ from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.readers.dcp import reader
 from shardwise.formats.validate import validate_foreign
-from shardwise.state.objects import decode
+from shardwise.state.plain_values import decode
 from shardwise.testing import Gang
 from tests.formats.dcp_checkpoints import FLAT, NESTED, named, settings_of, torch_loads
 from tests.formats.reference import read_tensors

@@ -22,7 +22,7 @@ from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable
 from shardwise.formats.index import decode_index, encode_index, read_or_write_index
 from shardwise.formats.validate import validate_foreign
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.table import Pieces
+from shardwise.manifest.pieces import Pieces
 from shardwise.opening import opened_foreign
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.state.objects import decode
+from shardwise.state.plain_values import decode
 from tests.formats.comparing import assert_same
 from tests.formats.foreign_goldens import opened, unpacked
 from tests.formats.reference import read_tensors

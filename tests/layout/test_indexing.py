@@ -11,7 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.layout import batches, boxes_of_covers, cover, selected
+from shardwise.layout import (
+    boxes_of_covers,
+    cover_positions,
+    select_positions,
+    split_into_batches,
+)
 
 
 @st.composite
@@ -47,11 +52,14 @@ def test_spans_hold_what_is_selected(
 ) -> None:
     shape, index = shaped
     whole = np.arange(math.prod(shape)).reshape(shape)
-    along = selected(index, shape)
+    along = select_positions(index, shape)
     out = np.full([len(each.positions) for each in along], -1)
-    for batch in batches(along[0].positions, gap, most) if out.size else ():
+    for batch in split_into_batches(along[0].positions, gap, most) if out.size else ():
         firsts = along[0].positions[batch]
-        covers = [cover(firsts, gap), *(cover(each.positions, gap) for each in along[1:])]
+        covers = [
+            cover_positions(firsts, gap),
+            *(cover_positions(each.positions, gap) for each in along[1:]),
+        ]
         assert covers[0].length <= most + gap
         assert covers[0].length <= len(firsts) * (gap + 1)
         data = np.full([each.length for each in covers], -1)
@@ -61,7 +69,7 @@ def test_spans_hold_what_is_selected(
             data = data[(slice(None),) * dim + (each.within,)]
         out[batch] = data
     for dim in reversed(range(len(shape))):  # one dimension after the other, as torch does
-        out = out[(slice(None),) * dim + (along[dim].then,)]
+        out = out[(slice(None),) * dim + (along[dim].reindex,)]
     wanted = whole
     full = index
     if any(part is Ellipsis for part in index):
@@ -77,5 +85,5 @@ def test_spans_hold_what_is_selected(
 def test_bytes_are_neither_a_mask_nor_numbers() -> None:
     mask = torch.tensor([1, 0, 1], dtype=torch.uint8)
     with pytest.raises(IndexError, match=r"torch\.uint8"):
-        selected(mask, (3,))
-    assert selected(mask.bool(), (3,))[0].positions.tolist() == [0, 2]
+        select_positions(mask, (3,))
+    assert select_positions(mask.bool(), (3,))[0].positions.tolist() == [0, 2]

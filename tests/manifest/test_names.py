@@ -43,15 +43,15 @@ def test_other_directories_are_no_steps(name: str) -> None:
 )
 def test_a_file_that_is_no_plain_component_is_refused(name: str) -> None:
     with pytest.raises(FormatError, match="unsafe file"):
-        names.checked_file(name)
+        names.check_file_name(name)
 
 
 def test_what_a_save_makes_is_known_again() -> None:
     save_id = names.new_save_id()
-    assert names.checked_save_id(save_id) == save_id
+    assert names.check_save_id(save_id) == save_id
     assert names.new_save_id() != save_id
     for name in (names.data_file(3, save_id), names.data_file(123_456, save_id)):
-        assert names.checked_file(name) == name
+        assert names.check_file_name(name) == name
         assert names.made_by_save(name)
     assert names.made_by_save(names.lock_file(save_id))
     assert names.is_lock_file(names.lock_file(save_id))
@@ -69,4 +69,4 @@ def test_what_others_make_is_not_ours_to_remove(name: str) -> None:
 @pytest.mark.parametrize("save_id", ["", "0" * 15, "0" * 17, "G" * 16, "0123456789abcde\n"])
 def test_a_save_id_is_hexadecimal(save_id: str) -> None:
     with pytest.raises(FormatError, match="save_id"):
-        names.checked_save_id(save_id)
+        names.check_save_id(save_id)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from shardwise.engine.buffers import LARGE
+from shardwise.engine.buffers import LARGE_PAGE
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.agent.persist import Throttle
@@ -108,7 +108,7 @@ def test_a_slot_that_cannot_be_allocated_is_as_it_was(
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
         with pytest.raises(sw.StoreError, match="make it larger"):
-            slots.prepare(3 * LARGE)
+            slots.prepare(3 * LARGE_PAGE)
         assert not list(run.free.iterdir())
     slots.prepare(1000)
     (slot,) = run.free.iterdir()
@@ -117,7 +117,7 @@ def test_a_slot_that_cannot_be_allocated_is_as_it_was(
         patched.setattr(os, "posix_fallocate", full)
         for grow in (slots.prepare, slots.take):
             with pytest.raises(sw.StoreError, match="make it larger"):
-                grow(3 * LARGE)
+                grow(3 * LARGE_PAGE)
             assert slot.stat().st_size == size
     taken = slots.take(1000)
     assert taken is not None

@@ -24,7 +24,7 @@ from shardwise.engine.files import FileSource
 from shardwise.engine.planning import PlannedSave
 from shardwise.engine.tensors import DeviceMemory, HostMemory, Memory
 from shardwise.layout import Box
-from shardwise.manifest.datafile import lay_out, list_pieces
+from shardwise.manifest.data_file import encode_header_entries, lay_out_file
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import data_file
 from shardwise.memory import records
@@ -154,7 +154,7 @@ def content_of(*memories: Memory) -> FileSource:
         SIZE * np.arange(n + 1), list(range(n)), [(0,)] * n, [(SIZE,)] * n, [True] * n
     )
     devices = frozenset(each.device for each in memories if each.device is not None)
-    layout = lay_out(list_pieces(entries), 0, {})
+    layout = lay_out_file(encode_header_entries(entries), 0, {})
     return FileSource(layout, pieces, b"", memories.__getitem__, devices)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from shardwise.engine.group import FIRST, TorchGroup
+from shardwise.engine.group import FIRST_SIZE, TorchGroup
 from shardwise.testing import Gang
 
-LENGTHS = [0, 1, FIRST - 1, FIRST, FIRST + 1, 3 * FIRST, 100_000]
+LENGTHS = [0, 1, FIRST_SIZE - 1, FIRST_SIZE, FIRST_SIZE + 1, 3 * FIRST_SIZE, 100_000]
 
 
 def said(rank: int, length: int) -> bytes:

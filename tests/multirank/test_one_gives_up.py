@@ -49,11 +49,11 @@ def timed(operation: Callable[[], object], path: str, ranks: int) -> tuple[str, 
 @contextmanager
 def connecting_within(seconds: float) -> Iterator[None]:
     """Ranks that have met are connected in that time."""
-    usual, groups.CONNECTING = groups.CONNECTING, timedelta(seconds=seconds)
+    usual, groups.CONNECT_TIMEOUT = groups.CONNECT_TIMEOUT, timedelta(seconds=seconds)
     try:
         yield
     finally:
-        groups.CONNECTING = usual
+        groups.CONNECT_TIMEOUT = usual
 
 
 def train_wrongly(path: str) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine import datareader, ring
+from shardwise.engine import datareader, shared_buffers
 from shardwise.engine import load as engine_load
 from shardwise.plan.load import SharedReads, Spans, share_reads
 from shardwise.testing import Gang
@@ -139,13 +139,13 @@ def load_while(
 
 def change_what_is_passed_on() -> AbstractContextManager[object]:
     """What this rank passes on is no longer what it has read and verified."""
-    publish = ring.Rings.publish
+    publish = shared_buffers.SharedBuffers.publish
 
-    def changed(self: ring.Rings, read: int, checksum: int) -> None:
+    def changed(self: shared_buffers.SharedBuffers, read: int, checksum: int) -> None:
         self.slot(read)[100] ^= 1
         publish(self, read, checksum)
 
-    return patch.object(ring.Rings, "publish", changed)
+    return patch.object(shared_buffers.SharedBuffers, "publish", changed)
 
 
 def plan_other_reads() -> AbstractContextManager[object]:
@@ -194,4 +194,6 @@ def test_waiting_for_a_rank_ends_and_names_it(gang: Gang, saved: str) -> None:
     assert time.monotonic() - start < 20
     said = [str(each.exception) for each in outcomes[:2]]
     assert any("rank 2: it did not finish read" in each and "within 2 s" in each for each in said)
-    assert all("reading together failed" in each for each in said)  # the other may hear of it
+    assert all(
+        "reading together with the other ranks of the node failed" in each for each in said
+    )  # the other may hear of it

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.manifest.datafile import list_pieces
+from shardwise.manifest.data_file import encode_header_entries
 from shardwise.plan.cache import PlanCache, RankPlan
 from shardwise.plan.tables import PieceTable
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
@@ -170,7 +170,7 @@ def test_plain_values_of_a_cached_plan_are_those_of_today(tmp_path: Path) -> Non
 
 def test_the_least_recently_used_plan_makes_room() -> None:
     none = np.zeros(0, np.int64)
-    plan = RankPlan(PieceTable(none, [], [], [], []), list_pieces([]), {}, None)
+    plan = RankPlan(PieceTable(none, [], [], [], []), encode_header_entries([]), {}, None)
     cache = PlanCache(capacity=2)
     cache.put(b"a", plan)
     cache.put(b"b", plan)

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.layout import Box, row_major
-from shardwise.manifest.table import Pieces
+from shardwise.manifest.pieces import Pieces
 from shardwise.plan.load import (
     LoadPlan,
     Source,
     Spans,
-    bytes_saved,
+    fraction_saved,
     plan_load,
     share_reads,
 )
@@ -270,9 +270,9 @@ def test_what_all_want_is_divided_evenly() -> None:
     shared = share_reads(spans, largest_read=4 * BLOCK)
     loads = np.bincount(shared.reader, weights=shared.high - shared.low)
     assert loads.max() == loads.min()
-    assert bytes_saved(spans, shared) == 0.75
+    assert fraction_saved(spans, shared) == 0.75
 
 
 def test_what_nobody_shares_saves_nothing() -> None:
     spans = [spans_of({(0, 1), (0, 2)}), spans_of({(0, 3), (1, 1)})]
-    assert bytes_saved(spans, share_reads(spans, largest_read=BLOCK)) == 0.0
+    assert fraction_saved(spans, share_reads(spans, largest_read=BLOCK)) == 0.0

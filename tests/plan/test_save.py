@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import Manifest, TensorEntry, piece_runs
-from shardwise.manifest.table import Pieces, expand_runs
+from shardwise.manifest.manifest import Manifest, TensorEntry
+from shardwise.manifest.pieces import Pieces, expand_runs, padded_rows, piece_runs
 from shardwise.plan.save import SavePlan, divide, fill_levels, plan_save
-from shardwise.plan.tables import Description, columns_of, decode_description, decode_pieces
+from shardwise.plan.tables import Description, decode_description, decode_pieces
 from shardwise.testing.strategies import Holding, Tensor, holdings, tensors
 
 MIB = 1 << 20
@@ -34,8 +34,8 @@ def described(held: Held, ties: tuple[tuple[str, str], ...] = ()) -> Description
         tuple(tensor.dtype for tensor, _ in held),
         tuple(tensor.shape for tensor, _ in held),
         np.array([i for i, _ in rows], np.int64),
-        columns_of([box.offset for _, box in rows], dims, 0),
-        columns_of([box.shape for _, box in rows], dims, 1),
+        padded_rows([box.offset for _, box in rows], dims, 0),
+        padded_rows([box.shape for _, box in rows], dims, 1),
         ties,
     )
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from shardwise.plan.lookup import SavedState
 from shardwise.state.leaves import LocalState, ParameterOrder
-from shardwise.state.objects import JsonValue
+from shardwise.state.plain_values import JsonValue
 from shardwise.state.selection import Selection
 
 

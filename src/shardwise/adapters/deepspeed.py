@@ -24,7 +24,7 @@ from shardwise.adapters.tensors import tensor_leaf
 from shardwise.errors import StateError
 from shardwise.plan.lookup import SavedState
 from shardwise.state.leaves import LocalState, TensorLeaf
-from shardwise.state.objects import JsonValue, decode, encode
+from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
 
 VALUES_KEY = "deepspeed"
@@ -153,7 +153,7 @@ class EngineCounters(Binding):
     def targets(self, saved: SavedState, selection: Selection) -> LocalState:
         """Return the counters that the checkpoint has. Only checkpoints of engines have some."""
         saved_counters = {name: None for name in self._counters() if saved.has_object(name)}
-        return selection.of(LocalState(objects=saved_counters))
+        return selection.select_from(LocalState(objects=saved_counters))
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
         """Set the counters and the loss scale."""

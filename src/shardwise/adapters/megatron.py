@@ -34,7 +34,7 @@ from shardwise.adapters.parameters import Parameter, join_leaves, unwrap_data_pa
 from shardwise.errors import StateError, user_code
 from shardwise.plan.lookup import SavedState
 from shardwise.state.leaves import LocalState, TensorLeaf
-from shardwise.state.objects import JsonValue, decode, encode
+from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
 
 VALUES_KEY = "megatron"
@@ -142,7 +142,7 @@ class MegatronWeights:
         extras = {f"{root}.{extra.name}" for each in self._described for extra in each.extras}
         buckets = match_buckets(self._optimizers, saved)
         places: dict[int, ParameterInBucket] = {}
-        if all(selection.chooses(f"{place.bucket}.{MASTER}") for place in buckets.places.values()):
+        if all(selection.selects(f"{place.bucket}.{MASTER}") for place in buckets.places.values()):
             places, contents.problems = buckets.places, list(buckets.problems)
         leaves: list[TensorLeaf] = []
         for parameter, tensor in self._weights():
@@ -151,10 +151,12 @@ class MegatronWeights:
                 leaves += _parameter_leaves(root, parameter, tensor)
             else:
                 leaves.append(place.leaf(MASTER, parameter.tensor))
-                contents.left += [f"{root}.{part.name}" for part in parameter.flat]
+                contents.unselected += [f"{root}.{part.name}" for part in parameter.flat]
         contents.tensors = join_leaves(leaves, to_fill=True)
         # Extra state that the module does not have at present is not loaded.
-        contents.left += [name for name in extras - contents.extra_state.keys() if saved.kind(name)]
+        contents.unselected += [
+            name for name in extras - contents.extra_state.keys() if saved.kind(name)
+        ]
         return contents
 
     def restore(self, root: str, extra_state: Mapping[str, object]) -> None:
@@ -269,13 +271,13 @@ class MegatronOptimizerBinding(OptimizerBinding):
                     f"{self._scaler_name}: the loss scale cannot be restored from a checkpoint "
                     "that was saved as dp_reshardable: save it as fully_reshardable"
                 )
-            selected = selection.of(local_state)
+            selected = selection.select_from(local_state)
             if not selected.tensors:
                 self._bucketed_state.discard_state()
             return selected
         local_state = super().targets(saved, selection)
         if self._scalers() and saved.has_object(self._scaler_name):
-            local_state.add(selection.of(LocalState(objects={self._scaler_name: None})))
+            local_state.add(selection.select_from(LocalState(objects={self._scaler_name: None})))
         return local_state
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:

@@ -25,7 +25,7 @@ from shardwise.errors import StateError
 from shardwise.layout import Box
 from shardwise.plan.lookup import SavedState
 from shardwise.state.leaves import Fragment, LocalState, TensorLeaf
-from shardwise.state.objects import decode
+from shardwise.state.plain_values import decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ class BucketedState:
             self._created.append((place, settings, state))
         local_state.tensors = join_leaves(leaves, to_fill=True)
         names = map(_BUCKET_NAME.fullmatch, self._saved.all_names())
-        local_state.left = [match[0] for match in names if match is not None]
+        local_state.unselected = [match[0] for match in names if match is not None]
         return local_state
 
     def discard_state(self) -> None:

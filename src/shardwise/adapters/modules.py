@@ -22,7 +22,7 @@ from shardwise.adapters.tensors import tensor_leaf
 from shardwise.errors import StateError, user_code
 from shardwise.plan.lookup import SavedState
 from shardwise.state.leaves import LocalState, TensorLeaf
-from shardwise.state.objects import JsonValue, decode, encode
+from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
 
 EXTRA_STATE = "_extra_state"
@@ -36,13 +36,13 @@ class ModuleContents:
         tensors: parameters and persistent buffers.
         extra_state: values of `get_extra_state()`, by name.
         problems: reasons why the model cannot be loaded.
-        left: names that a load does not change.
+        unselected: names that a load does not change.
     """
 
     tensors: list[TensorLeaf] = field(default_factory=list)
     extra_state: dict[str, object] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
+    unselected: list[str] = field(default_factory=list)
 
 
 class Weights(Protocol):
@@ -96,7 +96,7 @@ class ModuleBinding(Binding):
         """Return the tensors and values to load. Selected meta tensors are allocated first."""
         contents = self.weights.targets(self.name, saved, selection)
         self._extra_names = tuple(contents.extra_state)
-        return selection.of(self._encode(contents))
+        return selection.select_from(self._encode(contents))
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
         """Set extra state, after the tensors are filled."""
@@ -117,7 +117,9 @@ class ModuleBinding(Binding):
             name: encode(value, name, allow_pickle=self._allow_pickle)
             for name, value in contents.extra_state.items()
         }
-        return LocalState(contents.tensors, objects, problems=contents.problems, left=contents.left)
+        return LocalState(
+            contents.tensors, objects, problems=contents.problems, unselected=contents.unselected
+        )
 
 
 class ModuleWeights:
@@ -165,7 +167,7 @@ class ModuleWeights:
         """Return the tensors and values to load. Selected meta tensors are allocated."""
 
         def is_loaded(name: str) -> bool:
-            return saved.tensor(name) is not None and selection.chooses(name)
+            return saved.tensor(name) is not None and selection.selects(name)
 
         for module, clean in zip(self._modules, self._clean, strict=True):
             _allocate_meta_tensors(module, clean, root, is_loaded)

@@ -23,7 +23,7 @@ from shardwise.errors import StateError
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.lookup import SavedState
 from shardwise.state.leaves import GroupedValue, LocalState, ParameterOrder
-from shardwise.state.objects import JsonValue, decode, differences, encode
+from shardwise.state.plain_values import JsonValue, decode, differing_names, encode
 from shardwise.state.selection import Selection
 
 ParameterMap = Mapping[int, Parameter]
@@ -105,7 +105,7 @@ class OptimizerBinding(Binding):
         local_state.tensors = join_leaves(local_state.tensors, to_fill=True)
         groups_name = f"{self.name}.{GROUPS}"
         local_state.grouped[groups_name] = self._grouped_hyperparameters(parameters)
-        if selection.chooses(groups_name) and saved.has_object(groups_name):
+        if selection.selects(groups_name) and saved.has_object(groups_name):
             settings = _settings_by_member(saved.object(groups_name))
             local_state.problems += _group_problems(
                 groups_name, local_state.grouped[groups_name], settings
@@ -114,7 +114,7 @@ class OptimizerBinding(Binding):
                 saved.saved_name(groups_name), local_state.grouped[groups_name], settings
             )
             local_state.problems += self._kind_problems(groups_name, settings)
-        return selection.of(local_state)
+        return selection.select_from(local_state)
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
         """Set created state, plain state and hyperparameters, after the tensors are filled."""
@@ -193,7 +193,7 @@ class OptimizerBinding(Binding):
         """
         name = f"{self.name}.{parameter.representative_name}"
         if not saved.below(name):
-            unselected = {k: v for k, v in state.items() if not selection.chooses(f"{name}.{k}")}
+            unselected = {k: v for k, v in state.items() if not selection.selects(f"{name}.{k}")}
             return unselected if len(unselected) < len(state) else state
         created: dict[str, object] = {}
         for key in () if parameter.is_empty else saved.below(name):
@@ -201,7 +201,7 @@ class OptimizerBinding(Binding):
             entry = saved.tensor(full_name)
             is_saved = entry is not None or saved.has_object(full_name)
             fits = key in state and isinstance(state[key], torch.Tensor) == (entry is not None)
-            if fits or not is_saved or not selection.chooses(full_name):
+            if fits or not is_saved or not selection.selects(full_name):
                 continue
             created[key] = None if entry is None else _allocate_state(parameter, key, entry, group)
         return {**state, **created} if created else state
@@ -341,7 +341,7 @@ def _group_problems(
         for member in members[1:]:
             first, other = settings[members[0]], settings[member]
             if first is not other and first != other:
-                keys = ", ".join(key.lstrip(".") for key in differences(first, other, ""))
+                keys = ", ".join(key.lstrip(".") for key in differing_names(first, other, ""))
                 yield (
                     f"{name}: {members[0]} and {member} are in one param group, but were saved "
                     f"with different {keys}"

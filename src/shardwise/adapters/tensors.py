@@ -16,7 +16,7 @@ from shardwise.adapters.dtensor import fragments_of_dtensor
 from shardwise.errors import StateError
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.state.leaves import Fragment, Shards, TensorLeaf, reach, same_bytes
+from shardwise.state.leaves import Fragment, Shards, TensorLeaf, memory_extent, same_bytes
 
 TensorLike = torch.Tensor | Shards
 
@@ -135,7 +135,7 @@ def _find_overlapping(leaves: Sequence[TensorLeaf]) -> set[int]:
         for data in (fragment.data for fragment in leaf.fragments):
             if data.numel() and not data.is_meta:
                 start = data.data_ptr()
-                stop = start + reach(data) * data.element_size()
+                stop = start + memory_extent(data) * data.element_size()
                 ranges.setdefault(data.device, []).append((start, stop, index))
     overlapping: set[int] = set()
     for intervals in ranges.values():

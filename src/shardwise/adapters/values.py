@@ -13,8 +13,8 @@ from shardwise.adapters.tensors import TensorLike, tensor_leaf, tensor_of_array
 from shardwise.errors import StateError, user_code
 from shardwise.plan.lookup import SavedState
 from shardwise.state.leaves import LocalState, TensorLeaf
-from shardwise.state.objects import JsonValue, decode, encode
 from shardwise.state.per_rank import PerRankValue
+from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
 
 FoundTensors = dict[str, "TensorLike | np.ndarray"]
@@ -51,7 +51,7 @@ class TensorBinding(Binding):
                 f"{self.name}: the array is read-only, so a load cannot fill it: put a copy into "
                 "the state"
             )
-        return selection.of(self.local_state())
+        return selection.select_from(self.local_state())
 
 
 class ObjectBinding(Binding):
@@ -94,12 +94,12 @@ class ObjectBinding(Binding):
         """
         local_state = self.local_state()
         if not saved.has_object(self.name):
-            return selection.of(local_state)
+            return selection.select_from(local_state)
         saved_prefix = saved.saved_name(self.name)
         saved_tensor_names = tensor_names_in_value(saved.object(self.name))
         names = [self.name + name.removeprefix(saved_prefix) for name in saved_tensor_names]
-        if not selection.chooses(self.name, *names):
-            return LocalState(left=[self.name, *names])
+        if not selection.selects(self.name, *names):
+            return LocalState(unselected=[self.name, *names])
         leaves = []
         for name in names:
             entry = saved.tensor(name)
@@ -152,7 +152,7 @@ class PerRankBinding(Binding):
 
     def targets(self, saved: SavedState, selection: Selection) -> LocalState:
         """Return the name. The loaded value need not be of the current value's type."""
-        return selection.of(LocalState(per_rank={self.name: None}))
+        return selection.select_from(LocalState(per_rank={self.name: None}))
 
     def restore_ranks(self, encoded: list[JsonValue], rank: int, world: int) -> None:
         """Choose this rank's value from the values of all ranks that saved, and set it."""

@@ -20,10 +20,10 @@ from shardwise.checkpointer.saving import Saving
 from shardwise.checkpointer.settings import Settings, check_options, open_root, root_of, signals_of
 from shardwise.checkpointer.signals import Then
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES
-from shardwise.engine.calls import uncompiled
+from shardwise.engine.compile_and_gc import skip_compile
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, own_group
 from shardwise.engine.load import LoadReport
-from shardwise.engine.options import whole_number
+from shardwise.engine.options import check_integer
 from shardwise.errors import (
     CheckpointNotFoundError,
     ShardwiseError,
@@ -105,7 +105,7 @@ class Checkpointer:
         settings = Settings(
             root=self._root,
             keep=keep or Keep(),
-            save_every=whole_number("Checkpointer(save_every", save_every),
+            save_every=check_integer("Checkpointer(save_every", save_every),
             memory=memory,
             check_replicas=check_replicas,
             allow_pickle=allow_pickle,
@@ -228,7 +228,7 @@ class Checkpointer:
         """The cached plans of earlier saves, and how often they were reused."""
         return self._saving.plans
 
-    @uncompiled
+    @skip_compile
     def save(
         self,
         step: int,
@@ -281,7 +281,7 @@ class Checkpointer:
         self._refuse_closed()
         return self._saving.prepare(state)
 
-    @uncompiled
+    @skip_compile
     def restore(
         self,
         state: State,

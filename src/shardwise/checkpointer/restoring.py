@@ -24,7 +24,7 @@ from shardwise.errors import (
     ShardwiseError,
     StateError,
     add_note,
-    described,
+    describe_error,
 )
 from shardwise.events import Recorder
 from shardwise.loading import State
@@ -262,7 +262,7 @@ class Restoring:
             if isinstance(failure, _DAMAGE):
                 damage = str(failure)
             elif failure is not None and not isinstance(failure, RankError):
-                other = described(failure)
+                other = describe_error(failure)
             return msgspec.msgpack.encode((damage, other))
 
         def answer(said: list[bytes]) -> bytes:

@@ -16,11 +16,11 @@ from shardwise import api
 from shardwise.adapters import torch_optimizers_in
 from shardwise.checkpointer.settings import Settings
 from shardwise.engine.buffers import Arena
-from shardwise.engine.calls import without_collection
+from shardwise.engine.compile_and_gc import pause_gc
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
-from shardwise.engine.options import SaveOptions, checked_step
-from shardwise.engine.planning import Save
+from shardwise.engine.options import SaveOptions, check_step
+from shardwise.engine.planning import SaveRequest
 from shardwise.engine.save import save_all
 from shardwise.errors import LostRankError, RankError, ShardwiseError, StateError, StoreError
 from shardwise.events import Recorder
@@ -198,14 +198,16 @@ class Saving:
         recorder = Recorder(settings.on_event)
         overwrite = overwrite or step in self._damaged
 
-        def prepare() -> Save:
-            number = checked_step(step)
-            options = SaveOptions.checked(number, overwrite, settings.check_replicas, metrics)
+        def prepare() -> SaveRequest:
+            number = check_step(step)
+            options = SaveOptions.from_arguments(
+                number, overwrite, settings.check_replicas, metrics
+            )
             if durable:
                 self._refuse_unranked(options)
             return self._job(state, settings.root.at(step_directory(number)), options)
 
-        with without_collection():
+        with pause_gc():
             if self._snapshots is not None:
                 self._fence_steps(state)
                 damaged = tuple(sorted(self._damaged - {step}))
@@ -225,10 +227,10 @@ class Saving:
         if snapshots is None:
             return 0
 
-        def job() -> Save:
+        def job() -> SaveRequest:
             return self._job(state, self._settings.root, SaveOptions())
 
-        with without_collection():
+        with pause_gc():
             return snapshots.prepare(job, self.plans, Recorder(self._settings.on_event))
 
     def close(self) -> None:
@@ -247,10 +249,10 @@ class Saving:
     def _note_step(self) -> None:
         self._has_stepped = True
 
-    def _job(self, state: State, store: Store, options: SaveOptions) -> Save:
+    def _job(self, state: State, store: Store, options: SaveOptions) -> SaveRequest:
         arena = Arena(self._settings.staging_bytes)
         local = api.local_state_of(state, allow_pickle=self._settings.allow_pickle)
-        return Save(state=local, store=store, arena=arena, options=options)
+        return SaveRequest(state=local, store=store, arena=arena, options=options)
 
     def _refuse_unranked(self, options: SaveOptions) -> None:
         best = self._settings.keep.best

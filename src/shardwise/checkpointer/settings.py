@@ -15,7 +15,7 @@ from shardwise import api
 from shardwise.checkpointer.signals import Signals, Then
 from shardwise.engine.exchange import exchange
 from shardwise.engine.group import Group
-from shardwise.engine.leftovers import collect_leftovers
+from shardwise.engine.leftovers import remove_leftovers
 from shardwise.engine.options import is_due
 from shardwise.errors import MismatchError, StoreError
 from shardwise.events import Sink
@@ -161,7 +161,7 @@ def open_root(settings: Settings, signals: Signals | None, group: Group, *, star
             if step_of_directory(name) is not None:
                 store = root.at(name)
                 with suppress(OSError):  # leftovers in a read-only root stay
-                    collect_leftovers(store)
+                    remove_leftovers(store)
                     store.remove()  # if it is empty
         return b"1" if in_memory and _is_writable(root) else b""
 

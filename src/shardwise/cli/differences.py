@@ -18,7 +18,7 @@ from shardwise.cli.name_tree import tensor_bytes
 from shardwise.cli.terminal import Advance, progress
 from shardwise.engine.buffers import Arena
 from shardwise.engine.load import read_boxes
-from shardwise.engine.opened import opened_manifest, read_manifest
+from shardwise.engine.opened import open_manifest, read_manifest
 from shardwise.layout import Box, boxes_of
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Manifest, TensorEntry
@@ -223,7 +223,7 @@ def _compare_tensors(
     """Compare tensors that have equal dtypes and shapes in both checkpoints."""
     arena = Arena(BUFFER)
     opened_checkpoints = [
-        each.foreign or opened_manifest(each.store, read_manifest(each.store)) for each in (a, b)
+        each.foreign or open_manifest(each.store, read_manifest(each.store)) for each in (a, b)
     ]
     tallies = {entry.name: _TensorTally() for entry in tensors}
     for batch in batch_boxes(tensors):

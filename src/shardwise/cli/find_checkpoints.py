@@ -11,7 +11,7 @@ from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
 from shardwise.manifest import validate
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, made_by_save, step_directory, step_of_directory
-from shardwise.manifest.table import Pieces
+from shardwise.manifest.pieces import Pieces
 from shardwise.retention import Choice, choose_step
 from shardwise.store import LocalStore, Store, local_path, open_store
 
@@ -114,7 +114,7 @@ def checked_pieces(saved: CommittedCheckpoint) -> Pieces:
     """
     if saved.foreign is not None:
         return saved.foreign.pieces
-    return validate.trusted_pieces(saved.store, saved.manifest)
+    return validate.validated_pieces_of(saved.store, saved.manifest)
 
 
 def list_checkpoints_below(path: str) -> list[CheckpointDirectory]:

@@ -22,7 +22,7 @@ from shardwise.errors import FormatError, StateError
 from shardwise.layout import Box, plane
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import Manifest, TensorEntry
-from shardwise.manifest.table import Pieces
+from shardwise.manifest.pieces import Pieces
 
 MOST_BOXES = 32
 

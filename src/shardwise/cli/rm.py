@@ -13,7 +13,7 @@ from shardwise.cli import formatting as fmt
 from shardwise.cli.find_checkpoints import CheckpointDirectory, list_checkpoints_below
 from shardwise.cli.ls import ListedCheckpoint, Root, examine_directory
 from shardwise.cli.terminal import AsJson, print_error, print_json, stdout_console
-from shardwise.engine.leftovers import collect_leftovers
+from shardwise.engine.leftovers import remove_leftovers
 from shardwise.errors import CheckpointNotFoundError, StateError, StoreError
 from shardwise.retention import remove_checkpoint
 
@@ -102,7 +102,7 @@ def _remove_directory(entry: CheckpointDirectory) -> None:
             raise StoreError(
                 f"{entry.store} was not removed: another process is reading it. Try again later"
             )
-    elif entry.files and not collect_leftovers(entry.store):
+    elif entry.files and not remove_leftovers(entry.store):
         raise StoreError(
             f"{entry.store} was not removed: a save is writing to it, or its files are not from "
             "shardwise. Wait for the save, or remove the directory by hand"

@@ -36,7 +36,7 @@ from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import MANIFEST
-from shardwise.manifest.table import Pieces
+from shardwise.manifest.pieces import Pieces
 from shardwise.store.store import Buffer
 
 if TYPE_CHECKING:
@@ -243,8 +243,8 @@ def _join_adjacent(ranges: list[ByteRange]) -> list[ByteRange]:
 def _verify_foreign(opened: Opened, arena: Arena) -> Verdict:
     """Check the ranges of a foreign checkpoint that have checksums, and compare its copies."""
     # These import torch, which takes a second.
-    from shardwise.engine.compare import find_differences
-    from shardwise.engine.verify import verify_sums
+    from shardwise.engine.replicas import find_differences
+    from shardwise.engine.verify import verify_foreign_files
 
     damage: list[Damage] = []
     nbytes = files = unchecked = 0
@@ -254,7 +254,7 @@ def _verify_foreign(opened: Opened, arena: Arena) -> Verdict:
             advance(event.stage, event.bytes)
 
         recorder = Recorder(on_event)
-        for checked in verify_sums(opened, arena, recorder):
+        for checked in verify_foreign_files(opened, arena, recorder):
             nbytes += checked.bytes
             files += checked.bytes > 0
             unchecked += checked.unchecked
@@ -266,7 +266,7 @@ def _verify_foreign(opened: Opened, arena: Arena) -> Verdict:
                     problem=PROBLEM,
                     tensors=each.tensors,
                 )
-                for each in checked.altered
+                for each in checked.damaged
             ]
         compared, problems = find_differences(opened, arena, recorder)
         damage += [Damage(file=None, problem=problem, tensors=[]) for problem in problems]

@@ -30,11 +30,11 @@ def average_manifests(
         MismatchError: names, shapes or kinds of numbers differ; `problems` lists them all.
     """
     (first_path, manifest), *others = manifests.items()
-    selected = [entry for entry in manifest.tensors if selection.chooses(entry.name)]
+    selected = [entry for entry in manifest.tensors if selection.selects(entry.name)]
     problems: list[str] = []
     untied: set[str] = set()
     for path, other in others:
-        unmatched = {each.name: each for each in other.tensors if selection.chooses(each.name)}
+        unmatched = {each.name: each for each in other.tensors if selection.selects(each.name)}
         for entry in selected:
             found = unmatched.pop(entry.name, None)
             if found is None:
@@ -94,7 +94,7 @@ def _average_values(
         ]
         if not differing or matches_any(name, take_first):
             kept.append(entry)
-        elif selection.chooses(name):
+        elif selection.selects(name):
             reason = f"is not in {missing[0]}" if missing else f"differs in {differing[0]}"
             left_out.append(f"{name}: plain value {reason}; take_first= keeps the first one")
     return tuple(kept), tuple(left_out)

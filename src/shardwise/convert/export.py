@@ -150,8 +150,12 @@ def _select(
 
     Two tied tensors are both stored if only one is selected, or if only one is converted.
     """
-    selection, root, dtype = Selection.by(options.only, options.skip), options.root, options.dtype
-    tensors = [each for each in manifest.tensors if selection.chooses(each.name)]
+    selection, root, dtype = (
+        Selection.from_patterns(options.only, options.skip),
+        options.root,
+        options.dtype,
+    )
+    tensors = [each for each in manifest.tensors if selection.selects(each.name)]
     if not tensors:
         raise StateError(
             "nothing to write: only= and skip= select none of the checkpoint's tensors, whose "
@@ -172,5 +176,5 @@ def _select(
         entry = each if stays_tied else msgspec.structs.replace(each, same_as=None)
         is_float = each.name in converted and each.dtype in FLOATS
         selected.append(TargetTensor(each.name, entry, dtype if dtype and is_float else each.dtype))
-    objects = tuple(each for each in manifest.objects if selection.chooses(each.name))
+    objects = tuple(each for each in manifest.objects if selection.selects(each.name))
     return msgspec.structs.replace(manifest, objects=objects), tuple(selected)

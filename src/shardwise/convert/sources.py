@@ -10,7 +10,7 @@ from shardwise.convert.average import is_averaged, matches_any
 from shardwise.convert.lora import BiasUpdate, Change, LowRankUpdate, Replacement
 from shardwise.convert.plan import TensorPart
 from shardwise.engine.buffers import Arena, aligned_buffer
-from shardwise.engine.load import fill, plan_filling
+from shardwise.engine.load import fill_alone, plan_reads
 from shardwise.engine.opened import Opened
 from shardwise.errors import MismatchError
 from shardwise.layout import Box, boxes_of
@@ -53,8 +53,8 @@ class CheckpointSource:
             entry = self.saved.tensor(part.name)
             shape = part.box.shape if entry is None else entry.shape
             leaves.append(TensorLeaf(part.name, dtype, shape, (Fragment(part.box, data),)))
-        filling = plan_filling(leaves, self.saved, self.opened, self._arena)
-        fill(filling, self.opened, self._arena, verify=self._verify)
+        planned = plan_reads(leaves, self.saved, self.opened, self._arena)
+        fill_alone(planned, self.opened, self._arena, verify=self._verify)
         for data, buffer in unaligned:
             buffer[:] = data.reshape(-1).view(torch.uint8).numpy()
 

@@ -30,10 +30,10 @@ from shardwise.convert.plan import (
     size_of,
 )
 from shardwise.engine.buffers import Arena, aligned_buffer
-from shardwise.engine.compare import check_all
 from shardwise.engine.exchange import exchange, exchange_keeping
 from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened
+from shardwise.engine.replicas import check_all_together
 from shardwise.errors import CorruptionError
 from shardwise.events import Recorder, size
 from shardwise.layout import Box, boxes_of_range
@@ -116,7 +116,7 @@ class Conversion:
         written_names = _tensor_names(self.files.tensor_files)
         for opened, names in self.copies:
             compared = written_names if names is None else names
-            check_all(opened, compared, self.max_memory, self.recorder, self.group)
+            check_all_together(opened, compared, self.max_memory, self.recorder, self.group)
         journal = Journal(self.folder, self.identity)
         mine = _divide_among_ranks(self.files.tensor_files, self.group.size)[self.group.rank]
 

@@ -1,4 +1,4 @@
-"""Page-aligned host buffers, and files in memory mapped in large pages."""
+"""Page-aligned host buffers, and files in memory that are mapped in large pages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ THREADS = 4
 LARGEST_CHUNK = 8 << 20
 SMALLEST_CHUNK = 1 << 20
 LARGEST_READ = 2 << 20  # small enough to stay in the CPU cache until it is verified and copied
-LARGE = 2 << 20
-_COLLAPSE = 25  # MADV_COLLAPSE, of Linux 6.1 and later
-_FIXED = 0x10
+LARGE_PAGE = 2 << 20
+_COLLAPSE = 25  # MADV_COLLAPSE; Linux 6.1 and later
+_FIXED = 0x10  # MAP_FIXED
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -54,7 +54,7 @@ class Arena:
             self._free.put(aligned_buffer(self.chunk))
 
     def reads(self, nbytes: int) -> int:
-        """Return how many reads of `nbytes` bytes fit into the buffers at a time."""
+        """Return how many reads of `nbytes` bytes fit into the buffers at the same time."""
         return max(1, min(2 * self.threads, self.threads * self.chunk // nbytes))
 
     @contextmanager
@@ -74,7 +74,9 @@ def check_staging_bytes(staging_bytes: int) -> None:
         ValueError: `staging_bytes` is less than 1 MiB.
     """
     if staging_bytes < SMALLEST_CHUNK:
-        raise ValueError(f"staging_bytes={staging_bytes}: expected at least {SMALLEST_CHUNK} bytes")
+        raise ValueError(
+            f"staging_bytes={staging_bytes}: expected at least {SMALLEST_CHUNK} bytes (1 MiB)"
+        )
 
 
 def aligned_buffer(size: int) -> Buffer:
@@ -86,55 +88,64 @@ def aligned_buffer(size: int) -> Buffer:
 
 
 def map_pages(fd: int, low: int, high: int, *, writable: bool = False, now: bool = False) -> Buffer:
-    """Map bytes `low:high` of a file into memory; `low` is a multiple of `LARGE`.
+    """Map a range of a file into memory, in large pages where possible.
 
-    A large page replaces 512 small pages, which makes mapping a file anew several times cheaper.
-    The mapping is removed when the last reference to the result is dropped.
+    A large page replaces 512 small pages, which makes it several times cheaper to map a file
+    again. The mapping ends when the last reference to the result is dropped.
 
     Args:
+        fd: the file.
+        low, high: the range in bytes; `low` is a multiple of `LARGE_PAGE`.
         writable: map the bytes for writing too.
-        now: load all pages at once, instead of each at its first use.
+        now: load all pages immediately, instead of each page at its first use.
 
     Raises:
         OSError: the bytes cannot be mapped.
     """
     if low == high:
         return np.zeros(0, np.uint8)
-    # Python's mmap does not align addresses to large pages: reserve one large page more.
-    reserved = np.frombuffer(mmap.mmap(-1, high - low + LARGE, mmap.MAP_PRIVATE), np.uint8)
-    start = -reserved.ctypes.data % LARGE
-    found = reserved[start : start + high - low]
+    # Python's mmap does not align addresses to large pages, so reserve one large page more.
+    reserved = np.frombuffer(mmap.mmap(-1, high - low + LARGE_PAGE, mmap.MAP_PRIVATE), np.uint8)
+    start = -reserved.ctypes.data % LARGE_PAGE
+    pages = reserved[start : start + high - low]
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     flags = mmap.MAP_SHARED | _FIXED | (mmap.MAP_POPULATE if now else 0)
-    address = found.ctypes.data
+    address = pages.ctypes.data
     if _libc.mmap(address, high - low, access, flags, fd, low) != address:
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    found.flags.writeable = writable
-    return found
+        file = f"/proc/self/fd/{fd}"
+        with suppress(OSError):
+            file = os.readlink(file)
+        raise OSError(code, f"cannot map bytes {low}:{high} into memory: {os.strerror(code)}", file)
+    pages.flags.writeable = writable
+    return pages
 
 
 def allocate_pages(fd: int, size: int) -> None:
-    """Allocate the pages of a file of `size` bytes, so that writes to it cannot run out of memory.
+    """Allocate all pages of a file in memory, so that later writes cannot run out of memory.
 
-    Pages are large where possible. To save time, only one small page of each range is allocated
-    before the kernel is asked for a large one: collapsing 512 small pages costs far more.
+    Pages are large where possible. To save time, the function allocates one small page of each
+    range and then asks the kernel for a large page. To collapse 512 small pages costs far more.
+
+    Args:
+        fd: the file.
+        size: the size of the file, in bytes.
 
     Raises:
-        OSError: there is not enough memory; the pages allocated so far are kept.
+        OSError: there is too little memory. The pages that were allocated so far are kept.
     """
-    whole = size // LARGE * LARGE
-    if whole and _enlarge(fd, 0, LARGE):
-        _enlarge(fd, LARGE, whole)
+    large_end = size // LARGE_PAGE * LARGE_PAGE
+    if large_end and _allocate_large_pages(fd, 0, LARGE_PAGE):
+        _allocate_large_pages(fd, LARGE_PAGE, large_end)
     os.posix_fallocate(fd, 0, size)
 
 
-def _enlarge(fd: int, low: int, high: int) -> bool:
-    """Ask the kernel for large pages; return whether all pages are large.
+def _allocate_large_pages(fd: int, low: int, high: int) -> bool:
+    """Ask the kernel for large pages. Return whether all pages of the range are large now.
 
     Older kernels, files on a disk and fragmented memory give only small pages.
     """
-    for at in range(low, high, LARGE):
-        os.posix_fallocate(fd, at, 1)
-    found = map_pages(fd, low, high)
-    return low == high or _libc.madvise(found.ctypes.data, high - low, _COLLAPSE) == 0
+    for offset in range(low, high, LARGE_PAGE):
+        os.posix_fallocate(fd, offset, 1)
+    pages = map_pages(fd, low, high)
+    return low == high or _libc.madvise(pages.ctypes.data, high - low, _COLLAPSE) == 0

@@ -1,4 +1,4 @@
-"""Read data files, and verify each block that is read."""
+"""Read data files, and verify the checksum of each block that is read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shardwise.store import Files, MappedFile, ReadableFile, ReplicatedFile
 from shardwise.store.store import Buffer
 
 ALIGNMENT = 4096
-BEYOND = 16
-"""The size of the largest element in bytes."""
+LARGEST_ELEMENT = 16
+"""The size of the largest element of any dtype, in bytes."""
 
 log = logging.getLogger("shardwise")
 
@@ -28,24 +28,26 @@ class DataReader:
         entry: the file's entry in the manifest.
         verify: check the checksum of each block.
         has_checksums: whether a table of checksums ends the file. Files of foreign checkpoints
-            have no table. Reads of them end `BEYOND` bytes later, because an element may begin in
-            one read and end in the next.
+            have no table. Reads of these files end `LARGEST_ELEMENT` bytes later, because an
+            element may begin in one read and end in the next.
 
     Raises:
-        CorruptionError: the file is missing, has another size, or has altered checksums.
+        CorruptionError: the file is missing or has another size, or its checksums were altered.
     """
 
     def __init__(
         self, store: Files, entry: FileEntry, *, verify: bool = True, has_checksums: bool = True
     ) -> None:
         self.entry = entry
-        self._where = f"{entry.name} in {store}"
+        self._label = f"{entry.name} in {store}"
         try:
             self._file: ReadableFile = store.open(entry.name)
         except FileNotFoundError as error:
-            raise CorruptionError(f"{self._where} is missing, but the manifest lists it") from error
+            raise CorruptionError(
+                f"{self._label} is missing, but the manifest lists it: copy it too"
+            ) from error
         except StoreError as error:
-            raise CorruptionError(str(error)) from error
+            raise CorruptionError(f"{self._label} cannot be opened: {error}") from error
         self._mapped = self._file if isinstance(self._file, MappedFile) else None
         self._table: BlockTable | None = None
         self._verifies = verify
@@ -53,7 +55,7 @@ class DataReader:
         try:
             if self._file.size != entry.size:
                 raise CorruptionError(
-                    f"{self._where} has {self._file.size} bytes, but {entry.size} were saved: "
+                    f"{self._label} has {self._file.size} bytes, but {entry.size} were saved: "
                     "the file was truncated or replaced"
                 )
             if verify and has_checksums:
@@ -63,12 +65,19 @@ class DataReader:
             raise
 
     def read(self, low: int, high: int, buffer: Buffer) -> Buffer:
-        """Read bytes `low:high`, which are whole blocks, into `buffer`, and verify them.
+        """Read and verify bytes `low:high`, which are whole blocks.
+
+        Args:
+            low, high: offsets in the file, in bytes.
+            buffer: memory for the bytes.
+
+        Returns:
+            The part of `buffer` that holds the bytes.
 
         Raises:
-            CorruptionError: they differ from the bytes that were saved.
+            CorruptionError: bytes differ from those that were saved.
         """
-        high = self._end(high)
+        high = self._end_of_read(high)
         self._fill(low, high, buffer)
         try:
             return self.verify(low, buffer[: high - low])
@@ -76,79 +85,85 @@ class DataReader:
             intact = self._other_copy(low, high, buffer)
             if intact is None:
                 raise
-            log.warning("%s; an intact copy was read instead", error)
+            log.warning("%s; an intact copy of the file was read instead", error)
             return intact
 
     def _other_copy(self, low: int, high: int, buffer: Buffer) -> Buffer | None:
-        """Return bytes `low:high` from the first intact copy of the file; None if there is none."""
+        """Return bytes `low:high` from the first intact copy of the file; None if all are bad."""
         file = self._file
-        for number in range(file.copies if isinstance(file, ReplicatedFile) else 0):
+        for copy in range(file.copies if isinstance(file, ReplicatedFile) else 0):
             with suppress(CorruptionError, OSError):
-                self._fill(low, high, buffer, number)
+                self._fill(low, high, buffer, copy)
                 return self.verify(low, buffer[: high - low])
         return None
 
     def checksum(self, data: Buffer) -> int:
-        """Return the checksum to send with these bytes to another rank.
+        """Return the checksum to pass with these bytes to another rank of the node.
 
-        The result is 0 if the file has checksums, because the other rank checks those.
+        If the file itself has checksums, the other rank verifies those, and the result is 0.
         """
         return crc32(data) if self._verifies and not self._has_checksums else 0
 
-    def passed_on(self, low: int, high: int, buffer: Buffer, checksum: int) -> Buffer:
-        """Verify bytes that another rank has read into `buffer`.
+    def verify_shared(self, low: int, high: int, buffer: Buffer, checksum: int) -> Buffer:
+        """Verify bytes `low:high`, which another rank has read into shared memory.
 
         Args:
-            checksum: the checksum that came with them.
+            low, high: as for `read`.
+            buffer: the shared memory.
+            checksum: the checksum from the other rank; see `checksum`.
 
         Raises:
-            CorruptionError: they differ from the bytes that were saved or that the other rank read.
+            CorruptionError: bytes differ from those that were saved or that the other rank read.
         """
-        data = buffer[: self._end(high) - low]
+        data = buffer[: self._end_of_read(high) - low]
         if self.checksum(data) != checksum:
             raise CorruptionError(
-                f"{self._where}: bytes {low}:{high} were changed in shared memory after they were "
+                f"{self._label}: bytes {low}:{high} were changed in shared memory after they were "
                 "read"
             )
         return self.verify(low, data)
 
-    def _end(self, high: int) -> int:
-        """Return where a read must end to cover all elements that begin before `high`."""
-        return high if self._has_checksums else min(high + BEYOND, self.entry.size)
+    def _end_of_read(self, high: int) -> int:
+        """Return the end of a read that covers all elements which begin before byte `high`."""
+        return high if self._has_checksums else min(high + LARGEST_ELEMENT, self.entry.size)
 
     def view(self, low: int, high: int, buffer: Buffer) -> Buffer:
-        """Read bytes `low:high` like `read`, but return a view if the file is mapped into memory.
+        """Read bytes like `read`, but return a view if the file is mapped into memory.
 
         Raises:
-            CorruptionError: they differ from the bytes that were saved.
+            CorruptionError: bytes differ from those that were saved.
         """
         if self._mapped is not None:
             return self.verify(low, self._mapped.view(low, high - low))
         return self.read(low, high, buffer)
 
     def _fill(self, low: int, high: int, buffer: Buffer, copy: int | None = None) -> None:
-        room = min(-(-(high - low) // ALIGNMENT) * ALIGNMENT, len(buffer))
-        count = self._read_at(low, buffer[:room], copy)
+        aligned_size = min(-(-(high - low) // ALIGNMENT) * ALIGNMENT, len(buffer))
+        count = self._read_at(low, buffer[:aligned_size], copy)
         if count < high - low:
             raise CorruptionError(
-                f"{self._where}: expected data up to byte {high}, but the file ends at byte "
+                f"{self._label}: expected data up to byte {high}, but the file ends at byte "
                 f"{low + count}: it was truncated"
             )
 
     def verify(self, low: int, data: Buffer) -> Buffer:
-        """Check the checksums of `data`, whole blocks from byte `low` on, and return `data`.
+        """Check the checksums of whole blocks, and return them.
+
+        Args:
+            low: the offset of the first block in the file, in bytes.
+            data: the blocks.
 
         Raises:
-            CorruptionError: they differ from the bytes that were saved.
+            CorruptionError: blocks differ from those that were saved.
         """
         high = low + len(data)
         if self._table is not None:
-            bad = self._table.damaged(low // BLOCK, data)
-            if bad:
-                first, last = low + bad[0] * BLOCK, min(low + (bad[-1] + 1) * BLOCK, high)
+            damaged = self._table.damaged(low // BLOCK, data)
+            if damaged:
+                first, last = low + damaged[0] * BLOCK, min(low + (damaged[-1] + 1) * BLOCK, high)
                 raise CorruptionError(
-                    f"{self._where}: bytes {first}:{last} differ from those that were saved "
-                    f"({len(bad)} block(s) fail their checksum)"
+                    f"{self._label}: bytes {first}:{last} differ from those that were saved "
+                    f"({len(damaged)} block(s) fail their checksum)"
                 )
         return data
 
@@ -164,7 +179,7 @@ class DataReader:
         self._file.close()
 
     def _read_at(self, offset: int, buffer: Buffer, copy: int | None = None) -> int:
-        """Read from copy number `copy` of the file, or from the first that can be read."""
+        """Read from the file's copy with this index, or from the first copy that can be read."""
         try:
             if copy is not None and isinstance(self._file, ReplicatedFile):
                 return self._file.read_copy(copy, offset, buffer)
@@ -172,25 +187,27 @@ class DataReader:
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            raise CorruptionError(f"{self._where} cannot be read at byte {offset}") from error
+            raise CorruptionError(
+                f"{self._label} cannot be read at byte {offset}: the disk reports an error"
+            ) from error
 
     def _read_table(self) -> BlockTable:
         low = self.entry.checksums_at // ALIGNMENT * ALIGNMENT
         buffer = aligned_buffer(-(-(self.entry.size - low) // ALIGNMENT) * ALIGNMENT)
         table = self._table_in(low, buffer)
-        for number in range(self._file.copies if isinstance(self._file, ReplicatedFile) else 0):
+        for copy in range(self._file.copies if isinstance(self._file, ReplicatedFile) else 0):
             if table is None:
                 with suppress(CorruptionError, OSError):
-                    table = self._table_in(low, buffer, number)
+                    table = self._table_in(low, buffer, copy)
         if table is None:
             raise CorruptionError(
-                f"{self._where}: its checksums differ from those in the manifest; the file was "
+                f"{self._label}: its checksums differ from those in the manifest; the file was "
                 "altered, or belongs to another save"
             )
         return table
 
     def _table_in(self, low: int, buffer: Buffer, copy: int | None = None) -> BlockTable | None:
-        """Return the checksums in one copy of the file; None if the manifest has others."""
+        """Return the checksums in one copy of the file; None if the manifest's differ."""
         count = self._read_at(low, buffer, copy)
         encoded = buffer[self.entry.checksums_at - low : count]
         if crc32(encoded) != self.entry.checksums_crc32:

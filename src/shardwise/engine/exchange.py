@@ -1,8 +1,8 @@
 """Exchanges: every rank sends a message to rank 0, which replies. A failure is raised on all ranks.
 
-An exchange returns on all ranks or raises on all ranks, so that no rank waits for a failed rank.
-Code that may fail on a single rank therefore runs inside an exchange. The functions differ in
-their results:
+An exchange either returns on all ranks or raises on all ranks, so that no rank waits for a failed
+rank. So code that may fail on a single rank runs inside an exchange. The functions differ in their
+results:
 
 - `exchange`: rank 0's reply.
 - `exchange_keeping`: rank 0's reply, and a value that this rank made together with its message.
@@ -20,27 +20,34 @@ import msgspec
 
 from shardwise import errors
 from shardwise.engine.group import Group
-from shardwise.errors import LostRankError, MismatchError, RankError, ShardwiseError, described
+from shardwise.errors import LostRankError, MismatchError, RankError, ShardwiseError, describe_error
 
 Kept = TypeVar("Kept")
-United = TypeVar("United")
+Collected = TypeVar("Collected")
 Reply = bytes | Sequence[bytes]
 """One reply for all ranks, or a sequence with one for each rank."""
 
 
 class _Message(msgspec.Struct, array_like=True):
-    """A rank's message: the name of the exchange, and its data or its error."""
+    """A rank's message: the name of the operation, and the rank's data or error."""
 
-    doing: str
+    operation: str
     data: bytes = b""
     failure: str | None = None
 
 
 class _Reply(msgspec.Struct, array_like=True):
-    """Rank 0's reply: data, an error raised on rank 0 (`kind`), or the errors of other ranks."""
+    """Rank 0's reply.
+
+    Attributes:
+        data: the result, if all ranks succeeded.
+        error_class: the name of the class of an error; None if all ranks succeeded.
+        message, problems: the text of an error that rank 0 raised.
+        failures: the errors of other ranks, by rank.
+    """
 
     data: bytes = b""
-    kind: str | None = None
+    error_class: str | None = None
     message: str = ""
     problems: list[str] = []
     failures: dict[int, str] = {}
@@ -48,110 +55,140 @@ class _Reply(msgspec.Struct, array_like=True):
 
 def exchange(
     group: Group,
-    doing: str,
-    speak: Callable[[], bytes],
-    answer: Callable[[list[bytes]], Reply],
+    operation: str,
+    make_message: Callable[[], bytes],
+    make_reply: Callable[[list[bytes]], Reply],
 ) -> bytes:
     """Gather a message from every rank, and return rank 0's reply to this rank.
 
     Args:
-        group: the ranks; all of them call this function with the same `doing`.
-        doing: the name of the operation, for error messages.
-        speak: makes this rank's message; runs on every rank.
-        answer: makes the reply from the messages of all ranks; runs on rank 0.
+        group: the ranks; all of them call this function with the same `operation`.
+        operation: the name of the operation, for error messages.
+        make_message: runs on every rank, and returns its message.
+        make_reply: runs on rank 0 with the messages of all ranks. Returns one reply for all ranks,
+            or a sequence with a reply for each rank.
 
     Raises:
-        ShardwiseError: `answer` failed; the same error on all ranks.
+        ShardwiseError: `make_reply` failed; the same error on all ranks.
         MismatchError: ranks called different operations.
-        RankError: `speak` failed on another rank.
+        RankError: `make_message` failed on another rank.
         LostRankError: a rank died or did not answer in time.
-        Exception: `speak` failed on this rank.
+        Exception: `make_message` failed on this rank.
     """
-    return _exchange(group, doing, lambda: (None, speak()), lambda _, said: (None, answer(said)))[2]
+    _, _, reply = _exchange(
+        group,
+        operation,
+        lambda: (None, make_message()),
+        lambda _, messages: (None, make_reply(messages)),
+    )
+    return reply
 
 
 def exchange_keeping(
     group: Group,
-    doing: str,
-    speak: Callable[[], tuple[Kept, bytes]],
-    answer: Callable[[Kept, list[bytes]], Reply],
+    operation: str,
+    make_message: Callable[[], tuple[Kept, bytes]],
+    make_reply: Callable[[Kept, list[bytes]], Reply],
 ) -> tuple[Kept, bytes]:
-    """Return the value that `speak` made on this rank together with its message, and the reply.
+    """Exchange messages like `exchange`, and keep a value that this rank made with its message.
 
     Args:
-        group, doing: as for `exchange`.
-        speak: returns a value to keep and this rank's message.
-        answer: takes the value that rank 0 kept, and the messages of all ranks.
+        group, operation: as for `exchange`.
+        make_message: runs on every rank, and returns a value to keep and the rank's message.
+        make_reply: runs on rank 0 with the value that rank 0 kept and the messages of all ranks.
+            Returns replies as for `exchange`.
+
+    Returns:
+        The kept value of this rank, and the reply to this rank.
 
     Raises:
         ShardwiseError: as for `exchange`.
     """
-    kept, _, reply = _exchange(group, doing, speak, lambda own, said: (None, answer(own, said)))
+    kept, _, reply = _exchange(
+        group, operation, make_message, lambda own, messages: (None, make_reply(own, messages))
+    )
     return kept, reply
 
 
 def collect(
     group: Group,
-    doing: str,
-    speak: Callable[[], bytes],
-    unite: Callable[[list[bytes]], United],
-) -> United | None:
-    """Return on rank 0 the result of `unite` for the messages of all ranks; None on other ranks.
-
-    Raises:
-        ShardwiseError: as for `exchange`; also if `unite` failed.
-    """
-    made = _exchange(group, doing, lambda: (None, speak()), lambda _, said: (unite(said), b""))
-    return made[1]
-
-
-def run_on_all(group: Group, doing: str, work: Callable[[], Kept]) -> Kept:
-    """Run `work` on every rank, and return its result once it has succeeded on all of them.
-
-    Raises:
-        ShardwiseError: as for `exchange`.
-    """
-    return _exchange(group, doing, lambda: (work(), b""), lambda _, __: (None, b""))[0]
-
-
-def run_on_first(group: Group, doing: str, work: Callable[[], bytes]) -> bytes:
-    """Run `work` on rank 0, and return its result on all ranks.
-
-    Raises:
-        ShardwiseError: as for `exchange`.
-    """
-    return exchange(group, doing, lambda: b"", lambda _: work())
-
-
-def require_equal(said: Sequence[str], message: str) -> None:
-    """Refuse to continue if the messages of the ranks are not all equal.
+    operation: str,
+    make_message: Callable[[], bytes],
+    combine: Callable[[list[bytes]], Collected],
+) -> Collected | None:
+    """Gather a message from every rank, and combine the messages on rank 0.
 
     Args:
-        said: the message of each rank, as an error shows it.
-        message: the first line of the error.
+        group, operation, make_message: as for `exchange`.
+        combine: runs on rank 0 with the messages of all ranks.
+
+    Returns:
+        The result of `combine` on rank 0; None on other ranks.
 
     Raises:
-        MismatchError: they differ; lists the message of each rank.
+        ShardwiseError: as for `exchange`; also if `combine` failed.
     """
-    if len(set(said)) > 1:
-        raise MismatchError(message, [f"rank {rank}: {each}" for rank, each in enumerate(said)])
+    _, collected, _ = _exchange(
+        group,
+        operation,
+        lambda: (None, make_message()),
+        lambda _, messages: (combine(messages), b""),
+    )
+    return collected
+
+
+def run_on_all(group: Group, operation: str, work: Callable[[], Kept]) -> Kept:
+    """Run `work` on every rank. Return this rank's result when all ranks have succeeded.
+
+    Raises:
+        ShardwiseError: as for `exchange`.
+    """
+    return _exchange(group, operation, lambda: (work(), b""), lambda _, __: (None, b""))[0]
+
+
+def run_on_first(group: Group, operation: str, work: Callable[[], bytes]) -> bytes:
+    """Run `work` on rank 0 only, and return its result on all ranks.
+
+    Raises:
+        ShardwiseError: as for `exchange`.
+    """
+    return exchange(group, operation, lambda: b"", lambda _: work())
+
+
+def require_equal(values: Sequence[str], summary: str) -> None:
+    """Require that all ranks have the same value.
+
+    Args:
+        values: the value of each rank, formatted for an error message.
+        summary: the first line of the error.
+
+    Raises:
+        MismatchError: the values differ. The error lists the value of each rank.
+    """
+    if len(set(values)) > 1:
+        raise MismatchError(summary, [f"rank {rank}: {each}" for rank, each in enumerate(values)])
 
 
 def _exchange(
     group: Group,
-    doing: str,
-    speak: Callable[[], tuple[Kept, bytes]],
-    answer: Callable[[Kept, list[bytes]], tuple[United, Reply]],
-) -> tuple[Kept, United | None, bytes]:
-    """Return the value of `speak`, on rank 0 that of `answer`, and the reply to this rank."""
+    operation: str,
+    make_message: Callable[[], tuple[Kept, bytes]],
+    make_reply: Callable[[Kept, list[bytes]], tuple[Collected, Reply]],
+) -> tuple[Kept, Collected | None, bytes]:
+    """Exchange messages.
+
+    Returns:
+        The value that `make_message` kept, the value that `make_reply` collected on rank 0 (None on
+        other ranks), and the reply to this rank.
+    """
     kept: Kept
     error: Exception | None = None
-    message = _Message(doing)
+    message = _Message(operation)
     try:
-        kept, message.data = speak()
+        kept, message.data = make_message()
     except Exception as failure:  # raised again below, after the other ranks know
-        error, message.failure = failure, described(failure)
-    united: United | None = None
+        error, message.failure = failure, describe_error(failure)
+    collected: Collected | None = None
     replies: list[_Reply] = []
     error_here: Exception | None = None
     try:
@@ -160,45 +197,53 @@ def _exchange(
             for data in group.gather(msgspec.msgpack.encode(message))
         ]
         if group.rank == 0:
-            united, replies, error_here = _answer(
-                messages, lambda said: answer(kept, said), group.size
+            collected, replies, error_here = _reply_to_all(
+                messages, lambda data: make_reply(kept, data), group.size
             )
         reply = _send_replies(group, replies)
     except LostRankError as lost:
         if error is None:
             raise
-        raise error from lost  # the error of this rank is more precise
+        raise error from lost  # the error of this rank explains more
     if error is not None:
         raise error
     if error_here is not None:
         raise error_here
-    _raise_failure(reply, doing)
-    return kept, united, reply.data
+    _raise_failure(reply, operation)
+    return kept, collected, reply.data
 
 
-def _answer(
-    messages: list[_Message], answer: Callable[[list[bytes]], tuple[United, Reply]], size: int
-) -> tuple[United | None, list[_Reply], Exception | None]:
-    """Return the value of `answer`, the replies (one, or one for each rank), and its error."""
+def _reply_to_all(
+    messages: list[_Message],
+    make_reply: Callable[[list[bytes]], tuple[Collected, Reply]],
+    size: int,
+) -> tuple[Collected | None, list[_Reply], Exception | None]:
+    """Run `make_reply` on rank 0.
+
+    Returns:
+        The collected value, one reply for all ranks or one for each rank, and the error of
+        `make_reply`.
+    """
     failures = {rank: m.failure for rank, m in enumerate(messages) if m.failure is not None}
     if failures:
-        return None, [_Reply(kind="RankError", failures=failures)], None
+        return None, [_Reply(error_class="RankError", failures=failures)], None
     try:
-        _refuse_different_exchanges([each.doing for each in messages])
-        united, reply = answer([each.data for each in messages])
+        _refuse_different_operations([each.operation for each in messages])
+        collected, replies = make_reply([each.data for each in messages])
     except Exception as error:  # the caller raises it, after the other ranks know
         problems = error.problems if isinstance(error, MismatchError) else []
         text = error.summary if isinstance(error, MismatchError) else str(error)
-        return None, [_Reply(kind=type(error).__name__, message=text, problems=problems)], error
-    if isinstance(reply, bytes):
-        return united, [_Reply(reply)], None
-    if len(reply) == 1 == size:
-        return united, [_Reply(reply[0])], None
-    return united, [_Reply(each) for each in reply], None
+        reply = _Reply(error_class=type(error).__name__, message=text, problems=problems)
+        return None, [reply], error
+    if isinstance(replies, bytes):
+        return collected, [_Reply(replies)], None
+    if len(replies) == 1 == size:
+        return collected, [_Reply(replies[0])], None
+    return collected, [_Reply(each) for each in replies], None
 
 
 def _send_replies(group: Group, replies: list[_Reply]) -> _Reply:
-    """Send rank 0's replies, and return the one to this rank."""
+    """Send rank 0's replies, and return the reply to this rank."""
     encoded = [msgspec.msgpack.encode(each) for each in replies]
     reply = group.broadcast(encoded[0] if len(encoded) == 1 else b"")
     if not reply:  # no encoded reply is empty, so each rank has its own
@@ -206,25 +251,29 @@ def _send_replies(group: Group, replies: list[_Reply]) -> _Reply:
     return msgspec.msgpack.decode(reply, type=_Reply)
 
 
-def _refuse_different_exchanges(doing: Sequence[str]) -> None:
-    """Refuse messages of different exchanges, because one could be decoded as another."""
-    if len(set(doing)) > 1:
-        firsts = sorted(doing.index(each) for each in set(doing))
+def _refuse_different_operations(operations: Sequence[str]) -> None:
+    """Refuse messages of different operations, which cannot be decoded together."""
+    if len(set(operations)) > 1:
+        first_ranks = sorted(operations.index(each) for each in set(operations))
         raise MismatchError(
             "ranks called different operations: all must make the same calls, with the same steps "
             "and options, in the same order:",
-            [f"rank {rank}: {doing[rank]}" for rank in firsts],
+            [f"rank {rank}: {operations[rank]}" for rank in first_ranks],
         )
 
 
-def _raise_failure(reply: _Reply, doing: str) -> None:
-    if reply.kind is None:
+def _raise_failure(reply: _Reply, operation: str) -> None:
+    if reply.error_class is None:
         return
     if reply.failures:
-        raise RankError(doing, reply.failures)
-    kind = getattr(errors, reply.kind, None)
-    if reply.kind == "MismatchError":
+        raise RankError(operation, reply.failures)
+    error_class = getattr(errors, reply.error_class, None)
+    if reply.error_class == "MismatchError":
         raise MismatchError(reply.message, reply.problems)
-    if isinstance(kind, type) and issubclass(kind, ShardwiseError) and kind is not RankError:
-        raise kind(reply.message)
-    raise RankError(doing, {0: f"{reply.kind}: {reply.message}"})
+    if (
+        isinstance(error_class, type)
+        and issubclass(error_class, ShardwiseError)
+        and error_class is not RankError
+    ):
+        raise error_class(reply.message)
+    raise RankError(operation, {0: f"{reply.error_class}: {reply.message}"})

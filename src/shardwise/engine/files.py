@@ -1,4 +1,4 @@
-"""A rank's data file: the source of its bytes, and the loop that writes it."""
+"""Write a rank's data file: copy its bytes from tensors, compute checksums, and write them."""
 
 from __future__ import annotations
 
@@ -14,27 +14,31 @@ from shardwise.engine.buffers import Arena, aligned_buffer
 from shardwise.engine.tensors import Memory, memory_of
 from shardwise.layout import Box, boxes_of_range
 from shardwise.manifest.checksums import BLOCK, block_checksums, block_count, crc32
-from shardwise.manifest.datafile import DataFile
+from shardwise.manifest.data_file import FileLayout
 from shardwise.plan.tables import PieceTable
 from shardwise.state.leaves import Fragment
 from shardwise.store import Store, WritableFile
 from shardwise.store.store import Buffer
 
-IN_CACHE = 1 << 20
+CACHED_BYTES = 1 << 20
+"""Bytes that are copied and summed at a time, so that they stay in the CPU cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileSource:
-    """A data file before it is written, without its checksums: any range of its bytes.
+    """The content of a data file that is not written yet, except for its checksums.
+
+    `fill` copies any range of the future file from tensors in memory.
 
     Attributes:
-        layout: where the header, the pieces and the objects lie in the file.
+        layout: the layout of the file.
+        pieces: the pieces in the file.
         objects: the encoded per-rank values.
-        memory: gives the memory of a fragment, by its number in `pieces`.
-        devices: the accelerators that have some of the fragments.
+        memory: returns the memory of a fragment, given the fragment's index.
+        devices: the accelerators that hold some of the fragments.
     """
 
-    layout: DataFile
+    layout: FileLayout
     pieces: PieceTable
     objects: bytes
     memory: Callable[[int], Memory]
@@ -45,18 +49,20 @@ class FileSource:
         cls,
         pieces: PieceTable,
         fragments: Sequence[Fragment],
-        layout: DataFile | None = None,
+        layout: FileLayout | None = None,
         objects: bytes = b"",
     ) -> FileSource:
         """Return the source of a file with these pieces.
 
         Args:
-            fragments: the fragments that `pieces` numbers.
-            layout: the layout of the file; default: the data section alone.
+            pieces: the pieces in the file.
+            fragments: the fragments that `pieces` refers to.
+            layout: the layout of the file. Default: the data section alone.
+            objects: the encoded per-rank values.
         """
         if layout is None:
             end = int(pieces.start[-1])
-            layout = DataFile(b"", 0, end, end, end)
+            layout = FileLayout(b"", 0, end, end, end)
         devices = {fragments[i].data.device for i in pieces.fragment}
         return cls(
             layout,
@@ -67,27 +73,34 @@ class FileSource:
         )
 
     def fill(self, low: int, high: int, out: Buffer, *, wait: bool = True) -> None:
-        """Copy bytes `low:high` of the file to `out`; `wait` is as for `Memory.read`."""
+        """Copy bytes `low:high` of the file to `out`.
+
+        Args:
+            low, high: offsets in the file, in bytes.
+            out: a buffer of `high - low` bytes.
+            wait: as for `Memory.read`.
+        """
         layout = self.layout
         _copy_bytes(layout.header, 0, low, high, out)
         _copy_bytes(self.objects, layout.objects_at, low, high, out)
         self._fill_pieces(low - layout.data_at, high - layout.data_at, out, wait)
 
     def _fill_pieces(self, low: int, high: int, out: Buffer, wait: bool) -> None:
-        """Copy bytes `low:high` of the data section; leave bytes outside the section unchanged."""
+        """Copy bytes `low:high` of the data section, as far as they are inside of the section."""
         start = self.pieces.start
         first = max(int(np.searchsorted(start, low, side="right")) - 1, 0)
         last = min(int(np.searchsorted(start, high, side="left")), len(self.pieces))
         bounds = start[first : last + 1].tolist()
-        for i, at, end in zip(range(first, last), bounds, bounds[1:], strict=False):
-            a, b = max(low, at), min(high, end)
+        for i, begin, end in zip(range(first, last), bounds, bounds[1:], strict=False):
+            a, b = max(low, begin), min(high, end)
             if a < b:
-                self._copy_piece(i, (a - at, b - at), end - at, out[a - low : b - low], wait)
+                part = a - begin, b - begin
+                self._copy_piece(i, part, end - begin, out[a - low : b - low], wait)
 
     def _copy_piece(
         self, i: int, part: tuple[int, int], nbytes: int, out: Buffer, wait: bool
     ) -> None:
-        """Copy a range of the bytes of piece `i`, which has `nbytes`, to `out`."""
+        """Copy a range of the bytes of piece `i`, which has `nbytes` bytes, to `out`."""
         pieces = self.pieces
         memory = self.memory(pieces.fragment[i])
         offset, shape = pieces.offset[i], pieces.shape[i]
@@ -96,44 +109,53 @@ class FileSource:
             memory.read(index, out.view(memory.dtype).reshape(shape), wait=wait)
             return
         itemsize = memory.itemsize
-        at = 0
+        position = 0
         for box in boxes_of_range(shape, part[0] // itemsize, part[1] // itemsize):
             size = box.size * itemsize
             within = tuple(o + b for o, b in zip(offset, box.offset, strict=True))
-            target = out[at : at + size].view(memory.dtype).reshape(box.shape)
+            target = out[position : position + size].view(memory.dtype).reshape(box.shape)
             memory.read(Box(within, box.shape).slices(), target, wait=wait)
-            at += size
+            position += size
 
 
 def write_data_file(store: Store, key: str, source: FileSource, arena: Arena) -> int:
     """Write a data file and make it durable.
 
-    Every byte is copied once, into a buffer. Both its checksum and the written bytes come from
-    that copy, since another thread may change the tensors meanwhile. Several chunks are in flight.
+    Each byte is copied once, into a buffer. Its checksum is computed from the buffer, because
+    another thread may change the tensors during the write. Several threads write chunks.
+
+    Args:
+        store: the place of the file.
+        key: the name of the file.
+        source: the content of the file.
+        arena: the buffers to write through.
 
     Returns:
-        CRC-32 of the file's checksums.
+        The CRC-32 of the file's table of checksums.
+
+    Raises:
+        StoreError, OSError: the file cannot be created or written.
     """
     layout = source.layout
-    table = np.zeros(block_count(layout.checksums_at), "<u4")
+    checksums = np.zeros(block_count(layout.checksums_at), "<u4")
     # The last, unaligned bytes before the checksums are written together with the checksums.
     aligned = layout.checksums_at // store.alignment * store.alignment
-    tail = aligned_buffer(_round_up(layout.size - aligned, store.alignment))
+    tail = aligned_buffer(-(-(layout.size - aligned) // store.alignment) * store.alignment)
     file = store.create(key, layout.size)
     try:
         with ThreadPoolExecutor(arena.threads, "shardwise-write") as pool:
             chunks = range(0, layout.checksums_at, arena.chunk)
-            target = _Target(file, store.alignment, arena, table, tail)
-            jobs = [pool.submit(_write_chunk, source, at, target) for at in chunks]
+            target = _Target(file, store.alignment, arena, checksums, tail)
+            writes = [pool.submit(_write_chunk, source, low, target) for low in chunks]
             try:
-                for job in jobs:
-                    job.result()
+                for write in writes:
+                    write.result()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        encoded = table.view(np.uint8)
-        at = layout.checksums_at - aligned
-        tail[at : at + len(encoded)] = encoded
+        encoded = checksums.view(np.uint8)
+        position = layout.checksums_at - aligned
+        tail[position : position + len(encoded)] = encoded
         file.write_at(aligned, tail)
         file.commit()
     finally:
@@ -143,36 +165,41 @@ def write_data_file(store: Store, key: str, source: FileSource, arena: Arena) ->
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where chunks go: the file, the checksums of its blocks, and its last, unaligned bytes."""
+    """The destination of chunks.
+
+    Attributes:
+        file: the file.
+        alignment: the alignment that the store needs, in bytes.
+        arena: the buffers to write through.
+        checksums: gets the checksum of each block of the file.
+        tail: gets the last, unaligned bytes of the file.
+    """
 
     file: WritableFile
     alignment: int
     arena: Arena
-    table: npt.NDArray[np.uint32]
+    checksums: npt.NDArray[np.uint32]
     tail: Buffer
 
 
 def _write_chunk(source: FileSource, low: int, target: _Target) -> None:
     high = min(low + target.arena.chunk, source.layout.checksums_at)
     with target.arena.buffer() as buffer:
-        for at in range(low, high, IN_CACHE):
-            stop = min(at + IN_CACHE, high)
-            part = buffer[at - low : stop - low]
-            source.fill(at, stop, part)
+        for start in range(low, high, CACHED_BYTES):
+            stop = min(start + CACHED_BYTES, high)
+            part = buffer[start - low : stop - low]
+            source.fill(start, stop, part)
             sums = block_checksums(part)
-            target.table[at // BLOCK : at // BLOCK + len(sums)] = sums
+            target.checksums[start // BLOCK : start // BLOCK + len(sums)] = sums
         aligned = (high - low) // target.alignment * target.alignment
         if aligned:
             target.file.write_at(low, buffer[:aligned])
-        rest = high - low - aligned  # only of the last chunk: others are as long as the arena's
+        rest = high - low - aligned  # 0 except for the last chunk
         target.tail[:rest] = buffer[aligned : aligned + rest]
 
 
-def _copy_bytes(data: bytes, at: int, low: int, high: int, out: Buffer) -> None:
-    a, b = max(low, at), min(high, at + len(data))
+def _copy_bytes(data: bytes, offset: int, low: int, high: int, out: Buffer) -> None:
+    """Copy those bytes of `data`, which lies at `offset` of the file, that are in `low:high`."""
+    a, b = max(low, offset), min(high, offset + len(data))
     if a < b:
-        out[a - low : b - low] = np.frombuffer(data, np.uint8)[a - at : b - at]
-
-
-def _round_up(n: int, to: int) -> int:
-    return -(-n // to) * to
+        out[a - low : b - low] = np.frombuffer(data, np.uint8)[a - offset : b - offset]

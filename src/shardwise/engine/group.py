@@ -1,4 +1,4 @@
-"""Communication between ranks: small messages on the CPU. Tensors are never sent."""
+"""Groups of ranks that send each other small messages on the CPU. Tensor data is never sent."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch.distributed as dist
 from shardwise.errors import LostRankError
 
 TIMEOUT = timedelta(minutes=10)
-CONNECTING = timedelta(minutes=1)
-HEAD, LENGTH = 1024, 8
-"""The size of a message's head, which one collective sends, and of the length field in the head.
-
-Most messages fit into the head.
-"""
-FIRST = HEAD - LENGTH
+CONNECT_TIMEOUT = timedelta(minutes=1)
+HEAD_SIZE = 1024
+"""The size of the head of a message, which one collective sends. Most messages fit into it."""
+LENGTH_SIZE = 8
+"""The size of the length field at the start of the head."""
+FIRST_SIZE = HEAD_SIZE - LENGTH_SIZE
+"""The number of bytes of a message that fit into its head."""
 
 
 class Group(Protocol):
@@ -28,7 +28,7 @@ class Group(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank, counted within the group."""
+        """The index of this rank in the group."""
         ...
 
     @property
@@ -43,7 +43,7 @@ class Group(Protocol):
 
     @property
     def timeout(self) -> timedelta:
-        """How long ranks wait for each other."""
+        """The longest time that ranks wait for each other."""
         ...
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -85,8 +85,8 @@ class TorchGroup:
 
     Args:
         group: the ranks.
-        own: this object owns the group, and closes it when a rank is lost. Ranks that wait for
-            this rank then fail at once instead of after the timeout.
+        own: whether this object owns the group. An owner closes the group when a rank is lost, so
+            that ranks which wait for this rank fail at once instead of after the timeout.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, own: bool = False) -> None:
@@ -107,42 +107,42 @@ class TorchGroup:
                 dist.destroy_process_group(group)
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Send heads by a collective, then the rest of longer messages one by one."""
-        mine = _head(data)
-        heads = list(_empty(self.size, HEAD)) if self.rank == 0 else None
-        self._run(lambda group: dist.gather(mine, heads, group=group, group_dst=0))
+        """Gather the heads by a collective, then receive the rest of longer messages."""
+        own_head = _head(data)
+        heads = list(_empty(self.size, HEAD_SIZE)) if self.rank == 0 else None
+        self._run(lambda group: dist.gather(own_head, heads, group=group, group_dst=0))
         if heads is None:
-            self._send(data[FIRST:], 0)
-            self.bytes_sent += min(len(data), FIRST)
+            self._send(data[FIRST_SIZE:], 0)
+            self.bytes_sent += min(len(data), FIRST_SIZE)
             return []
-        return [data, *(self._rest(heads[rank], rank) for rank in range(1, self.size))]
+        return [data, *(self._receive_rest(heads[rank], rank) for rank in range(1, self.size))]
 
     def scatter(self, parts: Sequence[bytes]) -> bytes:
-        """Send heads by a collective, then the rest of longer messages one by one."""
-        mine = _empty(HEAD)
+        """Gather the heads by a collective, then receive the rest of longer messages."""
+        own_head = _empty(HEAD_SIZE)
         heads = [_head(part) for part in parts] if self.rank == 0 else None
-        self._run(lambda group: dist.scatter(mine, heads, group=group, group_src=0))
+        self._run(lambda group: dist.scatter(own_head, heads, group=group, group_src=0))
         if self.rank != 0:
-            return self._rest(mine, 0)
+            return self._receive_rest(own_head, 0)
         for rank in range(1, self.size):
-            self._send(parts[rank][FIRST:], rank)
-            self.bytes_sent += min(len(parts[rank]), FIRST)
+            self._send(parts[rank][FIRST_SIZE:], rank)
+            self.bytes_sent += min(len(parts[rank]), FIRST_SIZE)
         return parts[0]
 
     def broadcast(self, data: bytes) -> bytes:
         """Send the head, then the rest of a longer message."""
-        head = _head(data) if self.rank == 0 else _empty(HEAD)
+        head = _head(data) if self.rank == 0 else _empty(HEAD_SIZE)
         self._run(lambda group: dist.broadcast(head, group=group, group_src=0))
         size, first = _parse_head(head)
-        if size > FIRST:
-            rest = _tensor(data[FIRST:] if self.rank == 0 else bytes(size - FIRST))
+        if size > FIRST_SIZE:
+            rest = _tensor(data[FIRST_SIZE:] if self.rank == 0 else bytes(size - FIRST_SIZE))
             self._run(lambda group: dist.broadcast(rest, group=group, group_src=0))
             first += _bytes(rest)
         self.bytes_sent += size if self.rank == 0 else 0
         return first
 
-    def _rest(self, head: torch.Tensor, rank: int) -> bytes:
-        """Return the whole message that begins with this head."""
+    def _receive_rest(self, head: torch.Tensor, rank: int) -> bytes:
+        """Receive the rest of a message, and return the whole message."""
         size, first = _parse_head(head)
         return first + self._receive(size - len(first), rank)
 
@@ -159,15 +159,15 @@ class TorchGroup:
 
     def _run(self, operation: Callable[[dist.ProcessGroup], object]) -> None:
         try:
-            operation(self._open())
+            operation(self._open_group())
         except RuntimeError as error:
             self.close()
             # Drop the traceback: its frames refer to the group, and would keep connections open.
-            raise _lost("exchanging messages with", error, self.rank) from error.with_traceback(
-                None
+            raise _lost_rank_error("exchanging messages with", error, self.rank) from (
+                error.with_traceback(None)
             )
 
-    def _open(self) -> dist.ProcessGroup:
+    def _open_group(self) -> dist.ProcessGroup:
         if self._group is None:
             raise RuntimeError(
                 "the process group was closed, by close() or after a failure: create a new one"
@@ -175,24 +175,26 @@ class TorchGroup:
         return self._group
 
 
-def _lost(doing: str, error: Exception, rank: int) -> LostRankError:
-    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+def _lost_rank_error(action: str, error: Exception, rank: int) -> LostRankError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return LostRankError(
-        f"{doing} the other ranks (one of them died, failed, or did not answer in time)",
-        {rank: said},
+        f"{action} the other ranks (one of them died, failed, or did not answer in time)",
+        {rank: reason},
     )
 
 
 def _head(data: bytes) -> torch.Tensor:
     """Return the head of a message: its length and its first bytes."""
-    return _tensor((len(data).to_bytes(LENGTH, "little") + data[:FIRST]).ljust(HEAD, b"\0"))
+    return _tensor(
+        (len(data).to_bytes(LENGTH_SIZE, "little") + data[:FIRST_SIZE]).ljust(HEAD_SIZE, b"\0")
+    )
 
 
 def _parse_head(head: torch.Tensor) -> tuple[int, bytes]:
     """Return the length of a message, and its first bytes, from its head."""
     data = _bytes(head)
-    size = int.from_bytes(data[:LENGTH], "little")
-    return size, data[LENGTH : LENGTH + size]
+    size = int.from_bytes(data[:LENGTH_SIZE], "little")
+    return size, data[LENGTH_SIZE : LENGTH_SIZE + size]
 
 
 def _empty(*shape: int) -> torch.Tensor:
@@ -208,7 +210,7 @@ def _bytes(content: torch.Tensor) -> bytes:
 
 
 def own_group(timeout: timedelta) -> TorchGroup | None:
-    """Return a new gloo group of all ranks, which its user owns; None if there is one rank.
+    """Return a new gloo group of all ranks, which the caller owns; None if there is only one rank.
 
     Raises:
         LostRankError: a rank died or did not arrive in time.
@@ -218,19 +220,21 @@ def own_group(timeout: timedelta) -> TorchGroup | None:
     default = dist.distributed_c10d._get_default_group()
     connect_timeout = timeout
     try:
-        if moves_cpu_tensors(default):
+        if has_cpu_backend(default):
             # The barrier fails at once if a rank died before, because its connections are closed.
             _barrier(default, timeout)
-            connect_timeout = min(timeout, CONNECTING)
+            connect_timeout = min(timeout, CONNECT_TIMEOUT)
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=connect_timeout)
         group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
     except RuntimeError as error:
-        raise _lost("connecting to", error, dist.get_rank()) from error.with_traceback(None)
+        raise _lost_rank_error("connecting to", error, dist.get_rank()) from error.with_traceback(
+            None
+        )
     return TorchGroup(group, own=True)
 
 
 def own_address() -> str | None:
-    """Return this host's address on the network that connects the ranks; None if unknown."""
+    """Return this host's address in the network that connects the ranks; None if unknown."""
     store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
     while isinstance(store, dist.distributed_c10d.PrefixStore):
         store = store.underlying_store
@@ -238,10 +242,10 @@ def own_address() -> str | None:
     if host is None:
         return None
     with suppress(OSError):
-        for family, kind, *_, there in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
-            with socket.socket(family, kind) as towards:
-                towards.connect(there)  # nothing is sent
-                return str(towards.getsockname()[0])
+        for family, kind, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # chooses the interface, but sends nothing
+                return str(probe.getsockname()[0])
     return None
 
 
@@ -252,6 +256,6 @@ def _barrier(group: dist.ProcessGroup, timeout: timedelta) -> None:
     group.barrier(options).wait()
 
 
-def moves_cpu_tensors(group: dist.ProcessGroup) -> bool:
+def has_cpu_backend(group: dist.ProcessGroup) -> bool:
     """Return whether a process group has a backend for CPU tensors."""
     return torch.device("cpu") in group._device_types

@@ -1,4 +1,4 @@
-"""Remove the files that interrupted and replaced saves leave behind."""
+"""Remove leftovers: files of saves that were interrupted or replaced."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from shardwise.manifest.names import MANIFEST, is_lock_file, made_by_save
 from shardwise.store import Store
 
 
-def collect_leftovers(store: Store, *, own_lock: str | None = None) -> list[str]:
+def remove_leftovers(store: Store, *, own_lock: str | None = None) -> list[str]:
     """Remove the files of uncommitted and replaced saves from a directory.
 
-    Files that no save made are kept. If a save is running in the directory, nothing is removed. A
-    directory that becomes empty is removed too.
+    Files that no save made are kept. If another save is running in the directory, nothing is
+    removed. If the directory becomes empty, it is removed too.
 
     Args:
-        own_lock: the lock file of the caller's own save, which is ignored and kept.
+        own_lock: the lock file of the caller's save, which is kept.
 
     Returns:
         The names of the removed files.
@@ -28,8 +28,8 @@ def collect_leftovers(store: Store, *, own_lock: str | None = None) -> list[str]
         for name in filter(is_lock_file, names):
             if not locks.enter_context(store.hold(name, shared=False)):
                 return []
-        # The locks are held: no writer of a listed file can still commit it.
-        committed = _committed_files(store)
+        # All locks are held, so no running save can still commit one of the listed files.
+        committed = _files_in_manifest(store)
         if committed is None:
             return []
         for name in names:
@@ -42,8 +42,8 @@ def collect_leftovers(store: Store, *, own_lock: str | None = None) -> list[str]
     return removed
 
 
-def _committed_files(store: Store) -> set[str] | None:
-    """Return the files in the manifest, if there is one; None if it cannot be read."""
+def _files_in_manifest(store: Store) -> set[str] | None:
+    """Return the files that the manifest lists; None if the manifest cannot be read."""
     try:
         manifest = decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
     except FileNotFoundError:

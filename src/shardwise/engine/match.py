@@ -1,20 +1,20 @@
-"""Compare names, shapes and dtypes of checkpoint and target before anything is written."""
+"""Match the names, shapes and dtypes of checkpoint and target before anything is written."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from shardwise.engine.exchange import Kept, exchange, exchange_keeping
 from shardwise.engine.group import Group
 from shardwise.engine.opened import Opened
-from shardwise.engine.rename_hints import fitting_renames, opening_up
+from shardwise.engine.rename_hints import suggest_opened_object, suggest_renames
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import Manifest, ObjectEntry, TensorEntry
 from shardwise.plan.lookup import SavedState
@@ -27,16 +27,18 @@ GROUPS, STATE, PARAMS = "param_groups", "state", "params"
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """What a checkpoint fills of this rank's targets, by the target's names, and what does not fit.
+    """The result of matching this rank's targets with a checkpoint. Names are the target's.
 
     Attributes:
         leaves: the tensors to fill.
-        objects, per_rank: the plain values, and the values of each rank, to set.
-        missing: names of the target that the checkpoint lacks.
-        problems: what does not fit; one line for each name.
-        claimed: names of the checkpoint that are used or were not selected.
-        unused: patterns of the selection that match no name.
-        counts: for each module and optimizer, how many names it has, and how many were found.
+        objects: the names of plain values to set.
+        per_rank: the names of per-rank values to set.
+        missing: the names that the checkpoint lacks.
+        problems: the mismatches; one line for each name.
+        claimed: the names of the checkpoint that fill a target or that the user left out.
+        unused: the patterns of `only` and `skip` that match no name.
+        counts: for each module and optimizer, the number of its names, and how many of them the
+            checkpoint has. The key "" counts the whole target.
     """
 
     leaves: list[TensorLeaf] = field(default_factory=list)
@@ -49,32 +51,35 @@ class Matched:
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def match(
-    held: LocalState,
+def match_targets(
+    targets: LocalState,
     saved: SavedState,
     selection: Selection,
-    asked: Mapping[str, Collection[str]],
+    names_of: Mapping[str, Collection[str]],
     *,
     cast: bool,
 ) -> Matched:
-    """Find what fills each target, and list everything that does not fit.
+    """Match this rank's targets with the names of a checkpoint.
 
-    If a target has two names for one memory, it suffices that the checkpoint has one of them.
+    If one memory has several names in the target, the checkpoint needs to have only one of them.
 
     Args:
-        held: the selected targets.
-        asked: the selected names of each module and optimizer. A load must fill one of them.
+        targets: the selected targets.
+        saved: the contents of the checkpoint.
+        selection: the names that are loaded.
+        names_of: the selected names of each module and optimizer.
+        cast: allow tensors with different dtypes.
     """
-    found = Matched(problems=list(held.problems))
+    found = Matched(problems=list(targets.problems))
     absent = []
-    for leaf in held.tensors:
+    for leaf in targets.tensors:
         entry = saved.tensor(leaf.name)
         if entry is None:
             absent.append(leaf)
             continue
         found.claimed.add(entry.name)
-        leaf = leaf.cut(entry.shape)
-        problem = _misfit(leaf, entry, cast=cast)
+        leaf = leaf.without_padding(entry.shape)
+        problem = _describe_mismatch(leaf, entry, cast=cast)
         if problem is None:
             found.leaves.append(leaf)
         else:
@@ -82,42 +87,44 @@ def match(
     filled = {leaf.identity for leaf in found.leaves if leaf.identity is not None}
     for leaf in absent:
         if leaf.identity not in filled:
-            _miss(found, leaf.name, "a tensor", saved)
-    for name in [*held.objects, *held.grouped]:
+            _add_missing(found, leaf.name, "a tensor", saved)
+    for name in [*targets.objects, *targets.grouped]:
         if saved.has_object(name):
             found.objects.append(name)
         else:
-            _miss(found, name, "a plain value", saved)
-    for name in held.per_rank:
+            _add_missing(found, name, "a plain value", saved)
+    for name in targets.per_rank:
         if saved.has_per_rank(name):
             found.per_rank.append(name)
         else:
-            _miss(found, name, "a value of each rank", saved)
-    others = [*found.objects, *found.per_rank, *held.left]
-    found.claimed.update(saved.saved_name(name) for name in others)
-    found.unused.extend(selection.unused([*held.names(), *held.left, *saved.all_names()]))
+            _add_missing(found, name, "a per-rank value", saved)
+    claimed = [*found.objects, *found.per_rank, *targets.unselected]
+    found.claimed.update(saved.saved_name(name) for name in claimed)
+    all_names = [*targets.names(), *targets.unselected, *saved.all_names()]
+    found.unused.extend(selection.unused_patterns(all_names))
     missing = set(found.missing)
-    for owner, names in {**asked, "": [*held.names()]}.items():
+    for owner, names in {**names_of, "": [*targets.names()]}.items():
         found.counts[owner] = len(names), sum(name not in missing for name in names)
     return found
 
 
-def _miss(found: Matched, name: str, here: str, saved: SavedState) -> None:
-    """Record a target that the checkpoint lacks, or has as a value of another kind."""
-    there = saved.kind(name)
-    if there is None:
+def _add_missing(found: Matched, name: str, target_kind: str, saved: SavedState) -> None:
+    """Add a target that the checkpoint lacks, or has as a value of another kind."""
+    saved_kind = saved.kind(name)
+    if saved_kind is None:
         found.missing.append(name)
         return
     found.claimed.add(saved.saved_name(name))
-    found.problems.append(f"{name}: {there} in the checkpoint, {here} in the target")
+    found.problems.append(f"{name}: {saved_kind} in the checkpoint, {target_kind} in the target")
 
 
-def _misfit(leaf: TensorLeaf, entry: TensorEntry, *, cast: bool) -> str | None:
+def _describe_mismatch(leaf: TensorLeaf, entry: TensorEntry, *, cast: bool) -> str | None:
+    """Return how shape or dtype differ; None if the tensor fits."""
     dtype = str(leaf.dtype).removeprefix("torch.")
     if entry.shape != leaf.shape:
-        there, here = list(entry.shape), list(leaf.shape)
+        shapes = f"{list(entry.shape)} in the checkpoint, {list(leaf.shape)} in the target"
         padding = " (a specification can cut the padding of a vocabulary)" if leaf.padded else ""
-        return f"{leaf.name}: shape {there} in the checkpoint, {here} in the target{padding}"
+        return f"{leaf.name}: shape {shapes}{padding}"
     if entry.dtype != dtype and not cast:
         return (
             f"{leaf.name}: {entry.dtype} in the checkpoint, {dtype} in the target "
@@ -127,167 +134,202 @@ def _misfit(leaf: TensorLeaf, entry: TensorEntry, *, cast: bool) -> str | None:
 
 
 def agree_on_match(
-    look: Callable[[], tuple[Kept, Matched]],
+    match: Callable[[], tuple[Kept, Matched]],
     saved: SavedState,
     selection: Selection,
-    targets: Collection[str],
+    keys: Collection[str],
     group: Group,
     *,
     strict: bool,
 ) -> tuple[Kept, Matched, tuple[str, ...]]:
-    """Match names on every rank, and compare the results before any target is written.
+    """Match the targets on every rank, and combine the results before any target is written.
 
     Args:
-        look: returns a value to keep, and how this rank's targets match.
-        selection: names that it does not select are never unexpected.
-        targets: the keys of the state; names below them that no rank claims are unexpected.
+        match: matches this rank's targets, and returns a value to keep and the result.
+        saved: the contents of the checkpoint.
+        selection: the names that are loaded. Other names are never unexpected.
+        keys: the keys of the state. Names of the checkpoint below these keys are unexpected if they
+            fill no target on any rank.
+        group: the ranks.
+        strict: raise if names are missing or unexpected.
 
     Returns:
-        What `look` kept, how this rank's targets match, and the unexpected names.
+        The kept value, the result of this rank, and the unexpected names.
 
     Raises:
-        MismatchError: on all ranks, if any has a mismatch; if names are missing or unexpected
-            and `strict` is set; or if nothing would be filled of a module or an optimizer.
+        MismatchError: a target does not match; names are missing or unexpected, and `strict` is
+            set; or the checkpoint has no name of a module or optimizer. The same error on all
+            ranks.
     """
     names = list(saved.all_names())
 
-    def speak() -> tuple[tuple[Kept, Matched], bytes]:
-        kept, found = look()
-        scope = {saved.saved_name(name) for name in targets}
-        claimed = np.array([n in found.claimed or not selection.chooses(n) for n in names], bool)
-        inside = np.array([is_below(n, scope) for n in names], bool)
-        bits = np.packbits(claimed).tobytes(), np.packbits(inside).tobytes()
-        message = (*bits, found.missing, found.problems, found.unused, found.counts)
+    def make_message() -> tuple[tuple[Kept, Matched], bytes]:
+        kept, found = match()
+        saved_keys = {saved.saved_name(key) for key in keys}
+        claimed = np.array([n in found.claimed or not selection.selects(n) for n in names], bool)
+        below_keys = np.array([is_below(n, saved_keys) for n in names], bool)
+        message = _Message(
+            np.packbits(claimed).tobytes(),
+            np.packbits(below_keys).tobytes(),
+            found.missing,
+            found.problems,
+            found.unused,
+            found.counts,
+        )
         return (kept, found), msgspec.msgpack.encode(message)
 
-    def answer(_: object, said: list[bytes]) -> bytes:
-        explain = partial(_missing_files, saved)
-        return msgspec.msgpack.encode(_unite(names, said, targets, explain, strict=strict))
+    def make_reply(_: object, messages: list[bytes]) -> bytes:
+        decoded = [msgspec.msgpack.decode(each, type=_Message) for each in messages]
+        return msgspec.msgpack.encode(_combine(decoded, saved, names, keys, strict=strict))
 
-    (kept, found), reply = exchange_keeping(group, "matching names", speak, answer)
+    (kept, found), reply = exchange_keeping(group, "matching names", make_message, make_reply)
     return kept, found, msgspec.msgpack.decode(reply, type=tuple[str, ...])
 
 
-def _unite(
+class _Message(msgspec.Struct, array_like=True):
+    """A rank's message about its targets.
+
+    Attributes:
+        claimed: a bit for each name of the checkpoint: whether this rank claims the name.
+        below_keys: a bit for each name of the checkpoint: whether a key of the state is above it.
+        missing, problems, unused, counts: as for `Matched`.
+    """
+
+    claimed: bytes
+    below_keys: bytes
+    missing: list[str]
+    problems: list[str]
+    unused: list[str]
+    counts: dict[str, tuple[int, int]]
+
+
+def _combine(
+    messages: Sequence[_Message],
+    saved: SavedState,
     names: list[str],
-    said: list[bytes],
-    targets: Collection[str],
-    missing_files: Callable[[Iterable[str]], str],
+    keys: Collection[str],
     *,
     strict: bool,
 ) -> list[str]:
+    """Combine the results of all ranks on rank 0, and return the unexpected names."""
     claimed = np.zeros(len(names), bool)
-    scope = np.zeros(len(names), bool)
+    below_keys = np.zeros(len(names), bool)
     problems: dict[str, None] = {}
-    lost: dict[str, None] = {}
-    unused: list[set[str]] = []
-    counts: list[Mapping[str, tuple[int, int]]] = []
-    for data in said:
-        mine, inside, missing, wrong, idle, counted = msgspec.msgpack.decode(
-            data,
-            type=tuple[bytes, bytes, list[str], list[str], list[str], dict[str, tuple[int, int]]],
-        )
-        unused.append(set(idle))
-        counts.append(counted)
-        claimed |= np.unpackbits(np.frombuffer(mine, np.uint8), count=len(names)).astype(bool)
-        scope |= np.unpackbits(np.frombuffer(inside, np.uint8), count=len(names)).astype(bool)
-        problems |= dict.fromkeys(wrong)
-        lost |= dict.fromkeys(missing)
+    missing: dict[str, None] = {}
+    for message in messages:
+        claimed |= _unpack_bits(message.claimed, len(names))
+        below_keys |= _unpack_bits(message.below_keys, len(names))
+        problems |= dict.fromkeys(message.problems)
+        missing |= dict.fromkeys(message.missing)
         if strict:
-            problems |= dict.fromkeys(f"{name}: not in the checkpoint" for name in missing)
-    unexpected = [names[i] for i in np.flatnonzero(scope & ~claimed).tolist()]
+            problems |= dict.fromkeys(f"{name}: not in the checkpoint" for name in message.missing)
+    unexpected = [names[i] for i in np.flatnonzero(below_keys & ~claimed).tolist()]
     if strict:
         problems |= dict.fromkeys(f"{name}: in the checkpoint only" for name in unexpected)
     else:
-        problems |= dict.fromkeys(_unfilled(counts))
-    for pattern in sorted(set.intersection(*unused)):
+        problems |= dict.fromkeys(_describe_unfilled([message.counts for message in messages]))
+    for pattern in sorted(set.intersection(*(set(message.unused) for message in messages))):
         problems[f"{pattern!r} in only= or skip=: no name matches it"] = None
     if problems:
         unclaimed = [names[i] for i in np.flatnonzero(~claimed).tolist()]
-        hint = opening_up(lost, names) or fitting_renames(lost, unexpected, unclaimed, targets)
+        hint = suggest_opened_object(missing, names)
+        hint = hint or suggest_renames(missing, unexpected, unclaimed, keys)
         accepts = "strict=False accepts missing and unexpected names; " if strict else ""
         raise MismatchError(
-            f"checkpoint and target do not fit; nothing was written. {missing_files(lost)}"
-            f"{hint}{'; ' if hint else ''}{accepts}rename=, only= and skip= choose and map names:",
+            "checkpoint and target do not fit; nothing was written. "
+            f"{_describe_missing_files(saved, missing)}{hint}{'; ' if hint else ''}{accepts}"
+            "rename=, only= and skip= choose and map names:",
             list(problems),
         )
-    if lost or unexpected:
+    if missing or unexpected:
         log.warning(
             "load(strict=False): %s; %s",
-            _counted(lost, "of the target are not in the checkpoint and stay unchanged"),
-            _counted(unexpected, "are only in the checkpoint"),
+            _count_names(missing, "of the target are not in the checkpoint and stay unchanged"),
+            _count_names(unexpected, "are only in the checkpoint"),
         )
     return unexpected
 
 
-def _missing_files(saved: SavedState, lost: Iterable[str]) -> str:
-    """Return a sentence that names the missing files which would contain the missing names."""
-    absent = saved.absent
-    names = [saved.saved_name(name) for name in lost]
-    roots = [root for root in absent if any(is_below(name, {root}) for name in names)]
-    files = ", ".join(dict.fromkeys(absent[root] for root in roots))
-    what = " and ".join(roots)
-    return f"{files} is missing, which would contain {what}: copy it too. " if roots else ""
+def _unpack_bits(bits: bytes, count: int) -> npt.NDArray[np.bool_]:
+    return np.unpackbits(np.frombuffer(bits, np.uint8), count=count).astype(bool)
 
 
-def _unfilled(counts: Iterable[Mapping[str, tuple[int, int]]]) -> list[str]:
-    """List the modules and optimizers of which no rank would fill anything, and what to do."""
-    asked: set[str] = set()
-    found: set[str] = set()
-    for counted in counts:
-        asked |= {owner for owner, (wanted, _) in counted.items() if wanted}
-        found |= {owner for owner, (_, there) in counted.items() if there}
-    empty = sorted(asked - found)
-    if empty == [""]:
+def _describe_missing_files(saved: SavedState, missing: Iterable[str]) -> str:
+    """Return a sentence about the missing files that would contain missing names, or ""."""
+    file_of = saved.missing_files
+    names = [saved.saved_name(name) for name in missing]
+    roots = [root for root in file_of if any(is_below(name, {root}) for name in names)]
+    if not roots:
+        return ""
+    files = ", ".join(dict.fromkeys(file_of[root] for root in roots))
+    return f"{files} is missing, which would contain {' and '.join(roots)}: copy it too. "
+
+
+def _describe_unfilled(counts: Iterable[Mapping[str, tuple[int, int]]]) -> list[str]:
+    """Return a line for each module and optimizer of which no rank would fill anything."""
+    wanted: set[str] = set()
+    filled: set[str] = set()
+    for counts_of_rank in counts:
+        wanted |= {owner for owner, (total, _) in counts_of_rank.items() if total}
+        filled |= {owner for owner, (_, found) in counts_of_rank.items() if found}
+    unfilled = sorted(wanted - filled)
+    if unfilled == [""]:
         return ["the checkpoint has none of the target's names"]
     return [
         f"{owner}: the checkpoint has none of its names; skip=[{owner + '.*'!r}] leaves it "
         "unchanged"
-        for owner in empty
+        for owner in unfilled
         if owner
     ]
 
 
-def _counted(names: Collection[str], what: str) -> str:
+def _count_names(names: Collection[str], predicate: str) -> str:
     few = ", ".join([*names][:3]) + (", …" if len(names) > 3 else "")
-    return f"{len(names)} name(s) {what}" + (f" ({few})" if names else "")
+    return f"{len(names)} name(s) {predicate}" + (f" ({few})" if names else "")
 
 
 def with_named_parameters(
     opened: Opened, orders: Callable[[], Mapping[str, ParameterOrder]], group: Group
 ) -> Opened:
-    """Give positional parameters of saved optimizers the names that they have in the target.
+    """Name the parameters of optimizers that the checkpoint identifies by position.
 
-    As in `Optimizer.load_state_dict`, the first parameter of a group is the first of that group. An
-    optimizer whose groups have other sizes, or whose state has other shapes, is left unchanged.
+    As in `Optimizer.load_state_dict`, the first parameter of a saved group is the first parameter
+    of the target's group. An optimizer is left unchanged if its groups have other sizes, or its
+    state has other shapes. All ranks call this function together.
 
     Args:
-        orders: returns the parameter order of the target's optimizers on this rank, by their names
-            in the checkpoint.
+        opened: the checkpoint.
+        orders: returns the order of parameters of each optimizer of this rank's target, by the name
+            of the optimizer in the checkpoint.
+        group: the ranks.
+
+    Returns:
+        A view of the checkpoint with the names of the target.
     """
-    numbered = {
-        entry.name.removesuffix(f".{GROUPS}"): entry.value
+    positional = [
+        entry.name.removesuffix(f".{GROUPS}")
         for entry in opened.manifest.objects
-        if entry.name.endswith(f".{GROUPS}") and _numbers(entry.value) is not None
-    }
-    if not numbered:
+        if entry.name.endswith(f".{GROUPS}") and _positions_of(entry.value) is not None
+    ]
+    if not positional:
         return opened
 
-    def answer(said: list[bytes]) -> bytes:
-        return said[0] if len(set(said)) == 1 else msgspec.msgpack.encode({})
+    def make_reply(messages: list[bytes]) -> bytes:
+        return messages[0] if len(set(messages)) == 1 else msgspec.msgpack.encode({})
 
     reply = exchange(
-        group, "naming parameters", lambda: msgspec.msgpack.encode(dict(orders())), answer
+        group, "naming parameters", lambda: msgspec.msgpack.encode(dict(orders())), make_reply
     )
     known = msgspec.msgpack.decode(reply, type=dict[str, list[list[tuple[str, tuple[int, ...]]]]])
     manifest = opened.manifest
-    for root in numbered.keys() & known.keys():
-        manifest = _named(manifest, root, known[root])
+    for optimizer in positional:
+        if optimizer in known:
+            manifest = _name_parameters(manifest, optimizer, known[optimizer])
     return replace(opened, manifest=manifest)
 
 
-def _numbers(groups: Any) -> list[list[int]] | None:
-    """Return the positions of the parameters of each group; None if the groups have names."""
+def _positions_of(groups: Any) -> list[list[int]] | None:
+    """Return the positions of each group's parameters; None if the groups have names instead."""
     try:
         found = msgspec.convert(groups, list[dict[str, Any]])
         return msgspec.convert([group.get(PARAMS) for group in found], list[list[int]])
@@ -295,26 +337,27 @@ def _numbers(groups: Any) -> list[list[int]] | None:
         return None
 
 
-def _named(manifest: Manifest, root: str, order: ParameterOrder) -> Manifest:
-    groups = next(each.value for each in manifest.objects if each.name == f"{root}.{GROUPS}")
-    numbers = _numbers(groups) or []
-    if [len(each) for each in numbers] != [len(each) for each in order]:
+def _name_parameters(manifest: Manifest, optimizer: str, order: ParameterOrder) -> Manifest:
+    """Return the manifest with names for one optimizer, or the same manifest if they do not fit."""
+    groups = next(each.value for each in manifest.objects if each.name == f"{optimizer}.{GROUPS}")
+    positions = _positions_of(groups) or []
+    if [len(each) for each in positions] != [len(each) for each in order]:
         return manifest
     pairs = zip(
-        (number for each in numbers for number in each),
+        (position for each in positions for position in each),
         (parameter for each in order for parameter in each),
         strict=True,
     )
-    parameters = {f"{root}.{STATE}.{number}": parameter for number, parameter in pairs}
+    parameters = {f"{optimizer}.{STATE}.{position}": parameter for position, parameter in pairs}
     tensors = []
     for entry in manifest.tensors:
         owner, _, key = entry.name.rpartition(".")
-        name, shape = parameters.get(owner, ("", ()))
-        if name and entry.shape not in ((), shape):
+        parameter_name, shape = parameters.get(owner, ("", ()))
+        if parameter_name and entry.shape not in ((), shape):
             return manifest
-        renamed = f"{root}.{name}.{key}" if name else entry.name
-        tensors.append(msgspec.structs.replace(entry, name=renamed))
-    named = [
+        name = f"{optimizer}.{parameter_name}.{key}" if parameter_name else entry.name
+        tensors.append(msgspec.structs.replace(entry, name=name))
+    named_groups = [
         {
             "members": [name for name, _ in members],
             "value": {key: value for key, value in settings.items() if key != PARAMS},
@@ -322,7 +365,7 @@ def _named(manifest: Manifest, root: str, order: ParameterOrder) -> Manifest:
         for members, settings in zip(order, groups, strict=True)
     ]
     objects = tuple(
-        ObjectEntry(each.name, named) if each.name == f"{root}.{GROUPS}" else each
+        ObjectEntry(each.name, named_groups) if each.name == f"{optimizer}.{GROUPS}" else each
         for each in manifest.objects
     )
     return msgspec.structs.replace(manifest, tensors=tuple(tensors), objects=objects)

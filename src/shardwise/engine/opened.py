@@ -1,4 +1,4 @@
-"""A checkpoint that was opened: its manifest, read once and checked, and its pieces."""
+"""An open checkpoint: its checked manifest, and its pieces in columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from shardwise.engine.buffers import Arena
-from shardwise.engine.datareader import BEYOND, DataReader
+from shardwise.engine.datareader import LARGEST_ELEMENT, DataReader
 from shardwise.engine.group import Group
 from shardwise.errors import (
     CheckpointNotFoundError,
@@ -19,24 +19,31 @@ from shardwise.errors import (
     StoreError,
 )
 from shardwise.layout import row_major
-from shardwise.manifest.checksums import BLOCK, Summed
+from shardwise.manifest.checksums import BLOCK, FileChecksums
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
+from shardwise.manifest.manifest import (
+    LARGEST_MANIFEST,
+    Manifest,
+    TensorEntry,
+    decode_manifest,
+)
 from shardwise.manifest.names import MANIFEST
-from shardwise.manifest.table import Int, Pieces
-from shardwise.manifest.validate import trusted_pieces
+from shardwise.manifest.pieces import Int, Pieces
+from shardwise.manifest.validate import validated_pieces_of
 from shardwise.plan.load import Source
-from shardwise.state.objects import JsonValue
+from shardwise.state.plain_values import JsonValue
 from shardwise.store import Files, MappedStore, Store
 
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Further copies of tensors, which must equal the pieces.
+    """Further copies of tensors, which must equal the copies that loads read.
 
     Attributes:
-        pieces, stride: as for `Opened`.
-        names: for each row, the name of the stored array; empty if all have their tensors' names.
+        pieces: the copies, each a box of a tensor, in columns of n rows.
+        stride: the strides of the copies in elements, `(n, D)`.
+        names: the name of the stored array of each copy; empty if the arrays have the names of
+            their tensors.
     """
 
     pieces: Pieces
@@ -46,18 +53,20 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class ForeignDetails:
-    """What only foreign checkpoints have. Their files do not end in a table of checksums.
+    """The properties of a foreign checkpoint that a checkpoint of ours lacks.
 
     Attributes:
-        means: tensors that are the mean of several stored versions: by the tensor's number, the
-            numbers of the versions in `Opened.pieces`, which follow those of the manifest.
-        missing_files: files that the checkpoint lacks, by the name that their content would have.
-        checksums: returns the checksums that formats such as zip archives have, by file.
+        means: the versions of each tensor that is the mean of several stored versions. Keys are
+            indices of tensors in the manifest. Values are indices in `Opened.pieces.tensor`, which
+            continue after the manifest's tensors.
+        missing_files: files that the checkpoint lacks, by the name of the tensor or value that
+            each would contain.
+        checksums: returns the checksums in the files, for example in zip archives.
     """
 
     means: Mapping[int, tuple[int, ...]]
     missing_files: Mapping[str, str]
-    checksums: Callable[[], Iterator[Summed]]
+    checksums: Callable[[], Iterator[FileChecksums]]
 
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -68,10 +77,13 @@ class Opened:
     """A checkpoint: its checked manifest, and its pieces in columns.
 
     Attributes:
-        stride: strides of the pieces in elements, `(n, D)`.
-        replicas: further copies of tensors, in a foreign checkpoint or by a specification.
-        left_out: parts of the checkpoint that are not loaded, and why; one line each.
-        foreign: what only foreign checkpoints have; None for ours.
+        store: the files of the checkpoint.
+        manifest: the checked manifest.
+        pieces: the pieces of all tensors.
+        stride: the strides of the pieces in elements, `(n, D)`.
+        replicas: further copies of tensors, which some foreign checkpoints have.
+        left_out: the parts of the checkpoint that are not loaded, with the reason; one line each.
+        foreign: the properties of a foreign checkpoint; None for a checkpoint of ours.
     """
 
     store: Files
@@ -84,7 +96,7 @@ class Opened:
 
     @property
     def means(self) -> Mapping[int, tuple[int, ...]]:
-        """Tensors that are the mean of several stored versions; see `ForeignDetails`."""
+        """The versions of tensors that are a mean; see `ForeignDetails`."""
         return {} if self.foreign is None else self.foreign.means
 
     @property
@@ -93,54 +105,71 @@ class Opened:
         return {} if self.foreign is None else self.foreign.missing_files
 
     @property
-    def beyond(self) -> int:
-        """How many bytes a read returns beyond those asked for; see `DataReader`."""
-        return 0 if self.foreign is None else BEYOND
+    def bytes_past_end(self) -> int:
+        """The number of bytes that a read returns after the requested ones; see `DataReader`."""
+        return 0 if self.foreign is None else LARGEST_ELEMENT
 
-    def reader(self, number: int, *, verify: bool = True) -> DataReader:
-        """Open a data file by its number in the manifest.
+    def reader(self, index: int, *, verify: bool = True) -> DataReader:
+        """Open a data file.
+
+        Args:
+            index: the index of the file in the manifest.
+            verify: check the checksum of each block that is read.
 
         Raises:
             CorruptionError: as for `DataReader`.
         """
-        entry, ours = self.manifest.files[number], self.foreign is None
+        entry, ours = self.manifest.files[index], self.foreign is None
         return DataReader(self.store, entry, verify=verify, has_checksums=ours)
 
     def largest_reads(self, arena: Arena) -> Int:
-        """Return the longest read of each file that an arena has room for, in bytes.
+        """Return the longest read of each file that fits into an arena, in bytes, `(files,)`.
 
-        Reads from other nodes are as long as the arena allows, because each is a request.
+        Each read from another node is a request, so these reads are as long as the arena allows.
         """
         store = self.store if isinstance(self.store, MappedStore) else None
         sizes = [
             arena.read_size if store is None or store.is_mapped(file.name) else arena.chunk
             for file in self.manifest.files
         ]
-        return np.array(sizes, np.int64) - (BLOCK if self.beyond else 0)
+        return np.array(sizes, np.int64) - (BLOCK if self.bytes_past_end else 0)
 
     def tensors_in(self, file: int, start: int, stop: int) -> list[str]:
-        """Return the names of tensors with bytes in a range of the file of this number."""
+        """Return the names of the tensors that have bytes in a range of a file.
+
+        Args:
+            file: the index of the file in the manifest.
+            start, stop: the range, in bytes.
+        """
         pieces = self.pieces
         source = self.source()
         extent = ((pieces.shape - 1) * self.stride).sum(axis=1) + 1
         low = pieces.start + source.data_at[pieces.file]
         high = low + extent * source.itemsize[pieces.tensor]
-        hit = (pieces.file == file) & (low < stop) & (high > start)
-        owners = {part: number for number, parts in self.means.items() for part in parts}
+        is_in_range = (pieces.file == file) & (low < stop) & (high > start)
+        mean_of = self.mean_of_version()
         tensors = self.manifest.tensors
-        names = {tensors[owners.get(i, i)].name for i in set(pieces.tensor[hit].tolist())}
+        indices = set(pieces.tensor[is_in_range].tolist())
+        names = {tensors[mean_of.get(i, i)].name for i in indices}
         return [t.name for t in tensors if t.name in names or t.same_as in names]
 
+    def mean_of_version(self) -> dict[int, int]:
+        """Return, by the index of each stored version, the index of the tensor that is the mean."""
+        return {version: mean for mean, versions in self.means.items() for version in versions}
+
+    def stored_entries(self) -> list[TensorEntry]:
+        """Return the entry of each index in `pieces.tensor`: tensors, then versions of means."""
+        mean_of, tensors = self.mean_of_version(), self.manifest.tensors
+        return [*tensors, *(tensors[mean_of[version]] for version in sorted(mean_of))]
+
     def source(self) -> Source:
-        """Return the pieces and what is needed to find their bytes, for planning."""
+        """Return the pieces and the positions of their bytes, for planning."""
         files = self.manifest.files
-        owners = {part: number for number, parts in self.means.items() for part in parts}
-        tensors = self.manifest.tensors
-        of = [*tensors, *(tensors[owners[part]] for part in sorted(owners))]
+        stored = self.stored_entries()
         return Source(
             self.pieces,
             self.stride,
-            np.array([DTYPES[t.dtype].itemsize for t in of], np.int64),
+            np.array([DTYPES[t.dtype].itemsize for t in stored], np.int64),
             np.array([file.data_at for file in files], np.int64),
             np.array([file.checksums_at for file in files], np.int64),
         )
@@ -150,40 +179,48 @@ def read_manifest(store: Store) -> bytes:
     """Read the manifest of a checkpoint, as bytes.
 
     Raises:
-        CheckpointNotFoundError: there is none.
-        FormatError: it is too large.
+        CheckpointNotFoundError: the store has no manifest.
+        FormatError: the manifest is too large.
     """
     try:
         return store.read(MANIFEST, limit=LARGEST_MANIFEST)
     except FileNotFoundError:
-        raise CheckpointNotFoundError(_not_found(store)) from None
+        raise CheckpointNotFoundError(_describe_missing(store)) from None
     except NotADirectoryError:
-        raise CheckpointNotFoundError(f"{store} is a file, not a checkpoint") from None
+        raise CheckpointNotFoundError(
+            f"{store} is a file, not a checkpoint: pass the directory of a checkpoint"
+        ) from None
     except StoreError as error:
         raise FormatError(str(error)) from error
 
 
-def opened_manifest(store: Store, data: bytes) -> Opened:
-    """Decode and check a manifest.
+def open_manifest(store: Store, data: bytes) -> Opened:
+    """Decode and check the manifest of a checkpoint of ours.
+
+    Args:
+        store: the files of the checkpoint.
+        data: the content of the manifest.
 
     Raises:
-        FormatError: it is invalid.
+        FormatError: the manifest is invalid.
+        CorruptionError: see `validated_pieces_of`.
     """
     try:
         manifest = decode_manifest(data)
     except FormatError as error:
         raise FormatError(f"{store}: {error}") from error
-    pieces = trusted_pieces(store, manifest)
+    pieces = validated_pieces_of(store, manifest)
     return Opened(store, manifest, pieces, row_major(pieces.shape))
 
 
-def _not_found(store: Store) -> str:
+def _describe_missing(store: Store) -> str:
+    """Return why a store has no checkpoint, for an error message."""
     names = store.list()
     if not names:
         hint = ""
         if _HUB_ID.fullmatch(str(store)):
             hint = (
-                "; if this is the id of a model on the Hugging Face Hub, download it and give the "
+                "; if this is the id of a model on the Hugging Face Hub, download it and pass the "
                 f"directory, such as huggingface_hub.snapshot_download({str(store)!r})"
             )
         return f"{store} does not exist or is empty: there is no checkpoint{hint}"
@@ -193,10 +230,18 @@ def _not_found(store: Store) -> str:
 def read_per_rank(
     opened: Opened, names: Sequence[str], group: Group, *, verify: bool
 ) -> dict[str, list[JsonValue]]:
-    """Read values of each rank: those of all saved ranks, or this rank's if the count is equal.
+    """Read per-rank values.
+
+    If as many ranks load as have saved, each rank reads only its own values.
+
+    Args:
+        opened: the checkpoint.
+        names: the names of the values in the checkpoint.
+        group: the ranks that load.
+        verify: check the checksums of the bytes that are read.
 
     Returns:
-        By name in the checkpoint, a list with an entry for each saved rank (None if not read).
+        For each name, a list with the value of each rank that saved; None for values not read.
 
     Raises:
         CorruptionError: bytes differ from those that were saved, or a rank's values are missing.
@@ -207,16 +252,24 @@ def read_per_rank(
     found: dict[str, list[JsonValue]] = {name: [None] * world for name in names}
     for rank in ranks if names else ():
         if rank not in files:
-            raise CorruptionError(f"{opened.store}: the file of rank {rank} is missing")
+            raise CorruptionError(
+                f"{opened.store}: the manifest lists no file of rank {rank}, so {names[0]} has no "
+                "value of this rank"
+            )
         reader = DataReader(opened.store, files[rank], verify=verify)
         try:
             values = msgspec.json.decode(reader.read_objects() or b"{}")
         except msgspec.DecodeError as error:
-            raise FormatError(f"{opened.store}: invalid values of rank {rank}: {error}") from error
+            raise FormatError(
+                f"{opened.store}: {files[rank].name} has invalid per-rank values: {error}"
+            ) from error
         finally:
             reader.close()
         for name in names:
             if not isinstance(values, dict) or name not in values:
-                raise CorruptionError(f"{opened.store}: rank {rank} has not saved {name}")
+                raise CorruptionError(
+                    f"{opened.store}: {files[rank].name} has no value of {name}, which the "
+                    "manifest lists"
+                )
             found[name][rank] = values[name]
     return found

@@ -1,4 +1,4 @@
-"""Options of a save and of a load, checked."""
+"""The options of a save, and checks of numbers that users pass as options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import SupportsIndex
 
 from shardwise.errors import StateError
-from shardwise.manifest.names import checked_name
+from shardwise.manifest.names import check_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,61 +21,69 @@ class SaveOptions:
     metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def checked(
+    def from_arguments(
         cls,
         step: SupportsIndex | None,
         overwrite: bool,
         check_replicas: bool,
         metrics: Mapping[str, float] | None,
     ) -> SaveOptions:
-        """Check options, and return them.
+        """Check the arguments of a save, and return them as options.
 
         Raises:
             StateError: the step is not an integer from 0, or a metric is not a number.
         """
-        step = None if step is None else checked_step(step)
+        step = None if step is None else check_step(step)
         try:
-            values = {checked_name(name): float(value) for name, value in (metrics or {}).items()}
+            values = {check_name(name): float(value) for name, value in (metrics or {}).items()}
         except (TypeError, ValueError, AttributeError) as error:
-            raise StateError(f"metrics={metrics!r}: expected a dict of numbers") from error
+            raise StateError(
+                f"metrics={metrics!r}: expected a dict of numbers, for example {{'loss': 2.5}}"
+            ) from error
         return cls(step=step, overwrite=overwrite, check_replicas=check_replicas, metrics=values)
 
 
-def whole_number(what: str, value: object, least: int = 1) -> int:
-    """Return an integer, given an integer of any type, such as NumPy's.
+def check_integer(argument: str, value: object, least: int = 1) -> int:
+    """Return a number as an `int`, after checking that it is an integer and not too small.
 
     Args:
-        what: the beginning of the call, for the error message: `"Keep(last"`.
+        argument: the start of the call and the name of the argument, for the error message, for
+            example `"Keep(last"`.
+        value: an integer of any type, for example NumPy's.
+        least: the smallest allowed number.
 
     Raises:
         TypeError: the value is not an integer, or is a bool.
         ValueError: the value is less than `least`.
     """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"{what}={value!r}): expected an integer")
-    number = operator.index(value)
-    if number < least:
-        raise ValueError(f"{what}={value!r}): expected at least {least}")
-    return number
+        raise TypeError(f"{argument}={value!r}): expected an integer")
+    integer = operator.index(value)
+    if integer < least:
+        raise ValueError(f"{argument}={value!r}): expected at least {least}")
+    return integer
 
 
-def checked_step(step: object) -> int:
-    """Return a step, given an integer of any type.
+def check_step(step: object) -> int:
+    """Return a step as an `int`, after checking that it is an integer from 0.
 
     Raises:
         StateError: the step is not an integer from 0, or has more than 18 digits.
     """
     if isinstance(step, bool) or not isinstance(step, SupportsIndex):
         raise StateError(f"step={step!r}: expected an integer, not {type(step).__name__}")
-    number = operator.index(step)
-    if not 0 <= number < 10**18:
-        raise StateError(f"step {number}: expected at least 0 and at most 18 digits")
-    return number
+    integer = operator.index(step)
+    if not 0 <= integer < 10**18:
+        raise StateError(f"step={integer}: expected an integer of at least 0, of at most 18 digits")
+    return integer
 
 
 def is_due(step: object, every: int) -> bool:
-    """Return whether a step is a multiple of `every`, or invalid: the save then reports it."""
+    """Return whether a step is a multiple of `every`.
+
+    The result is also True if the step is invalid, so that the save starts and reports the error.
+    """
     try:
-        return checked_step(step) % every == 0
+        return check_step(step) % every == 0
     except StateError:
         return True

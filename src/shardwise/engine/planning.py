@@ -1,4 +1,4 @@
-"""Planning of a save: all ranks agree on it, and each rank learns which pieces it writes."""
+"""Plan a save: all ranks agree on the save, and each rank learns which pieces it writes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shardwise.engine.exchange import collect, exchange, exchange_keeping, requi
 from shardwise.engine.files import FileSource
 from shardwise.engine.group import Group
 from shardwise.engine.options import SaveOptions
-from shardwise.engine.shared_values import SharedValues, unite_values
-from shardwise.engine.tensors import describe
+from shardwise.engine.shared_values import SharedValues, merge_values
+from shardwise.engine.tensors import describe_tensors
 from shardwise.events import Recorder
-from shardwise.manifest.datafile import lay_out, list_pieces
+from shardwise.manifest.data_file import encode_header_entries, lay_out_file
 from shardwise.manifest.manifest import (
     VERSION,
     FileEntry,
@@ -34,21 +34,25 @@ from shardwise.plan.tables import Description, decode_description, decode_pieces
 from shardwise.state.leaves import Fragment, LocalState
 from shardwise.store import Store
 
-FormRings = Callable[[Sequence[bytes]], list[list[int]]]
-"""Takes the fingerprints of all ranks' descriptions. Returns for each rank the other ranks whose
-pieces it must know to copy them from its own replicas; equal fingerprints mean equal replicas."""
+ChoosePeers = Callable[[Sequence[bytes]], list[list[int]]]
+"""Chooses each rank's peers: ranks whose pieces the rank copies from its own replicas.
+
+The argument has the fingerprint of each rank's description. Ranks with equal fingerprints hold
+equal replicas. The result has a list of peers for each rank.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
+class SaveRequest:
     """One rank's request to save.
 
     Attributes:
-        state: what the rank has.
+        state: the tensors and values of this rank.
         store: the place of the checkpoint in storage.
-        arena: the buffers to write with.
-        place: the destination, for error messages; default: the store.
-        message: a message to rank 0, which decides whether to admit the save.
+        arena: the buffers to write through.
+        options: the options of the save.
+        place: the destination, for error messages. Default: the store.
+        message: a message to rank 0's `admit`; see `plan_together`.
     """
 
     state: LocalState
@@ -60,7 +64,7 @@ class Save:
 
     @property
     def terms(self) -> str:
-        """What must be equal on all ranks, in words."""
+        """The settings that must be equal on all ranks, formatted for error messages."""
         options = self.options
         terms = f"step {options.step} to {self.place or self.store}"
         terms += " with overwrite=True" if options.overwrite else ""
@@ -69,17 +73,21 @@ class Save:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSave:
-    """A save that all ranks have agreed on, on one rank.
+    """One rank's view of a save that all ranks have agreement on.
 
     Attributes:
-        plan: what this rank writes.
+        save: this rank's request.
+        save_id: the id of the save, which is part of the names of its files.
+        rank: this rank.
+        world_size: the number of ranks.
+        plan: the pieces that this rank writes.
         cached: whether the plan of an earlier save was reused.
         description: the fragments of this rank, without bytes.
         fragments: the same fragments, with their memory.
-        objects: on rank 0, the plain values that all ranks share.
+        objects: on rank 0, the plain values that all ranks share; empty on other ranks.
     """
 
-    save: Save
+    save: SaveRequest
     save_id: str
     rank: int
     world_size: int
@@ -101,25 +109,30 @@ class PlannedSave:
             return None
         objects = msgspec.json.encode(per_rank) if per_rank else b""
         metadata = {"shardwise": str(VERSION), "save_id": self.save_id, "rank": str(self.rank)}
-        layout = lay_out(self.plan.header, len(objects), metadata)
+        layout = lay_out_file(self.plan.header, len(objects), metadata)
         return FileSource.of(self.plan.pieces, self.fragments, layout, objects)
 
     def peer_sources(self) -> dict[int, FileSource]:
-        """Return the data sections of other ranks' files, out of this rank's replicas, by rank."""
+        """Return, for each peer, the source of its data section, read from this rank's replicas."""
         return {
             rank: FileSource.of(pieces, self.fragments) for rank, pieces in self.plan.peers.items()
         }
 
     def entry(self, source: FileSource, checksums_crc32: int = 0) -> FileEntry:
-        """Return the entry of this rank's file in the manifest."""
-        at = source.layout
+        """Return the entry of this rank's file in the manifest.
+
+        Args:
+            source: the source of the file.
+            checksums_crc32: the CRC-32 of the file's checksums, if they are known.
+        """
+        layout = source.layout
         return FileEntry(
             self.key,
             self.rank,
-            at.size,
-            at.data_at,
-            at.objects_at,
-            at.checksums_at,
+            layout.size,
+            layout.data_at,
+            layout.objects_at,
+            layout.checksums_at,
             checksums_crc32,
         )
 
@@ -127,11 +140,11 @@ class PlannedSave:
     def manifest_plan(self) -> ManifestPlan:
         """The planned part of the manifest, which only rank 0 has."""
         if self.plan.manifest is None or self.rank != 0:
-            raise RuntimeError(f"rank {self.rank} did not plan this save, and has no manifest")
+            raise RuntimeError(f"rank {self.rank} has no manifest: only rank 0 plans a save")
         return self.plan.manifest
 
     def manifest(self, files: Sequence[FileEntry]) -> bytes:
-        """Return the manifest with these files, encoded; on rank 0."""
+        """Return the encoded manifest with these files. Only rank 0 can call this."""
         planned, options = self.manifest_plan, self.save.options
         metrics = options.metrics.items()
         manifest = Manifest(
@@ -149,93 +162,118 @@ class PlannedSave:
 
 
 def plan_together(
-    prepare: Callable[[], Save],
-    admit: Callable[[Save, list[bytes]], str],
+    prepare: Callable[[], SaveRequest],
+    admit: Callable[[SaveRequest, list[bytes]], str],
     group: Group,
     plans: PlanCache,
     recorder: Recorder,
     *,
-    rings: FormRings | None = None,
-    check_room: Callable[[Save, int], None] | None = None,
+    choose_peers: ChoosePeers | None = None,
+    check_room: Callable[[SaveRequest, int], None] | None = None,
 ) -> PlannedSave | None:
-    """Agree on a save and plan it; all ranks call this. Returns None if rank 0 does not admit it.
+    """Agree on a save, and plan it. All ranks call this function together.
 
     Args:
-        prepare: makes this rank's request; a failure on one rank is a failure on all.
-        admit: on rank 0, takes its own request and the messages of all, and returns an id for the
-            save, or "" to skip it.
-        plans: plans of earlier saves.
-        rings: on rank 0, chooses the peers of each rank; default: none.
-        check_room: on rank 0, takes its own request and the tensor bytes of the save, and raises
-            if the storage has no room for them.
+        prepare: makes this rank's request. A failure on one rank is raised on all ranks.
+        admit: runs on rank 0, with its own request and the messages of all ranks. Returns an id
+            for the save, or "" to skip the save.
+        group: the ranks.
+        plans: plans of earlier saves, which this save reads and updates.
+        recorder: gets an event for each stage.
+        choose_peers: runs on rank 0. Default: no rank has peers.
+        check_room: runs on rank 0, with its own request and the tensor bytes of the save. Raises
+            if the storage has too little room.
+
+    Returns:
+        The planned save; None if `admit` skipped the save.
 
     Raises:
-        ShardwiseError: as `shardwise.save` says, on every rank.
+        ShardwiseError: as for `shardwise.save`, on every rank.
     """
 
-    def request() -> tuple[_Local, bytes]:
+    def make_message() -> tuple[_DescribedSave, bytes]:
         with recorder.stage("describe"):
-            local = _describe(prepare())
+            local = _describe_save(prepare())
         with recorder.stage("plan"):
-            return local, local.request(plans)
+            return local, local.encode_message(plans)
 
-    def answer(local: _Local, said: list[bytes]) -> list[bytes]:
-        requests = [msgspec.msgpack.decode(each, type=_Request) for each in said]
-        agreements = _agree(requests, partial(admit, local.save), rings)
-        known = plans.get(agreements[0].plan) if agreements[0].is_cached else None
-        if known is not None and known.manifest is not None and check_room is not None:
-            check_room(local.save, known.manifest.bytes_stored)
+    def make_reply(local: _DescribedSave, messages: list[bytes]) -> list[bytes]:
+        agreements = _agree(messages, partial(admit, local.save), choose_peers)
+        cached = plans.get(agreements[0].plan) if agreements[0].is_cached else None
+        if cached is not None and cached.manifest is not None and check_room is not None:
+            check_room(local.save, cached.manifest.bytes_stored)
         return [msgspec.msgpack.encode(each) for each in agreements]
 
-    local, reply = exchange_keeping(group, "agreeing on a save", request, answer)
-    agreed = msgspec.msgpack.decode(reply, type=_Agreement)
-    if not agreed.save_id:
+    local, reply = exchange_keeping(group, "agreeing on a save", make_message, make_reply)
+    agreement = msgspec.msgpack.decode(reply, type=_Agreement)
+    if not agreement.save_id:
         return None
     with recorder.stage("plan"):
-        objects = _share_values(local.values, agreed, group)
-        plan = _cached_plan(agreed, plans)
+        objects = _share_values(local.values, agreement, group)
+        plan = plans.get(agreement.plan) if agreement.is_cached else None
+        plans.count(is_hit=plan is not None)
         if plan is None:
-            plan = _plan_anew(local, agreed, group, check_room)
-            plans.put(agreed.plan, plan)
-    return PlannedSave(
-        save=local.save,
-        save_id=agreed.save_id,
-        rank=group.rank,
-        world_size=group.size,
-        plan=plan,
-        cached=agreed.is_cached,
-        description=local.description,
-        fragments=local.fragments,
-        objects=objects,
-    )
+            plan = _plan_anew(local, agreement, group, check_room)
+            plans.put(agreement.plan, plan)
+    return local.with_plan(plan, agreement, objects, group)
 
 
 @dataclass(frozen=True, slots=True)
-class _Local:
-    """A request of this rank, described. The fingerprint identifies the description."""
+class _DescribedSave:
+    """A request of this rank, and the description of its tensors.
 
-    save: Save
+    Attributes:
+        encoded: the encoded description.
+        fingerprint: a digest of the encoded description.
+        values: the plain values that all ranks share.
+    """
+
+    save: SaveRequest
     description: Description
     fragments: tuple[Fragment, ...]
     encoded: bytes
     fingerprint: bytes
     values: SharedValues
 
-    def request(self, plans: PlanCache) -> bytes:
-        """Return the message by which this rank asks rank 0 for the save."""
-        values = self.values.digest()
+    def with_plan(
+        self, plan: RankPlan, agreement: _Agreement, objects: tuple[ObjectEntry, ...], group: Group
+    ) -> PlannedSave:
+        """Return the planned save."""
+        return PlannedSave(
+            save=self.save,
+            save_id=agreement.save_id,
+            rank=group.rank,
+            world_size=group.size,
+            plan=plan,
+            cached=agreement.is_cached,
+            description=self.description,
+            fragments=self.fragments,
+            objects=objects,
+        )
+
+    def encode_message(self, plans: PlanCache) -> bytes:
+        """Return this rank's message to rank 0."""
+        values_digest = self.values.digest()
         save = self.save
-        request = _Request(save.terms, self.fingerprint, plans.keys(), values, save.message)
-        return msgspec.msgpack.encode(request)
+        message = _Message(save.terms, self.fingerprint, plans.keys(), values_digest, save.message)
+        return msgspec.msgpack.encode(message)
 
 
-class _Request(msgspec.Struct, array_like=True):
-    """A rank's request; `plans` are the fingerprints of the plans in its cache."""
+class _Message(msgspec.Struct, array_like=True):
+    """A rank's message to rank 0.
+
+    Attributes:
+        terms: the settings that must be equal on all ranks.
+        fingerprint: the fingerprint of the rank's description.
+        cached_plans: the fingerprints of the plans in the rank's cache.
+        values_digest: the digest of the rank's plain values.
+        message: the rank's message to `admit`.
+    """
 
     terms: str
     fingerprint: bytes
-    plans: list[bytes]
-    values: bytes
+    cached_plans: list[bytes]
+    values_digest: bytes
     message: bytes
 
 
@@ -243,11 +281,12 @@ class _Agreement(msgspec.Struct, array_like=True):
     """Rank 0's reply to a rank.
 
     Attributes:
+        save_id: the id of the save; "" if the save is skipped.
         plan: the fingerprint of the plan.
-        is_cached: whether all ranks have the plan, and none needs to be made.
+        is_cached: whether all ranks have the plan in their caches.
         send_values: whether this rank sends its plain values to rank 0.
-        gather_values: whether any rank does.
-        peers: on rank 0, for each rank the other ranks whose pieces it must know.
+        gather_values: whether any rank sends its plain values.
+        peers: on rank 0, the peers of each rank; empty on other ranks.
     """
 
     save_id: str
@@ -258,19 +297,25 @@ class _Agreement(msgspec.Struct, array_like=True):
     peers: list[list[int]] = []
 
 
-class _Pieces(msgspec.Struct, array_like=True):
-    """What rank 0 planned for a rank: its pieces, those of its peers; on rank 0, the manifest."""
+class _EncodedPlan(msgspec.Struct, array_like=True):
+    """The plan of one rank, as rank 0 sends it.
 
-    own: bytes
+    Attributes:
+        pieces: the encoded pieces of the rank.
+        peers: the encoded pieces of each of its peers.
+        manifest: on rank 0, the planned part of the manifest.
+    """
+
+    pieces: bytes
     peers: dict[int, bytes]
     manifest: ManifestPlan | None = None
 
 
-def _describe(save: Save) -> _Local:
-    description, fragments = describe(save.state.tensors, tuple(save.state.per_rank))
+def _describe_save(save: SaveRequest) -> _DescribedSave:
+    description, fragments = describe_tensors(save.state.tensors, tuple(save.state.per_rank))
     values = SharedValues.of(save.state)
     encoded = description.encode()
-    return _Local(save, description, fragments, encoded, _fingerprint(encoded), values)
+    return _DescribedSave(save, description, fragments, encoded, _fingerprint(encoded), values)
 
 
 def _fingerprint(data: bytes) -> bytes:
@@ -278,75 +323,73 @@ def _fingerprint(data: bytes) -> bytes:
 
 
 def _agree(
-    requests: Sequence[_Request], admit: Callable[[list[bytes]], str], rings: FormRings | None
+    encoded: Sequence[bytes],
+    admit: Callable[[list[bytes]], str],
+    choose_peers: ChoosePeers | None,
 ) -> list[_Agreement]:
-    """Make rank 0's replies: the id of the save, its plan, and who sends plain values."""
+    """Make rank 0's reply to each rank.
+
+    Of several ranks with equal plain values, only the first sends them.
+    """
+    messages = [msgspec.msgpack.decode(each, type=_Message) for each in encoded]
     require_equal(
-        [each.terms for each in requests],
+        [each.terms for each in messages],
         "ranks do not save the same checkpoint in the same way:",
     )
-    save_id = admit([each.message for each in requests])
-    fingerprints = [each.fingerprint for each in requests]
-    peers = rings(fingerprints) if rings is not None else [[] for _ in requests]
+    save_id = admit([each.message for each in messages])
+    fingerprints = [each.fingerprint for each in messages]
+    peers = choose_peers(fingerprints) if choose_peers is not None else [[] for _ in messages]
     plan = _fingerprint(msgspec.msgpack.encode((fingerprints, peers)))
-    is_cached = bool(save_id) and all(plan in each.plans for each in requests)
-    first_with = {each.values: rank for rank, each in reversed(list(enumerate(requests)))}
-    speakers = set(first_with.values())
-    several = len(speakers) > 1
+    is_cached = bool(save_id) and all(plan in each.cached_plans for each in messages)
+    first_rank_of = {m.values_digest: rank for rank, m in reversed(list(enumerate(messages)))}
+    senders = set(first_rank_of.values())
+    gather = len(senders) > 1
     return [
-        _Agreement(save_id, plan, is_cached, rank in speakers, several, [] if rank else peers)
-        for rank in range(len(requests))
+        _Agreement(save_id, plan, is_cached, rank in senders, gather, [] if rank else peers)
+        for rank in range(len(messages))
     ]
 
 
 def _share_values(
-    values: SharedValues, agreed: _Agreement, group: Group
+    values: SharedValues, agreement: _Agreement, group: Group
 ) -> tuple[ObjectEntry, ...]:
-    """Return on rank 0 the plain values of all ranks, compared; nothing on other ranks."""
-    if agreed.gather_values:
-        united = collect(
+    """Compare the plain values of all ranks, and return them on rank 0; empty on other ranks."""
+    if agreement.gather_values:
+        merged = collect(
             group,
             "comparing plain values",
-            lambda: values.encode() if agreed.send_values else b"",
-            unite_values,
+            lambda: values.encode() if agreement.send_values else b"",
+            merge_values,
         )
-        return united or ()
-    return unite_values([values.encode()]) if group.rank == 0 else ()
-
-
-def _cached_plan(agreed: _Agreement, plans: PlanCache) -> RankPlan | None:
-    """Return the plan of an earlier save, if all ranks have it."""
-    plan = plans.get(agreed.plan) if agreed.is_cached else None
-    if plan is None:
-        plans.misses += 1
-    else:
-        plans.hits += 1
-    return plan
+        return merged or ()
+    return merge_values([values.encode()]) if group.rank == 0 else ()
 
 
 def _plan_anew(
-    local: _Local,
-    agreed: _Agreement,
+    local: _DescribedSave,
+    agreement: _Agreement,
     group: Group,
-    check_room: Callable[[Save, int], None] | None,
+    check_room: Callable[[SaveRequest, int], None] | None,
 ) -> RankPlan:
-    """Plan on rank 0, from the descriptions of all ranks."""
+    """Send all descriptions to rank 0, which plans, and return the plan of this rank."""
 
-    def answer(encoded: list[bytes]) -> list[bytes]:
-        plan = plan_save([decode_description(data) for data in encoded])
+    def make_reply(messages: list[bytes]) -> list[bytes]:
+        plan = plan_save([decode_description(data) for data in messages])
         if check_room is not None:
             check_room(local.save, plan.manifest.bytes_stored)
-        pieces = [plan.encode_pieces(rank) for rank in range(len(encoded))]
+        pieces = [plan.encode_pieces(rank) for rank in range(len(messages))]
         replies = [
-            _Pieces(own, {peer: pieces[peer] for peer in peers})
-            for own, peers in zip(pieces, agreed.peers, strict=True)
+            _EncodedPlan(own, {peer: pieces[peer] for peer in peers})
+            for own, peers in zip(pieces, agreement.peers, strict=True)
         ]
         replies[0].manifest = plan.manifest
         return [msgspec.msgpack.encode(each) for each in replies]
 
-    reply = exchange(group, "planning a save", lambda: local.encoded, answer)
-    planned = msgspec.msgpack.decode(reply, type=_Pieces)
+    reply = exchange(group, "planning a save", lambda: local.encoded, make_reply)
+    planned = msgspec.msgpack.decode(reply, type=_EncodedPlan)
     description = local.description
-    pieces = decode_pieces(planned.own, description)
+    pieces = decode_pieces(planned.pieces, description)
     peers = {rank: decode_pieces(data, description) for rank, data in planned.peers.items()}
-    return RankPlan(pieces, list_pieces(pieces.listed(description)), peers, planned.manifest)
+    return RankPlan(
+        pieces, encode_header_entries(pieces.listed(description)), peers, planned.manifest
+    )

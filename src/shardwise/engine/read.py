@@ -1,4 +1,4 @@
-"""Run the reads of a load: several at a time, each block verified before it is copied."""
+"""Read spans of files in several threads, and copy each span after it is verified."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from shardwise.engine.buffers import Arena
 from shardwise.engine.datareader import DataReader
-from shardwise.engine.ring import Rings
-from shardwise.engine.tensors import Copies
+from shardwise.engine.shared_buffers import SharedBuffers
+from shardwise.engine.tensors import SpanCopier
 from shardwise.errors import CorruptionError
 from shardwise.plan.load import Spans
 from shardwise.store.store import Buffer
@@ -17,30 +17,32 @@ from shardwise.store.store import Buffer
 Readers = dict[int, DataReader]
 
 
-def read_alone(spans: Spans, copies: Copies, readers: Readers, arena: Arena, threads: int) -> None:
-    """Read every span of this rank, and copy its bytes to the fragments that want them.
+def read_alone(
+    spans: Spans, copier: SpanCopier, readers: Readers, arena: Arena, threads: int
+) -> None:
+    """Read every span of this rank, and copy its boxes to their fragments.
 
     Args:
         spans: the spans to read; disjoint.
-        copies: the copies to make from each span, by its number.
-        readers: the readers of all files of the spans, by file number.
+        copier: copies the boxes of each span.
+        readers: the readers of all files of the spans, by the file's index in the manifest.
         arena: the buffers to read through.
         threads: the number of threads.
 
     Raises:
-        CorruptionError: bytes differ from those that were saved. Other spans may have been copied.
+        CorruptionError: bytes differ from those that were saved. Some spans may have been copied.
     """
-    todo = iter(range(len(spans)))  # shared by all threads
+    remaining = iter(range(len(spans)))  # shared by all threads
     failed = threading.Event()
 
     def work() -> None:
         try:
             with arena.buffer() as buffer:
-                for span in todo:
+                for span in remaining:
                     if failed.is_set():
                         return
-                    data = _read(spans, span, readers, copies, buffer, in_place=True)
-                    copies.copy(span, data)
+                    data = _read(spans, span, readers, copier, buffer, in_place=True)
+                    copier.copy(span, data)
         except BaseException:
             failed.set()
             raise
@@ -49,7 +51,7 @@ def read_alone(spans: Spans, copies: Copies, readers: Readers, arena: Arena, thr
 
 
 def read_together(
-    spans: Spans, copies: Copies, readers: Readers, rings: Rings, threads: int
+    spans: Spans, copier: SpanCopier, readers: Readers, buffers: SharedBuffers, threads: int
 ) -> None:
     """Read the spans that the ranks of this node share, and copy what this rank needs.
 
@@ -58,9 +60,9 @@ def read_together(
 
     Args:
         spans: the spans of all ranks of the node.
-        copies: the copies to make on this rank from each span, by its number.
-        readers: the readers of all files that this rank needs, by file number.
-        rings: the rings through which ranks pass bytes to each other.
+        copier: copies the boxes of each span that this rank needs.
+        readers: the readers of all files that this rank needs, by the file's index.
+        buffers: the shared memory through which ranks pass bytes to each other.
         threads: the number of threads.
 
     Raises:
@@ -69,34 +71,36 @@ def read_together(
         LostRankError: another rank died, or made no progress before the timeout.
     """
 
-    def serve(span: int) -> None:
-        slot = rings.slot(span)
-        if rings.leads(span):
-            data = _read(spans, span, readers, copies, slot)
-            rings.publish(span, readers[int(spans.file[span])].checksum(data))
+    def process(span: int) -> None:
+        slot = buffers.slot(span)
+        if buffers.is_own(span):
+            data = _read(spans, span, readers, copier, slot)
+            buffers.publish(span, readers[int(spans.file[span])].checksum(data))
         else:
-            data = _receive(spans, span, readers, rings, slot)
-        copies.copy(span, data)
-        rings.finish(span)
+            data = _receive(spans, span, readers, buffers, slot)
+        copier.copy(span, data)
+        buffers.mark_used(span)
 
     def work() -> None:
         try:
-            while (span := rings.next()) is not None:
-                serve(span)
+            while (span := buffers.next_read()) is not None:
+                process(span)
         except BaseException:
-            rings.fail()
+            buffers.mark_failed()
             raise
 
     _run_in_threads(work, threads)
 
 
-def _receive(spans: Spans, span: int, readers: Readers, rings: Rings, slot: Buffer) -> Buffer:
-    """Return the bytes that another rank has read into its slot, after verifying them."""
-    file, low, high = (int(c[span]) for c in (spans.file, spans.low, spans.high))
+def _receive(
+    spans: Spans, span: int, readers: Readers, buffers: SharedBuffers, slot: Buffer
+) -> Buffer:
+    """Verify the bytes that another rank has read into its slot, and return them."""
+    file, low, high = (int(column[span]) for column in (spans.file, spans.low, spans.high))
     try:
-        return readers[file].passed_on(low, high, slot, rings.checksum(span))
+        return readers[file].verify_shared(low, high, slot, buffers.checksum(span))
     except CorruptionError as error:
-        raise CorruptionError(f"{error}; rank {rings.reader_of(span)} had read them") from error
+        raise CorruptionError(f"{error}; rank {buffers.reader_of(span)} had read them") from error
 
 
 def _run_in_threads(work: Callable[[], None], threads: int) -> None:
@@ -104,25 +108,25 @@ def _run_in_threads(work: Callable[[], None], threads: int) -> None:
     with ThreadPoolExecutor(max(1, threads - 1), "shardwise-read") as pool:
         others = [pool.submit(work) for _ in range(threads - 1)]
         work()
-        for each in others:
-            each.result()
+        for future in others:
+            future.result()
 
 
 def _read(
     spans: Spans,
     span: int,
     readers: Readers,
-    copies: Copies,
+    copier: SpanCopier,
     buffer: Buffer,
     *,
     in_place: bool = False,
 ) -> Buffer:
-    file, low, high = (int(c[span]) for c in (spans.file, spans.low, spans.high))
+    file, low, high = (int(column[span]) for column in (spans.file, spans.low, spans.high))
     try:
         reader = readers[file]
         return (reader.view if in_place else reader.read)(low, high, buffer)
     except CorruptionError as error:
-        names = copies.names(span)
+        names = copier.tensor_names(span)
         raise CorruptionError(
             f"{error}; these bytes belong to {names}" if names else str(error)
         ) from error

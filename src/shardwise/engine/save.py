@@ -1,4 +1,4 @@
-"""A save: planned by all ranks together, written by each rank, published by rank 0."""
+"""Save on all ranks: plan the save together, write a file on each rank, publish on rank 0."""
 
 from __future__ import annotations
 
@@ -7,37 +7,44 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
+import torch
 
-from shardwise.engine.compare import compare_ranks
 from shardwise.engine.exchange import exchange, run_on_all
 from shardwise.engine.files import write_data_file
 from shardwise.engine.group import Group
-from shardwise.engine.leftovers import collect_leftovers
-from shardwise.engine.planning import PlannedSave, Save, plan_together
-from shardwise.errors import CheckpointExistsError, LostRankError, StoreError
+from shardwise.engine.leftovers import remove_leftovers
+from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
+from shardwise.errors import CheckpointExistsError, LostRankError, MismatchError, StoreError
 from shardwise.events import Recorder, size
+from shardwise.layout import Box
+from shardwise.manifest.checksums import crc32
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import MANIFEST, lock_file, new_save_id
 from shardwise.plan.cache import PlanCache
+from shardwise.plan.tables import Description
+from shardwise.state.leaves import Fragment, host_array
 from shardwise.store import BoundedStore, Store
 
-LOCK_ATTEMPTS = 8  # a collector of leftovers may remove a new lock file before it is locked
+LOCK_ATTEMPTS = 8  # another process may remove a new lock file before this one has locked it
+_Row = tuple[str, tuple[int, ...], tuple[int, ...], int]
+"""The tensor name, offset, shape and checksum of a box."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """The result of a save. Bytes and seconds are those of this rank unless noted.
+    """The result of a save. Bytes and seconds refer to this rank, unless noted otherwise.
 
     Attributes:
         path: the path of the checkpoint.
-        step: the step of the checkpoint, if you gave one.
-        bytes_total: the tensor bytes of the whole checkpoint, each element counted once.
+        step: the step of the checkpoint; None if it has none.
+        bytes_total: the tensor bytes of the whole checkpoint, with each element counted once.
         bytes_written: the size of this rank's file.
-        bytes_deduplicated: bytes of replicas, on all ranks, that were not written again.
+        bytes_deduplicated: the bytes of replicas on all ranks that were not written again.
         files: the number of data files of the whole checkpoint.
         plan_cached: whether the plan of an earlier save was reused.
-        bytes_communicated: bytes that this rank sent to other ranks.
-        seconds: the time of each stage (describe, plan, write, publish), and `total`.
+        bytes_communicated: the bytes that this rank sent to other ranks.
+        seconds: the duration of each stage (describe, plan, write, publish), and `total`.
     """
 
     path: str
@@ -60,17 +67,20 @@ class SaveReport:
 
 
 def save_all(
-    prepare: Callable[[], Save], group: Group, plans: PlanCache, recorder: Recorder
+    prepare: Callable[[], SaveRequest], group: Group, plans: PlanCache, recorder: Recorder
 ) -> SaveReport:
-    """Save the local states of all ranks as one checkpoint; all ranks call this.
+    """Save the local states of all ranks as one checkpoint. All ranks call this function together.
 
     Args:
-        prepare: makes this rank's request; a failure on one rank is a failure on all.
+        prepare: makes this rank's request. A failure on one rank is raised on all ranks.
+        group: the ranks.
+        plans: plans of earlier saves, which this save reads and updates.
+        recorder: gets an event for each stage.
 
     Raises:
-        ShardwiseError: as `shardwise.save` says; on every rank, and nothing is published.
+        ShardwiseError: as for `shardwise.save`, on every rank. Nothing is published.
     """
-    sent = group.bytes_sent
+    sent_before = group.bytes_sent
     with ExitStack() as cleanup:
         planned = plan_together(
             prepare,
@@ -81,11 +91,11 @@ def save_all(
             check_room=lambda save, nbytes: refuse_if_full(save.store, nbytes),
         )
         if planned is None:
-            raise RuntimeError("rank 0 gave this save no id")
+            raise RuntimeError("rank 0 skipped a save that it cannot skip")
         save = planned.save
         if save.options.check_replicas:
             with recorder.stage("check_replicas"):
-                compare_ranks(planned.description, planned.fragments, group)
+                check_replicas(planned.description, planned.fragments, group)
         entry = _write(planned, group, recorder)
         totals = _publish(planned, entry, group, recorder)
     return SaveReport(
@@ -96,15 +106,65 @@ def save_all(
         bytes_deduplicated=totals.bytes_held - totals.bytes_stored,
         files=totals.files,
         plan_cached=planned.cached,
-        bytes_communicated=group.bytes_sent - sent,
+        bytes_communicated=group.bytes_sent - sent_before,
         seconds=recorder.seconds(),
     )
 
 
-def _lock_place(save: Save, cleanup: ExitStack) -> str:
-    """Return an id for a save to this place, with a lock that is held until `cleanup` closes."""
+def check_replicas(description: Description, fragments: Sequence[Fragment], group: Group) -> None:
+    """Compare the checksums of the boxes that several ranks hold.
+
+    Args:
+        description: the tensors of this rank.
+        fragments: the memory of the fragments in the description, in the same order.
+        group: the ranks of the save.
+
+    Raises:
+        MismatchError: boxes differ; the same error on all ranks, which lists all such boxes.
+    """
+
+    def make_message() -> bytes:
+        rows: list[_Row] = [
+            (
+                description.names[tensor],
+                fragment.box.offset,
+                fragment.box.shape,
+                _checksum(fragment.data),
+            )
+            for tensor, fragment in zip(description.tensor.tolist(), fragments, strict=True)
+        ]
+        return msgspec.msgpack.encode(rows)
+
+    exchange(group, "comparing replicas", make_message, _compare_checksums)
+
+
+def _checksum(data: torch.Tensor) -> int:
+    array = host_array(data.cpu())
+    return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _compare_checksums(messages: Sequence[bytes]) -> bytes:
+    first_seen: dict[tuple[str, Box], tuple[int, int]] = {}
+    problems = []
+    for rank, data in enumerate(messages):
+        for name, offset, shape, checksum in msgspec.msgpack.decode(data, type=list[_Row]):
+            box = Box(offset, shape)
+            first_rank, first_checksum = first_seen.setdefault((name, box), (rank, checksum))
+            if first_checksum != checksum:
+                problems.append(f"{name}{box}: rank {first_rank} and rank {rank} differ")
+    if problems:
+        raise MismatchError(
+            "tensors that several ranks hold differ; make them equal before saving (for example, "
+            "broadcast them from rank 0), or save without check_replicas:",
+            problems,
+        )
+    return b""
+
+
+def _lock_place(save: SaveRequest, cleanup: ExitStack) -> str:
+    """Lock the place of a save until `cleanup` closes, and return the id of the save."""
     refuse_existing(save)
-    collect_leftovers(save.store)
+    remove_leftovers(save.store)
     for _ in range(LOCK_ATTEMPTS):
         save_id = new_save_id()
         cleanup.callback(_discard_lock, save.store, save_id)
@@ -117,9 +177,12 @@ def _lock_place(save: Save, cleanup: ExitStack) -> str:
 
 
 def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> FileEntry | None:
-    """Write this rank's file, wait for all ranks, and return the file's entry, if there is one.
+    """Write this rank's file, and wait until all ranks have written theirs.
 
-    If any rank fails, all ranks remove their files: nothing can have been published.
+    If any rank fails, all ranks remove their files, because no manifest can exist yet.
+
+    Returns:
+        The entry of the file; None if this rank writes no file.
     """
     store = planned.save.store
 
@@ -128,8 +191,8 @@ def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> FileEntry 
             source = planned.source()
             if source is None:
                 return None
-            crc = write_data_file(store, planned.key, source, planned.save.arena)
-            return planned.entry(source, crc)
+            checksums_crc32 = write_data_file(store, planned.key, source, planned.save.arena)
+            return planned.entry(source, checksums_crc32)
 
     try:
         return run_on_all(group, "writing a save", write)
@@ -142,6 +205,8 @@ def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> FileEntry 
 
 
 class _Totals(msgspec.Struct, array_like=True):
+    """The tensor bytes of the checkpoint and of all ranks, and the number of data files."""
+
     bytes_stored: int
     bytes_held: int
     files: int
@@ -150,21 +215,21 @@ class _Totals(msgspec.Struct, array_like=True):
 def _publish(
     planned: PlannedSave, entry: FileEntry | None, group: Group, recorder: Recorder
 ) -> _Totals:
-    """Publish the manifest on rank 0: this commits the save.
+    """Publish the manifest on rank 0, which commits the save.
 
-    If this fails, or its outcome does not become known, the data files stay, since the manifest
-    may exist. If it does not, the next save to this place removes them as leftovers.
+    If the publication fails or its outcome is unknown, the data files stay, because the manifest
+    may exist. If no manifest exists, the next save to this place removes the files.
     """
 
-    def answer(said: list[bytes]) -> bytes:
-        entries = [msgspec.msgpack.decode(each, type=FileEntry | None) for each in said]
+    def make_reply(messages: list[bytes]) -> bytes:
+        entries = [msgspec.msgpack.decode(each, type=FileEntry | None) for each in messages]
         files = [each for each in entries if each is not None]
         with recorder.stage("publish"):
             _publish_manifest(planned, files)
-        totals = planned.manifest_plan
-        return msgspec.msgpack.encode(_Totals(totals.bytes_stored, totals.bytes_held, len(files)))
+        plan = planned.manifest_plan
+        return msgspec.msgpack.encode(_Totals(plan.bytes_stored, plan.bytes_held, len(files)))
 
-    reply = exchange(group, "publishing a save", lambda: msgspec.msgpack.encode(entry), answer)
+    reply = exchange(group, "publishing a save", lambda: msgspec.msgpack.encode(entry), make_reply)
     return msgspec.msgpack.decode(reply, type=_Totals)
 
 
@@ -176,23 +241,23 @@ def _publish_manifest(planned: PlannedSave, files: Sequence[FileEntry]) -> None:
     except FileExistsError as error:
         for file in files:
             save.store.delete(file.name)
-        raise _exists(save.store) from error
+        raise _exists_error(save.store) from error
     if save.options.overwrite:
-        collect_leftovers(save.store, own_lock=lock_file(planned.save_id))
+        remove_leftovers(save.store, own_lock=lock_file(planned.save_id))
 
 
-def refuse_existing(save: Save) -> None:
-    """Refuse to save to a place that has a checkpoint, unless `overwrite` is set.
+def refuse_existing(save: SaveRequest) -> None:
+    """Refuse a save to a place that has a checkpoint, unless `overwrite` is set.
 
     Raises:
         CheckpointExistsError: the place has a checkpoint.
     """
     if not save.options.overwrite and MANIFEST in save.store.list():
-        raise _exists(save.store)
+        raise _exists_error(save.store)
 
 
 def refuse_if_full(store: Store, nbytes: int) -> None:
-    """Refuse a save that does not fit into its storage, before anything is written.
+    """Refuse a save that does not fit into the free space of its storage.
 
     Raises:
         StoreError: fewer than `nbytes` bytes are free.
@@ -205,7 +270,7 @@ def refuse_if_full(store: Store, nbytes: int) -> None:
         )
 
 
-def _exists(store: Store) -> CheckpointExistsError:
+def _exists_error(store: Store) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"{store}: a committed checkpoint already exists; "
         "pass overwrite=True to replace it, or save elsewhere"

@@ -1,4 +1,4 @@
-"""Plain values that all ranks share: compare them between ranks, and unite them."""
+"""Plain values that all ranks share: compare them between ranks, and merge them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ import msgspec
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import ObjectEntry
 from shardwise.state.leaves import LocalState
-from shardwise.state.objects import JsonValue, differences
+from shardwise.state.plain_values import JsonValue, differing_names
 
 
 class SharedValues(msgspec.Struct, array_like=True):
-    """The shared values of one rank: objects by name, and groups as `[members, value]`."""
+    """The shared values of one rank.
+
+    Attributes:
+        objects: plain values by name.
+        grouped: values that groups of parameters share, by name, as pairs of members and value.
+    """
 
     objects: dict[str, JsonValue]
     grouped: dict[str, list[tuple[tuple[str, ...], JsonValue]]]
@@ -29,27 +34,28 @@ class SharedValues(msgspec.Struct, array_like=True):
         return cls(state.objects, grouped)
 
     def encode(self) -> bytes:
-        """Return the values as bytes, for the rank that publishes."""
+        """Return the values as bytes, for rank 0."""
         return msgspec.json.encode(self)
 
     def digest(self) -> bytes:
-        """Return a digest of the values; equal values have equal digests."""
+        """Return a digest, which is equal for equal values."""
         encoded = msgspec.json.encode(self, order="sorted")
         return hashlib.blake2b(encoded, digest_size=16).digest()
 
 
-def unite_values(encoded: Sequence[bytes]) -> tuple[ObjectEntry, ...]:
-    """Unite the shared values of all ranks: keep one of equal objects, and join groups.
+def merge_values(encoded: Sequence[bytes]) -> tuple[ObjectEntry, ...]:
+    """Merge the shared values of all ranks.
 
     Args:
-        encoded: the encoded values of each rank; empty if another rank has the same values.
+        encoded: the encoded values of each rank; empty for a rank with the same values as an
+            earlier one.
 
     Raises:
-        MismatchError: ranks have different values under one name; lists all of them.
+        MismatchError: ranks have different values with the same name. The error lists all names.
     """
     objects: dict[str, JsonValue] = {}
-    origin: dict[str, int] = {}
-    settings: dict[str, dict[str, JsonValue]] = {}
+    rank_of: dict[str, int] = {}
+    value_of_member: dict[str, dict[str, JsonValue]] = {}
     problems: list[str] = []
     for rank, data in enumerate(encoded):
         if not data:
@@ -57,12 +63,12 @@ def unite_values(encoded: Sequence[bytes]) -> tuple[ObjectEntry, ...]:
         values = msgspec.json.decode(data, type=SharedValues)
         for name, value in values.objects.items():
             if name not in objects:
-                objects[name], origin[name] = value, rank
+                objects[name], rank_of[name] = value, rank
             elif objects[name] != value:
-                at = ", ".join(differences(objects[name], value, name)[:5])
-                problems.append(f"{at}: rank {origin[name]} and rank {rank} differ")
+                names = ", ".join(differing_names(objects[name], value, name)[:5])
+                problems.append(f"{names}: rank {rank_of[name]} and rank {rank} differ")
         for name, groups in values.grouped.items():
-            known = settings.setdefault(name, {})
+            known = value_of_member.setdefault(name, {})
             for members, value in groups:
                 problems += [
                     f"{name}: hyperparameters of {member} differ between ranks"
@@ -71,19 +77,19 @@ def unite_values(encoded: Sequence[bytes]) -> tuple[ObjectEntry, ...]:
                 ]
     if problems:
         raise MismatchError(
-            "plain values differ between ranks; wrap values that each rank has for itself in "
+            "plain values differ between ranks; wrap values that are meant to differ in "
             "sw.PerRank(value):",
             problems,
         )
-    for name, known in settings.items():
-        objects[name] = _regrouped(known)
+    for name, known in value_of_member.items():
+        objects[name] = _group_by_value(known)
     return tuple(ObjectEntry(name, value) for name, value in objects.items())
 
 
-def _regrouped(settings: dict[str, JsonValue]) -> JsonValue:
-    """Return the members grouped by equal values."""
+def _group_by_value(value_of_member: dict[str, JsonValue]) -> JsonValue:
+    """Return the members, grouped by equal values."""
     groups: dict[bytes, tuple[list[JsonValue], JsonValue]] = {}
-    for member, value in settings.items():
+    for member, value in value_of_member.items():
         key = msgspec.json.encode(value)
         groups.setdefault(key, ([], value))[0].append(member)
     return [{"members": members, "value": value} for members, value in groups.values()]

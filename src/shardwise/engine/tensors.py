@@ -1,4 +1,4 @@
-"""Local tensors: described for a plan, and copied to and from host buffers, box by box."""
+"""Local tensors: describe them for a plan, and copy their boxes to and from host buffers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 
 from shardwise.errors import StateError
 from shardwise.layout import boxes_within
+from shardwise.manifest.pieces import Int, padded_rows
 from shardwise.plan.load import Spans, Transfers
-from shardwise.plan.tables import Description, Int, columns_of
-from shardwise.state.leaves import Fragment, TensorLeaf, as_carrier, host_array, reach
+from shardwise.plan.tables import Description
+from shardwise.state.leaves import Fragment, TensorLeaf, as_carrier, host_array, memory_extent
 from shardwise.store.store import Buffer
 
 Array = npt.NDArray[np.generic]
@@ -22,23 +23,36 @@ Slices = tuple[slice, ...]
 
 
 class Memory(Protocol):
-    """The memory of one fragment, of any strides; `device` is None on the host."""
+    """The memory of one fragment, with any strides.
+
+    Attributes:
+        itemsize: the size of an element, in bytes.
+        dtype: the NumPy dtype of the buffers to copy from and to.
+        device: the accelerator that holds the memory; None for host memory.
+    """
 
     itemsize: int
     dtype: np.dtype[np.generic]
     device: torch.device | None
 
     def read(self, index: Slices, out: Array, *, wait: bool = True) -> None:
-        """Copy a box to `out`, which has the box's shape and this `dtype`.
+        """Copy a box of the fragment to a host buffer.
 
         Args:
-            wait: return when the box is copied. Otherwise a device copies on its current stream,
-                and the memory and `out` must be kept until the stream has done so.
+            index: the box, as slices of the fragment.
+            out: a buffer with the shape of the box and this memory's `dtype`.
+            wait: return when the box is copied. Otherwise an accelerator copies on its current
+                stream, and the caller keeps the memory and `out` until the copy is complete.
         """
         ...
 
     def write(self, index: Slices, source: Array) -> None:
-        """Copy `source` to a box."""
+        """Copy a host buffer to a box of the fragment.
+
+        Args:
+            index: the box, as slices of the fragment.
+            source: a buffer with the shape of the box and this memory's `dtype`.
+        """
         ...
 
 
@@ -53,11 +67,11 @@ class HostMemory:
         self.itemsize = self.dtype.itemsize
 
     def read(self, index: Slices, out: Array, *, wait: bool = True) -> None:
-        """Copy a box to `out`."""
+        """Copy a box to a host buffer."""
         np.copyto(out, self._array[index])
 
     def write(self, index: Slices, source: Array) -> None:
-        """Copy `source` to a box."""
+        """Copy a host buffer to a box."""
         self._array[index] = source
 
 
@@ -71,136 +85,177 @@ class DeviceMemory:
         self.dtype = torch.empty(0, dtype=self._carrier.dtype, device="cpu").numpy().dtype
 
     def read(self, index: Slices, out: Array, *, wait: bool = True) -> None:
-        """Copy a box to `out`."""
+        """Copy a box to a host buffer."""
         torch.from_numpy(out).copy_(self._carrier[index], non_blocking=not wait)
 
     def write(self, index: Slices, source: Array) -> None:
-        """Copy `source` to a box."""
+        """Copy a host buffer to a box."""
         self._carrier[index] = torch.from_numpy(np.ascontiguousarray(source)).to(
             self._carrier.device
         )
 
 
 class CastingMemory:
-    """A fragment that is filled with values of another dtype, `saved`, as `Tensor.to` converts."""
+    """A fragment whose dtype differs from the saved dtype. Values are converted as by `Tensor.to`.
+
+    Args:
+        data: the memory of the fragment.
+        saved_dtype: the dtype of the values to write.
+    """
 
     device: torch.device | None = None
 
-    def __init__(self, data: torch.Tensor, saved: torch.dtype) -> None:
+    def __init__(self, data: torch.Tensor, saved_dtype: torch.dtype) -> None:
         self._data = data.detach()
-        self._saved = saved
-        carrier = as_carrier(torch.empty(0, dtype=saved, device="cpu"))
+        self._saved_dtype = saved_dtype
+        carrier = as_carrier(torch.empty(0, dtype=saved_dtype, device="cpu"))
         self.dtype = carrier.numpy().dtype
         self.itemsize = carrier.element_size()
 
     def read(self, index: Slices, out: Array, *, wait: bool = True) -> None:
-        """Raise TypeError: saving does not cast."""
-        raise TypeError("a casting fragment is only written to")
+        """Raise TypeError, because a save never converts."""
+        raise TypeError("a fragment that converts dtypes can only be loaded, not saved")
 
     def write(self, index: Slices, source: Array) -> None:
-        """Convert `source` into a box."""
-        values = torch.from_numpy(np.ascontiguousarray(source)).view(self._saved)
+        """Convert a host buffer, and copy the result to a box."""
+        values = torch.from_numpy(np.ascontiguousarray(source)).view(self._saved_dtype)
         self._data[index] = values.reshape(source.shape).to(self._data.device, self._data.dtype)
 
 
 def check_memory(name: str, data: torch.Tensor) -> None:
-    """Refuse a fragment without memory.
+    """Refuse a tensor without memory.
+
+    Args:
+        name: the name of the tensor, for the error message.
+        data: the local tensor.
 
     Raises:
-        StateError: it is on the meta device, or its storage was freed.
+        StateError: the tensor is on the meta device, or its storage was freed.
     """
     if data.is_meta:
         raise StateError(
             f"{name}: the tensor is on the meta device and has no values; materialize it first"
         )
     if data.numel():
-        needed = (data.storage_offset() + reach(data)) * data.element_size()
+        needed = (data.storage_offset() + memory_extent(data)) * data.element_size()
         if data.untyped_storage().nbytes() < needed:
             raise StateError(
-                f"{name}: the tensor's storage was freed (a framework moved its values elsewhere; "
-                "FSDP, for example, into shards): save or load the object that has the values"
+                f"{name}: the tensor's storage was freed, because a framework keeps the values "
+                "elsewhere (FSDP, for example, in shards): save or load the object that has them"
             )
 
 
-def memory_of(data: torch.Tensor, saved: torch.dtype | None = None) -> Memory:
-    """Return the memory of a fragment; `saved` is the dtype of the values to fill it with."""
-    if saved is not None and saved != data.dtype:
-        return CastingMemory(data, saved)
+def memory_of(data: torch.Tensor, saved_dtype: torch.dtype | None = None) -> Memory:
+    """Return the memory of a fragment.
+
+    Args:
+        data: the local tensor.
+        saved_dtype: for a load, the dtype of the values to write. Default: the tensor's dtype.
+    """
+    if saved_dtype is not None and saved_dtype != data.dtype:
+        return CastingMemory(data, saved_dtype)
     return HostMemory(data) if data.device.type == "cpu" else DeviceMemory(data)
 
 
-def describe(
+def describe_tensors(
     leaves: Sequence[TensorLeaf], per_rank: Sequence[str]
 ) -> tuple[Description, tuple[Fragment, ...]]:
-    """Return a description of leaves for the plan, and the fragments that it numbers, in its order.
+    """Split the tensors of this rank into a description without bytes, and their memory.
 
-    Of several leaves with one identity only the first is listed, and the others are tied to it.
+    If several leaves have the same identity, the description lists the first and ties the others
+    to it.
+
+    Args:
+        leaves: the tensors of this rank.
+        per_rank: the names of the values that differ between ranks.
+
+    Returns:
+        The description, and its fragments in the same order.
 
     Raises:
-        StateError: two leaves have the same name, or one has no memory.
+        StateError: two leaves have the same name, or a leaf has no memory.
     """
-    listed, ties = untied(leaves)
+    listed, ties = split_ties(leaves)
     fragments: list[Fragment] = []
-    owner: list[int] = []
+    tensor: list[int] = []
     seen: set[str] = {name for name, _ in ties}
     for i, leaf in enumerate(listed):
         if leaf.name in seen:
-            raise StateError(f"{leaf.name!r}: two values of the state have this name")
+            raise StateError(
+                f"{leaf.name!r}: two values of the state have this name; rename a key of the state"
+            )
         seen.add(leaf.name)
         for fragment in leaf.fragments:
             check_memory(leaf.name, fragment.data)
             fragments.append(fragment)
-            owner.append(i)
+            tensor.append(i)
     dims = max((len(leaf.shape) for leaf in listed), default=0)
     description = Description(
         tuple(leaf.name for leaf in listed),
         tuple(str(leaf.dtype).removeprefix("torch.") for leaf in listed),
         tuple(leaf.shape for leaf in listed),
-        np.array(owner, np.int64),
-        columns_of([fragment.box.offset for fragment in fragments], dims, 0),
-        columns_of([fragment.box.shape for fragment in fragments], dims, 1),
+        np.array(tensor, np.int64),
+        padded_rows([fragment.box.offset for fragment in fragments], dims, 0),
+        padded_rows([fragment.box.shape for fragment in fragments], dims, 1),
         tuple(ties),
         tuple(per_rank),
     )
     return description, tuple(fragments)
 
 
-def untied(leaves: Sequence[TensorLeaf]) -> tuple[list[TensorLeaf], list[tuple[str, str]]]:
-    """Return the leaves of different memory, and pairs of a further name and a first name."""
-    first: dict[object, str] = {}
+def split_ties(
+    leaves: Sequence[TensorLeaf],
+) -> tuple[list[TensorLeaf], list[tuple[str, str]]]:
+    """Separate leaves with distinct memory from further names of the same memory.
+
+    Returns:
+        The first leaf of each memory, and for each other leaf its name and the first leaf's name.
+    """
+    first_name: dict[object, str] = {}
     listed: list[TensorLeaf] = []
     ties: list[tuple[str, str]] = []
     for leaf in leaves:
-        known = None if leaf.identity is None else first.setdefault(leaf.identity, leaf.name)
-        if known is None or known == leaf.name:
+        first = None
+        if leaf.identity is not None:
+            first = first_name.setdefault(leaf.identity, leaf.name)
+        if first is None or first == leaf.name:
             listed.append(leaf)
         else:
-            ties.append((leaf.name, known))
+            ties.append((leaf.name, first))
     return listed, ties
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A fragment to fill: the name of its tensor, its offset in the global tensor, its memory."""
+class TargetFragment:
+    """A fragment to fill.
+
+    Attributes:
+        name: the name of the tensor.
+        offset: the offset of the fragment in the global tensor, in elements.
+        memory: the memory of the fragment.
+    """
 
     name: str
     offset: tuple[int, ...]
     memory: Memory
 
 
-class Copies:
-    """Copies from spans of files, held in buffers, to fragments.
+class SpanCopier:
+    """Copies boxes from spans of files, which are in host buffers, to fragments.
 
     The columns of the plan are kept as lists, which are faster to read row by row.
 
     Args:
+        transfers: the boxes to copy.
+        spans: the spans, and the transfers that need bytes of each span.
         strides: the strides of all pieces, `(n, D)`, in elements.
+        targets: the fragments that `transfers` refers to.
     """
 
     def __init__(
-        self, transfers: Transfers, spans: Spans, strides: Int, wanted: Sequence[Wanted]
+        self, transfers: Transfers, spans: Spans, strides: Int, targets: Sequence[TargetFragment]
     ) -> None:
-        self._wanted = wanted
+        self._targets = targets
         self._first = spans.first.tolist()
         self._span_low = spans.low.tolist()
         self._rows = spans.rows.tolist()
@@ -211,41 +266,47 @@ class Copies:
         self._offset = transfers.offset.tolist()
         self._stride = strides[transfers.piece].tolist()
 
-    def names(self, span: int) -> str:
+    def tensor_names(self, span: int) -> str:
         """Return the names of the tensors in a span, for an error message."""
         rows = self._rows[self._first[span] : self._first[span + 1]]
-        names = list(dict.fromkeys(self._wanted[self._fragment[row]].name for row in rows))
+        names = list(dict.fromkeys(self._targets[self._fragment[row]].name for row in rows))
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return ", ".join(names[:3]) + more
 
     def copy(self, span: int, data: Buffer) -> None:
-        """Copy everything in a span, whose bytes `data` begins with."""
+        """Copy all boxes that have bytes in a span.
+
+        Args:
+            span: the index of the span.
+            data: the bytes of the span, possibly followed by some further bytes of the file.
+        """
         low = self._span_low[span]
         high = low + len(data)
         for row in self._rows[self._first[span] : self._first[span + 1]]:
-            wanted = self._wanted[self._fragment[row]]
-            ndim = len(wanted.offset)
+            target = self._targets[self._fragment[row]]
+            ndim = len(target.offset)
             shape = tuple(self._shape[row][:ndim])
-            start = [o - w for o, w in zip(self._offset[row], wanted.offset, strict=False)]
-            memory = wanted.memory
+            offset = [o - t for o, t in zip(self._offset[row], target.offset, strict=False)]
+            memory = target.memory
             strides = tuple(s * memory.itemsize for s in self._stride[row][:ndim])
-            at = self._low[row] - low
-            if at >= 0 and self._high[row] <= high:
-                _copy(data, at, strides, memory, start, shape)
+            start = self._low[row] - low
+            if start >= 0 and self._high[row] <= high:
+                _copy_box(data, start, strides, memory, offset, shape)
                 continue
-            for part in boxes_within(shape, strides, memory.itemsize, -at, high - low - at):
-                there = at + sum(o * s for o, s in zip(part.offset, strides, strict=True))
-                into = [s + o for s, o in zip(start, part.offset, strict=True)]
-                _copy(data, there, strides, memory, into, part.shape)
+            # Only a part of the box is in this span.
+            for part in boxes_within(shape, strides, memory.itemsize, -start, high - low - start):
+                part_start = start + sum(o * s for o, s in zip(part.offset, strides, strict=True))
+                part_offset = [o + p for o, p in zip(offset, part.offset, strict=True)]
+                _copy_box(data, part_start, strides, memory, part_offset, part.shape)
 
 
-def _copy(
+def _copy_box(
     data: Buffer,
-    at: int,
+    start: int,
     strides: tuple[int, ...],
     memory: Memory,
-    start: list[int],
+    offset: list[int],
     shape: tuple[int, ...],
 ) -> None:
-    source: npt.NDArray[np.generic] = np.ndarray(shape, memory.dtype, data, at, strides)
-    memory.write(tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True)), source)
+    source: npt.NDArray[np.generic] = np.ndarray(shape, memory.dtype, data, start, strides)
+    memory.write(tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True)), source)

@@ -1,4 +1,4 @@
-"""Verification of a checkpoint: every byte is compared with its checksum."""
+"""Verify a checkpoint: check all bytes against their checksums, and compare copies of tensors."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.engine.buffers import Arena
-from shardwise.engine.compare import find_differences, refuse_differences
 from shardwise.engine.datareader import DataReader
 from shardwise.engine.opened import Opened
+from shardwise.engine.replicas import find_differences, refuse_differences
 from shardwise.errors import CorruptionError
 from shardwise.events import Recorder, size
-from shardwise.manifest.checksums import BLOCK, Summed, crc32
-from shardwise.manifest.table import Int
+from shardwise.manifest.checksums import BLOCK, FileChecksums, crc32
+from shardwise.manifest.pieces import Int
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class VerifiedFile:
     """The result for one file of a foreign checkpoint.
 
     Attributes:
-        bytes: the bytes that have a checksum.
-        unchecked: the bytes of tensors that have no checksum.
-        altered: the ranges that do not match their checksums.
+        bytes: the number of bytes that have a checksum.
+        unchecked: the number of bytes of tensors that have no checksum.
+        damaged: the ranges that do not match their checksums.
     """
 
     bytes: int
     unchecked: int
-    altered: list[Altered]
+    damaged: list[DamagedRange]
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The result of `verify`, which raises an error instead if it finds damage.
+    """The result of a verification that found no damage. Damage raises an error instead.
 
     Attributes:
         path: the path of the checkpoint.
         bytes_checked: the number of bytes that match their checksums.
-        bytes_compared: the number of bytes of further copies of tensors, which equal the copies
+        bytes_compared: the number of bytes of further copies of tensors. They equal the copies
             that loads read.
         bytes_unchecked: the number of bytes of tensors that have no checksum.
-        seconds: the duration of the check of each file, and `total`.
+        seconds: the duration of each file's check, and `total`, in seconds.
     """
 
     path: str
@@ -63,8 +63,14 @@ class VerifyReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Altered:
-    """A range `start:stop` of a file that does not match its checksum, and the tensors in it."""
+class DamagedRange:
+    """A range of a file that does not match its checksum.
+
+    Attributes:
+        file: the name of the file.
+        start, stop: the range, in bytes.
+        tensors: the names of the tensors that have bytes in the range.
+    """
 
     file: str
     start: int
@@ -79,35 +85,44 @@ class Altered:
         )
 
 
-def verify_all(opened: Opened, arena: Arena, recorder: Recorder) -> VerifyReport:
-    """Check all checksums and compare all copies of tensors; record an event for each file.
+def verify_checkpoint(opened: Opened, arena: Arena, recorder: Recorder) -> VerifyReport:
+    """Check all checksums, and compare all copies of tensors.
+
+    Args:
+        opened: the checkpoint.
+        arena: the buffers to read through.
+        recorder: gets an event for each file.
 
     Raises:
         CorruptionError: a file is missing or truncated, or bytes do not match their checksum.
         MismatchError: copies of a tensor differ.
     """
-    total = unchecked = 0
+    checked_bytes = unchecked_bytes = 0
     if opened.foreign is None:
-        total = verify_files(opened, arena, recorder)
+        checked_bytes = verify_files(opened, arena, recorder)
     else:
-        for checked in verify_sums(opened, arena, recorder):
-            if checked.altered:
+        for file in verify_foreign_files(opened, arena, recorder):
+            if file.damaged:
                 raise CorruptionError(
-                    f"{opened.store}: {checked.altered[0]}; copy the file again from an intact "
-                    "source"
+                    f"{opened.store}: {file.damaged[0]}; copy the file again from an intact source"
                 )
-            total += checked.bytes
-            unchecked += checked.unchecked
-    compared, differences = find_differences(opened, arena, recorder)
+            checked_bytes += file.bytes
+            unchecked_bytes += file.unchecked
+    compared_bytes, differences = find_differences(opened, arena, recorder)
     refuse_differences(opened, differences)
-    return VerifyReport(str(opened.store), total, compared, unchecked, recorder.seconds())
+    return VerifyReport(
+        str(opened.store), checked_bytes, compared_bytes, unchecked_bytes, recorder.seconds()
+    )
 
 
 def verify_files(opened: Opened, arena: Arena, recorder: Recorder) -> int:
-    """Check all bytes of every file; record an event for each, named by the file.
+    """Check all bytes of every file of a checkpoint of ours.
+
+    Args:
+        recorder: gets an event for each file, named by the file.
 
     Returns:
-        The checked bytes.
+        The number of checked bytes.
 
     Raises:
         CorruptionError: a file is missing or truncated, or bytes do not match their checksum.
@@ -133,8 +148,13 @@ def verify_files(opened: Opened, arena: Arena, recorder: Recorder) -> int:
     return total
 
 
-def verify_sums(opened: Opened, arena: Arena, recorder: Recorder) -> Iterator[Checked]:
-    """Check the files of a foreign checkpoint that have checksums; record an event for each.
+def verify_foreign_files(
+    opened: Opened, arena: Arena, recorder: Recorder
+) -> Iterator[VerifiedFile]:
+    """Check the files of a foreign checkpoint that have checksums.
+
+    Args:
+        recorder: gets an event for each of these files, named by the file.
 
     Yields:
         The result for each of these files.
@@ -142,72 +162,72 @@ def verify_sums(opened: Opened, arena: Arena, recorder: Recorder) -> Iterator[Ch
     Raises:
         CorruptionError: a file is missing or truncated.
     """
-    numbers = {entry.name: number for number, entry in enumerate(opened.manifest.files)}
+    index_of = {entry.name: index for index, entry in enumerate(opened.manifest.files)}
     with ThreadPoolExecutor(arena.threads, "shardwise-verify") as pool:
-        for summed in () if opened.foreign is None else opened.foreign.checksums():
-            number = numbers[summed.file]
-            start, size, _ = summed.ranges.T
+        for sums in () if opened.foreign is None else opened.foreign.checksums():
+            index = index_of[sums.file]
+            start, size, _ = sums.ranges.T
             unchecked = _length_outside(
-                _ranges_of_tensors(opened, number), np.stack([start, start + size], axis=1)
+                _tensor_ranges(opened, index), np.stack([start, start + size], axis=1)
             )
-            altered: list[Altered] = []
+            damaged: list[DamagedRange] = []
             total = int(size.sum())
             if total:
-                with recorder.stage(summed.file, total):
-                    altered = list(_altered(opened, number, summed, arena, pool))
-            yield Checked(total, unchecked, altered)
+                with recorder.stage(sums.file, total):
+                    damaged = list(_damaged_ranges(opened, index, sums, arena, pool))
+            yield VerifiedFile(total, unchecked, damaged)
 
 
-def _ranges_of_tensors(opened: Opened, file: int) -> Int:
-    """Return the ranges of a file that hold tensors or their copies: `(n, 2)`, start and stop."""
-    source, found = opened.source(), [np.zeros((0, 2), np.int64)]
+def _tensor_ranges(opened: Opened, file: int) -> Int:
+    """Return the ranges of a file that hold tensors or their copies, `(n, 2)`: start and stop."""
+    itemsize, ranges = opened.source().itemsize, [np.zeros((0, 2), np.int64)]
     tables = [(opened.pieces, opened.stride)]
     if opened.replicas is not None:
         tables.append((opened.replicas.pieces, opened.replicas.stride))
     for pieces, stride in tables:
-        mine = pieces.file == file
+        in_file = pieces.file == file
         extent = ((pieces.shape - 1) * stride).sum(axis=1) + 1
-        start = pieces.start[mine]
-        stop = start + (extent * source.itemsize[pieces.tensor])[mine]
-        found.append(np.stack([start, stop], axis=1))
-    return np.concatenate(found)
+        start = pieces.start[in_file]
+        stop = start + (extent * itemsize[pieces.tensor])[in_file]
+        ranges.append(np.stack([start, stop], axis=1))
+    return np.concatenate(ranges)
 
 
 def _length_outside(ranges: Int, others: Int) -> int:
-    """Return how many bytes of `ranges` are outside `others`."""
-    return _length(np.concatenate([ranges, others])) - _length(others)
+    """Return how many bytes of `ranges` are outside of `others`."""
+    return _length_of_union(np.concatenate([ranges, others])) - _length_of_union(others)
 
 
-def _length(ranges: Int) -> int:
-    """Return how many bytes are in any of the ranges."""
+def _length_of_union(ranges: Int) -> int:
+    """Return how many bytes are in at least one of the ranges, `(n, 2)`."""
     if not len(ranges):
         return 0
     start, stop = ranges[np.argsort(ranges[:, 0], kind="stable")].T
-    before = np.maximum.accumulate(np.concatenate([start[:1], stop[:-1]]))
-    return int(np.maximum(stop - np.maximum(start, before), 0).sum())
+    stop_before = np.maximum.accumulate(np.concatenate([start[:1], stop[:-1]]))
+    return int(np.maximum(stop - np.maximum(start, stop_before), 0).sum())
 
 
-def _altered(
-    opened: Opened, number: int, summed: Summed, arena: Arena, pool: ThreadPoolExecutor
-) -> Iterator[Altered]:
-    reader = opened.reader(number)
+def _damaged_ranges(
+    opened: Opened, index: int, sums: FileChecksums, arena: Arena, pool: ThreadPoolExecutor
+) -> Iterator[DamagedRange]:
+    reader = opened.reader(index)
 
-    def sum_of(start: int, size: int) -> int:
-        found = 0
-        step = arena.chunk - BLOCK  # a read may return a little more
+    def checksum_of(start: int, size: int) -> int:
+        checksum = 0
+        step = arena.chunk - BLOCK  # because a read can return some bytes more
         with arena.buffer() as buffer:
             for low in range(start, start + size, step):
                 high = min(low + step, start + size)
-                found = crc32(reader.read(low, high, buffer)[: high - low], found)
-        return found
+                checksum = crc32(reader.read(low, high, buffer)[: high - low], checksum)
+        return checksum
 
     try:
-        starts, sizes, expected = summed.ranges.T.tolist()
+        starts, sizes, expected = sums.ranges.T.tolist()
         for start, size, wanted, found in zip(
-            starts, sizes, expected, pool.map(sum_of, starts, sizes), strict=True
+            starts, sizes, expected, pool.map(checksum_of, starts, sizes), strict=True
         ):
             if found != wanted:
-                tensors = opened.tensors_in(number, start, start + size)
-                yield Altered(summed.file, start, start + size, tensors)
+                tensors = opened.tensors_in(index, start, start + size)
+                yield DamagedRange(sums.file, start, start + size, tensors)
     finally:
         reader.close()

@@ -10,7 +10,7 @@ from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.zip_archive import ZIP_START, read_entry_checksums
 from shardwise.formats.file_tree import Tree
 from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
-from shardwise.manifest.checksums import Summed
+from shardwise.manifest.checksums import FileChecksums
 
 ITEMS_SUFFIX = ".distcp"
 """The suffix of DCP's files, which contain an archive for each item listed in the metadata."""
@@ -18,7 +18,7 @@ ITEMS_SUFFIX = ".distcp"
 _RangesByFile = dict[str, list[tuple[int, int]]]
 
 
-def read_checksums(tree: Tree, names: Iterable[str]) -> Iterator[Summed]:
+def read_checksums(tree: Tree, names: Iterable[str]) -> Iterator[FileChecksums]:
     """Yield the checksums of ranges of each file. A file without checksums has no ranges.
 
     Raises:
@@ -37,7 +37,7 @@ def read_checksums(tree: Tree, names: Iterable[str]) -> Iterator[Summed]:
                     for offset, size in items_of_folder[folder].get(base_name, [])
                 ]
             rows = [row for file_range in ranges for row in _checksum_rows(file_range)]
-        yield Summed(name, np.array(rows, np.int64).reshape(len(rows), 3))
+        yield FileChecksums(name, np.array(rows, np.int64).reshape(len(rows), 3))
 
 
 def _checksum_rows(file_range: FileRange) -> Iterator[tuple[int, int, int]]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import ObjectEntry, TensorEntry
-from shardwise.manifest.table import Int, Pieces, check_width, padded_rows
+from shardwise.manifest.pieces import Int, Pieces, check_table_size, padded_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Foreign:
             name of its tensor.
         averages: for each tensor that is a mean, the names of its terms. The terms are entries of
             `tensors`, hidden from users.
-        objects: plain values, encoded by `shardwise.state.objects`.
+        objects: plain values, encoded by `shardwise.state.plain_values`.
         step: the training step, if known.
         world_size: the number of ranks that wrote the checkpoint; 1 if unknown.
         left_out: a line for each thing that was not read, with the reason.
@@ -174,7 +174,7 @@ def build_catalogue(
     dtypes = list(dict.fromkeys(array.dtype for array in arrays))
     name_index = {name: i for i, name in enumerate(names)}
     dims = max((len(array.shape) for array in arrays), default=0)
-    check_width(len(rows), dims)
+    check_table_size(len(rows), dims)
 
     def column(values: Iterable[int]) -> Int:
         return np.array(list(values), np.int64)

@@ -19,7 +19,7 @@ from shardwise.formats.piece_tables import join_tables, table_of_boxes
 from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import LARGEST, ObjectEntry, TensorEntry
-from shardwise.state.objects import JsonValue, encode
+from shardwise.state.plain_values import JsonValue, encode
 
 CONTENT = "(content)"
 """The name of the `ForeignFile` that contains the bytes of numbers and numpy arrays in pickles."""
@@ -240,7 +240,7 @@ class PlainValue:
     """An encoded value, and the arrays that the value refers to by name.
 
     Attributes:
-        value: the value, as `shardwise.state.objects` encodes it.
+        value: the value, as `shardwise.state.plain_values` encodes it.
         arrays: arrays in files, by name.
         contents: numpy arrays from pickles, by name.
     """
@@ -274,7 +274,7 @@ def number_tensor(value: float, name: str) -> torch.Tensor:
 
 
 def encode_plain(value: object, name: str) -> PlainValue:
-    """Encode a value as `shardwise.state.objects` does.
+    """Encode a value as `shardwise.state.plain_values` does.
 
     Namespaces become dicts; other objects become dicts with the key `class`.
 

@@ -20,7 +20,7 @@ from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.manifest import LARGEST, ObjectEntry, TensorEntry
-from shardwise.manifest.table import Int, Pieces, check_width
+from shardwise.manifest.pieces import Int, Pieces, check_table_size
 from shardwise.manifest.validate import MOST_PIECES
 
 MAGIC = b"shardwise-index-2\n"
@@ -138,7 +138,7 @@ def _unpack_table(table: _PackedTable) -> PieceTable:
     dims = table.dims
     if len(table.columns) != 3 + 3 * dims:
         raise _malformed(f"{len(table.columns)} columns for {dims} dimensions")
-    check_width(table.rows, dims)
+    check_table_size(table.rows, dims)
     columns = np.empty((3 + 3 * dims, table.rows), np.int64)
     for column, packed in zip(columns, table.columns, strict=True):
         np.cumsum(_decompress_column(packed, 8 * table.rows), out=column)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from shardwise.state.objects import JsonValue, encode
+from shardwise.state.plain_values import JsonValue, encode
 
 Path: TypeAlias = tuple[str | int, ...]
 """The keys that lead from a state to a leaf: a tensor or a value."""

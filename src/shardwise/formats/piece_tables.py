@@ -13,7 +13,7 @@ import numpy.typing as npt
 from shardwise.errors import FormatError
 from shardwise.formats.foreign import Foreign, PieceTable, StoredArray
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.table import Pieces, check_width, padded_rows
+from shardwise.manifest.pieces import Pieces, check_table_size, padded_rows
 
 MOST_PIECES_OF_ARRAY = 4096
 """The most pieces that an array is cut into. Arrays are cut if elements share bytes (`expand`)."""
@@ -38,7 +38,7 @@ def table_of_arrays(
     name_of = name_of or "tensor {}".format
     rows = [row for tensor, array in arrays for row in _rows_of_array(tensor, array, name_of)]
     dims = max((len(row[3]) for row in rows), default=0)
-    check_width(len(rows), dims)
+    check_table_size(len(rows), dims)
     columns = np.array([row[:3] for row in rows], np.int64).reshape(len(rows), 3)
     offset = padded_rows([row[3] for row in rows], dims, 0)
     shape = padded_rows([row[4] for row in rows], dims, 1)

@@ -17,7 +17,7 @@ from shardwise.formats.piece_tables import join_tables, table_of_arrays
 from shardwise.layout import find_overlaps, row_major
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import ObjectEntry, TensorEntry
-from shardwise.manifest.table import Int, Pieces, padded_rows
+from shardwise.manifest.pieces import Int, Pieces, padded_rows
 
 
 def remap(opened: Opened, spec: Spec, sizes: Mapping[str, int]) -> Opened:

@@ -22,7 +22,7 @@ from shardwise.formats.foreign import Catalogue, Foreign, StoredArray, build_cat
 from shardwise.formats.foreign_builder import Builder, describe_differing_values
 from shardwise.formats.language import Spec, apply_spec, parse
 from shardwise.formats.specs import builtin_names, load_builtin
-from shardwise.manifest.table import Int
+from shardwise.manifest.pieces import Int
 
 _AXIS = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
 

@@ -13,11 +13,12 @@ import numpy.typing as npt
 from shardwise.errors import FormatError
 from shardwise.formats.foreign import Foreign, PieceTable
 from shardwise.formats.piece_tables import pad_table
+from shardwise.layout import uncovered_tensors
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import LARGEST, TensorEntry
 from shardwise.manifest.names import LONGEST_NAME, RESERVED
-from shardwise.manifest.table import Int, check_width, padded_rows
-from shardwise.manifest.validate import MOST_PIECES, uncovered
+from shardwise.manifest.pieces import Int, check_table_size, padded_rows
+from shardwise.manifest.validate import MOST_PIECES
 
 
 def validate_foreign(foreign: Foreign) -> Foreign:
@@ -31,7 +32,7 @@ def validate_foreign(foreign: Foreign) -> Foreign:
     _check_tensors(foreign.tensors)
     dims = max((len(tensor.shape) for tensor in foreign.tensors), default=0)
     for rows in (len(foreign.tensors), len(foreign.table), len(foreign.replicas)):
-        check_width(rows, dims)
+        check_table_size(rows, dims)
     table, replicas = pad_table(foreign.table, dims), pad_table(foreign.replicas, dims)
     foreign = replace(foreign, table=table, replicas=replicas)
     for item in (table, replicas):
@@ -49,7 +50,7 @@ def validate_foreign(foreign: Foreign) -> Foreign:
     stored = np.array(
         [t.same_as is None and t.name not in foreign.averages for t in foreign.tensors], bool
     )
-    wrong = uncovered(shapes, pieces.tensor, pieces.offset, pieces.shape, stored)
+    wrong = uncovered_tensors(shapes, pieces.tensor, pieces.offset, pieces.shape, stored)
     if len(wrong):
         names = ", ".join(foreign.tensors[i].name for i in wrong[:5].tolist())
         raise FormatError(f"pieces overlap or leave gaps in {len(wrong)} tensor(s): {names}")

@@ -1,6 +1,7 @@
 """Boxes of global tensors, as integers only: no bytes, no devices, no torch."""
 
 from shardwise.layout.box import Box, Plane, boxes_of, plane
+from shardwise.layout.coverage import uncovered_tensors
 from shardwise.layout.flat import (
     RangeBoxes,
     boxes_of_range,
@@ -8,7 +9,13 @@ from shardwise.layout.flat import (
     boxes_within,
     row_major,
 )
-from shardwise.layout.indexing import Selected, batches, boxes_of_covers, cover, selected
+from shardwise.layout.indexing import (
+    SelectedPositions,
+    boxes_of_covers,
+    cover_positions,
+    select_positions,
+    split_into_batches,
+)
 from shardwise.layout.mesh import MeshShard, Split, fragments_of_shard, splits_of
 from shardwise.layout.overlap import Overlaps, find_overlaps
 
@@ -18,19 +25,20 @@ __all__ = [
     "Overlaps",
     "Plane",
     "RangeBoxes",
-    "Selected",
+    "SelectedPositions",
     "Split",
-    "batches",
     "boxes_of",
     "boxes_of_covers",
     "boxes_of_range",
     "boxes_of_ranges",
     "boxes_within",
-    "cover",
+    "cover_positions",
     "find_overlaps",
     "fragments_of_shard",
     "plane",
     "row_major",
-    "selected",
+    "select_positions",
+    "split_into_batches",
     "splits_of",
+    "uncovered_tensors",
 ]

@@ -1,4 +1,4 @@
-"""The elements that an index selects, and the spans of each dimension to read for them."""
+"""Indexing: the positions that an index selects, and the spans to read for them."""
 
 from __future__ import annotations
 
@@ -19,56 +19,70 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Selected:
-    """What an index selects along one dimension.
+class SelectedPositions:
+    """The positions that an index selects along one dimension.
 
     Attributes:
-        positions: selected positions, ascending and unique.
-        then: index that turns the elements at these positions into the result.
+        positions: the selected positions, ascending and unique.
+        reindex: the index that turns the elements at `positions` into the result: 0 removes the
+            dimension, and an array restores the requested order and repetitions.
     """
 
     positions: range | Ints
-    then: int | slice | Ints
+    reindex: int | slice | Ints
 
 
 @dataclass(frozen=True, slots=True)
 class Cover:
-    """Spans of a dimension that contain positions, and these positions within the spans."""
+    """Spans of a dimension that contain some positions.
+
+    Attributes:
+        spans: disjoint spans, in ascending order.
+        within: the index of the positions in the spans, when the spans are laid end to end.
+    """
 
     spans: tuple[Span, ...]
     within: slice | Ints
 
     @property
     def length(self) -> int:
-        """The length of all spans."""
+        """The length of all spans together."""
         return sum(stop - start for start, stop in self.spans)
 
 
-def selected(index: Any, shape: Sequence[int]) -> tuple[Selected, ...]:
-    """Return what an index selects, by dimension.
+def select_positions(index: Any, shape: Sequence[int]) -> tuple[SelectedPositions, ...]:
+    """Return the positions that an index selects along each dimension.
 
     Args:
         index: integers, slices with positive steps, `...`, and at most one array, list or mask of
             one dimension; or a tuple of these.
+        shape: the shape of the indexed tensor.
 
     Raises:
-        IndexError: the index is of another kind, or out of bounds.
+        IndexError: the index has an unsupported part, or is out of bounds.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
-    dots = [i for i, part in enumerate(parts) if part is Ellipsis]
-    if len(dots) > 1 or len(parts) - len(dots) > len(shape):
-        raise IndexError(f"{len(parts)} indices for a tensor of shape {list(shape)}")
-    at = dots[0] if dots else len(parts)
-    rest = len(shape) - (len(parts) - len(dots))
-    parts[at : at + len(dots)] = [slice(None)] * rest
-    found = tuple(_along(parts[dim], dim, shape) for dim in range(len(shape)))
-    if sum(isinstance(each.then, np.ndarray) for each in found) > 1:
+    ellipses = [i for i, part in enumerate(parts) if part is Ellipsis]
+    given = len(parts) - len(ellipses)
+    if len(ellipses) > 1:
+        raise IndexError("an index can contain only one ellipsis (...)")
+    if given > len(shape):
+        raise IndexError(f"{given} indices for a tensor of shape {list(shape)}")
+    first_implied = ellipses[0] if ellipses else len(parts)
+    implied = [slice(None)] * (len(shape) - given)
+    parts[first_implied : first_implied + len(ellipses)] = implied
+    selections = tuple(_select_in_dimension(parts[dim], dim, shape) for dim in range(len(shape)))
+    if sum(isinstance(each.reindex, np.ndarray) for each in selections) > 1:
         raise IndexError("two index arrays: use one, and index the result with the other")
-    return found
+    return selections
 
 
-def cover(positions: range | Ints, gap: int) -> Cover:
-    """Return spans that contain all positions, and no more than `gap` unselected ones in a row."""
+def cover_positions(positions: range | Ints, gap: int) -> Cover:
+    """Return spans that contain all positions, with gaps of at most `gap` unselected positions.
+
+    Args:
+        positions: ascending and unique positions.
+    """
     if not len(positions):
         return Cover((), slice(0, 0))
     if isinstance(positions, range):
@@ -80,26 +94,41 @@ def cover(positions: range | Ints, gap: int) -> Cover:
     starts = positions[np.concatenate(([0], cuts + 1))]
     stops = positions[np.concatenate((cuts, [len(positions) - 1]))] + 1
     before = np.concatenate(([0], np.cumsum(stops - starts)[:-1]))
-    of = np.searchsorted(starts, positions, side="right") - 1
-    within = positions - starts[of] + before[of]
+    span = np.searchsorted(starts, positions, side="right") - 1
+    within = positions - starts[span] + before[span]
     return Cover(tuple(zip(starts.tolist(), stops.tolist(), strict=True)), within)
 
 
-def batches(positions: range | Ints, gap: int, most: int) -> Iterator[slice]:
-    """Yield slices of positions whose covers are about `most` long, or have one position."""
+def split_into_batches(positions: range | Ints, gap: int, longest_cover: int) -> Iterator[slice]:
+    """Yield slices that divide positions into batches, each with a cover of bounded length.
+
+    Args:
+        positions: ascending and unique positions.
+        gap: as for `cover_positions`.
+        longest_cover: the approximate bound on the length of a batch's cover. A batch has at least
+            one position.
+    """
     if isinstance(positions, range):
-        each = positions.step if positions.step - 1 <= gap else 1
-        several = max(1, most // each)
-        yield from (slice(at, at + several) for at in range(0, len(positions), several))
+        length_each = positions.step if positions.step - 1 <= gap else 1
+        count = max(1, longest_cover // length_each)
+        yield from (slice(start, start + count) for start in range(0, len(positions), count))
         return
-    apart = np.diff(positions, prepend=positions[:1] - 1)
-    turn = (np.cumsum(np.where(apart - 1 <= gap, apart, 1)) - 1) // most
-    edges = [0, *(np.flatnonzero(np.diff(turn)) + 1).tolist(), len(positions)]
+    distance = np.diff(positions, prepend=positions[:1] - 1)
+    length = np.cumsum(np.where(distance - 1 <= gap, distance, 1))
+    batch = (length - 1) // longest_cover
+    edges = [0, *(np.flatnonzero(np.diff(batch)) + 1).tolist(), len(positions)]
     yield from (slice(a, b) for a, b in pairwise(edges))
 
 
 def boxes_of_covers(covers: Sequence[Cover]) -> Iterator[tuple[Box, Box]]:
-    """Yield the boxes that spans of all dimensions form: in the tensor, and in the result."""
+    """Yield each box that the spans of all dimensions form.
+
+    Args:
+        covers: the cover of each dimension.
+
+    Yields:
+        The box in the tensor, and the same box in an array of the covers' lengths.
+    """
     sides = []
     for each in covers:
         ends = accumulate(stop - start for start, stop in each.spans)
@@ -110,26 +139,29 @@ def boxes_of_covers(covers: Sequence[Cover]) -> Iterator[tuple[Box, Box]]:
             ]
         )
     for combined in product(*sides):
-        there, here, extent = zip(*combined, strict=True) if combined else ((), (), ())
-        yield Box(there, extent), Box(here, extent)
+        offset, packed_offset, shape = zip(*combined, strict=True) if combined else ((), (), ())
+        yield Box(offset, shape), Box(packed_offset, shape)
 
 
-def _along(part: Any, dim: int, shape: Sequence[int]) -> Selected:
+def _select_in_dimension(part: Any, dim: int, shape: Sequence[int]) -> SelectedPositions:
     n = shape[dim]
     if isinstance(part, slice):
         start, stop, step = part.indices(n)
         if step < 1:
-            raise IndexError(f"step {step} in dimension {dim}: steps must be positive")
-        return Selected(range(start, max(start, stop), step), slice(None))
+            raise IndexError(
+                f"a slice with step {step} in dimension {dim}: steps must be positive; flip the "
+                "result instead"
+            )
+        return SelectedPositions(range(start, max(start, stop), step), slice(None))
     if not isinstance(part, bool) and hasattr(part, "__index__") and not getattr(part, "shape", ()):
-        at = operator.index(part)
-        if not -n <= at < n:
-            raise IndexError(f"index {at} in dimension {dim} of shape {list(shape)}")
-        return Selected(range(at % n, at % n + 1), 0)
-    return _by_array(part, dim, shape)
+        position = operator.index(part)
+        if not -n <= position < n:
+            raise _out_of_bounds(position, dim, shape)
+        return SelectedPositions(range(position % n, position % n + 1), 0)
+    return _select_by_array(part, dim, shape)
 
 
-def _by_array(part: Any, dim: int, shape: Sequence[int]) -> Selected:
+def _select_by_array(part: Any, dim: int, shape: Sequence[int]) -> SelectedPositions:
     n = shape[dim]
     if str(getattr(part, "dtype", "")) == "torch.uint8":
         raise IndexError(
@@ -140,7 +172,10 @@ def _by_array(part: Any, dim: int, shape: Sequence[int]) -> Selected:
     if array.dtype == bool and array.shape == (n,):
         array = np.flatnonzero(array)
     elif array.dtype == bool:
-        raise IndexError(f"a mask of shape {array.shape} for dimension {dim} of {list(shape)}")
+        raise IndexError(
+            f"a mask of shape {list(array.shape)} for dimension {dim} of a tensor of shape "
+            f"{list(shape)}: a mask must have one dimension, of length {n}"
+        )
     if not array.size:
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu" or part is None or array.ndim == 0:
@@ -150,6 +185,12 @@ def _by_array(part: Any, dim: int, shape: Sequence[int]) -> Selected:
         )
     wrong = array[(array < -n) | (array >= n)]
     if wrong.size:
-        raise IndexError(f"index {wrong[0]} in dimension {dim} of shape {list(shape)}")
-    positions, then = np.unique(array.astype(np.int64) % max(n, 1), return_inverse=True)
-    return Selected(positions, then.reshape(array.shape).astype(np.int64))
+        raise _out_of_bounds(int(wrong[0]), dim, shape)
+    positions, inverse = np.unique(array.astype(np.int64) % max(n, 1), return_inverse=True)
+    return SelectedPositions(positions, inverse.reshape(array.shape).astype(np.int64))
+
+
+def _out_of_bounds(position: int, dim: int, shape: Sequence[int]) -> IndexError:
+    return IndexError(
+        f"index {position} is out of bounds for dimension {dim} of a tensor of shape {list(shape)}"
+    )

@@ -23,7 +23,7 @@ Words = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
-class Summed:
+class FileChecksums:
     """CRC-32 of ranges of a file. `ranges` is `(n, 3)`: first byte, number of bytes, checksum."""
 
     file: str

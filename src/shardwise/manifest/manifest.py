@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
-import numpy as np
 
 from shardwise.errors import FormatError, StateError
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.names import LONGEST_NAME
-from shardwise.manifest.table import Pieces, Runs, check_width
 
 VERSION = 1
 LARGEST = 2**62
@@ -60,7 +58,7 @@ class ObjectEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A data file of `size` bytes, written by `rank`; see `DataFile` for its parts."""
+    """A data file of `size` bytes, written by `rank`; see `FileLayout` for its parts."""
 
     name: str
     rank: Count
@@ -172,64 +170,3 @@ def _checked(data: bytes, what: str) -> bytes:
 class _Head(msgspec.Struct):
     format: str = ""
     version: int = 0
-
-
-def piece_runs(manifest: Manifest) -> Runs:
-    """Return the pieces of a manifest in columns, as runs.
-
-    Raises:
-        FormatError: a piece and its tensor differ in dimensions, or there are too many.
-    """
-    rows = []
-    owner = []
-    dims = max((len(tensor.shape) for tensor in manifest.tensors), default=0)
-    check_width(sum(max(1, len(tensor.pieces)) for tensor in manifest.tensors), dims)
-    for index, tensor in enumerate(manifest.tensors):
-        ndim = len(tensor.shape)
-        zeros = (0,) * (dims - ndim)
-        ones = (1,) * (dims - ndim)
-        for piece in tensor.pieces:
-            if len(piece.offset) != ndim or len(piece.shape) != ndim:
-                raise FormatError(f"{tensor.name}: a piece does not have {ndim} dimensions")
-            again = piece.repeat
-            if again is None:
-                row = (piece.file, piece.start, 1, 0, 0, *(0,) * ndim)
-            elif len(again.offset) != ndim:
-                raise FormatError(f"{tensor.name}: a repeat does not have {ndim} dimensions")
-            else:
-                row = (piece.file, piece.start, again.count, again.file, again.start, *again.offset)
-            rows.append((*row, *zeros, *piece.offset, *zeros, *piece.shape, *ones))
-            owner.append(index)
-    table = np.array(rows, np.int64).reshape(len(rows), 5 + 3 * dims)
-    first = Pieces(
-        np.array(owner, np.int64),
-        table[:, 0],
-        table[:, 1],
-        table[:, 5 + dims : 5 + 2 * dims],
-        table[:, 5 + 2 * dims :],
-    )
-    return Runs(first, table[:, 2], table[:, 3], table[:, 4], table[:, 5 : 5 + dims])
-
-
-def piece_entries(runs: Runs, ndims: Sequence[int]) -> list[list[PieceEntry]]:
-    """Return the piece entries of each tensor: the inverse of `piece_runs`."""
-    entries: list[list[PieceEntry]] = [[] for _ in ndims]
-    first = runs.first
-    columns = zip(
-        first.tensor.tolist(),
-        first.file.tolist(),
-        first.start.tolist(),
-        first.offset.tolist(),
-        first.shape.tolist(),
-        runs.count.tolist(),
-        runs.file_step.tolist(),
-        runs.start_step.tolist(),
-        runs.offset_step.tolist(),
-        strict=True,
-    )
-    for tensor, file, start, offset, shape, count, file_step, start_step, offset_step in columns:
-        n = ndims[tensor]
-        repeat = Repeat(count, tuple(offset_step[:n]), file_step, start_step) if count > 1 else None
-        entry = PieceEntry(file, start, tuple(offset[:n]), tuple(shape[:n]), repeat)
-        entries[tensor].append(entry)
-    return entries

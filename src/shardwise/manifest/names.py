@@ -1,4 +1,4 @@
-"""Names of files, keys and directories in a checkpoint."""
+"""Names in a checkpoint: files, directories of steps, and rules for names of tensors and values."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ LONGEST_NAME = 4096
 OBJECTS_KEY = f"{RESERVED}.objects"
 CHECKSUMS_KEY = f"{RESERVED}.checksums"
 
-_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _STEP = re.compile(r"step-(\d{8,18})")
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
-
-
 _MADE_BY_SAVE = re.compile(
     r"r\d{5,}-[0-9a-f]{16}\.safetensors|saving-[0-9a-f]{16}\.lock|\.manifest\.json\.[0-9a-f]{8}"
 )
 
 
 def made_by_save(name: str) -> bool:
-    """Return whether a file name is one that a save makes, except for the manifest."""
+    """Return whether a file has a name that saves use for files other than the manifest."""
     return _MADE_BY_SAVE.fullmatch(name) is not None
 
 
 def new_save_id() -> str:
-    """Return a new id of a save, which is part of the names of its files."""
+    """Return a new random id of a save, which is part of the names of its files."""
     return secrets.token_hex(8)
 
 
@@ -54,46 +52,50 @@ def step_directory(step: int) -> str:
 
 
 def step_of_directory(name: str) -> int | None:
-    """Return the step of a directory; None if the name is not that of a step."""
+    """Return the step in the name of a step's directory; None for any other name."""
     match = _STEP.fullmatch(name)
     return int(match.group(1)) if match and name == step_directory(int(match.group(1))) else None
 
 
-def checked_file(name: str) -> str:
-    """Return a file name from a manifest.
+def check_file_name(name: str) -> str:
+    """Return a file name from a manifest, after checking that it is safe to open.
 
     Raises:
         FormatError: the name is not one plain path component.
     """
-    if not _FILE.fullmatch(name) or name == MANIFEST:
-        raise FormatError(f"manifest names an unsafe file {name!r}: expected one plain component")
+    if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
+        raise FormatError(
+            f"the manifest names an unsafe file {name!r}: expected one plain path component"
+        )
     return name
 
 
-def checked_name(name: str) -> str:
-    """Return the name of a value.
+def check_name(name: str) -> str:
+    """Return the name of a tensor or value, after checking that a manifest may contain it.
 
     Raises:
         StateError: the name is too long, reserved, or not valid text.
     """
     if len(name) > LONGEST_NAME:
-        raise StateError(f"{name[:60]}...: this name has over {LONGEST_NAME} characters")
+        raise StateError(
+            f"{name[:60]}...: this name has {len(name)} characters; the limit is {LONGEST_NAME}"
+        )
     if name.startswith(RESERVED) or "\0" in name:
         raise StateError(f"{name!r}: names cannot contain NUL or begin with {RESERVED}")
     if not name.isascii():
         try:
             name.encode()
         except UnicodeEncodeError as error:
-            raise StateError(f"{name!r}: this name is not Unicode: {error}") from error
+            raise StateError(f"{name!r}: this name is not valid Unicode: {error}") from error
     return name
 
 
-def checked_save_id(save_id: str) -> str:
-    """Return a save id from a manifest.
+def check_save_id(save_id: str) -> str:
+    """Return the id of a save from a manifest, after checking its form.
 
     Raises:
         FormatError: the id is not 16 hexadecimal digits.
     """
     if not _SAVE_ID.fullmatch(save_id):
-        raise FormatError(f"save_id {save_id[:40]!r} is not 16 hexadecimal digits")
+        raise FormatError(f"the save_id {save_id[:40]!r} is not 16 hexadecimal digits")
     return save_id

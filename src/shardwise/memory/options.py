@@ -7,7 +7,7 @@ import ssl
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.engine.options import whole_number
+from shardwise.engine.options import check_integer
 from shardwise.errors import StoreError
 
 DIRECTORY = "/dev/shm"
@@ -122,7 +122,7 @@ class Memory:
     def __post_init__(self) -> None:
         minima = {"snapshot_every": 0, "slots": 1, "copies": 0, "parity": 0, "group": 2}
         for name, minimum in minima.items():
-            number = whole_number(f"Memory({name}", getattr(self, name), minimum)
+            number = check_integer(f"Memory({name}", getattr(self, name), minimum)
             object.__setattr__(self, name, number)
         if self.budget is not None and self.budget < 1 << 20:
             raise ValueError(

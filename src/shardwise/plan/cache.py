@@ -1,11 +1,11 @@
-"""Plans of earlier saves, kept for the next save of a state with the same structure."""
+"""A cache of plans, for later saves of a state with the same structure."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from shardwise.manifest.datafile import Listed
+from shardwise.manifest.data_file import HeaderEntries
 from shardwise.plan.save import ManifestPlan
 from shardwise.plan.tables import PieceTable
 
@@ -16,25 +16,30 @@ class RankPlan:
 
     Attributes:
         pieces: the pieces that the rank writes.
-        header: the same pieces, as the header of its file lists them.
-        peers: the pieces that other ranks write of replicas that this rank has too, by rank; empty
-            except for a snapshot whose ranks protect each other.
+        header: the entries of these pieces in the header of the rank's file.
+        peers: pieces that other ranks write, and that this rank can copy from its own replicas, by
+            rank. Empty, except for a snapshot whose ranks protect each other.
         manifest: on rank 0, the part of the manifest that depends on the plan alone.
     """
 
     pieces: PieceTable
-    header: Listed
+    header: HeaderEntries
     peers: dict[int, PieceTable]
     manifest: ManifestPlan | None
 
 
 @dataclass(slots=True)
 class PlanCache:
-    """Plans by the fingerprint of the descriptions of all ranks.
+    """Plans of earlier saves, by the fingerprint of the descriptions of all ranks.
 
     The fingerprint covers names, dtypes, shapes, boxes and ties on every rank, so that a changed
-    structure is planned again. Addresses of tensors in memory are not part of a plan. A plan is
-    reused only if every rank has it. `hits` and `misses` count the saves.
+    structure is planned again. A plan does not depend on addresses of tensors in memory. A save
+    uses the cache only if every rank has the plan.
+
+    Attributes:
+        capacity: the largest number of plans in the cache.
+        hits: the number of saves that used the cache.
+        misses: the number of saves that were planned again.
     """
 
     capacity: int = 4
@@ -46,15 +51,20 @@ class PlanCache:
         """Return the fingerprints of all plans in the cache."""
         return list(self._plans)
 
+    def count(self, *, is_hit: bool) -> None:
+        """Count a save that used the cache, or that was planned again."""
+        self.hits += is_hit
+        self.misses += not is_hit
+
     def get(self, fingerprint: bytes) -> RankPlan | None:
-        """Return the plan for a fingerprint, if the cache has it."""
+        """Return the plan of a fingerprint; None if it is not in the cache."""
         plan = self._plans.get(fingerprint)
         if plan is not None:
             self._plans.move_to_end(fingerprint)
         return plan
 
     def put(self, fingerprint: bytes, plan: RankPlan) -> None:
-        """Add a plan; remove the least recently used one if the cache is full."""
+        """Add a plan. If the cache is full, remove the least recently used plan."""
         self._plans[fingerprint] = plan
         while len(self._plans) > self.capacity:
             self._plans.popitem(last=False)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from shardwise.layout import find_overlaps
 from shardwise.manifest.checksums import BLOCK
-from shardwise.manifest.table import Pieces
+from shardwise.manifest.pieces import Pieces
 
 Int = npt.NDArray[np.int64]
 
@@ -297,7 +297,7 @@ def share_reads(spans: Sequence[Spans], *, largest_read: int | Int) -> SharedRea
     return SharedReads(file[rows], start, stop, _readers(stop - start, wanted[rows]), wanted[rows])
 
 
-def bytes_saved(spans: Sequence[Spans], shared: SharedReads) -> float:
+def fraction_saved(spans: Sequence[Spans], shared: SharedReads) -> float:
     """Return the fraction of the bytes that ranks would read alone which sharing saves."""
     alone = sum(int((each.high - each.low).sum()) for each in spans)
     return 1 - int((shared.high - shared.low).sum()) / alone if alone else 0.0

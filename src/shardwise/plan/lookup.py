@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, looked up by the names of the target."""
+"""Look up the contents of a checkpoint by the names of the target."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from types import MappingProxyType
 from shardwise.errors import StateError, add_note
 from shardwise.manifest.manifest import Manifest, TensorEntry
 
-MOST_COMPARED = 2000  # each takes about 0.1 ms
+MOST_COMPARED = 2000  # a comparison of two names takes about 0.1 ms
 Rename = Callable[[str], str] | Mapping[str, str]
 
 
-def renaming(rename: Rename | None) -> Callable[[str], str]:
+def rename_function(rename: Rename | None) -> Callable[[str], str]:
     """Return a function from names of the target to names of the checkpoint.
 
-    A mapping renames its keys and all names below them; the longest matching key counts.
+    A mapping renames its keys, and all names below them. The longest matching key counts.
 
     Raises:
         StateError: `rename` is neither a function nor a mapping of names.
@@ -25,11 +25,14 @@ def renaming(rename: Rename | None) -> Callable[[str], str]:
     if rename is None:
         return lambda name: name
     if callable(rename):
-        return _named_on_failure(rename)
+        return _with_names_in_errors(rename)
     if not isinstance(rename, Mapping) or not all(
         isinstance(each, str) for pair in rename.items() for each in pair
     ):
-        raise StateError(f"rename={rename!r}: expected a function or a mapping of names")
+        raise StateError(
+            f"rename={rename!r}: expected a function, or a mapping of names, for example "
+            "{'model': 'net'}"
+        )
     pairs = sorted(rename.items(), key=lambda pair: -len(pair[0]))
 
     def by_prefix(name: str) -> str:
@@ -41,18 +44,18 @@ def renaming(rename: Rename | None) -> Callable[[str], str]:
     return by_prefix
 
 
-def _named_on_failure(rename: Callable[[str], str]) -> Callable[[str], str]:
-    """Wrap the user's function so that its errors and invalid results name their input."""
+def _with_names_in_errors(rename: Callable[[str], str]) -> Callable[[str], str]:
+    """Wrap the user's function, so that errors and invalid results are reported with the name."""
 
     def renamed(name: str) -> str:
         try:
-            found = rename(name)
+            saved_name = rename(name)
         except Exception as error:
             add_note(error, f"{name}: rename= raised this error for this name")
             raise
-        if not isinstance(found, str):
-            raise StateError(f"{name}: rename= returned {found!r}; expected a name (str)")
-        return found
+        if not isinstance(saved_name, str):
+            raise StateError(f"{name}: rename= returned {saved_name!r}; expected a name (str)")
+        return saved_name
 
     return renamed
 
@@ -61,33 +64,35 @@ class SavedState:
     """The contents of a checkpoint, looked up by the names of the target.
 
     Args:
-        absent: missing files, by the name that their contents would have.
+        manifest: the manifest of the checkpoint.
+        saved_name: returns the name in the checkpoint, given a name of the target.
+        missing_files: files that the checkpoint lacks, by the name that each would contain.
     """
 
     def __init__(
         self,
         manifest: Manifest,
         saved_name: Callable[[str], str] = lambda name: name,
-        absent: Mapping[str, str] = MappingProxyType({}),
+        missing_files: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.manifest = manifest
         self.saved_name = saved_name
-        self.absent = absent
+        self.missing_files = missing_files
         self._tensors = {tensor.name: i for i, tensor in enumerate(manifest.tensors)}
         self._objects = {entry.name: entry.value for entry in manifest.objects}
 
     def tensor(self, name: str) -> TensorEntry | None:
-        """Return the entry of a tensor, if there is one."""
+        """Return the entry of a tensor; None if the checkpoint has no tensor of this name."""
         index = self._tensors.get(self.saved_name(name))
         return None if index is None else self.manifest.tensors[index]
 
     def stored_index(self, name: str) -> int:
-        """Return the number of the tensor that has the bytes: this, or the one it is tied to."""
+        """Return the index of the tensor that stores the bytes of this one, which may be tied."""
         entry = self.manifest.tensors[self._tensors[self.saved_name(name)]]
         return self._tensors[entry.same_as or entry.name]
 
     def has_object(self, name: str) -> bool:
-        """Return whether there is a shared plain value of this name."""
+        """Return whether all ranks share a plain value of this name."""
         return self.saved_name(name) in self._objects
 
     def object(self, name: str) -> object:
@@ -95,23 +100,23 @@ class SavedState:
         return self._objects[self.saved_name(name)]
 
     def has_per_rank(self, name: str) -> bool:
-        """Return whether each rank has a value of this name."""
+        """Return whether there is a per-rank value of this name."""
         return self.saved_name(name) in self.manifest.per_rank
 
     def kind(self, name: str) -> str | None:
-        """Return the kind of thing that has this name, in words; None if nothing has."""
+        """Return "a tensor", "a plain value" or "a per-rank value"; None for an unknown name."""
         if self.tensor(name) is not None:
             return "a tensor"
         if self.has_object(name):
             return "a plain value"
-        return "a value of each rank" if self.has_per_rank(name) else None
+        return "a per-rank value" if self.has_per_rank(name) else None
 
     def below(self, name: str) -> list[str]:
-        """Return the names of all tensors and objects below `name`, relative to it."""
+        """Return the names of all tensors and plain values below `name`, without its prefix."""
         return self._children.get(self.saved_name(name), [])
 
-    def near(self, name: str) -> list[str]:
-        """Return names, and first parts of names, in the checkpoint that are spelled similarly."""
+    def similar_names(self, name: str) -> list[str]:
+        """Return similarly spelled names, and first parts of names, in the checkpoint."""
         names = [*self.all_names()]
         known = [each for each in names if abs(len(each) - len(name)) <= 3][:MOST_COMPARED]
         keys = [each.partition(".")[0] for each in names]
@@ -127,8 +132,8 @@ class SavedState:
     def _children(self) -> dict[str, list[str]]:
         children: dict[str, list[str]] = {}
         for name in [*self._tensors, *self._objects]:
-            at = name.find(".")
-            while at != -1:
-                children.setdefault(name[:at], []).append(name[at + 1 :])
-                at = name.find(".", at + 1)
+            dot = name.find(".")
+            while dot != -1:
+                children.setdefault(name[:dot], []).append(name[dot + 1 :])
+                dot = name.find(".", dot + 1)
         return children

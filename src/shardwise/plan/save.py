@@ -10,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import LayoutError, MismatchError
-from shardwise.layout import Box, boxes_of_range
+from shardwise.layout import Box, boxes_of_range, uncovered_tensors
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import TensorEntry, encode_tensors, piece_entries
-from shardwise.manifest.table import Pieces, find_runs, padded_rows
-from shardwise.manifest.validate import uncovered
+from shardwise.manifest.manifest import TensorEntry, encode_tensors
+from shardwise.manifest.pieces import Pieces, find_runs, padded_rows, piece_entries
 from shardwise.plan.tables import Description, encode_pieces, widened
 
 Int = npt.NDArray[np.int64]
@@ -169,7 +168,7 @@ def _check_cover(tensors: Sequence[TensorEntry], held: _Fragments, heads: Int) -
     shapes = padded_rows([t.shape for t in tensors], held.offset.shape[1], 1)
     everything = np.ones(len(tensors), bool)
     boxes = held.tensor[heads], held.offset[heads], held.shape[heads]
-    wrong = uncovered(shapes, *boxes, everything).tolist()
+    wrong = uncovered_tensors(shapes, *boxes, everything).tolist()
     if not wrong:
         return
     lines = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -153,12 +152,6 @@ def widened(boxes: Int, dims: int, fill: int) -> Int:
     """Return columns padded on the right to `dims` dimensions."""
     missing = dims - boxes.shape[1]
     return np.pad(boxes, ((0, 0), (0, missing)), constant_values=fill) if missing else boxes
-
-
-def columns_of(rows: list[Any], dims: int, fill: int) -> Int:
-    """Return a list of tuples of up to `dims` integers as columns, padded on the right."""
-    padded = [row + (fill,) * (dims - len(row)) for row in rows]
-    return np.array(padded, np.int64).reshape(len(rows), dims)
 
 
 def _without_padding(columns: Int, ndims: list[int]) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""What a rank has of a state: tensors as fragments, and plain values."""
+"""The local state of a rank: its fragments of tensors, and its plain values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Box
-from shardwise.state.objects import JsonValue
+from shardwise.state.plain_values import JsonValue
 
 _CARRIERS = {
     1: torch.uint8,
@@ -21,7 +21,7 @@ _CARRIERS = {
 }
 
 ParameterOrder = Sequence[Sequence[tuple[str, tuple[int, ...]]]]
-"""Names and shapes of the parameters of each group of an optimizer."""
+"""The names and global shapes of the parameters in each group of an optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,17 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class TensorLeaf:
-    """What this rank has of a global tensor.
+    """A global tensor, and this rank's fragments of the tensor.
 
     Attributes:
-        fragments: none of them is empty.
-        identity: equal for leaves that are one tensor under several names.
-        finish: moves the values to their final memory after a load filled `fragments`, if these
-            are copies.
-        padded: whether the last rows may be padding, of which a checkpoint may have fewer.
+        name: the full name of the tensor.
+        dtype: the dtype of the fragments.
+        shape: the global shape.
+        fragments: the fragments of this rank, none of them empty.
+        identity: a value that is equal for leaves which are one tensor with several names.
+        finish: called after a load has filled the fragments. Moves the values to their final
+            memory, if the fragments are copies.
+        padded: whether the last rows may be padding. A checkpoint may have fewer rows of padding.
     """
 
     name: str
@@ -52,10 +55,10 @@ class TensorLeaf:
     finish: Callable[[], object] | None = None
     padded: bool = False
 
-    def cut(self, shape: tuple[int, ...]) -> TensorLeaf:
+    def without_padding(self, shape: tuple[int, ...]) -> TensorLeaf:
         """Return the leaf without the rows of padding that a tensor of this shape lacks."""
-        fewer = len(shape) == len(self.shape) and shape[1:] == self.shape[1:] and shape < self.shape
-        if not (self.padded and fewer):
+        same_rows = len(shape) == len(self.shape) and shape[1:] == self.shape[1:]
+        if not (self.padded and same_rows and shape < self.shape):
             return self
         fragments = []
         for fragment in self.fragments:
@@ -69,7 +72,12 @@ class TensorLeaf:
 
 @dataclass(frozen=True, slots=True)
 class GroupedValue:
-    """A value that several members share, such as the hyperparameters of a param group."""
+    """A value that several members share, for example the hyperparameters of a parameter group.
+
+    Attributes:
+        members: the names of the parameters in the group.
+        value: the encoded value.
+    """
 
     members: tuple[str, ...]
     value: JsonValue
@@ -77,15 +85,15 @@ class GroupedValue:
 
 @dataclass(slots=True)
 class LocalState:
-    """What this rank has of a state, or of a part of it.
+    """The part of a state that this rank holds.
 
     Attributes:
         tensors: this rank's fragments of tensors.
-        objects: plain values, the same on all ranks.
-        grouped: values shared by groups of members; a rank has those of its own members.
-        per_rank: values that differ between ranks.
-        problems: reasons why it cannot be loaded.
-        left: names that a load leaves alone because they are not selected.
+        objects: plain values that are the same on all ranks, encoded.
+        grouped: values that groups of members share. A rank has the groups of its own members.
+        per_rank: values that differ between ranks, encoded.
+        problems: reasons why the state cannot be loaded.
+        unselected: names that a load does not change, because they are not selected.
     """
 
     tensors: list[TensorLeaf] = field(default_factory=list)
@@ -93,7 +101,7 @@ class LocalState:
     grouped: dict[str, list[GroupedValue]] = field(default_factory=dict)
     per_rank: dict[str, JsonValue] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
+    unselected: list[str] = field(default_factory=list)
 
     def add(self, other: LocalState) -> None:
         """Add another part of the state."""
@@ -102,7 +110,7 @@ class LocalState:
         self.grouped |= other.grouped
         self.per_rank |= other.per_rank
         self.problems += other.problems
-        self.left += other.left
+        self.unselected += other.unselected
 
     def names(self) -> Iterator[str]:
         """Yield the names of all tensors and values."""
@@ -111,7 +119,7 @@ class LocalState:
 
 
 def as_carrier(data: torch.Tensor) -> torch.Tensor:
-    """Return a view of the same memory as a dtype of the same size that numpy knows."""
+    """Return a view of the same memory with a dtype of the same size that NumPy supports."""
     plain = data.detach()
     carrier = _CARRIERS[plain.element_size()]
     if plain.dtype == carrier:
@@ -127,29 +135,35 @@ def byte_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(reversed(strides[: len(shape)]))
 
 
-def reach(data: torch.Tensor) -> int:
-    """Return the elements of memory from a tensor's first element to its last, inclusive."""
+def memory_extent(data: torch.Tensor) -> int:
+    """Return the number of elements from a tensor's first to its last element in memory."""
     if data.is_contiguous():
         return data.numel()
     return 1 + sum(s * (n - 1) for s, n in zip(data.stride(), data.shape, strict=True))
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors of the same shape and dtype have the same bits, NaNs included."""
-    flat = [each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b)]
-    return torch.equal(*flat)
+    """Return whether two tensors of the same shape and dtype have the same bits, also in NaNs."""
+    flat_bytes = [each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b)]
+    return torch.equal(*flat_bytes)
 
 
 def host_array(data: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
-    """Return a CPU tensor's memory as a numpy array of a dtype of the same size."""
+    """Return the memory of a CPU tensor as a NumPy array with a dtype of the same size."""
     array: np.ndarray[tuple[int, ...], np.dtype[np.generic]] = as_carrier(data).numpy()
     return array
 
 
 class Shards:
-    """This rank's part of a global tensor: local tensors, and the box that each one covers.
+    """This rank's part of a global tensor: local tensors, and the box that each of them covers.
 
-    Use it in the state in place of a tensor. A load fills the local tensors.
+    Put a `Shards` into the state in place of a tensor. A load fills the local tensors.
+
+    Example:
+
+        rows = torch.empty(512, 1024)  # this rank's 512 rows of a (4096, 1024) tensor
+        box = sw.Box((512 * rank, 0), (512, 1024))
+        sw.save(path, {"table": sw.Shards((4096, 1024), rows.dtype, [(box, rows)])})
 
     Args:
         shape: the shape of the global tensor.
@@ -158,7 +172,7 @@ class Shards:
             nothing.
 
     Raises:
-        LayoutError: a part does not match its box, or lies outside the tensor.
+        LayoutError: a local tensor does not match its box, or a box lies outside of the tensor.
     """
 
     def __init__(
@@ -177,9 +191,11 @@ class Shards:
                 or len(box.shape) != len(self.shape)
             ):
                 raise LayoutError(
-                    f"a local {data.dtype} tensor of shape {list(data.shape)} does not match box "
-                    f"{box} of a {dtype} tensor of shape {list(self.shape)}"
+                    f"Shards: a local {data.dtype} tensor of shape {list(data.shape)} does not "
+                    f"match the box {box} of a {dtype} tensor of shape {list(self.shape)}"
                 )
             if not whole.contains(box):
-                raise LayoutError(f"box {box} lies outside a tensor of shape {list(self.shape)}")
+                raise LayoutError(
+                    f"Shards: the box {box} lies outside of a tensor of shape {list(self.shape)}"
+                )
         self.fragments = tuple(Fragment(box, data) for box, data in parts if box.size)

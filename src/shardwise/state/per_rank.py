@@ -1,4 +1,4 @@
-"""Values that each rank has of its own."""
+"""Per-rank values: values in the state that differ between ranks."""
 
 from __future__ import annotations
 
@@ -26,26 +26,35 @@ class PerRankValue(Protocol):
         """Return the value for a rank that loads.
 
         Args:
-            values: values of all ranks that saved. If the world has the same size, only
-                `values[rank]` was read.
-            rank, world: rank that loads, and its world size.
+            values: the values of all ranks that saved. If the world size is unchanged, only
+                `values[rank]` was read, and the other entries are None.
+            rank: the rank that loads.
+            world: the number of ranks that load.
         """
         ...
 
 
 class PerRank:
-    """A value that differs between ranks: plain, or with state_dict and load_state_dict.
+    """A value in the state that differs between ranks.
 
-    If the world size is the same at the load, each rank gets its own value back.
+    If as many ranks load as have saved, each rank gets its own value back.
 
-    Attributes:
-        value: the value; after a load, the value for this rank.
+    Example:
+
+        def split(values, rank, world):  # values: the offset of each rank that saved
+            return min(values)
+
+        state = {"model": model, "offset": sw.PerRank(offset, resize=split)}
 
     Args:
-        value: the value of this rank.
-        resize: for a load with another world size: a function of all saved values, the rank and
-            the new world size that returns the value of the rank. Without it, such a load is an
-            error.
+        value: the value of this rank: a plain value, or an object with `state_dict` and
+            `load_state_dict`.
+        resize: called by a load with another world size, as `resize(values, rank, world)` with the
+            values of all ranks that saved; returns the value of the rank. Without it, such a load
+            raises StateError.
+
+    Attributes:
+        value: the value of this rank. A load sets it.
     """
 
     def __init__(self, value: Any, *, resize: Resize | None = None) -> None:
@@ -67,10 +76,10 @@ class PerRank:
             self.value = value
 
     def for_rank(self, values: Sequence[Any], rank: int, world: int) -> Any:
-        """Return this rank's value, or what `resize` returns for another world size.
+        """Return the saved value of this rank, or the result of `resize` if the world size differs.
 
         Raises:
-            StateError: the world size differs, and there is no `resize`.
+            StateError: the world size differs, and `resize` is None.
         """
         if len(values) == world:
             return values[rank]

@@ -12,24 +12,35 @@ import numpy as np
 import torch
 
 from shardwise.errors import StateError
-from shardwise.state.objects import encode
+from shardwise.state.plain_values import encode
 
 _BITS_32 = 2**32 - 1
 _BITS_64 = 2**64 - 1
-# What the generators raise when they are given something else.
-_NO_STATE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+# Errors that the generators raise for an invalid state.
+_INVALID_STATE_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class RngState:
-    """The random generators of Python, NumPy and torch (CPU and this rank's accelerators).
+    """The random number generators of Python, NumPy and torch (CPU and this rank's accelerators).
 
-    Each rank saves its own. Of NumPy this covers the global generator; save generators that
-    `numpy.random.default_rng` returned yourself.
+    Each rank saves the states of its own generators. NumPy's global generator is included. Save
+    generators from `numpy.random.default_rng` as separate values of the state.
 
-    At a load, each rank that existed at the save continues its streams bit for bit. Each
-    additional rank starts a new stream. Its seed is a BLAKE2 digest of rank 0's saved state and
-    the rank; the lower 32 bits count the ranks, so that no two ranks share a stream, even if a
-    generator uses only 32 bits.
+    After a load, each rank that existed at the save continues its streams bit for bit. Each
+    additional rank starts a new stream. The seed of that stream is a BLAKE2 digest of rank 0's
+    saved state and the rank. The lower 32 bits of the seed count the ranks, so that no two ranks
+    share a stream, even if a generator uses only 32 bits.
+
+    Example:
+
+        sw.save(path, {"model": model, "rng": sw.RngState()})
     """
 
     def capture(self) -> dict[str, Any]:
@@ -43,13 +54,13 @@ class RngState:
             StateError: the value is neither a saved state nor a seed.
         """
         if isinstance(value, int):
-            _seed(value & _BITS_64)
+            _seed_all(value & _BITS_64)
         else:
             self.load_state_dict(value)
 
     def for_rank(self, values: Sequence[Any], rank: int, world: int) -> Any:
-        """Return the rank's state, or a 64-bit seed if the rank did not save one."""
-        return values[rank] if rank < len(values) else _seed_of(values[0], rank)
+        """Return the saved state of the rank, or a 64-bit seed if the rank did not save a state."""
+        return values[rank] if rank < len(values) else _seed_for(values[0], rank)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every generator."""
@@ -64,20 +75,20 @@ class RngState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the state of every generator, or of none if one fails.
 
-        Accelerators are matched by their position. Those without a saved state do not change.
+        Accelerators are matched by their index. An accelerator without a saved state is unchanged.
 
         Raises:
             StateError: the value is not a saved state.
         """
         before = self.state_dict()
         try:
-            _set(state_dict)
-        except _NO_STATE as error:
-            _set(before)
+            _set_states(state_dict)
+        except _INVALID_STATE_ERRORS as error:
+            _set_states(before)
             raise StateError(f"invalid state of random number generators: {error}") from error
 
 
-def _set(state: dict[str, Any]) -> None:
+def _set_states(state: dict[str, Any]) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     np.random.set_state(state["numpy"])
@@ -101,8 +112,8 @@ def _accelerator() -> Any:
     return torch.get_device_module(torch.accelerator.current_accelerator())
 
 
-def _seed_of(first: object, rank: int) -> int:
-    plain = msgspec.json.encode(encode(first, "rng"))
+def _seed_for(first_state: object, rank: int) -> int:
+    plain = msgspec.json.encode(encode(first_state, "rng"))
     return _digest(plain + b"rank %d" % rank) & ~_BITS_32 | (_digest(plain) + rank) & _BITS_32
 
 
@@ -110,7 +121,7 @@ def _digest(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def _seed(seed: int) -> None:
+def _seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed([seed & _BITS_32, seed >> 32])
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The names that a load selects by patterns."""
+"""Selection of names by the patterns `only` and `skip`."""
 
 from __future__ import annotations
 
@@ -12,49 +12,57 @@ from shardwise.state.leaves import LocalState
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Shell patterns: a name is selected if it matches `only`, if given, and not `skip`."""
+    """The names that a load or export selects.
+
+    Attributes:
+        only: shell patterns; if there are any, a selected name matches one of them.
+        skip: shell patterns; a selected name matches none of them.
+    """
 
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
 
     @classmethod
-    def by(cls, only: Iterable[str], skip: Iterable[str]) -> Selection:
-        """Return the selection by lists of patterns.
+    def from_patterns(cls, only: Iterable[str], skip: Iterable[str]) -> Selection:
+        """Return the selection by patterns, after checking their types.
 
         Raises:
-            StateError: an argument is not a list of patterns.
+            StateError: `only` or `skip` is not a list of patterns.
         """
         for name, patterns in (("only", only), ("skip", skip)):
-            listed = isinstance(patterns, Iterable) and not isinstance(patterns, str)
-            if not listed or not all(isinstance(each, str) for each in patterns):
-                raise StateError(f"{name}={patterns!r}: expected a list of patterns")
+            is_list = isinstance(patterns, Iterable) and not isinstance(patterns, str)
+            if not is_list or not all(isinstance(each, str) for each in patterns):
+                raise StateError(
+                    f"{name}={patterns!r}: expected a list of patterns, for example ['model.*']"
+                )
         return cls(tuple(only), tuple(skip))
 
-    def chooses(self, *names: str) -> bool:
+    def selects(self, *names: str) -> bool:
         """Return whether a name is selected.
 
-        Several names that belong together are selected if any matches `only` and none `skip`.
+        Several names of one value are selected together: if any matches `only`, and none matches
+        `skip`.
         """
         if self.only and not _any_matches(names, self.only):
             return False
         return not _any_matches(names, self.skip)
 
-    def unused(self, names: Collection[str]) -> list[str]:
+    def unused_patterns(self, names: Collection[str]) -> list[str]:
         """Return the patterns that match none of these names."""
         return [each for each in (*self.only, *self.skip) if not _any_matches(names, [each])]
 
-    def of(self, held: LocalState) -> LocalState:
-        """What is chosen of a local state; the names of the others are left."""
+    def select_from(self, held: LocalState) -> LocalState:
+        """Return the selected part of a local state. It lists the names of the rest."""
         if not (self.only or self.skip):
             return held
-        left = [name for name in held.names() if not self.chooses(name)]
+        unselected = [name for name in held.names() if not self.selects(name)]
         return LocalState(
-            [leaf for leaf in held.tensors if self.chooses(leaf.name)],
-            {name: value for name, value in held.objects.items() if self.chooses(name)},
-            {name: value for name, value in held.grouped.items() if self.chooses(name)},
-            {name: value for name, value in held.per_rank.items() if self.chooses(name)},
+            [leaf for leaf in held.tensors if self.selects(leaf.name)],
+            {name: value for name, value in held.objects.items() if self.selects(name)},
+            {name: value for name, value in held.grouped.items() if self.selects(name)},
+            {name: value for name, value in held.per_rank.items() if self.selects(name)},
             held.problems,
-            [*held.left, *left],
+            [*held.unselected, *unselected],
         )
 
 
@@ -63,7 +71,7 @@ def _any_matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
 
 
 def is_below(name: str, scope: Set[str]) -> bool:
-    """Return whether a name is in `scope`, or below a name in it."""
+    """Return whether a name is in `scope`, or below a name in `scope`."""
     while name not in scope:
         name, dot, _ = name.rpartition(".")
         if not dot:

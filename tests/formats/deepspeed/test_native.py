@@ -15,7 +15,7 @@ from shardwise.formats.file_tree import Tree
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.readers.deepspeed import reader
 from shardwise.formats.validate import validate_foreign
-from shardwise.state.objects import decode
+from shardwise.state.plain_values import decode
 from tests.formats.conftest import ON_FOUR, ON_TWO, Checkpoints
 from tests.formats.programs.small_model import Model, optimizer_of
 from tests.formats.reference import read_tensors

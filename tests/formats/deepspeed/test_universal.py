@@ -13,7 +13,7 @@ from shardwise.formats.detect import read_foreign
 from shardwise.formats.file_tree import Tree
 from shardwise.formats.readers.deepspeed import reader, universal
 from shardwise.formats.validate import validate_foreign
-from shardwise.state.objects import decode
+from shardwise.state.plain_values import decode
 from tests.formats.conftest import CONVERTED, Checkpoints
 from tests.formats.deepspeed.test_native import same
 from tests.formats.reference import read_tensors

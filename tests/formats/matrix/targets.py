@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardwise as sw
 from shardwise.adapters.optimizers import NOT_HYPERPARAMETERS
 from shardwise.api import local_state_of
-from shardwise.state.objects import decode
+from shardwise.state.plain_values import decode
 from tests.formats.comparing import assert_same
 from tests.formats.matrix.wanted import Wanted
 from tests.multirank.models import CPU, GRIDS, WORLDS

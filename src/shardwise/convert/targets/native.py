@@ -19,7 +19,7 @@ from shardwise.convert.plan import (
     divide_among_files,
 )
 from shardwise.manifest.checksums import BLOCK, crc32
-from shardwise.manifest.datafile import DataFile, lay_out, list_pieces
+from shardwise.manifest.data_file import FileLayout, encode_header_entries, lay_out_file
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import (
     VERSION,
@@ -46,10 +46,10 @@ def plan_native_files(contents: ExportContents) -> ExportFiles:
     tensor_files, layouts = [], []
     for rank, file_parts in enumerate(files):
         metadata = {"shardwise": str(VERSION), "save_id": save_id, "rank": str(rank)}
-        pieces = list_pieces(
+        pieces = encode_header_entries(
             (part.name, part.dtype, shapes[part.name], part.box) for part in file_parts
         )
-        layout = lay_out(pieces, 0, metadata)
+        layout = lay_out_file(pieces, 0, metadata)
         layouts.append(layout)
         tensor_files.append(_plan_file(data_file(rank, save_id), layout, file_parts))
     entries = _tensor_entries(contents.tensors, files)
@@ -82,7 +82,7 @@ def plan_native_files(contents: ExportContents) -> ExportFiles:
     return ExportFiles(tuple(tensor_files), make_final_files, left_out)
 
 
-def _plan_file(name: str, layout: DataFile, parts: Sequence[TensorPart]) -> OutputFile:
+def _plan_file(name: str, layout: FileLayout, parts: Sequence[TensorPart]) -> OutputFile:
     sum_boundaries = (*range(BLOCK, layout.checksums_at, BLOCK), layout.checksums_at)
     table = BytesFromSums(
         layout.size - layout.checksums_at, lambda sums: _encode_checksums([*sums, 0])

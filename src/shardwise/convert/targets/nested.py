@@ -14,7 +14,7 @@ from shardwise.convert.plan import ExportContents, TensorPart
 from shardwise.errors import StateError
 from shardwise.formats.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, ParamGroup
 from shardwise.manifest.manifest import ObjectEntry
-from shardwise.state.objects import JsonValue, decode
+from shardwise.state.plain_values import JsonValue, decode
 
 _GROUPS_SUFFIX = f".{GROUPS}"
 

@@ -15,7 +15,7 @@ from shardwise.formats.containers.pickle_values import (
     UnknownObject,
     set_state,
 )
-from shardwise.state.keys import SAFE_KEYS, Keys
+from shardwise.state.hash_collisions import SAFE_KEYS, KeyCounter
 
 NEWEST_PROTOCOL = 5
 MALFORMED_ERRORS = (
@@ -59,7 +59,7 @@ class PickleMachine:
         self.memo: dict[int, Any] = {}
         self.globals: dict[tuple[str, str], object] = {}
         self.unknown_names: set[str] = set()
-        self._keys: dict[int, tuple[object, Keys]] = {}
+        self._keys: dict[int, tuple[object, KeyCounter]] = {}
 
     def read_bytes(self, position: int, count: int) -> bytes:
         """Return `count` bytes from a position; raise TruncatedError if there are fewer."""
@@ -77,7 +77,7 @@ class PickleMachine:
         return self.data[position:end].decode(), end + 1
 
     def count_keys(self, target: object, keys: Sequence[object]) -> None:
-        """Count keys before they are added to a dict or set; see `Keys.add`.
+        """Count keys before they are added to a dict or set; see `KeyCounter.add`.
 
         Raises:
             FormatError: too many keys have the same hash.
@@ -85,7 +85,7 @@ class PickleMachine:
         if SAFE_KEYS.issuperset(map(type, keys)):
             return
         # The target is kept alive, so that its id stays unique.
-        _, counted = self._keys.setdefault(id(target), (target, Keys()))
+        _, counted = self._keys.setdefault(id(target), (target, KeyCounter()))
         try:
             counted.add(keys)
         except ValueError as error:

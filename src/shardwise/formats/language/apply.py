@@ -35,7 +35,7 @@ from shardwise.formats.language.shapes import size_of
 from shardwise.formats.language.tensor_collector import Collector
 from shardwise.layout import Box
 from shardwise.layout.flat import boxes_within, row_major
-from shardwise.manifest.table import Int
+from shardwise.manifest.pieces import Int
 
 NO_DIMENSIONS = DimensionMap((), (), (), frozenset(), ())
 

@@ -28,7 +28,7 @@ from shardwise.formats.language.shapes import (
     solve_sizes,
 )
 from shardwise.manifest.manifest import LARGEST
-from shardwise.manifest.table import Int
+from shardwise.manifest.pieces import Int
 
 
 @dataclass(frozen=True, slots=True)

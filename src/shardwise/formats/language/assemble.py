@@ -13,11 +13,11 @@ from shardwise.formats.foreign import Foreign, PieceTable
 from shardwise.formats.language.boxes import BoxTable
 from shardwise.formats.language.rules import Rule, Skip
 from shardwise.formats.language.tensor_collector import Collector
+from shardwise.layout import uncovered_tensors
 from shardwise.layout.flat import row_major
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.table import Int, Pieces, padded_rows
-from shardwise.manifest.validate import uncovered
+from shardwise.manifest.pieces import Int, Pieces, padded_rows
 
 SHOWN = 8
 """The most names or numbers that a message lists."""
@@ -139,7 +139,7 @@ def _check_coverage(collector: Collector, boxes: BoxTable, shapes: TensorShapes)
     padded_shapes = padded_rows([shape or () for shape in shapes], dims, 1)
     stored = np.array([shape is not None for shape in shapes], bool)
     try:
-        wrong = uncovered(padded_shapes, boxes.tensor, boxes.offset, boxes.shape, stored)
+        wrong = uncovered_tensors(padded_shapes, boxes.tensor, boxes.offset, boxes.shape, stored)
     except FormatError as error:
         collector.problems.append(str(error))
         return

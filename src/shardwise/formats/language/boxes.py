@@ -10,7 +10,7 @@ import numpy as np
 from shardwise.errors import LayoutError
 from shardwise.formats.language.rules import DimensionMap
 from shardwise.formats.language.shapes import Sizes, Term, expand_terms, size_of_axis
-from shardwise.manifest.table import Int
+from shardwise.manifest.pieces import Int
 
 MOST_BOXES = 2**26
 

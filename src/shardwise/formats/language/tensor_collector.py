@@ -28,7 +28,7 @@ from shardwise.formats.language.match import (
     coordinates_along,
 )
 from shardwise.formats.language.rules import Rule, Skip, Spec, Target, Template
-from shardwise.manifest.table import Int
+from shardwise.manifest.pieces import Int
 
 LARGEST_KEY = 2**62
 

@@ -31,7 +31,7 @@ from shardwise.formats.readers.dcp.reader import DcpContent, count_ranks, read_c
 from shardwise.formats.readers.torch_save import read_value
 from shardwise.layout import boxes_of_range
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.table import Int, Pieces
+from shardwise.manifest.pieces import Int, Pieces
 
 FORMAT = "Megatron-Core torch_dist"
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.engine.datareader import DataReader
-from shardwise.engine.leftovers import collect_leftovers
+from shardwise.engine.leftovers import remove_leftovers
 from shardwise.errors import CheckpointExistsError, FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST, lock_file, step_directory
@@ -210,7 +210,7 @@ class Publication:
             except FileExistsError as error:
                 raise _checkpoint_exists(self.store) from error
         if self.pending.overwrite:
-            collect_leftovers(self.store, own_lock=lock_file(self.pending.save_id))
+            remove_leftovers(self.store, own_lock=lock_file(self.pending.save_id))
 
 
 @contextmanager
@@ -235,7 +235,7 @@ def lock_for_publishing(
         raise _checkpoint_exists(store)
     has_begun = any(name in names for name, _ in pending.files)
     if not has_begun:
-        collect_leftovers(store)
+        remove_leftovers(store)
     with ExitStack() as locks:
         attempts = (deadline or Deadline(LOCK_TIMEOUT)).attempts(pause=LOCK_PAUSE)
         if not any(locks.enter_context(store.hold(lock, shared=False)) for _ in attempts):

@@ -22,7 +22,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from shardwise.errors import FormatError
-from shardwise.manifest.names import MANIFEST, checked_file, step_of_directory
+from shardwise.manifest.names import MANIFEST, check_file_name, step_of_directory
 from shardwise.memory.agent.connection_limits import UNAUTHENTICATED
 from shardwise.memory.files import LARGEST_RECORD, replacing
 from shardwise.memory.identity import run_token
@@ -195,7 +195,7 @@ def _path_of(request: web.Request) -> tuple[str, str, str]:
     name = info["name"]
     try:
         if name != MANIFEST:
-            checked_file(name)
+            check_file_name(name)
     except FormatError as error:
         raise web.HTTPBadRequest(text="not a plain file name") from error
     if step_of_directory(info["step"]) is None:
@@ -325,7 +325,7 @@ def _list_files(home: Path, run: str, step: str) -> list[ListedFile]:
         for name in sorted(os.listdir(directory)):
             with suppress(FileNotFoundError, FormatError):
                 if name != MANIFEST:
-                    checked_file(name)
+                    check_file_name(name)
                 status = os.stat(name, dir_fd=directory, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
                     files.append(ListedFile(name, status.st_size))

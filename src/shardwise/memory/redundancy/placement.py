@@ -12,7 +12,7 @@ import msgspec
 from shardwise.errors import FormatError
 from shardwise.manifest.checksums import block_count
 from shardwise.manifest.manifest import LARGEST
-from shardwise.manifest.names import checked_file, checked_save_id
+from shardwise.manifest.names import check_file_name, check_save_id
 from shardwise.memory.redundancy.stripes import MOST_NODES, Stripe, chunk_size, stripes
 
 TABLE_PAGE = 4096
@@ -40,7 +40,7 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: tuple[tuple[str, Count], ...]
 
     def __post_init__(self) -> None:
-        names = [checked_file(name) for name, _ in self.files]
+        names = [check_file_name(name) for name, _ in self.files]
         if any(one >= other for one, other in pairwise(names)):
             raise ValueError(f"the files of node {self.node} are not sorted by name")
 
@@ -107,7 +107,7 @@ class Protection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gaps: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        checked_save_id(self.save_id)
+        check_save_id(self.save_id)
         members = [member for group in self.groups for member in group.members]
         twice = _repeated(group.name for group in self.groups)
         twice += _repeated(name for member in members for name, _ in member.files)

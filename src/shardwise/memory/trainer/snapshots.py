@@ -9,11 +9,10 @@ from dataclasses import replace
 
 import msgspec
 
-from shardwise.engine.compare import compare_ranks
 from shardwise.engine.exchange import exchange, run_on_all
 from shardwise.engine.group import Group
-from shardwise.engine.planning import PlannedSave, Save, plan_together
-from shardwise.engine.save import SaveReport, refuse_existing, refuse_if_full
+from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
+from shardwise.engine.save import SaveReport, check_replicas, refuse_existing, refuse_if_full
 from shardwise.errors import StoreError
 from shardwise.events import Recorder
 from shardwise.manifest.names import new_save_id
@@ -113,7 +112,7 @@ class Snapshots:
 
     def save(
         self,
-        prepare: Callable[[], Save],
+        prepare: Callable[[], SaveRequest],
         storing: Storing,
         plans: PlanCache,
         recorder: Recorder,
@@ -132,7 +131,7 @@ class Snapshots:
         self.fence()
         sent = self._group.bytes_sent
 
-        def request() -> Save:
+        def request() -> SaveRequest:
             info = self._check_before_save()
             job = prepare()
             step = job.options.step or 0
@@ -143,7 +142,7 @@ class Snapshots:
             place = str(job.store) if storing.durable else f"memory, for {job.store}"
             return replace(job, place=place, message=msgspec.msgpack.encode((free, info)))
 
-        def admit(job: Save, said: list[bytes]) -> str:
+        def admit(job: SaveRequest, said: list[bytes]) -> str:
             if storing.durable:
                 refuse_existing(job)
             heard = [msgspec.msgpack.decode(each, type=tuple[bool, AgentInfo]) for each in said]
@@ -152,19 +151,19 @@ class Snapshots:
                 return ""
             return new_save_id()
 
-        def check_room(_: Save, nbytes: int) -> None:
+        def check_room(_: SaveRequest, nbytes: int) -> None:
             if storing.durable:
                 refuse_if_full(self._root, nbytes)
 
         form = self._rings.form
         planned = plan_together(
-            request, admit, self._group, plans, recorder, rings=form, check_room=check_room
+            request, admit, self._group, plans, recorder, choose_peers=form, check_room=check_room
         )
         if planned is None:
             self.skipped += 1
             return None
         if planned.save.options.check_replicas:
-            compare_ranks(planned.description, planned.fragments, self._group)
+            check_replicas(planned.description, planned.fragments, self._group)
         return self._begin(planned, storing, recorder, sent)
 
     def _check_before_save(self) -> AgentInfo:
@@ -180,14 +179,21 @@ class Snapshots:
             )
         return info
 
-    def prepare(self, prepare: Callable[[], Save], plans: PlanCache, recorder: Recorder) -> int:
+    def prepare(
+        self, prepare: Callable[[], SaveRequest], plans: PlanCache, recorder: Recorder
+    ) -> int:
         """Allocate the slots of all ranks, and return the bytes allocated for this rank.
 
         Raises:
             ShardwiseError: on all ranks: the memory of a node is too small; says what is needed.
         """
         planned = plan_together(
-            prepare, lambda *_: new_save_id(), self._group, plans, recorder, rings=self._rings.form
+            prepare,
+            lambda *_: new_save_id(),
+            self._group,
+            plans,
+            recorder,
+            choose_peers=self._rings.form,
         )
         if planned is None:
             raise RuntimeError("a plan was neither admitted nor refused")

@@ -25,7 +25,7 @@ from shardwise.formats.containers.torch_values import TORCH_NAMES, Storage
 from shardwise.formats.file_tree import BytesFile, Tree
 from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.dcp.metadata import Item
-from shardwise.manifest.table import Int
+from shardwise.manifest.pieces import Int
 from shardwise.store import ReadableFile
 
 T = TypeVar("T")

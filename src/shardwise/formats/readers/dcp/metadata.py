@@ -13,7 +13,7 @@ from shardwise.formats.containers.torch_values import TORCH_NAMES
 from shardwise.formats.file_tree import Tree
 from shardwise.manifest.manifest import LARGEST
 from shardwise.manifest.validate import MOST_PIECES
-from shardwise.state.keys import check_keys
+from shardwise.state.hash_collisions import check_keys
 
 METADATA = ".metadata"
 MOST_DIMENSIONS = 64

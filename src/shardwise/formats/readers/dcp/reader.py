@@ -17,7 +17,7 @@ from shardwise.formats.nested import NestedLeaves, build_foreign
 from shardwise.formats.optimizers import Path, is_of_optimizer
 from shardwise.formats.readers.dcp.items import ItemArrays, find_arrays, read_values
 from shardwise.formats.readers.dcp.metadata import METADATA, Item, Metadata, read_metadata
-from shardwise.manifest.table import Int, Pieces, check_width, padded_rows
+from shardwise.manifest.pieces import Int, Pieces, check_table_size, padded_rows
 
 FORMAT = "PyTorch DCP"
 _RANK = re.compile(r"(?:.*/)?__(\d{1,7})_\d+\.distcp")
@@ -164,7 +164,7 @@ class Chunks:
                 self.offsets.append(chunk.offset)
                 shape.append(chunk.shape)
         dims = max((len(chunked.shape) for chunked in metadata.tensors.values()), default=0)
-        check_width(len(tensor), dims)
+        check_table_size(len(tensor), dims)
         self.tensor: Int = np.array(tensor, np.int64)
         self.offset = padded_rows(self.offsets, dims, 0)
         self.shape = padded_rows(shape, dims, 1)

@@ -30,7 +30,7 @@ from shardwise.formats.readers.deepspeed.zero import (
 )
 from shardwise.layout import find_overlaps, row_major
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.table import Int, Pieces, padded_rows
+from shardwise.manifest.pieces import Int, Pieces, padded_rows
 
 
 def tensor_name(parameter: str, key: str) -> str:

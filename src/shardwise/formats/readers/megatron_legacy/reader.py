@@ -54,7 +54,7 @@ from shardwise.formats.readers.megatron_legacy.ranks import (
     require_files,
 )
 from shardwise.formats.specs import load_builtin
-from shardwise.manifest.table import Int
+from shardwise.manifest.pieces import Int
 
 FORMAT = "legacy Megatron-LM"
 SPEC = "megatron"

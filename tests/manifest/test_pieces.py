@@ -11,10 +11,15 @@ from shardwise.manifest.manifest import (
     TensorEntry,
     decode_manifest,
     encode_manifest,
+)
+from shardwise.manifest.pieces import (
+    SHORTEST_RUN,
+    Pieces,
+    expand_runs,
+    find_runs,
     piece_entries,
     piece_runs,
 )
-from shardwise.manifest.table import SHORTEST_RUN, Pieces, expand_runs, find_runs
 
 SHAPE = (64, 64)
 Row = tuple[int, int, int, tuple[int, int], tuple[int, int]]

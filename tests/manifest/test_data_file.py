@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.layout import Box
 from shardwise.manifest.checksums import block_count
-from shardwise.manifest.datafile import ALIGNMENT, lay_out, list_pieces
+from shardwise.manifest.data_file import ALIGNMENT, encode_header_entries, lay_out_file
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.names import CHECKSUMS_KEY, OBJECTS_KEY
 
@@ -37,7 +37,7 @@ def pieces(draw: st.DrawFn) -> list[Piece]:
 def test_any_safetensors_reader_opens_it(
     listed: Sequence[Piece], objects_bytes: int, note: str
 ) -> None:
-    file = lay_out(list_pieces(listed), objects_bytes, {"note": note})
+    file = lay_out_file(encode_header_entries(listed), objects_bytes, {"note": note})
     header = json.loads(file.header[8:])
     assert int.from_bytes(file.header[:8], "little") == len(file.header) - 8
     assert file.data_at == len(file.header)
@@ -64,20 +64,22 @@ def test_parts_of_one_tensor_have_keys_of_their_own() -> None:
     shape = (4, 2)
     halves = [("w", "float32", shape, Box((i, 0), (2, 2))) for i in (0, 2)]
     taken = ("w[0:2,0:2]", "float32", (1,), Box((0,), (1,)))
-    header = json.loads(lay_out(list_pieces([taken, *halves]), 0, {}).header[8:])
+    header = json.loads(lay_out_file(encode_header_entries([taken, *halves]), 0, {}).header[8:])
     assert list(header)[1:4] == ["w[0:2,0:2]", "w[0:2,0:2]'", "w[2:4,0:2]"]
 
 
 def test_a_name_that_needs_escapes_is_no_matter() -> None:
     whole = Box.whole((1,))
     names = ['"quoted"\\', "Größe", "\u2028", "a" * 4000]
-    file = lay_out(list_pieces((name, "uint8", (1,), whole) for name in names), 0, {})
+    file = lay_out_file(
+        encode_header_entries((name, "uint8", (1,), whole) for name in names), 0, {}
+    )
     assert list(json.loads(file.header[8:]))[1:5] == names
     assert math.gcd(file.data_at, ALIGNMENT) == ALIGNMENT
 
 
 def test_a_tensor_takes_no_place_of_the_metadata() -> None:
-    listed = list_pieces([("__metadata__", "uint8", (1,), Box.whole((1,)))])
-    header = json.loads(lay_out(listed, 0, {"a": "b"}).header[8:])
+    listed = encode_header_entries([("__metadata__", "uint8", (1,), Box.whole((1,)))])
+    header = json.loads(lay_out_file(listed, 0, {"a": "b"}).header[8:])
     assert list(header) == ["__metadata__", "__metadata__'", CHECKSUMS_KEY]
     assert header["__metadata__"] == {"a": "b"}

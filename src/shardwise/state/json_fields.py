@@ -1,7 +1,7 @@
-"""Tensors, arrays, numpy scalars and enum members as fields of a JSON object.
+"""Tensors, arrays, NumPy scalars and enum members as the fields of a JSON object.
 
-Readers do not trust the fields. Each raises ValueError, TypeError, LookupError or RuntimeError for
-fields that no writer here makes, before it allocates more memory than the text takes.
+Functions that decode do not trust the fields. For invalid fields, they raise ValueError, TypeError,
+LookupError or RuntimeError, before they allocate more memory than the text takes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def is_numeric(dtype: np.dtype[Any]) -> bool:
 
 
 def tensor_fields(tensor: torch.Tensor) -> Fields | None:
-    """Return `dtype`, `shape` and `v`; None if sparse, quantized or on the meta device."""
+    """Return the fields of a tensor: `dtype`, `shape` and `v`, its bytes.
+
+    The result is None if the tensor is sparse, quantized or on the meta device.
+    """
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         return None
     whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -43,18 +46,18 @@ def tensor_fields(tensor: torch.Tensor) -> Fields | None:
 
 
 def tensor_of(fields: Fields) -> torch.Tensor:
-    """Return a new CPU tensor."""
+    """Return a new CPU tensor from its fields."""
     shape, dtype = _shape(fields["shape"]), dtype_of(fields["dtype"])
     if fields["dtype"].startswith("q"):
         raise ValueError("quantized tensors cannot be saved")
-    data = _numbers("|u1", (math.prod(shape) * dtype.itemsize,), fields["v"])
+    data = _decode_numbers("|u1", (math.prod(shape) * dtype.itemsize,), fields["v"])
     if not len(data):
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
 def array_fields(array: Array) -> Fields | None:
-    """Return `dtype`, `shape` and `v`; None if the array does not hold numbers."""
+    """Return the fields of an array: `dtype`, `shape` and `v`; None if it does not hold numbers."""
     if not is_numeric(array.dtype):
         return None
     data = bytes_text(array.tobytes())
@@ -62,20 +65,20 @@ def array_fields(array: Array) -> Fields | None:
 
 
 def array_of(fields: Fields) -> Array:
-    """Return a new array."""
-    return _numbers(text_of(fields["dtype"]), _shape(fields["shape"]), fields["v"])
+    """Return a new array from its fields."""
+    return _decode_numbers(text_of(fields["dtype"]), _shape(fields["shape"]), fields["v"])
 
 
 def scalar_fields(scalar: np.generic) -> Fields | None:
-    """Return `dtype` and `v`; None if the scalar is not a number."""
+    """Return the fields of a NumPy scalar: `dtype` and `v`; None if it is not a number."""
     if not is_numeric(scalar.dtype):
         return None
     return {"dtype": scalar.dtype.str, "v": bytes_text(scalar.tobytes())}
 
 
 def scalar_of(fields: Fields) -> object:
-    """Return the numpy scalar."""
-    return _numbers(text_of(fields["dtype"]), (), fields["v"])[()]
+    """Return a NumPy scalar from its fields."""
+    return _decode_numbers(text_of(fields["dtype"]), (), fields["v"])[()]
 
 
 def dtype_text(dtype: torch.dtype) -> str:
@@ -103,31 +106,35 @@ def bytes_of(text: object) -> bytes:
 
 
 def text_of(value: object) -> str:
-    """Return the value if it is text.
+    """Return a value after checking that it is text.
 
     Raises:
-        TypeError: it is not.
+        TypeError: the value is not text.
     """
     if not isinstance(value, str):
-        raise TypeError(f"{type(value).__name__} where text is needed")
+        raise TypeError(f"expected text, not {type(value).__name__}")
     return value
 
 
 def list_of(value: object) -> list[Any]:
-    """The value, if it is a list."""
+    """Return a value after checking that it is a list.
+
+    Raises:
+        TypeError: the value is not a list.
+    """
     if not isinstance(value, list):
-        raise TypeError(f"{type(value).__name__} where a list is needed")
+        raise TypeError(f"expected a list, not {type(value).__name__}")
     return value
 
 
 def _shape(encoded: object) -> tuple[int, ...]:
     shape = list_of(encoded)
     if len(shape) > _MOST_DIMS or not all(type(n) is int and 0 <= n < _MOST_LENGTH for n in shape):
-        raise ValueError("invalid shape")
+        raise ValueError(f"invalid shape {str(encoded)[:40]}")
     return tuple(shape)
 
 
-def _numbers(dtype: str, shape: tuple[int, ...], text: object) -> Array:
+def _decode_numbers(dtype: str, shape: tuple[int, ...], text: object) -> Array:
     if not _DTYPE.fullmatch(dtype):
         raise ValueError(f"{dtype[:40]!r} is not a dtype of numbers")
     kind, data = np.dtype(dtype), bytes_of(text)
@@ -137,38 +144,41 @@ def _numbers(dtype: str, shape: tuple[int, ...], text: object) -> Array:
 
 
 def member_fields(member: enum.Enum) -> Fields | None:
-    """Return `class` and `v`; None if the member cannot be found by its name."""
-    made = type(member)
-    place = f"{made.__module__}:{made.__qualname__}"
-    if _imported(place) is not made or member.name not in made.__members__:
+    """Return the fields of an enum member: `class` and `v`; None if it has no unique name."""
+    enum_class = type(member)
+    path = f"{enum_class.__module__}:{enum_class.__qualname__}"
+    if _find_imported(path) is not enum_class or member.name not in enum_class.__members__:
         return None
-    return {"class": place, "v": member.name}
+    return {"class": path, "v": member.name}
 
 
 def member_of(fields: Fields) -> enum.Enum:
-    """Return the member of an enum that this process has imported. Runs no code.
+    """Return an enum member from its fields. The function imports nothing and runs no code.
 
     Raises:
-        LookupError: no such enum is imported, or it has no such member.
+        LookupError: the process has not imported the enum, or the enum has no such member.
     """
-    place, name = text_of(fields["class"]), text_of(fields["v"])
-    made = _imported(place)
-    if not (isinstance(made, type) and issubclass(made, enum.Enum)):
-        raise LookupError(f"{place[:200]} is not an imported enum: import it first")
-    if name not in made.__members__:
-        raise LookupError(f"{place} has no member {name[:200]!r}")
-    return made.__members__[name]
+    path, name = text_of(fields["class"]), text_of(fields["v"])
+    enum_class = _find_imported(path)
+    if not (isinstance(enum_class, type) and issubclass(enum_class, enum.Enum)):
+        raise LookupError(
+            f"{path[:200]} is not an enum that this process has imported: import it first"
+        )
+    if name not in enum_class.__members__:
+        raise LookupError(f"{path[:200]} has no member {name[:200]!r}")
+    return enum_class.__members__[name]
 
 
-def _imported(place: str) -> object:
-    module, _, qualname = place.partition(":")
+def _find_imported(path: str) -> object:
+    """Return the object at `module:qualname`, if the module is imported; None otherwise."""
+    module, _, qualname = path.partition(":")
     found: object = sys.modules.get(module)
     for part in qualname.split("."):
         found = vars(found).get(part) if isinstance(found, (ModuleType, type)) else None
     return found
 
 
-_INSTEAD: tuple[tuple[type | tuple[type, ...], str], ...] = (
+_ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (enum.Enum, "is not a named member of an importable enum: save its value"),
     ((set, frozenset), "has no order and cannot be saved: save sorted(value)"),
     (pathlib.PurePath, "cannot be saved: save str(value)"),
@@ -176,27 +186,27 @@ _INSTEAD: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (torch.Tensor, "is sparse, quantized or on the meta device and cannot be saved: save it dense"),
     ((np.ndarray, np.generic), "has a dtype that cannot be saved: only numbers can"),
 )
-_PLAIN = (int, float, complex, str, bytes, bytearray, list, tuple, dict)
+_PLAIN_TYPES = (int, float, complex, str, bytes, bytearray, list, tuple, dict)
 
 
-def refusal(value: object) -> str:
-    """Return why a value cannot be saved, and what to save instead."""
-    made = type(value)
-    kind = f"{made.__module__}.{made.__qualname__}"
-    for refused, instead in _INSTEAD:
+def why_unsavable(value: object) -> str:
+    """Return why a value cannot be saved, and what to save in its place."""
+    value_type = type(value)
+    type_name = f"{value_type.__module__}.{value_type.__qualname__}"
+    for refused, advice in _ADVICE:
         if isinstance(value, refused):
-            return f"{kind} {instead}"
+            return f"{type_name} {advice}"
     if is_dataclass(value):
-        return f"{kind}, a dataclass, cannot be saved: save dataclasses.asdict(value)"
+        return f"{type_name}, a dataclass, cannot be saved: save dataclasses.asdict(value)"
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return f"{kind} would come back as a plain tuple: save tuple(value) or value._asdict()"
-    if made is int:
+        return f"{type_name} would come back as a plain tuple: save tuple(value) or value._asdict()"
+    if value_type is int:
         return "an int of more digits than Python converts to text cannot be saved: save bytes"
-    for plain in _PLAIN:
+    for plain in _PLAIN_TYPES:
         if isinstance(value, plain):
             name = plain.__name__
-            return f"{kind} would come back as a plain {name}: save {name}(value)"
+            return f"{type_name} would come back as a plain {name}: save {name}(value)"
     return (
-        f"{kind} cannot be saved: give it state_dict() and load_state_dict(), save plain values, "
-        "or pass allow_pickle=True when saving and when loading"
+        f"{type_name} cannot be saved: give it state_dict() and load_state_dict(), save plain "
+        "values, or pass allow_pickle=True when saving and when loading"
     )

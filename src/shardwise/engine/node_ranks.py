@@ -1,0 +1,215 @@
+"""The ranks of one node, which exchange messages and map each other's memory to read together.
+
+Each rank computes the shared reads from the same messages. Ranks with different results would
+confuse the slots of each other's buffers. So each buffer begins with a digest of the shared reads,
+which the other ranks compare before any byte is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from shardwise.engine.buffers import allocate_pages, map_pages
+from shardwise.engine.exchange import Kept, exchange_keeping
+from shardwise.engine.group import Group
+from shardwise.engine.shared_buffers import (
+    OPERATION,
+    BufferLayout,
+    Doorbell,
+    LateRanks,
+    SharedBuffers,
+    T,
+    open_doorbell,
+    ring_doorbell,
+)
+from shardwise.errors import LostRankError, RankError
+from shardwise.manifest.manifest import FileEntry
+from shardwise.plan.load import SharedReads
+
+DIGEST_SIZE = 16
+"""The size of the digest at the beginning of a buffer, in bytes."""
+
+
+class _Member(msgspec.Struct, array_like=True):
+    """A rank, and the file descriptors in its process through which others open its memory.
+
+    Attributes:
+        rank: the rank in the group.
+        node: the name of the node.
+        process: the process id.
+        message, buffer, doorbell: file descriptors in that process.
+    """
+
+    rank: int
+    node: str
+    process: int
+    message: int
+    buffer: int
+    doorbell: int
+
+
+def find_node_ranks(
+    group: Group, make_node_message: Callable[[], tuple[Kept, bytes]], cleanup: ExitStack
+) -> tuple[Kept, NodeRanks]:
+    """Find the ranks of this node, and read their messages. All ranks call this function together.
+
+    Args:
+        group: all ranks of the load.
+        make_node_message: returns a value to keep, and this rank's message to the ranks of its
+            node. A failure on one rank is raised on all ranks.
+        cleanup: closes this rank's memory, so that other ranks can no longer open it.
+
+    Returns:
+        The kept value, and the ranks of this node.
+
+    Raises:
+        ShardwiseError: as for `exchange`.
+    """
+    message_fd, buffer_fd = (
+        _create_memory(f"shardwise-{name}", cleanup) for name in ("message", "buffer")
+    )
+    doorbell = Doorbell(cleanup)
+    me = _Member(group.rank, _node_name(), os.getpid(), message_fd, buffer_fd, doorbell.fd)
+
+    def make_message() -> tuple[Kept, bytes]:
+        kept, data = make_node_message()
+        os.write(message_fd, data)
+        return kept, msgspec.msgpack.encode(me)
+
+    def make_reply(_: Kept, messages: list[bytes]) -> list[bytes]:
+        members = [msgspec.msgpack.decode(each, type=_Member) for each in messages]
+        members_of: dict[str, list[_Member]] = {}
+        for member in members:
+            members_of.setdefault(member.node, []).append(member)
+        return [msgspec.msgpack.encode(members_of[member.node]) for member in members]
+
+    kept, reply = exchange_keeping(group, "planning a load", make_message, make_reply)
+    members = msgspec.msgpack.decode(reply, type=list[_Member])
+    return kept, NodeRanks(members, group, buffer_fd, doorbell, cleanup)
+
+
+class NodeRanks:
+    """The ranks of this node, in the same order on each of them; see `find_node_ranks`.
+
+    Attributes:
+        index: the index of this rank among the ranks of the node.
+        ranks: the rank in the group of each of them.
+        messages: the message of each of them.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[_Member],
+        group: Group,
+        buffer_fd: int,
+        doorbell: Doorbell,
+        cleanup: ExitStack,
+    ) -> None:
+        self._members = members
+        self._buffer_fd = buffer_fd
+        self._doorbell = doorbell
+        self._cleanup = cleanup
+        self._timeout = group.timeout.total_seconds()
+        self.ranks = [member.rank for member in members]
+        self.index = self.ranks.index(group.rank)
+        self.messages = [_read_all(_open_memory(m, m.message, cleanup)) for m in members]
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def map_buffers(
+        self, reads: SharedReads, slots: int, slot_bytes: int, files: Sequence[FileEntry]
+    ) -> SharedBuffers:
+        """Allocate this rank's buffer, and map the buffers of all ranks of the node.
+
+        Args:
+            reads: the reads that the ranks share; the same on each of them.
+            slots: the number of slots of a buffer, each for one read.
+            slot_bytes: the size of a slot, in bytes; a multiple of the block size.
+            files: the files that `reads` refers to.
+
+        Raises:
+            RankError: another rank has computed other reads.
+            LostRankError: another rank died, or did not answer in time.
+        """
+        counts = np.bincount(reads.reader, minlength=len(self)).tolist()
+        layout = BufferLayout(counts, slots, slot_bytes)
+        digest = _digest(reads, layout, files)
+        size = layout.size(self.index)
+        os.ftruncate(self._buffer_fd, size)
+        allocate_pages(self._buffer_fd, size)
+        os.pwrite(self._buffer_fd, digest, 0)
+        doorbells = [open_doorbell(m.process, m.doorbell, self._cleanup) for m in self._members]
+        for doorbell in doorbells:
+            ring_doorbell(doorbell)
+        memory = []
+        for index, member in enumerate(self._members):
+            fd = _open_memory(member, member.buffer, self._cleanup)
+            other_digest = self._wait(
+                partial(_read_digest, fd),
+                partial(dict, {member.rank: "it has not prepared its memory"}),
+            )
+            if other_digest != digest:
+                raise RankError(
+                    OPERATION, {member.rank: "it has planned other reads than this rank"}
+                )
+            memory.append(map_pages(fd, 0, layout.size(index), writable=True, now=True))
+        return SharedBuffers(reads, self.index, self.ranks, memory, layout, doorbells, self._wait)
+
+    def _wait(self, poll: Callable[[], T | None], late_ranks: LateRanks) -> T:
+        return self._doorbell.wait(poll, self._check_alive, self._timeout, late_ranks)
+
+    def _check_alive(self) -> None:
+        for member in self._members:
+            if not Path(f"/proc/{member.process}").exists():
+                raise LostRankError(OPERATION, {member.rank: "its process has ended"})
+
+
+def _create_memory(name: str, cleanup: ExitStack) -> int:
+    """Create an anonymous file, which the kernel removes when the last process closes it."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    cleanup.callback(os.close, fd)
+    return fd
+
+
+def _open_memory(member: _Member, fd: int, cleanup: ExitStack) -> int:
+    """Open an anonymous file of another process, given its file descriptor there."""
+    own_fd = os.open(f"/proc/{member.process}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    cleanup.callback(os.close, own_fd)
+    return own_fd
+
+
+def _read_all(fd: int) -> bytes:
+    return os.pread(fd, os.fstat(fd).st_size, 0)
+
+
+def _digest(reads: SharedReads, layout: BufferLayout, files: Sequence[FileEntry]) -> bytes:
+    """Return a digest of the reads, the files that they refer to, and the layout of buffers."""
+    digest = hashlib.blake2b(digest_size=DIGEST_SIZE)
+    for column in (reads.file, reads.low, reads.high, reads.reader, reads.wanted):
+        digest.update(str((column.dtype.str, column.shape)).encode())
+        digest.update(np.ascontiguousarray(column).data)
+    digest.update(repr((layout.slots, layout.slot_bytes)).encode())
+    for index in np.unique(reads.file).tolist():
+        digest.update(msgspec.msgpack.encode(files[index]))
+    return digest.digest()
+
+
+def _read_digest(fd: int) -> bytes | None:
+    """Return the digest at the start of a buffer; None while the pages are being allocated."""
+    digest = os.pread(fd, DIGEST_SIZE, 0)
+    return digest if any(digest) else None
+
+
+def _node_name() -> str:
+    """Return a name that is equal on ranks whose processes see each other in `/proc`."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return f"{boot_id.strip()} {os.readlink('/proc/self/ns/pid')}"

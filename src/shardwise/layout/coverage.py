@@ -1,0 +1,77 @@
+"""Coverage: find tensors that boxes do not cover exactly once, without comparing pairs of boxes.
+
+Boxes cover a tensor exactly once if the sum of their indicator functions equals the indicator
+function of the whole tensor. The mixed difference of an indicator function is nonzero only at the
+corners of the box, where it is +1 or -1. So two sums are equal if the signed corners of all boxes
+cancel out to the signed corners of the whole tensor. The module compares sums of random hashes of
+the corners, which are equal by chance with a probability of 2^-64.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.errors import FormatError
+
+Int = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint64]
+MOST_SPLIT_DIMS = 12
+MOST_CORNERS = 2**27
+
+
+def uncovered_tensors(
+    tensor_shapes: Int, tensor: Int, offset: Int, shape: Int, has_boxes: npt.NDArray[np.bool_]
+) -> Int:
+    """Return the indices of the tensors that their boxes do not cover exactly once.
+
+    Args:
+        tensor_shapes: shapes of the tensors, `(t, D)`, padded with 1.
+        tensor: index of each box's tensor, `(n,)`.
+        offset, shape: the boxes, `(n, D)`, padded with 0 and 1.
+        has_boxes: whether each tensor is expected to have boxes, `(t,)`.
+
+    Raises:
+        FormatError: the boxes split tensors in too many dimensions to be checked.
+    """
+    dims = tensor_shapes.shape[1]
+    is_split = (shape != tensor_shapes[tensor]).any(axis=0) if len(tensor) else np.zeros(dims, bool)
+    split_dims = np.flatnonzero(is_split).tolist()
+    if len(split_dims) > MOST_SPLIT_DIMS:
+        raise FormatError(
+            f"the pieces split tensors in {len(split_dims)} dimensions; at most {MOST_SPLIT_DIMS} "
+            "are supported"
+        )
+    if len(tensor) << len(split_dims) > MOST_CORNERS:
+        raise FormatError(
+            f"{len(tensor)} pieces that split tensors in {len(split_dims)} dimensions are too many "
+            f"to be checked: they have more than {MOST_CORNERS} corners"
+        )
+    seeds = np.random.default_rng().integers(2**64, size=dims + 1, dtype=np.uint64)
+    sums = np.zeros(len(tensor_shapes), np.uint64)
+    _add_corners(sums, tensor, offset, shape, split_dims, seeds)
+    expected = np.zeros(len(tensor_shapes), np.uint64)
+    covered = np.flatnonzero((tensor_shapes > 0).all(axis=1) & has_boxes)
+    whole = tensor_shapes[covered]
+    _add_corners(expected, covered, np.zeros_like(whole), whole, split_dims, seeds)
+    return np.flatnonzero(sums != expected)
+
+
+def _add_corners(
+    sums: Hashes, tensor: Int, offset: Int, shape: Int, dims: list[int], seeds: Hashes
+) -> None:
+    """Add the signed hashes of all corners of boxes to the sums of their tensors."""
+    for corner in range(2 ** len(dims)):
+        hashes = _mix(tensor.astype(np.uint64) + seeds[-1])
+        for bit, dim in enumerate(dims):
+            position = offset[:, dim] + (shape[:, dim] if corner >> bit & 1 else 0)
+            hashes = _mix(hashes ^ (position.astype(np.uint64) + seeds[dim]))
+        is_negative = corner.bit_count() % 2 == 1
+        np.add.at(sums, tensor, np.negative(hashes) if is_negative else hashes)
+
+
+def _mix(x: Hashes) -> Hashes:
+    """Return the finaliser of splitmix64 (Steele, Lea, Flood 2014) for each element."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,133 @@
+"""The layout of a data file: a safetensors header, the pieces, plain values, and checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from shardwise.layout import Box
+from shardwise.manifest.checksums import block_count
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.names import CHECKSUMS_KEY, OBJECTS_KEY
+
+ALIGNMENT = 4096
+METADATA = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """The layout of a data file, whose parts follow each other without gaps.
+
+    The pieces are in `[data_at, objects_at)`, and the plain values of the rank in
+    `[objects_at, checksums_at)`. The checksums of all bytes before them are in
+    `[checksums_at, size)`.
+
+    Attributes:
+        header: the content of the header, `[0, data_at)`.
+        data_at, objects_at, checksums_at: offsets of the parts, in bytes.
+        size: the size of the file, in bytes.
+    """
+
+    header: bytes
+    data_at: int
+    objects_at: int
+    checksums_at: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderEntries:
+    """The header's entries for pieces.
+
+    Attributes:
+        encoded: the entries as JSON, without the braces around them.
+        data_bytes: the size of all pieces together, in bytes.
+    """
+
+    encoded: bytes
+    data_bytes: int
+
+
+def encode_header_entries(
+    pieces: Iterable[tuple[str, str, tuple[int, ...], Box]],
+) -> HeaderEntries:
+    """Encode the header's entries for pieces that are stored one after another.
+
+    Args:
+        pieces: the name, dtype and global shape of each piece's tensor, and the piece's box.
+    """
+    entries: dict[str, object] = {}
+    start = 0
+    for name, dtype, shape, box in pieces:
+        dtype_code, stored_shape, nbytes = _stored_as(dtype, box.shape)
+        key = name if box.shape == shape else f"{name}{box}"
+        while key in entries or key == METADATA:
+            key += "'"
+        offsets = [start, start + nbytes]
+        entries[key] = {"dtype": dtype_code, "shape": stored_shape, "data_offsets": offsets}
+        start += nbytes
+    return HeaderEntries(_encode_without_braces(entries), start)
+
+
+def lay_out_file(
+    entries: HeaderEntries, objects_bytes: int, metadata: dict[str, str]
+) -> FileLayout:
+    """Return the layout of a data file.
+
+    Args:
+        entries: the header's entries for the pieces.
+        objects_bytes: the size of the encoded plain values of the rank, in bytes.
+        metadata: the metadata of the safetensors header.
+    """
+    objects_start, objects_stop = entries.data_bytes, entries.data_bytes + objects_bytes
+    parts = [_encode_without_braces({METADATA: metadata}), entries.encoded]
+    if objects_bytes:
+        objects_entry = _raw_bytes_entry(objects_start, objects_stop)
+        parts.append(_encode_without_braces({OBJECTS_KEY: objects_entry}))
+    data_at = _aligned_header_size(parts, objects_stop)
+    checksums_stop = objects_stop + 4 * block_count(data_at + objects_stop)
+    encoded = _join_entries([*parts, _checksums_entry(objects_stop, checksums_stop)])
+    padding = data_at - 8 - len(encoded)
+    return FileLayout(
+        header=(len(encoded) + padding).to_bytes(8, "little") + encoded + b" " * padding,
+        data_at=data_at,
+        objects_at=data_at + objects_start,
+        checksums_at=data_at + objects_stop,
+        size=data_at + checksums_stop,
+    )
+
+
+def _aligned_header_size(parts: list[bytes], data_bytes: int) -> int:
+    # The entry of the checksums depends on this size. An entry for twice the data is never shorter.
+    longest_entry = _checksums_entry(data_bytes, 2 * data_bytes + (1 << 24))
+    needed = 8 + len(_join_entries([*parts, longest_entry]))
+    return -(-needed // ALIGNMENT) * ALIGNMENT
+
+
+def _checksums_entry(start: int, stop: int) -> bytes:
+    return _encode_without_braces({CHECKSUMS_KEY: _raw_bytes_entry(start, stop)})
+
+
+def _encode_without_braces(entries: dict[str, object]) -> bytes:
+    return msgspec.json.encode(entries)[1:-1]
+
+
+def _join_entries(parts: list[bytes]) -> bytes:
+    return b"{" + b",".join(part for part in parts if part) + b"}"
+
+
+def _raw_bytes_entry(start: int, stop: int) -> dict[str, object]:
+    return {"dtype": "U8", "shape": [stop - start], "data_offsets": [start, stop]}
+
+
+def _stored_as(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
+    """Return safetensors' dtype code, the shape to store, and the size in bytes."""
+    element = DTYPES[dtype]
+    nbytes = element.itemsize
+    for n in shape:
+        nbytes *= n
+    if element.code is not None:
+        return element.code, shape, nbytes
+    return "U8", (*shape, element.itemsize), nbytes

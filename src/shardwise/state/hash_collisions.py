@@ -1,0 +1,71 @@
+"""Protection from files with many keys of equal hash, which make dicts and sets quadratically slow.
+
+Python hashes text with a secret of the process, but numbers without a secret. So a hostile file can
+contain thousands of numbers with the same hash. Code that builds a dict or set from a file counts
+the keys of each hash before it uses them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+LARGEST_KEY = 4096
+MOST_COLLISIONS = 64
+SAFE_KEYS = frozenset({str, bytes, bool, type(None)})
+"""Types whose hashes a file cannot choose."""
+_MODULUS = sys.hash_info.modulus
+
+
+class KeyCounter:
+    """Counts the keys of each hash in one dict or set."""
+
+    __slots__ = ("_by_hash",)
+
+    def __init__(self) -> None:
+        self._by_hash: dict[int, tuple[object, int]] = {}
+
+    def add(self, keys: Iterable[object]) -> None:
+        """Count keys. Call this method before the keys are added to the dict or set.
+
+        Raises:
+            TypeError: a key has no hash.
+            ValueError: a key has too many parts, or too many keys have the same hash.
+        """
+        for key in keys:
+            key_type = type(key)
+            if key_type in SAFE_KEYS or (key_type is int and -_MODULUS < key < _MODULUS):  # type: ignore[operator]
+                continue  # small integers have different hashes
+            _check_parts(key)
+            code = hash(key)
+            first, count = self._by_hash.get(code, (key, 0))
+            if count and key == first:
+                continue
+            if count == MOST_COLLISIONS:
+                raise ValueError(
+                    f"more than {MOST_COLLISIONS} keys have the same hash, so that each is "
+                    "compared with all others"
+                )
+            self._by_hash[code] = first, count + 1
+
+
+def check_keys(keys: Iterable[object]) -> None:
+    """Check the keys of a new dict or set.
+
+    Raises:
+        TypeError, ValueError: see `KeyCounter.add`.
+    """
+    KeyCounter().add(keys)
+
+
+def _check_parts(key: object) -> None:
+    """Refuse a key with so many nested parts that its hash would overflow the stack."""
+    parts = [key]
+    count = 0
+    while parts:
+        part = parts.pop()
+        count += 1
+        if isinstance(part, tuple):
+            parts += part
+        if count + len(parts) > LARGEST_KEY:
+            raise ValueError(f"a key has more than {LARGEST_KEY} nested parts")

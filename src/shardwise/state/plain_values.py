@@ -1,0 +1,398 @@
+"""Encode plain Python values as JSON values, and decode them, without pickle.
+
+None, bool, int, finite float, str, list, and dict with text keys are encoded as themselves. Other
+values are encoded as `{"$": kind, …}`; docs/format.md lists the kinds.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import pickle
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from shardwise.errors import ShardwiseError, StateError
+from shardwise.state.hash_collisions import KeyCounter
+from shardwise.state.json_fields import (
+    Array,
+    Fields,
+    array_fields,
+    array_of,
+    bytes_of,
+    bytes_text,
+    dtype_of,
+    dtype_text,
+    is_numeric,
+    list_of,
+    member_fields,
+    member_of,
+    scalar_fields,
+    scalar_of,
+    tensor_fields,
+    tensor_of,
+    text_of,
+    why_unsavable,
+)
+
+JsonValue: TypeAlias = Any
+OnTensor = Callable[[str, Any], None]
+GetTensor = Callable[[str], torch.Tensor]
+
+TAG = "$"
+DEEPEST = 200
+_INT64 = 2**63
+_ABSENT = object()
+
+
+def encode(
+    value: object,
+    name: str,
+    on_tensor: OnTensor | None = None,
+    *,
+    allow_pickle: bool = False,
+) -> JsonValue:
+    """Return a plain value as a JSON value.
+
+    Args:
+        value: the value.
+        name: the full name of the value, for names of tensors and for error messages.
+        on_tensor: called with the name and value of each tensor and array. The encoded value then
+            has only the name. Default: tensors are encoded inline.
+        allow_pickle: pickle values that have no plain form.
+
+    Raises:
+        StateError: a value has no plain form, or two tensors have the same name.
+    """
+    on_tensor = None if on_tensor is None else _refuse_same_names(on_tensor)
+    try:
+        return _encode(value, _Cursor(name, on_tensor=on_tensor, allow_pickle=allow_pickle))
+    except RecursionError as error:
+        raise StateError(
+            f"{name}: the value is nested deeper than Python's recursion limit allows"
+        ) from error
+
+
+def decode(
+    encoded: JsonValue,
+    name: str,
+    get_tensor: GetTensor | None = None,
+    *,
+    allow_pickle: bool = False,
+) -> object:
+    """Return the value that `encode` encoded. The input is not trusted.
+
+    Args:
+        encoded: the JSON value.
+        name: the full name of the value, for error messages.
+        get_tensor: returns a tensor, given the name that `on_tensor` was called with.
+        allow_pickle: unpickle pickled values, which runs code from the file.
+
+    Raises:
+        StateError: the input is malformed, or contains pickle and `allow_pickle` is not set.
+    """
+    try:
+        return _decode(encoded, _Cursor(name, get_tensor=get_tensor, allow_pickle=allow_pickle))
+    except RecursionError as error:
+        raise StateError(
+            f"{name}: the value is nested deeper than Python's recursion limit allows"
+        ) from error
+
+
+def differing_names(a: JsonValue, b: JsonValue, name: str) -> list[str]:
+    """Return the names of the parts in which two encoded values differ.
+
+    Args:
+        name: the full name of both values.
+    """
+    found = []
+    stack = [(name, a, b)]
+    while stack:
+        part, x, y = stack.pop()
+        if isinstance(x, list) and isinstance(y, list) and len(x) == len(y):
+            stack += reversed([(f"{part}.{i}", x[i], y[i]) for i in range(len(x))])
+        elif not (isinstance(x, dict) and isinstance(y, dict)):
+            if type(x) is not type(y) or x != y:
+                found.append(part)
+        elif TAG not in x and TAG not in y:
+            keys = reversed(dict.fromkeys([*x, *y]))
+            stack += [(f"{part}.{key}", x.get(key, _ABSENT), y.get(key, _ABSENT)) for key in keys]
+        elif {**x, "v": None} != {**y, "v": None}:
+            found.append(part)
+        else:
+            stack.append((part, x.get("v"), y.get("v")))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Cursor:
+    """The position of the encoder or decoder in a value, and the options."""
+
+    name: str
+    depth: int = 0
+    on_tensor: OnTensor | None = None
+    get_tensor: GetTensor | None = None
+    allow_pickle: bool = False
+
+    def within(self, part: object) -> _Cursor:
+        return replace(self, name=f"{self.name}.{part}", depth=self.depth + 1)
+
+    def within_key(self) -> _Cursor:
+        inside = self.within("<key>")
+        return replace(inside, on_tensor=_refuse_key, allow_pickle=False)
+
+
+def _encode(value: Any, cursor: _Cursor) -> JsonValue:
+    if cursor.depth > DEEPEST:
+        raise StateError(
+            f"{cursor.name}: nested more than {DEEPEST} levels deep, or contains itself"
+        )
+    value_type = type(value)
+    if value is None or value_type is bool:
+        return value
+    if value_type is str:
+        return _check_text(value, cursor)
+    if (value_type is int and -_INT64 <= value < _INT64) or (
+        value_type is float and math.isfinite(value)
+    ):
+        return value
+    if value_type is list:
+        return _encode_items(value, cursor)
+    if value_type is dict and TAG not in value and all(type(key) is str for key in value):
+        return {
+            _check_text(key, cursor): _encode(item, cursor.within(key))
+            for key, item in value.items()
+        }
+    tag = _tag_of(value)
+    fields = _KINDS[tag].encode(value, cursor) if tag else None
+    if fields is not None:
+        return {TAG: tag, **fields}
+    if cursor.allow_pickle:
+        return {TAG: "pickle", **_pickled(value, cursor)}
+    raise StateError(f"{cursor.name}: {why_unsavable(value)}")
+
+
+def _decode(encoded: JsonValue, cursor: _Cursor) -> object:
+    if cursor.depth > DEEPEST:
+        raise StateError(f"{cursor.name}: nested more than {DEEPEST} levels deep")
+    if encoded is None or isinstance(encoded, (bool, int, float, str)):
+        return encoded
+    if isinstance(encoded, list):
+        return _decode_items(encoded, cursor)
+    if not isinstance(encoded, dict):
+        raise StateError(f"{cursor.name}: {type(encoded).__name__} is not a JSON value")
+    if TAG not in encoded:
+        return {key: _decode(item, cursor.within(key)) for key, item in encoded.items()}
+    tag = encoded[TAG]
+    if not isinstance(tag, str) or tag not in _KINDS:
+        raise StateError(
+            f"{cursor.name}: {str(tag)[:40]!r} is an unknown kind of value; a newer shardwise may "
+            "know it"
+        )
+    try:
+        return _KINDS[tag].decode(encoded, cursor)
+    except (ShardwiseError, RecursionError):
+        raise
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise StateError(f"{cursor.name}: the saved {tag} is invalid: {error}") from error
+
+
+def _tag_of(value: object) -> str | None:
+    exact = _EXACT.get(type(value))
+    return exact or next(
+        (tag for value_type, tag in _INHERITED if isinstance(value, value_type)), None
+    )
+
+
+def _check_text(text: str, cursor: _Cursor) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise StateError(f"{cursor.name}: invalid Unicode text: {error}") from error
+    return text
+
+
+def _encode_items(values: Any, cursor: _Cursor) -> list[JsonValue]:
+    return [_encode(value, cursor.within(i)) for i, value in enumerate(values)]
+
+
+def _decode_items(encoded: object, cursor: _Cursor) -> list[Any]:
+    return [_decode(value, cursor.within(i)) for i, value in enumerate(list_of(encoded))]
+
+
+def _encode_pairs(value: Mapping[object, object], cursor: _Cursor) -> Fields:
+    pairs = []
+    for key, item in value.items():
+        pairs.append([_encode(key, cursor.within_key()), _encode(item, cursor.within(key))])
+    return {"v": pairs}
+
+
+def _decode_pairs(encoded: Fields, cursor: _Cursor) -> dict[object, object]:
+    pairs: dict[object, object] = {}
+    keys = KeyCounter()
+    for pair in list_of(encoded["v"]):
+        key, item = list_of(pair)
+        decoded = _decode(key, cursor.within("<key>"))
+        keys.add([decoded])
+        if decoded in pairs:
+            raise ValueError(f"duplicate key {str(decoded)[:40]!r}")
+        pairs[decoded] = _decode(item, cursor.within(decoded))
+    return pairs
+
+
+def _encode_int(value: int, cursor: _Cursor) -> Fields | None:
+    try:
+        return {"v": str(value)}
+    except ValueError:
+        return None
+
+
+def _size(items: list[Any]) -> torch.Size:
+    if not all(type(n) is int and -_INT64 <= n < _INT64 for n in items):
+        raise ValueError("expected 64-bit integers")
+    return torch.Size(items)
+
+
+def _encode_tensor(value: torch.Tensor, cursor: _Cursor) -> Fields | None:
+    if cursor.on_tensor is not None:
+        cursor.on_tensor(cursor.name, value)
+        return {"name": cursor.name}
+    if hasattr(value, "placements"):
+        raise StateError(
+            f"{cursor.name}: a DTensor cannot be part of a plain value: save its full tensor, or "
+            "make it an item of the state"
+        )
+    return tensor_fields(value)
+
+
+def _decode_tensor(encoded: Fields, cursor: _Cursor) -> torch.Tensor:
+    return _named_tensor(encoded, cursor) if "name" in encoded else tensor_of(encoded)
+
+
+def _encode_array(value: Array, cursor: _Cursor) -> Fields | None:
+    if cursor.on_tensor is None or not is_numeric(value.dtype):
+        return array_fields(value)
+    cursor.on_tensor(cursor.name, value)
+    return {"name": cursor.name}
+
+
+def _decode_array(encoded: Fields, cursor: _Cursor) -> Array:
+    return _named_tensor(encoded, cursor).numpy() if "name" in encoded else array_of(encoded)
+
+
+def _named_tensor(encoded: Fields, cursor: _Cursor) -> torch.Tensor:
+    if cursor.get_tensor is None:
+        raise StateError(f"{cursor.name}: the value refers to a tensor, which is not possible here")
+    return cursor.get_tensor(text_of(encoded["name"]))
+
+
+def _refuse_same_names(on_tensor: OnTensor) -> OnTensor:
+    names: set[str] = set()
+
+    def checked_on_tensor(name: str, value: object) -> None:
+        if name in names:
+            raise StateError(f"{name}: two tensors have this name: rename a key of one of them")
+        names.add(name)
+        on_tensor(name, value)
+
+    return checked_on_tensor
+
+
+def _refuse_key(name: str, value: object) -> None:
+    raise StateError(f"{name}: a tensor cannot be a key of a saved value")
+
+
+def _pickled(value: object, cursor: _Cursor) -> Fields:
+    try:
+        return {"v": bytes_text(pickle.dumps(value))}
+    except Exception as error:  # pickling runs code of the value
+        raise StateError(f"{cursor.name}: it cannot be pickled either: {error}") from error
+
+
+def _unpickled(encoded: Fields, cursor: _Cursor) -> object:
+    if not cursor.allow_pickle:
+        raise StateError(
+            f"{cursor.name}: saved as pickle, which runs code from the file when it is loaded; "
+            "if you trust the file, pass allow_pickle=True"
+        )
+    data = bytes_of(encoded["v"])
+    try:
+        return pickle.loads(data)
+    except Exception as error:  # unpickling runs code of the value
+        raise StateError(f"{cursor.name}: it cannot be unpickled: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How values of one type are encoded and decoded.
+
+    Attributes:
+        value_type: the type.
+        encode: returns the fields next to the tag; None if the value cannot be encoded.
+        decode: returns the value.
+        with_subclasses: whether instances of subclasses are encoded too.
+    """
+
+    value_type: type
+    encode: Callable[[Any, _Cursor], Fields | None]
+    decode: Callable[[Fields, _Cursor], object]
+    with_subclasses: bool = False
+
+
+def _fields_kind(
+    value_type: type, to: Callable[[Any], Fields | None], of: Callable[[Fields], object]
+) -> _Kind:
+    return _Kind(
+        value_type,
+        lambda value, cursor: to(value),
+        lambda encoded, cursor: of(encoded),
+        with_subclasses=True,
+    )
+
+
+def _text_kind(value_type: type, to: Callable[[Any], str], of: Callable[[str], object]) -> _Kind:
+    def decode_text(encoded: Fields, cursor: _Cursor) -> object:
+        return of(text_of(encoded["v"]))
+
+    return _Kind(value_type, lambda value, cursor: {"v": to(value)}, decode_text)
+
+
+def _items_kind(value_type: type, of: Callable[[list[Any]], object]) -> _Kind:
+    def encode_items(value: Any, cursor: _Cursor) -> Fields:
+        return {"v": _encode_items(value, cursor)}
+
+    return _Kind(value_type, encode_items, lambda fields, cur: of(_decode_items(fields["v"], cur)))
+
+
+def _pairs_kind(value_type: type[dict[Any, Any]]) -> _Kind:
+    return _Kind(
+        value_type, _encode_pairs, lambda fields, at: value_type(_decode_pairs(fields, at))
+    )
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "enum": _fields_kind(enum.Enum, member_fields, member_of),
+    "numpy": _fields_kind(np.generic, scalar_fields, scalar_of),
+    "tensor": _Kind(torch.Tensor, _encode_tensor, _decode_tensor, with_subclasses=True),
+    "array": _Kind(np.ndarray, _encode_array, _decode_array),
+    "tuple": _items_kind(tuple, tuple),
+    "size": _items_kind(torch.Size, _size),
+    "dict": _pairs_kind(dict),
+    "ordered": _pairs_kind(OrderedDict),
+    "counter": _pairs_kind(Counter),
+    "int": _Kind(int, _encode_int, lambda encoded, cursor: int(text_of(encoded["v"]))),
+    "float": _text_kind(float, repr, float),
+    "complex": _text_kind(complex, repr, complex),
+    "bytes": _text_kind(bytes, bytes_text, bytes_of),
+    "bytearray": _text_kind(bytearray, bytes_text, lambda text: bytearray(bytes_of(text))),
+    "dtype": _text_kind(torch.dtype, dtype_text, dtype_of),
+    "device": _text_kind(torch.device, str, torch.device),
+    "pickle": _Kind(object, _pickled, _unpickled),
+}
+_EXACT = {kind.value_type: tag for tag, kind in _KINDS.items() if tag != "pickle"}
+_INHERITED = [(kind.value_type, tag) for tag, kind in _KINDS.items() if kind.with_subclasses]
