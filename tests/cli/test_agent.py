@@ -109,7 +109,7 @@ def test_it_tells_what_would_be_lost(run: Run, home: Home) -> None:
 
 
 def test_an_agent_that_does_not_answer_is_told_of(run: Run, home: Home) -> None:
-    with home.lock(), training_lock(home):
+    with home.agent_lock(), training_lock(home):
         ran = run("agent", "status", "--dir", home.path.parent, "--json")
         assert (ran.document["alive"], ran.document["answers"]) == (True, False)
         assert ran.document["training"]

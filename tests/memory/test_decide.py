@@ -23,7 +23,7 @@ from shardwise.memory.decide import (
     SaveAction,
     decide_run,
     kept_steps,
-    superseded_steps,
+    superseded_places,
 )
 from shardwise.memory.home import ABANDONED, Place, Run
 from shardwise.memory.lineage import Lineage
@@ -74,7 +74,7 @@ def save(
         pending=pending,
         leads=leads,
         epoch=epoch,
-        stages={stage: Stage(states.get(stage, State.NOT_ASKED)) for stage in STAGES},
+        stages={stage: Stage(states.get(stage, State.NOT_REQUESTED)) for stage in STAGES},
     )
 
 
@@ -194,7 +194,7 @@ def test_an_older_save_of_a_step_goes_once_its_commit_has_ended() -> None:
 def test_the_newest_is_rescued_when_a_trainer_is_lost(
     durable: bool, rescue: bool, called: bool, committed: bool, expected: bool
 ) -> None:
-    state = DONE if called else State.NOT_ASKED
+    state = DONE if called else State.NOT_REQUESTED
     one = replace(
         save(1, durable=durable, rescue=rescue, **PROTECTED),
         stages={**save(1, **PROTECTED).stages, "rescue": Stage(state)},
@@ -238,7 +238,7 @@ def test_a_run_without_trainers_gives_its_memory_back(
     actions = decide_run(run, idle)
     assert freed(run, idle) == ([] if expected == "rescue" else expected)
     assert [each.why for each in actions if isinstance(each, Rescue)] == (
-        [decide.ENDED] if expected == "rescue" else []
+        [decide.RUN_ENDED] if expected == "rescue" else []
     )
 
 
@@ -286,13 +286,13 @@ class History:
             seal=State.RUNNING,
             commit=State.RUNNING,
             protect=WAITING,
-            persist=State.RUNNING if durable else State.NOT_ASKED,
+            persist=State.RUNNING if durable else State.NOT_REQUESTED,
         )
         self.snapshots[step] = snapshot(step, new, committed=False)
 
     def resume(self, step: int) -> None:
         """The run goes back to a step: what is newer is discarded by its trainers."""
-        for place in superseded_steps(self.view(), step, self.lineage, ["here"], 2):
+        for place in superseded_places(self.view(), step, self.lineage, ["here"], 2):
             del self.snapshots[place.step]
         self.lineage = self.lineage.resumed_from(step)
         self.epoch = self.lineage.epoch
@@ -343,7 +343,7 @@ def check(history: History, actions: Iterable[Action]) -> None:
     ]
     assert not protected or protected[-1] not in going
     promised = {
-        each.step for each in run.snapshots if any(s.is_promised for s in each.saves.values())
+        each.step for each in run.snapshots if any(s.must_be_persisted for s in each.saves.values())
     }
     assert not promised & going
     assert not kept_steps(run) & going
@@ -376,7 +376,7 @@ def test_histories_keep_what_they_must_and_come_to_rest(
     assert not decide_run(history.view(), 0.0), "it does not come to rest"
     for each in history.view().snapshots:
         for one in each.saves.values():
-            assert not one.is_promised
+            assert not one.must_be_persisted
             assert one.state("seal") is DONE
 
 

@@ -56,7 +56,7 @@ def test_a_record_without_its_file_is_nothing_to_do(place: Place) -> None:
     """The trainer was killed before it moved the file to its place."""
     (place.path / FILES[0]).unlink()
     save = read_snapshot(place).saves[SAVE]
-    assert save.state("seal") is State.NOT_ASKED
+    assert save.state("seal") is State.NOT_REQUESTED
     assert not save.staged
     assert save.has_staged
 
@@ -113,9 +113,9 @@ def test_the_stages_of_a_save(
     ready = leads and commit == ""
     assert save.state("protect") is (State.RUNNING if ready else State.WAITING)
     persists = (leads and durable) or called
-    assert save.state("persist") is (State.RUNNING if persists else State.NOT_ASKED)
-    assert save.state("rescue") is (State.DONE if called else State.NOT_ASKED)
-    assert save.is_promised == (leads and durable)
+    assert save.state("persist") is (State.RUNNING if persists else State.NOT_REQUESTED)
+    assert save.state("rescue") is (State.DONE if called else State.NOT_REQUESTED)
+    assert save.must_be_persisted == (leads and durable)
 
 
 def test_records_are_read_again_only_when_they_are_replaced(place: Place) -> None:

@@ -18,7 +18,7 @@ from shardwise.memory.agent.actions import Follower
 from shardwise.memory.agent.persist import lock_for_publishing, retention_request
 from shardwise.memory.decide import Retain, decide_run
 from shardwise.memory.files import Deadline, write_record
-from shardwise.memory.home import ENDED, Home, Place, new_run
+from shardwise.memory.home import OUTCOMES, Home, Place, new_run
 from shardwise.memory.observe import view_run
 from shardwise.memory.reclaim import discard, free
 from shardwise.memory.records import Done, PendingManifest
@@ -206,7 +206,7 @@ def test_a_snapshot_that_is_retired_leaves_what_is_still_to_be_removed(
     assert not decide_run(view_run(place.run), 0.0)
     assert free(place, 0.0, keeps_retain=True)
     assert not place.path.exists()
-    assert (place.run.path / ENDED / records.outcome_record(records.RETAIN, SAVE)).exists()
+    assert (place.run.path / OUTCOMES / records.outcome_record(records.RETAIN, SAVE)).exists()
 
 
 def test_what_the_run_has_left_behind_removes_nothing_more(

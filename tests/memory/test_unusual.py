@@ -21,7 +21,7 @@ from shardwise.manifest.names import step_directory
 from shardwise.memory import decide, observe, records, spawn
 from shardwise.memory.agent.lead import Leader
 from shardwise.memory.files import write_record
-from shardwise.memory.home import ENDED, Home, Place
+from shardwise.memory.home import OUTCOMES, Home, Place
 from shardwise.memory.observe import read_outcome
 from shardwise.memory.rank_locks import is_training, training_lock
 from shardwise.memory.records import Done, PendingManifest, Staged
@@ -281,7 +281,7 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
         logs_failures=True,
     )
     assert stages.ended("protect") is None
-    ended = place.run.path / ENDED
+    ended = place.run.path / OUTCOMES
     ended.mkdir()
     (place.path / commit).rename(ended / commit)
     assert stages.wait("protect", 10.0).failure == ""

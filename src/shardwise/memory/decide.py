@@ -15,8 +15,8 @@ Each save goes through these stages; every arrow is an action of `decide`:
                         ▼
                     protected
 
-A stage is NOT_ASKED, WAITING, RUNNING, DONE or FAILED (`view.State`). Only RUNNING stages have an
-action. The leader is the node of rank 0, which has the pending manifest. It requests the stages
+A stage is NOT_REQUESTED, WAITING, RUNNING, DONE or FAILED (`view.State`). Only RUNNING stages have
+an action. The leader is the node of rank 0, which has the pending manifest. It requests the stages
 from the other nodes by records, and writes the outcome of each stage to all nodes.
 
 Memory is freed by mark and sweep. A run keeps the newest committed snapshot, the newest protected
@@ -40,7 +40,7 @@ from shardwise.memory.records import RETAIN, request_record
 from shardwise.memory.view import NodeView, RunView, SaveView, SnapshotView, State
 
 LOST = "a trainer was lost"
-ENDED = "the run has ended"
+RUN_ENDED = "the run has ended"
 REPLACED = "replaced by newer snapshots"
 RESUMED = "the run was resumed from an older step"
 UNATTENDED = "no trainer of the run has been on this node for a long time"
@@ -206,7 +206,7 @@ def _rescue_newest(run: RunView, why: str) -> Iterator[Action]:
     if save is None or save.pending is None:
         return
     is_wanted = save.pending.rescue and not save.pending.durable
-    if is_wanted and save.state("rescue") is State.NOT_ASKED:
+    if is_wanted and save.state("rescue") is State.NOT_REQUESTED:
         yield Rescue(newest.place, save.save_id, why)
 
 
@@ -250,7 +250,7 @@ def is_pinned(run: RunView, snapshot: SnapshotView) -> bool:
     """
     if snapshot.is_abandoned:
         return False
-    if any(save.is_promised for save in snapshot.saves.values()):
+    if any(save.must_be_persisted for save in snapshot.saves.values()):
         return True
     newer = [each for each in run.snapshots if each.step > snapshot.step]
     open_stages = {stage for save in snapshot.saves.values() for stage in save.open_stages}
@@ -301,7 +301,7 @@ def _free_unattended(
             yield Free(each.place, UNATTENDED)
     has_read_steps = root is not None and root.is_reachable and root.has_read_steps
     if may_free_stored and not frees_all and has_read_steps:
-        yield from _rescue_newest(run, ENDED)
+        yield from _rescue_newest(run, RUN_ENDED)
 
 
 def _is_in_storage(run: RunView) -> bool:
@@ -331,7 +331,7 @@ def _is_in_memory(snapshot: SnapshotView, save: SaveView) -> bool:
     return bool(save.staged) or save.pending is not None or save.save_id == snapshot.committed_save
 
 
-def superseded_steps(
+def superseded_places(
     run: RunView, step: int | None, lineage: Lineage, nodes: Collection[str], slots: int
 ) -> list[Place]:
     """Return the snapshots that a node can free when the run is resumed from a step.
@@ -372,12 +372,12 @@ def _is_finished(snapshot: SnapshotView) -> bool:
     """Return whether a snapshot is committed, and no stage is open."""
     return snapshot.is_committed and not any(
         save.open_stages
-        or (save.state("copy") is not State.NOT_ASKED and not save.state("persist").has_ended)
+        or (save.state("copy") is not State.NOT_REQUESTED and not save.state("persist").has_ended)
         for save in snapshot.saves.values()
     )
 
 
-def hopeless_steps(run: RunView, now: float, patience: float) -> list[Place]:
+def hopeless_places(run: RunView, now: float, patience: float) -> list[Place]:
     """Return the snapshots that will never be committed, except the newest snapshot.
 
     Either their commit has failed; or they are for memory only, and no rank of this node has staged

@@ -35,7 +35,7 @@ from shardwise.memory.records import Done, PendingManifest, RingFile, Staged
 BELL = "agent.bell"
 FREE = "free"
 ROOT = "root.json"
-ENDED = "ended"
+OUTCOMES = "ended"
 ABANDONED = "abandoned"
 POLL_PAUSE = 0.002
 _RUN = re.compile(r"[0-9a-f]{16}")
@@ -120,7 +120,7 @@ class Home:
             ) from error
 
     @contextmanager
-    def lock(self) -> Iterator[bool]:
+    def agent_lock(self) -> Iterator[bool]:
         """Hold the agent's lock while the block runs; yield whether it is held.
 
         If another agent holds the lock, the block runs without it.

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from shardwise.errors import StoreError
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.files import read_record
-from shardwise.memory.home import ENDED, Home, Place, Run
+from shardwise.memory.home import OUTCOMES, Home, Place, Run
 from shardwise.memory.rank_locks import has_trainers, is_rank_alive, lost_ranks
 from shardwise.memory.records import Done, PendingManifest, Staged, rank_of
 from shardwise.memory.view import (
@@ -177,8 +177,8 @@ def read_snapshot(place: Place, node: str = "", cache: RecordCache | None = None
     Args:
         node: the name of this node. It leads the saves whose pending manifest names it.
     """
-    reader = _Reader(place, node, cache or RecordCache())
-    return reader.read_snapshot()
+    names = frozenset(place.list_names(""))
+    return _Reader(place, node, cache or RecordCache(), names).read_snapshot()
 
 
 def read_outcome(place: Place, stage: str, save_id: str) -> Done | None:
@@ -195,7 +195,7 @@ def read_outcome(place: Place, stage: str, save_id: str) -> Done | None:
         return _damaged_outcome(stage, save_id, error)
     if outcome is None:
         with suppress(StoreError):
-            return read_record(place.run.path / ENDED / name, Done)
+            return read_record(place.run.path / OUTCOMES / name, Done)
     return outcome
 
 
@@ -212,27 +212,25 @@ class _SaveId(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads one snapshot."""
+    """Reads one snapshot, whose files have these names."""
 
     place: Place
     node: str
     cache: RecordCache
-    names: frozenset[str] = field(default_factory=frozenset)
+    names: frozenset[str]
 
     def read_snapshot(self) -> SnapshotView:
-        names = frozenset(self.place.list_names(""))
-        reader = _Reader(self.place, self.node, self.cache, names)
-        ids = {found[1] for name in names if (found := _SAVE.search(name)) is not None}
-        manifest = reader.cache.read(self.place.path / MANIFEST, _SaveId)
+        ids = {found[1] for name in self.names if (found := _SAVE.search(name)) is not None}
+        manifest = self.cache.read(self.place.path / MANIFEST, _SaveId)
         committed_save = None
         if manifest is not None:
             committed_save = "" if isinstance(manifest[0], StoreError) else manifest[0].save_id
         ids |= {committed_save} if committed_save else set()
-        times = [reader._time(name) for name in names if name.endswith(records.STAGED)]
+        times = [self._time(name) for name in self.names if name.endswith(records.STAGED)]
         return SnapshotView(
             place=self.place,
-            names=names,
-            saves={each: reader._read_save(each) for each in sorted(ids)},
+            names=self.names,
+            saves={each: self._read_save(each) for each in sorted(ids)},
             committed_save=committed_save,
             staged_at=max((each for each in times if each is not None), default=None),
         )
@@ -296,7 +294,7 @@ class _Reader:
     ) -> State:
         if self._is_leader(pending, leads):
             return State.RUNNING
-        return State.WAITING if "commit" in requested or pending else State.NOT_ASKED
+        return State.WAITING if "commit" in requested or pending else State.NOT_REQUESTED
 
     def _protect_state(
         self,
@@ -308,7 +306,7 @@ class _Reader:
         is_committed = commit is not None and commit.state is State.DONE
         if is_committed and self._is_leader(pending, leads):
             return State.RUNNING
-        return State.WAITING if "protect" in requested or pending else State.NOT_ASKED
+        return State.WAITING if "protect" in requested or pending else State.NOT_REQUESTED
 
     def _persist_state(
         self, save_id: str, pending: PendingManifest | None, requested: set[str], leads: bool
@@ -319,23 +317,23 @@ class _Reader:
                 return State.RUNNING
         elif is_rescue and pending is not None and not leads:
             return State.RUNNING
-        return State.WAITING if "persist" in requested or is_rescue else State.NOT_ASKED
+        return State.WAITING if "persist" in requested or is_rescue else State.NOT_REQUESTED
 
     def _retain_state(self, save_id: str) -> State:
         is_requested = records.request_record(records.RETAIN, save_id) in self.names
-        return State.RUNNING if is_requested else State.NOT_ASKED
+        return State.RUNNING if is_requested else State.NOT_REQUESTED
 
     def _seal_state(
         self, save_id: str, staged: tuple[Staged, ...], unsealed: tuple[str, ...]
     ) -> State:
         if not unsealed:
-            return State.DONE if staged else State.NOT_ASKED
+            return State.DONE if staged else State.NOT_REQUESTED
         return State.WAITING if self._is_copied(save_id) else State.RUNNING
 
     def _part_state(self, stage: str, save_id: str) -> State:
         """Return the state of this node's part of a stage, which a leader requests."""
         if records.request_record(stage, save_id) not in self.names:
-            return State.NOT_ASKED
+            return State.NOT_REQUESTED
         if records.done_record(stage, save_id) in self.names:
             return State.DONE
         waits = stage == "persist" and self._is_copied(save_id)
@@ -345,7 +343,7 @@ class _Reader:
         """Return DONE if the rescue was requested from this node, or by it from another node."""
         names = [records.request_record(each, save_id) for each in ("rescue", "called")]
         names.append(records.outcome_record("persist", save_id))
-        return State.DONE if any(name in self.names for name in names) else State.NOT_ASKED
+        return State.DONE if any(name in self.names for name in names) else State.NOT_REQUESTED
 
     def _is_copied(self, save_id: str) -> bool:
         """Return whether a rank of this node is still copying its data into memory.

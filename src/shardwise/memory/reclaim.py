@@ -20,9 +20,9 @@ from pathlib import Path
 from shardwise.errors import StateError, StoreError
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
-from shardwise.memory.decide import hopeless_steps, is_superseded, superseded_steps
+from shardwise.memory.decide import hopeless_places, is_superseded, superseded_places
 from shardwise.memory.files import Deadline, lock_directory, read_record, write_record
-from shardwise.memory.home import ENDED, ROOT, Home, Place, Run, SnapshotInUse
+from shardwise.memory.home import OUTCOMES, ROOT, Home, Place, Run, SnapshotInUse
 from shardwise.memory.identity import node_name
 from shardwise.memory.lineage import Lineage
 from shardwise.memory.observe import RecordCache, read_snapshot, view_run
@@ -153,12 +153,12 @@ def discard_all(run: Run) -> None:
 def discard_superseded(
     run: Run, step: int | None, lineage: Lineage, nodes: Collection[str], slots: int
 ) -> None:
-    """Free the snapshots that a run resumed from a step no longer needs (see `superseded_steps`).
+    """Free the snapshots that a run resumed from a step no longer needs (see `superseded_places`).
 
     Raises:
         StoreError: the agent does not release a snapshot.
     """
-    discard(superseded_steps(view_run(run), step, lineage, nodes, slots))
+    discard(superseded_places(view_run(run), step, lineage, nodes, slots))
 
 
 def refuse_older_step(run: Run, step: int, lineage: Lineage) -> None:
@@ -182,8 +182,8 @@ def refuse_older_step(run: Run, step: int, lineage: Lineage) -> None:
 
 
 def free_hopeless(run: Run, patience: float, cache: RecordCache) -> None:
-    """Free snapshots that will never be committed (see `hopeless_steps`)."""
-    for place in hopeless_steps(view_run(run, cache), time.time(), patience):
+    """Free snapshots that will never be committed (see `hopeless_places`)."""
+    for place in hopeless_places(view_run(run, cache), time.time(), patience):
         place.abandon()
         free(place)
 
@@ -332,7 +332,7 @@ def _remove(place: Place, names: list[str]) -> None:
     for each in place.ring_files():
         slots |= {each.file: each.slot, each.file.removeprefix("."): each.slot}
     place.run.free.mkdir(exist_ok=True)
-    ended = place.run.path / ENDED
+    ended = place.run.path / OUTCOMES
     ended.mkdir(exist_ok=True)
     spares = _files_of_agent(names)
     for name in sorted(names, key=_removal_order):

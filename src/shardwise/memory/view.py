@@ -20,7 +20,7 @@ from shardwise.memory.records import Done, PendingManifest, Staged
 class State(Enum):
     """The state of a stage of a save, as one node sees it."""
 
-    NOT_ASKED = "not asked"
+    NOT_REQUESTED = "not requested"
     WAITING = "waiting"  # for another stage, for a rank of this node, or for another node
     RUNNING = "running"  # this node has work to do
     DONE = "done"
@@ -88,7 +88,7 @@ class SaveView:
         return frozenset(stage for stage in requested if not self.state(stage).has_ended)
 
     @property
-    def is_promised(self) -> bool:
+    def must_be_persisted(self) -> bool:
         """Whether this node leads the save, and must persist it even if newer ones are."""
         durable = self.leads and self.pending is not None and self.pending.durable
         is_open = self.state("persist") is State.RUNNING or "persist" in self.open_stages

@@ -205,7 +205,7 @@ def _open_many_files() -> None:
 @contextlib.contextmanager
 def _agent_lock(home: Home) -> Iterator[None]:
     for _ in Deadline(LOCK_TIMEOUT).attempts():
-        with home.lock() as locked:
+        with home.agent_lock() as locked:
             if locked:
                 yield
                 return
