@@ -239,10 +239,10 @@ def test_steps_go_back_only_by_restoring(tmp_path: Path, shm: Path) -> None:
             handle = cp.save(step, {"t": step})
             assert handle is not None
             handle.result(20.0)
-        with pytest.raises(sw.StateError, match="memory holds step 20 of this run, which is newer"):
+        with pytest.raises(sw.StateError, match="memory holds the newer step 20 of this run"):
             cp.save(11, {"t": 11})
     with sw.Checkpointer(root, save_every=1000, memory=memory(shm)) as cp:
-        with pytest.raises(sw.StateError, match="memory holds step 20"):
+        with pytest.raises(sw.StateError, match="memory holds the newer step 20"):
             cp.save(1, {"t": 1})
         state = {"t": 0}
         assert cp.restore(state, step=10) == 10

@@ -320,11 +320,10 @@ def is_superseded(snapshot: SnapshotView, lineage: Lineage) -> bool:
     Return False if the epoch of any of its saves is unknown, because the run may have been resumed
     before that save.
     """
-    branch = lineage.newest_before(snapshot.step)
-    saves = [each for each in snapshot.saves.values() if _is_in_memory(snapshot, each)]
-    if branch is None or not saves:
-        return False
-    return all(each.epoch is not None and each.epoch < branch.epoch for each in saves)
+    epochs = [each.epoch for each in snapshot.saves.values() if _is_in_memory(snapshot, each)]
+    return bool(epochs) and all(
+        epoch is not None and lineage.abandons(snapshot.step, epoch) for epoch in epochs
+    )
 
 
 def _is_in_memory(snapshot: SnapshotView, save: SaveView) -> bool:

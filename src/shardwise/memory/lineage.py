@@ -63,6 +63,11 @@ class Lineage(msgspec.Struct, frozen=True):
         """Return the newest branch that abandons a step of earlier epochs, or None."""
         return next((each for each in reversed(self.branches) if each.step < step), None)
 
+    def abandons(self, step: int, epoch: int) -> bool:
+        """Return whether the run has abandoned a save of this step and epoch."""
+        branch = self.newest_before(step)
+        return branch is not None and epoch < branch.epoch
+
 
 def lineage_of(root: Store) -> Lineage:
     """Return the lineage of the run that saves to a root; begin a new run if there is none.

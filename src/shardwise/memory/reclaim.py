@@ -164,7 +164,7 @@ def discard_superseded(
 def refuse_older_step(run: Run, step: int, lineage: Lineage) -> None:
     """Raise if memory holds a newer step that the run has not abandoned.
 
-    A restore would prefer that step to the one that is being saved.
+    A restore would prefer the newer step to the one that is being saved.
 
     Raises:
         StateError: memory holds a newer step.
@@ -175,9 +175,9 @@ def refuse_older_step(run: Run, step: int, lineage: Lineage) -> None:
     ]
     if newer:
         raise StateError(
-            f"step {step}: memory holds step {newer[-1]} of this run, which is newer. To "
-            "resume from that step, restore() first; to go back, restore(state, step=…); to start "
-            "over, save to another root, or remove this one"
+            f"cannot save step {step}: memory holds the newer step {newer[-1]} of this run. To "
+            f"resume from step {newer[-1]}, call restore() first; to go back, call restore(state, "
+            "step=…); to start over, save to another root, or remove this one"
         )
 
 
