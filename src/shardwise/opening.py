@@ -29,7 +29,7 @@ from shardwise.errors import (
 )
 from shardwise.formats.checksums import read_checksums
 from shardwise.formats.detect import find_readers, read_foreign
-from shardwise.formats.file_tree import ForeignFiles, Tree
+from shardwise.formats.file_tree import FileTree, ForeignFiles
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.index import MAGIC, decode_index, encode_index, read_or_write_index
 from shardwise.formats.remap import remap
@@ -100,7 +100,7 @@ def open_any(
     store, description = exchange_keeping(group, "opening a checkpoint", make_message, make_reply)
     path = local_path(store)
     if path is not None and description.startswith(MAGIC):
-        opened = opened_foreign(Tree(path), decode_index(description))
+        opened = opened_foreign(FileTree(path), decode_index(description))
     else:
         opened = open_manifest(store, description)
     for name, file in opened.missing_files.items() if group.rank == 0 else ():
@@ -134,7 +134,7 @@ def _describe_foreign(path: Path, options: OpenOptions) -> bytes:
         FormatError: the checkpoint is malformed.
         MismatchError: the specification does not fit the checkpoint.
     """
-    tree = Tree(path, skip_unknown=options.skip_unknown)
+    tree = FileTree(path, skip_unknown=options.skip_unknown)
     spec = options.spec if options.spec is not None and options.spec.files is not None else None
     read = partial(read_foreign, format=options.format) if spec is None else spec.read
     try:
@@ -205,7 +205,7 @@ def open_foreign(store: Store, options: OpenOptions = PLAIN) -> Opened | None:
     if path is None:
         return None
     try:
-        return opened_foreign(Tree(path), decode_index(_describe_foreign(path, options)))
+        return opened_foreign(FileTree(path), decode_index(_describe_foreign(path, options)))
     except CheckpointNotFoundError:
         return None
 
@@ -216,7 +216,7 @@ def foreign_formats(store: Store) -> str:
     if path is None:
         return ""
     try:
-        return " and ".join(reader.name for reader in find_readers(Tree(path)))
+        return " and ".join(reader.name for reader in find_readers(FileTree(path)))
     except (FormatError, OSError):  # reading the checkpoint reports it
         return ""
 
@@ -276,7 +276,7 @@ def refuse_as_root(store: Store) -> None:
         )
 
 
-def opened_foreign(tree: Tree, foreign: Foreign) -> Opened:
+def opened_foreign(tree: FileTree, foreign: Foreign) -> Opened:
     """Check the description of a foreign checkpoint, and return it in the form of ours.
 
     Raises:

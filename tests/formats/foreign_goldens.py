@@ -6,7 +6,7 @@ import tarfile
 from pathlib import Path
 
 from shardwise.formats.detect import read_foreign
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.validate import validate_foreign
 
@@ -22,4 +22,4 @@ def unpacked(name: str, folder: Path) -> Path:
 
 def opened(place: Path) -> Foreign:
     """Return the checked description of a checkpoint by the reader that recognises it."""
-    return validate_foreign(read_foreign(Tree(place)))
+    return validate_foreign(read_foreign(FileTree(place)))

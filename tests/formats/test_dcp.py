@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardwise as sw
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.readers.dcp import reader
 from shardwise.formats.validate import validate_foreign
@@ -25,7 +25,7 @@ from tests.multirank.models import WORLDS, build
 
 
 def opened(place: Path) -> Foreign:
-    return validate_foreign(reader.read(Tree(place)))
+    return validate_foreign(reader.read(FileTree(place)))
 
 
 def values_of(foreign: Foreign) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def test_a_conjugated_view_is_refused_by_name(tmp_path: Path) -> None:
     state = {"model": {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.complex64).conj()}}
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with pytest.raises(sw.FormatError, match=r"\.distcp: model\.b: a conjugated .*resolve_conj"):
-        reader.read(Tree(tmp_path / "dcp"))
+        reader.read(FileTree(tmp_path / "dcp"))
 
 
 def test_files_that_are_missing_are_named(dcp_saved: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.checkpoint import Checkpoint
 from shardwise.errors import FormatError
 from shardwise.formats import detect
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable
 from shardwise.formats.index import decode_index, encode_index, read_or_write_index
 from shardwise.formats.validate import validate_foreign
@@ -87,7 +87,7 @@ def test_arrays_in_any_order_at_any_byte_are_read(shape: list[int], dtype: str, 
     values = np.random.default_rng(seed).integers(0, 250, shape).astype(dtype)
     with tempfile.TemporaryDirectory() as folder:
         foreign = decode_index(encode_index(scattered(values, Path(folder), seed)))
-        read = Checkpoint(opened_foreign(Tree(folder), foreign), verify=True)["w"]
+        read = Checkpoint(opened_foreign(FileTree(folder), foreign), verify=True)["w"]
         assert isinstance(read, sw.SavedTensor)
         assert np.array_equal(read[...].numpy(), values)
         assert np.array_equal(read[shape[0] // 2 :].numpy(), values[shape[0] // 2 :])
@@ -149,22 +149,22 @@ def test_an_index_is_used_until_a_file_changes(tmp_path: Path) -> None:
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
     calls = []
 
-    def read(tree: Tree) -> Foreign:
+    def read(tree: FileTree) -> Foreign:
         calls.append(tree)
         return foreign
 
     foreign = scattered(values, tmp_path, 1)
     index = tmp_path / "index"
     for _ in range(3):
-        found = decode_index(read_or_write_index(Tree(tmp_path), index, read))
+        found = decode_index(read_or_write_index(FileTree(tmp_path), index, read))
         assert (found.tensors, found.files) == (foreign.tensors, foreign.files)
     assert len(calls) == 1
     index.write_bytes(index.read_bytes()[:-1])
-    read_or_write_index(Tree(tmp_path), index, read)
+    read_or_write_index(FileTree(tmp_path), index, read)
     assert len(calls) == 2
     (tmp_path / "1.bin").write_bytes(b"another")
-    read_or_write_index(Tree(tmp_path), index, read)
-    read_or_write_index(Tree(tmp_path), index, read, "other terms")
+    read_or_write_index(FileTree(tmp_path), index, read)
+    read_or_write_index(FileTree(tmp_path), index, read, "other terms")
     assert len(calls) == 4
 
 

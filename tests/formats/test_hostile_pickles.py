@@ -28,12 +28,12 @@ from shardwise.formats.containers.pickle_opcodes import OPERATIONS
 from shardwise.formats.containers.pickle_values import (
     ALLOWED_NAMES,
     AllowedCallable,
-    Record,
+    PickledInstance,
     UnknownObject,
 )
 from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.torch_values import TORCH_NAMES
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.readers.dcp.metadata import read_metadata
 
 MOST_MEMORY = 16 << 20
@@ -183,7 +183,7 @@ PLAIN = (
     range,
     slice,
 )
-INERT = (*PLAIN, Record, AllowedCallable, torch.device, torch.dtype, np.ndarray)
+INERT = (*PLAIN, PickledInstance, AllowedCallable, torch.device, torch.dtype, np.ndarray)
 
 
 @pytest.mark.usefixtures("nothing_is_imported")
@@ -271,7 +271,7 @@ HUGE = {
     ) + b"e.",
     "a list that holds itself": b"]q\x00h\x00a.",
     "a dict that holds itself": b"}q\x00K\x01h\x00s.",
-    "a record that holds itself": (
+    "an instance that contains itself": (
         named("argparse.Namespace") + b")\x81q\x00}" + text("a") + b"h\x00sb."
     ),
     "marks": b"(" * DEEP + b".",
@@ -420,4 +420,4 @@ def test_items_of_dcp_whose_offsets_have_one_hash_are_refused(tmp_path: Path) ->
     places = {MetadataIndex("w", each): _StorageInfo("__0_0.distcp", 0, 8) for each in offsets}
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data=places)))
     with pytest.raises(FormatError, match="more than 64 keys have the same hash"):
-        read_metadata(Tree(tmp_path))
+        read_metadata(FileTree(tmp_path))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import shardwise as sw
 from shardwise.formats.detect import read_foreign
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.validate import validate_foreign
 from tests.formats.comparing import assert_same
 from tests.formats.conftest import LEGACY, Checkpoints
@@ -40,7 +40,7 @@ def wanted(expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("case", [*LEGACY, "llama"])
 def test_all_that_the_ranks_had_is_there(megatron: Checkpoints, case: str) -> None:
-    tree = Tree(megatron.place(case, 4))
+    tree = FileTree(megatron.place(case, 4))
     foreign = validate_foreign(read_foreign(tree))
     assert (foreign.format, foreign.step) == ("legacy Megatron-LM", 2)
     read = read_tensors(tree.path, foreign)

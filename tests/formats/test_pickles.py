@@ -18,9 +18,9 @@ from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_values import (
     AllowedCallable,
     Constant,
-    Record,
+    PickledInstance,
     UnknownObject,
-    allow_as_records,
+    allow_as_instances,
 )
 from shardwise.formats.containers.pickles import unpickle
 
@@ -121,23 +121,25 @@ def test_arrays_of_numpy(array: np.ndarray | np.generic, protocol: int) -> None:
     assert (read.dtype, read.shape, read.tobytes()) == (array.dtype, array.shape, array.tobytes())
 
 
-def test_instances_of_classes_on_the_list_become_records() -> None:
+def test_instances_of_classes_on_the_list_become_pickled_instances() -> None:
     data = pickle.dumps([argparse.Namespace(lr=0.1), Strange(), Colour.RED, Colour], 4)
     names = [f"{__name__}.{kind.__name__}" for kind in (Strange, Colour)]
-    space, strange, red, colour = unpickle(data, "it", also_allowed=allow_as_records(*names)).value
-    assert isinstance(space, Record)
+    space, strange, red, colour = unpickle(
+        data, "it", also_allowed=allow_as_instances(*names)
+    ).value
+    assert isinstance(space, PickledInstance)
     assert space.fields == {"lr": 0.1}
-    assert isinstance(strange, Record)
+    assert isinstance(strange, PickledInstance)
     assert (strange.name, strange.fields) == (names[0], {"inner": {"a": 1}})
-    assert isinstance(red, Record)
+    assert isinstance(red, PickledInstance)
     assert (red.name, red.args) == (names[1], (7,))
     assert isinstance(colour, AllowedCallable)
     assert colour.name == names[1]
 
 
-def test_a_member_by_its_name_is_a_record() -> None:
+def test_a_member_by_its_name_is_a_pickled_instance() -> None:
     data = b"cbuiltins\ngetattr\ncsome\nKind\nX\x03\x00\x00\x00RED\x86R."
-    red = unpickle(data, "it", also_allowed=allow_as_records("some.Kind")).value
+    red = unpickle(data, "it", also_allowed=allow_as_instances("some.Kind")).value
     assert (red.name, red.args) == ("some.Kind", ("RED",))
     assert unpickle(data, "it", skip_unknown=True).value == UnknownObject("some.Kind")
 

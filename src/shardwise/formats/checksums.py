@@ -8,7 +8,7 @@ import numpy as np
 
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.zip_archive import ZIP_START, read_entry_checksums
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
 from shardwise.manifest.checksums import FileChecksums
 
@@ -18,7 +18,7 @@ ITEMS_SUFFIX = ".distcp"
 _RangesByFile = dict[str, list[tuple[int, int]]]
 
 
-def read_checksums(tree: Tree, names: Iterable[str]) -> Iterator[FileChecksums]:
+def read_checksums(tree: FileTree, names: Iterable[str]) -> Iterator[FileChecksums]:
     """Yield the checksums of ranges of each file. A file without checksums has no ranges.
 
     Raises:
@@ -49,7 +49,7 @@ def _checksum_rows(file_range: FileRange) -> Iterator[tuple[int, int, int]]:
             yield file_range.offset + entry.start, entry.size, crc32
 
 
-def _find_item_ranges(tree: Tree, folder: str) -> _RangesByFile:
+def _find_item_ranges(tree: FileTree, folder: str) -> _RangesByFile:
     """Return `(offset, size)` of the items in each file of a DCP checkpoint."""
     ranges: dict[str, dict[tuple[int, int], None]] = {}
     metadata = read_metadata(tree, f"{folder}/{METADATA}" if folder else METADATA)

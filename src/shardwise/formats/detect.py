@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.readers import (
     accelerate,
@@ -40,8 +40,8 @@ class Reader:
 
     key: str
     name: str
-    recognise: Callable[[Tree], bool]
-    read: Callable[[Tree], Foreign]
+    recognise: Callable[[FileTree], bool]
+    read: Callable[[FileTree], Foreign]
     overrides: tuple[str, ...] = ()
 
 
@@ -96,7 +96,7 @@ READERS: tuple[Reader, ...] = (
 )
 
 
-def find_readers(tree: Tree) -> list[Reader]:
+def find_readers(tree: FileTree) -> list[Reader]:
     """Return the readers that recognise the files; several, if there are several checkpoints.
 
     Raises:
@@ -107,7 +107,7 @@ def find_readers(tree: Tree) -> list[Reader]:
     return [reader for reader in found if reader.key not in overridden]
 
 
-def read_foreign(tree: Tree, format: str | None = None) -> Foreign:  # noqa: A002 - as in `open`
+def read_foreign(tree: FileTree, format: str | None = None) -> Foreign:  # noqa: A002 - as in `open`
     """Read the description of a foreign checkpoint. No tensor is read.
 
     Args:
@@ -145,7 +145,7 @@ def read_foreign(tree: Tree, format: str | None = None) -> Foreign:  # noqa: A00
         raise FormatError(f"{tree}: {error}") from error
 
 
-def _describe_unrecognised(tree: Tree, found: list[Reader]) -> str:
+def _describe_unrecognised(tree: FileTree, found: list[Reader]) -> str:
     if found:
         names = " and ".join(f"{reader.name} (format={reader.key!r})" for reader in found)
         return f"{tree}: the checkpoint does not have the given format, but that of {names}"
@@ -157,14 +157,14 @@ def _describe_unrecognised(tree: Tree, found: list[Reader]) -> str:
     )
 
 
-def _suggest_below(tree: Tree) -> str:
+def _suggest_below(tree: FileTree) -> str:
     """Return a sentence that suggests checkpoints one level below; "" if there are none."""
     names = (
         []
         if tree.single_file is not None
         else sorted({name.partition("/")[0] for name in tree.sizes})
     )
-    trees = [Tree(tree.path / name) for name in names[-MOST_SUGGESTIONS:]]
+    trees = [FileTree(tree.path / name) for name in names[-MOST_SUGGESTIONS:]]
     recognised = [item for item in trees if find_readers(item)]
     if not recognised:
         return ""

@@ -25,7 +25,7 @@ THREADS = 8
 Value = TypeVar("Value")
 
 
-class Tree:
+class FileTree:
     """The files below a directory, named by relative paths with `/`, or a single file.
 
     Links are followed, because caches of published models consist of links. The constructor does
@@ -182,7 +182,7 @@ def _raise_error(error: OSError) -> None:
 class ForeignFiles:
     """The files of a foreign checkpoint, including those whose content is in the manifest."""
 
-    def __init__(self, tree: Tree, files: Sequence[ForeignFile]) -> None:
+    def __init__(self, tree: FileTree, files: Sequence[ForeignFile]) -> None:
         self._tree = tree
         self._contents = {file.name: file.content for file in files if file.content is not None}
 

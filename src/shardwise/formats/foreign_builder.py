@@ -11,7 +11,11 @@ import numpy as np
 import torch
 
 from shardwise.errors import FormatError, StateError
-from shardwise.formats.containers.pickle_values import AllowedCallable, Record, UnknownObject
+from shardwise.formats.containers.pickle_values import (
+    AllowedCallable,
+    PickledInstance,
+    UnknownObject,
+)
 from shardwise.formats.containers.torch_values import Storage
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
 from shardwise.formats.optimizers import ParamGroup, encode_param_groups
@@ -320,7 +324,7 @@ class _Encoder:
             return self._make_meta_tensor(
                 StoredArray(value.file, value.start, "uint8", (value.size,), (1,))
             )
-        if isinstance(value, Record):
+        if isinstance(value, PickledInstance):
             fields = {key: self.convert(item) for key, item in value.fields.items()}
             if value.name in _NAMESPACES:
                 return fields

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from shardwise.errors import FormatError, StateError, StoreError
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.manifest import LARGEST, ObjectEntry, TensorEntry
@@ -181,7 +181,10 @@ The stamp identifies the files of the checkpoint and all options."""
 
 
 def read_or_write_index(
-    tree: Tree, index: str | os.PathLike[str], read: Callable[[Tree], Foreign], options: str = ""
+    tree: FileTree,
+    index: str | os.PathLike[str],
+    read: Callable[[FileTree], Foreign],
+    options: str = "",
 ) -> bytes:
     """Return the index of a foreign checkpoint from its file; write the file if it is outdated.
 
@@ -236,7 +239,7 @@ def _is_index_file(path: Path) -> bool:
     )
 
 
-def _compute_stamp(tree: Tree, index: Path, options: str) -> bytes:
+def _compute_stamp(tree: FileTree, index: Path, options: str) -> bytes:
     """Return a digest of the options, and of the name, size and time of each file but the index."""
     index_path = index.resolve()
     lines = [options]

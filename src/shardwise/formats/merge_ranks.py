@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_values import Record
+from shardwise.formats.containers.pickle_values import PickledInstance
 from shardwise.formats.containers.torch_values import StoredShard
 from shardwise.formats.foreign import Foreign, ForeignFile, StoredArray, row_major_strides
 from shardwise.formats.nested import build_foreign, find_leaves
@@ -262,7 +262,7 @@ def _are_equal(one: Any, other: Any) -> bool:
     """Return whether two plain values are equal; NaN equals NaN."""
     if type(one) is not type(other):
         return False
-    if isinstance(one, Record):
+    if isinstance(one, PickledInstance):
         return _are_equal((one.name, one.args, one.fields), (other.name, other.args, other.fields))
     if isinstance(one, dict):
         return list(one) == list(other) and all(_are_equal(one[key], other[key]) for key in one)

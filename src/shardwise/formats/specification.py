@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
-from shardwise.formats.containers.pickle_values import Record
+from shardwise.formats.containers.pickle_values import PickledInstance
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.safetensors import is_safetensors, read_header
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.containers.torch_values import DTENSOR_NAMES, StoredShard
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Catalogue, Foreign, StoredArray, build_catalogue
 from shardwise.formats.foreign_builder import Builder, describe_differing_values
 from shardwise.formats.language import Spec, apply_spec, parse
@@ -46,7 +46,7 @@ class Specification:
         sizes = ", ".join(f"{name}={size}" for name, size in sorted(self.sizes.items()))
         return f"{self.rules.source.text!r} ({sizes}; {self.files})"
 
-    def read(self, tree: Tree) -> Foreign:
+    def read(self, tree: FileTree) -> Foreign:
         """Read the files of the ranks.
 
         Raises:
@@ -99,7 +99,7 @@ def spec(
     return Specification(parse(path.read_text(), str(path)), sizes, files)
 
 
-def _read_rank_files(tree: Tree, pattern: str) -> tuple[Catalogue, list[Mapping[str, Any]]]:
+def _read_rank_files(tree: FileTree, pattern: str) -> tuple[Catalogue, list[Mapping[str, Any]]]:
     """Read files of torch.save or safetensors: list all arrays, and read plain values.
 
     Names of nested values are joined by dots. No array is read.
@@ -134,7 +134,7 @@ def _read_rank_files(tree: Tree, pattern: str) -> tuple[Catalogue, list[Mapping[
     return catalogue, [values for _, values in read.values()]
 
 
-def _match_files(tree: Tree, pattern: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _match_files(tree: FileTree, pattern: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     pattern_parts = _AXIS.split(pattern)
     expression = "".join(
         r"(\d{1,9})" if i % 2 else re.escape(part) for i, part in enumerate(pattern_parts)
@@ -145,7 +145,9 @@ def _match_files(tree: Tree, pattern: str) -> Iterator[tuple[str, tuple[int, ...
             yield name, tuple(map(int, match.groups()))
 
 
-def _check_complete(tree: Tree, pattern: str, coordinate: Int, sizes: Mapping[str, int]) -> None:
+def _check_complete(
+    tree: FileTree, pattern: str, coordinate: Int, sizes: Mapping[str, int]
+) -> None:
     expected = int(np.prod(list(sizes.values()), dtype=np.float64))
     distinct = len(np.unique(coordinate, axis=0))
     if distinct < len(coordinate):
@@ -183,7 +185,7 @@ def _iterate_leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
         items = value
     elif isinstance(value, (list, tuple)) and any(_contains_arrays(item) for item in value):
         items = dict(enumerate(value))
-    elif isinstance(value, Record):
+    elif isinstance(value, PickledInstance):
         items = value.fields
     else:
         yield path, value

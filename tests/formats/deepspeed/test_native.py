@@ -11,7 +11,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import FormatError
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.readers.deepspeed import reader
 from shardwise.formats.validate import validate_foreign
@@ -37,7 +37,7 @@ def same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def read(place: Path) -> Foreign:
-    return validate_foreign(reader.read(Tree(place)))
+    return validate_foreign(reader.read(FileTree(place)))
 
 
 @pytest.mark.parametrize(("case", "ranks"), CASES)
@@ -195,18 +195,18 @@ def test_a_tied_weight_is_told_to_be_tied(checkpoints: Checkpoints) -> None:
 def test_the_place_may_be_the_tag_itself(checkpoints: Checkpoints) -> None:
     place = checkpoints.place("zero1-float32")
     inside = place / "global_step3"
-    assert reader.recognise(Tree(place))
-    assert reader.recognise(Tree(inside))
+    assert reader.recognise(FileTree(place))
+    assert reader.recognise(FileTree(inside))
     assert read_tensors(inside, read(inside)).keys() == read_tensors(place, read(place)).keys()
-    by_tag = validate_foreign(reader.read(Tree(place), "global_step3"))
+    by_tag = validate_foreign(reader.read(FileTree(place), "global_step3"))
     assert by_tag.tensors == read(place).tensors
 
 
 def test_other_places_are_not_recognised(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
-    assert not reader.recognise(Tree(tmp_path))
+    assert not reader.recognise(FileTree(tmp_path))
     (tmp_path / "latest").write_text("nowhere")
-    assert not reader.recognise(Tree(tmp_path))
+    assert not reader.recognise(FileTree(tmp_path))
 
 
 def test_files_of_another_run_are_told(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_files_of_another_run_are_told(checkpoints: Checkpoints, tmp_path: Path)
     name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     shutil.copy(other / f"bf16_{name}", place / "global_step3" / name)
     with pytest.raises(FormatError, match="divided among 2 ranks"):
-        reader.read(Tree(place))
+        reader.read(FileTree(place))
 
 
 def test_files_that_changed_names_are_told(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -228,11 +228,11 @@ def test_files_that_changed_names_are_told(checkpoints: Checkpoints, tmp_path: P
     other.rename(one)
     (tmp_path / "one").rename(other)
     with pytest.raises(FormatError, match="files of ranks were renamed"):
-        reader.read(Tree(place))
+        reader.read(FileTree(place))
 
 
 def test_what_is_beside_is_named(checkpoints: Checkpoints, tmp_path: Path) -> None:
     place = tmp_path / "copy"
     shutil.copytree(checkpoints.place("zero1-float32"), place)
     (place / "global_step3" / "notes.txt").write_text("mine")
-    assert any("notes.txt" in line for line in reader.read(Tree(place)).left_out)
+    assert any("notes.txt" in line for line in reader.read(FileTree(place)).left_out)

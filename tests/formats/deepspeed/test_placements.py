@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwise.errors import FormatError
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.readers.deepspeed import reader
 from shardwise.formats.readers.deepspeed.tensor_parallel import Placement, parse_placement_rule
@@ -133,7 +133,7 @@ def full() -> dict[str, torch.Tensor]:
 
 
 def read(place: Path) -> Foreign:
-    return validate_foreign(reader.read(Tree(place)))
+    return validate_foreign(reader.read(FileTree(place)))
 
 
 def test_divided_both_ways_it_is_put_together(
@@ -176,7 +176,7 @@ def test_without_patterns_it_asks_how(tmp_path: Path, full: dict[str, torch.Tens
     with pytest.raises(FormatError, match="`universal_checkpoint_info` in client_state"):
         read(tmp_path)
     foreign = validate_foreign(
-        reader.read(Tree(tmp_path), place=parse_placement_rule(INFO, "here"))
+        reader.read(FileTree(tmp_path), place=parse_placement_rule(INFO, "here"))
     )
     assert {entry.name for entry in foreign.tensors} >= {f"model.{name}" for name in full}
 

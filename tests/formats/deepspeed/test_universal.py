@@ -10,7 +10,7 @@ import torch
 
 from shardwise.errors import FormatError
 from shardwise.formats.detect import read_foreign
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.readers.deepspeed import reader, universal
 from shardwise.formats.validate import validate_foreign
 from shardwise.state.plain_values import decode
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", CONVERTED)
 def test_all_is_as_the_engine_had_it(checkpoints: Checkpoints, case: str) -> None:
     place, expected = checkpoints.place(case) / "universal", checkpoints.expected(case)
-    foreign = validate_foreign(universal.read(Tree(place)))
+    foreign = validate_foreign(universal.read(FileTree(place)))
     tensors = read_tensors(place, foreign)
     wanted = {f"model.{name}": tensor for name, tensor in expected["parameters"].items()}
     wanted |= {f"optimizer.{name}": tensor for name, tensor in expected["moments"].items()}
@@ -46,10 +46,10 @@ def test_all_is_as_the_engine_had_it(checkpoints: Checkpoints, case: str) -> Non
 
 def test_a_root_with_both_is_read_as_native(checkpoints: Checkpoints) -> None:
     place = checkpoints.place(CONVERTED[0])
-    assert read_foreign(Tree(place)).format == reader.FORMAT
-    assert read_foreign(Tree(place), "deepspeed-universal").format == universal.FORMAT
-    assert not reader.recognise(Tree(place / "universal"))
-    assert universal.recognise(Tree(place / "universal"))
+    assert read_foreign(FileTree(place)).format == reader.FORMAT
+    assert read_foreign(FileTree(place), "deepspeed-universal").format == universal.FORMAT
+    assert not reader.recognise(FileTree(place / "universal"))
+    assert universal.recognise(FileTree(place / "universal"))
 
 
 def test_a_root_with_universal_ones_only_is_recognised(
@@ -57,9 +57,9 @@ def test_a_root_with_universal_ones_only_is_recognised(
 ) -> None:
     shutil.copytree(checkpoints.place(CONVERTED[0]) / "universal", tmp_path / "universal")
     (tmp_path / "latest_universal").write_text("universal")
-    assert universal.recognise(Tree(tmp_path))
-    assert not reader.recognise(Tree(tmp_path))
-    assert validate_foreign(universal.read(Tree(tmp_path))).tensors
+    assert universal.recognise(FileTree(tmp_path))
+    assert not reader.recognise(FileTree(tmp_path))
+    assert validate_foreign(universal.read(FileTree(tmp_path))).tensors
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_lost_file_is_told(
     shutil.copytree(checkpoints.place(CONVERTED[0]) / "universal", place)
     (place / lost).unlink()
     with pytest.raises(FormatError, match=said):
-        universal.read(Tree(place))
+        universal.read(FileTree(place))
 
 
 @pytest.mark.parametrize("case", CONVERTED)
@@ -90,7 +90,7 @@ def test_a_key_that_is_lost_of_all_parameters_is_told(
     for path in place.glob("zero/*/exp_avg_sq.pt"):
         path.unlink()
     with pytest.raises(FormatError, match=r"missing: zero/embedding\.weight/exp_avg_sq\.pt"):
-        universal.read(Tree(place))
+        universal.read(FileTree(place))
 
 
 @pytest.mark.parametrize("key", ["fp32", "exp_avg", "exp_avg_sq"])
@@ -105,4 +105,4 @@ def test_a_state_of_another_shape_is_told(
     torch.save(held, path)
     said = rf"{key}.pt: its shape is \[6, 5\], but its parameter has shape \[7, 5\]"
     with pytest.raises(FormatError, match=said):
-        universal.read(Tree(place))
+        universal.read(FileTree(place))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.formats.detect import READERS, read_foreign
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.testing import Gang
 from tests.breadth import mostly_long
 from tests.formats.matrix.sources import SOURCES
@@ -29,7 +29,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     for source in SOURCES:
         folder = tmp_path_factory.mktemp(source.name)
         place, wanted = source.make(request, folder)
-        assert read_foreign(Tree(place)).format == source.format
+        assert read_foreign(FileTree(place)).format == source.format
         file = tmp_path_factory.mktemp("wanted") / "wanted.pt"
         torch.save(wanted, file)
         made.append((str(place), str(file), wanted))

@@ -1,6 +1,6 @@
 """The values that pickles may contain: a closed list of types of Python and numpy.
 
-Instances of other classes become inert records, or are refused.
+Instances of other classes become a `PickledInstance`, or are refused.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class UnknownObject:
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class PickledInstance:
     """An instance of a class: its arguments and attributes, without its methods.
 
     A member of an enum has its stored value or name as the only argument.
@@ -79,13 +79,13 @@ class Record:
             self.fields.update(part)
 
 
-def allow_as_records(*names: str) -> AllowedNames:
-    """Return a list of classes whose instances or members become records."""
-    return {name: _record_constructor(name) for name in names}
+def allow_as_instances(*names: str) -> AllowedNames:
+    """Return constructors for classes whose instances or members become `PickledInstance`s."""
+    return {name: _instance_constructor(name) for name in names}
 
 
-def _record_constructor(name: str) -> Constructor:
-    return lambda *args: Record(name, args)
+def _instance_constructor(name: str) -> Constructor:
+    return lambda *args: PickledInstance(name, args)
 
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -99,7 +99,7 @@ def set_state(value: object, state: object) -> None:
     Raises:
         TypeError, ValueError: the value has no state, or the state is malformed.
     """
-    if isinstance(value, Record):
+    if isinstance(value, PickledInstance):
         value.set_state(state)
     elif isinstance(value, np.ndarray):
         _fill_array(value, state)
@@ -237,7 +237,7 @@ def _make_enum_member(kind: object, member: object) -> object:
     if not isinstance(kind, AllowedCallable) or not isinstance(member, str):
         raise TypeError("getattr() of something that is not an enum")
     value = kind.construct(member)
-    if not isinstance(value, Record):
+    if not isinstance(value, PickledInstance):
         raise TypeError(f"{kind.name} is not an enum")
     return value
 
@@ -288,8 +288,8 @@ def _make_text(text: object = "") -> str:
     return text
 
 
-def _make_namespace(*args: object) -> Record:
-    return Record("argparse.Namespace", args)
+def _make_namespace(*args: object) -> PickledInstance:
+    return PickledInstance("argparse.Namespace", args)
 
 
 _NUMPY: dict[str, Constructor] = {
@@ -313,7 +313,7 @@ ALLOWED_NAMES: AllowedNames = {
     "builtins.frozenset": _make_frozenset,
     "builtins.getattr": _make_enum_member,
     "builtins.list": _make_list,
-    "builtins.object": lambda: Record("object"),
+    "builtins.object": lambda: PickledInstance("object"),
     "builtins.range": _make_range,
     "builtins.set": _make_set,
     "builtins.slice": _make_slice,
@@ -334,13 +334,13 @@ ALLOWED_NAMES: AllowedNames = {
         for module in ("pathlib", "pathlib._local")
         for name in _PATHS
     },
-    **allow_as_records("types.SimpleNamespace"),
+    **allow_as_instances("types.SimpleNamespace"),
 }
 """Dates and paths become text, deques lists, defaultdicts dicts, and timedeltas seconds."""
 
 
 MOST_DEPTH = 100
-_CONTAINERS = (dict, list, tuple, set, frozenset, Record, slice)
+_CONTAINERS = (dict, list, tuple, set, frozenset, PickledInstance, slice)
 
 
 def check_expanded_size(value: object, most: int) -> None:
@@ -385,7 +385,7 @@ def check_expanded_size(value: object, most: int) -> None:
 def _children(value: object) -> Sequence[object]:
     if isinstance(value, dict):
         return [*value, *value.values()]
-    if isinstance(value, Record):
+    if isinstance(value, PickledInstance):
         return [*value.args, *value.fields.values()]
     if isinstance(value, slice):
         return [value.start, value.stop, value.step]

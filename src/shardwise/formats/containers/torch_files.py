@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_opcodes import TruncatedError
-from shardwise.formats.containers.pickle_values import AllowedNames, Record, UnknownObject
+from shardwise.formats.containers.pickle_values import AllowedNames, PickledInstance, UnknownObject
 from shardwise.formats.containers.pickles import Pickled, unpickle
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_values import (
@@ -128,7 +128,7 @@ def _names_of_unresolved(value: object, name: str) -> Iterator[str]:
         items = value
     elif isinstance(value, (list, tuple)):
         items = dict(enumerate(value))
-    elif isinstance(value, Record):
+    elif isinstance(value, PickledInstance):
         items = value.fields
     for key, item in items.items():
         yield from _names_of_unresolved(item, f"{name}.{key}" if name else str(key))

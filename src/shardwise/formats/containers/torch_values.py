@@ -13,9 +13,9 @@ from shardwise.formats.containers.pickle_values import (
     AllowedNames,
     Constant,
     Constructor,
-    Record,
+    PickledInstance,
     UnknownObject,
-    allow_as_records,
+    allow_as_instances,
 )
 from shardwise.formats.foreign import StoredArray
 from shardwise.layout import Box, MeshShard, fragments_of_shard, splits_of
@@ -270,13 +270,13 @@ def _rebuild_dtensor_or_tensor(
         return TORCH_NAMES[_REBUILD_FROM_TYPE](rebuild, kind, args, state)  # type: ignore[operator]
     if not isinstance(args, tuple) or len(args) < 3:
         raise TypeError("a DTensor has no shape")
-    attributes = Record("DTensor")
+    attributes = PickledInstance("DTensor")
     attributes.set_state(state)
     local, spec = (attributes.fields.get(name) for name in ("_local_tensor", "_spec"))
-    if not isinstance(local, StoredArray) or not isinstance(spec, Record):
+    if not isinstance(local, StoredArray) or not isinstance(spec, PickledInstance):
         raise TypeError("a DTensor has no plain local tensor")
     placements, mesh = spec.fields.get("placements"), spec.fields.get("mesh")
-    if not isinstance(placements, (tuple, list)) or not isinstance(mesh, Record):
+    if not isinstance(placements, (tuple, list)) or not isinstance(mesh, PickledInstance):
         raise TypeError("a DTensor has no placements or no mesh")
     sizes = _mesh_shape(mesh)
     coordinate = _check_sizes(mesh.fields.get("_coordinate_on_dim"), "a coordinate in the mesh")
@@ -306,8 +306,12 @@ def _rebuild_dtensor_or_tensor(
 
 
 def _mesh_shard(mesh_dim: int, placement: object, ndim: int) -> MeshShard | None:
-    name = placement.name.rpartition(".")[2] if isinstance(placement, Record) else ""
-    if not isinstance(placement, Record) or name not in ("Shard", "_StridedShard", "Replicate"):
+    name = placement.name.rpartition(".")[2] if isinstance(placement, PickledInstance) else ""
+    if not isinstance(placement, PickledInstance) or name not in (
+        "Shard",
+        "_StridedShard",
+        "Replicate",
+    ):
         raise ValueError(
             f"its placement is {name or 'none'}: save a DTensor that is sharded or replicated"
         )
@@ -321,13 +325,13 @@ def _mesh_shard(mesh_dim: int, placement: object, ndim: int) -> MeshShard | None
     return MeshShard(mesh_dim, dim % ndim, factor)
 
 
-def _mesh_shape(mesh: Record) -> tuple[int, ...]:
+def _mesh_shape(mesh: PickledInstance) -> tuple[int, ...]:
     """Return the shape of a device mesh, which torch 2.4 to 2.13 pickle in three ways."""
     layout = mesh.fields.get("_layout")
-    if isinstance(layout, Record) and isinstance(layout.fields.get("axes"), tuple):
-        axes = [each.fields.get("shape") for each in layout.fields["axes"] if _is_record(each)]  # type: ignore[attr-defined]
+    if isinstance(layout, PickledInstance) and isinstance(layout.fields.get("axes"), tuple):
+        axes = [each.fields.get("shape") for each in layout.fields["axes"] if _is_instance(each)]  # type: ignore[attr-defined]
         return tuple(prod(_check_sizes(each, "an axis of the mesh")) for each in axes)
-    if isinstance(layout, Record) and "shape" in layout.fields:
+    if isinstance(layout, PickledInstance) and "shape" in layout.fields:
         sizes = layout.fields["shape"]
         return _check_sizes((sizes,) if type(sizes) is int else sizes, "the shape of the mesh")
     array = mesh.fields.get("mesh", mesh.fields.get("_mesh"))
@@ -336,8 +340,8 @@ def _mesh_shape(mesh: Record) -> tuple[int, ...]:
     return _check_sizes(array.shape, "the shape of the mesh")
 
 
-def _is_record(value: object) -> bool:
-    return isinstance(value, Record)
+def _is_instance(value: object) -> bool:
+    return isinstance(value, PickledInstance)
 
 
 def _check_sizes(values: object, subject: str) -> tuple[int, ...]:
@@ -375,7 +379,7 @@ DTENSOR_NAMES: AllowedNames = {
         f"{module}.DTensor": _refuse_dtensor
         for module in (*_DTENSOR_MODULES, "torch.distributed.tensor._api")
     },
-    **allow_as_records(
+    **allow_as_instances(
         *(f"{module}.{name}" for module in _PLACEMENT_MODULES for name in _PLACEMENT_CLASSES),
         "torch.distributed.device_mesh.DeviceMesh",
         "torch.distributed._mesh_layout._MeshLayout",

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from shardwise.errors import FormatError
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.nested import (
     NestedLeaves,
@@ -48,7 +48,7 @@ _FURTHER_MODEL = re.compile(r"(?:pytorch_)?model_\d+\.(?:bin|safetensors)")
 _LARGEST_TRAINER_STATE = 2**28
 
 
-def recognise(tree: Tree) -> bool:
+def recognise(tree: FileTree) -> bool:
     """Return whether a tree has accelerate's files of an optimizer or of FSDP weights.
 
     Published weights with other files of a training run count too: the optimizer may not have been
@@ -62,7 +62,7 @@ def recognise(tree: Tree) -> bool:
     return has_run and huggingface.recognise(tree)
 
 
-def read(tree: Tree) -> Foreign:
+def read(tree: FileTree) -> Foreign:
     """Read a directory of `Accelerator.save_state`, or a `checkpoint-…` of the Trainer.
 
     Keys are `model`, `optimizer`, `scheduler`, `scaler`, then `optimizer_1` and so on. Registered
@@ -100,7 +100,7 @@ def read(tree: Tree) -> Foreign:
     )
 
 
-def _find_absent(tree: Tree) -> dict[str, str]:
+def _find_absent(tree: FileTree) -> dict[str, str]:
     """Return missing files that were probably written, judging by the others."""
     kinds = {
         match[1]
@@ -123,7 +123,7 @@ def _find_absent(tree: Tree) -> dict[str, str]:
     return absent
 
 
-def _list_parts(tree: Tree) -> Iterator[partial[NestedLeaves]]:
+def _list_parts(tree: FileTree) -> Iterator[partial[NestedLeaves]]:
     """Yield a function for each folder or file that reads it, given the index of its first file."""
     for name in tree.sizes:
         if match := _DCP_FOLDER.fullmatch(name):
@@ -141,17 +141,17 @@ def _state_key(kind: str, number: str | None) -> str:
     return f"{key}_{int(number)}" if number and int(number) else key
 
 
-def _read_dcp_folder(tree: Tree, folder: str, key: str, first: int) -> NestedLeaves:
+def _read_dcp_folder(tree: FileTree, folder: str, key: str, first: int) -> NestedLeaves:
     metadata = read_metadata(tree, f"{folder}{METADATA}")
     content = read_content(tree, metadata, folder=folder, first=first)
     return leaves_of(content, metadata, lambda path: (key, *path[1:]))
 
 
-def _read_torch_file(tree: Tree, name: str, key: str, index: int) -> NestedLeaves:
+def _read_torch_file(tree: FileTree, name: str, key: str, index: int) -> NestedLeaves:
     return find_leaves({key: read_value(tree, name, index)}, (tree.file(name),))
 
 
-def _read_trainer_state(tree: Tree) -> Mapping[str, Any]:
+def _read_trainer_state(tree: FileTree) -> Mapping[str, Any]:
     """Return the Trainer's state, with its step and log; it is empty if there is no file."""
     if TRAINER_STATE not in tree.sizes:
         return {}
@@ -162,7 +162,7 @@ def _read_trainer_state(tree: Tree) -> Mapping[str, Any]:
         raise FormatError(f"{tree}/{TRAINER_STATE}: not a JSON object: {error}") from error
 
 
-def _list_left_out(tree: Tree) -> Iterator[str]:
+def _list_left_out(tree: FileTree) -> Iterator[str]:
     for name in tree.sizes:
         if _RANDOM_STATE.fullmatch(name):
             yield f"{name}: random states of a rank; they belong to the program"

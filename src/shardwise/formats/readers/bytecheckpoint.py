@@ -13,7 +13,7 @@ import numpy as np
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.torch_values import TORCH_NAMES
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign, PieceTable, StoredArray
 from shardwise.formats.nested import NestedLeaves, build_foreign, join_leaves
 from shardwise.formats.optimizers import Path
@@ -34,12 +34,12 @@ Its `start` is the offset in the chunk's item, in bytes.
 """
 
 
-def recognise(tree: Tree) -> bool:
+def recognise(tree: FileTree) -> bool:
     """Return whether a tree has a folder `model` with DCP metadata."""
     return f"model/{METADATA}" in tree.sizes and METADATA not in tree.sizes
 
 
-def read(tree: Tree) -> Foreign:
+def read(tree: FileTree) -> Foreign:
     """Read a step saved by ByteCheckpoint: `model`, `optimizer` and `extra_state`.
 
     Raises:
@@ -71,7 +71,7 @@ def read(tree: Tree) -> Foreign:
     )
 
 
-def _read_part(tree: Tree, part: str, first: int) -> NestedLeaves:
+def _read_part(tree: FileTree, part: str, first: int) -> NestedLeaves:
     """Read the model or the optimizer.
 
     Args:
@@ -107,7 +107,7 @@ def _parse_chunk_arrays(metadata: Metadata, path: str) -> ChunkArrays:
     return arrays
 
 
-def _find_arrays(arrays: ChunkArrays, tree: Tree, chunks: Chunks) -> ItemArrays:
+def _find_arrays(arrays: ChunkArrays, tree: FileTree, chunks: Chunks) -> ItemArrays:
     templates: dict[StoredArray, int] = {}
     template, start = [], []
     for name, item, offset in zip(chunks.names, chunks.items, chunks.offsets, strict=True):

@@ -17,7 +17,7 @@ import msgspec
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
 from shardwise.formats.containers.safetensors import METADATA, Header, is_safetensors, read_header
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign, StoredArray
 from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.piece_tables import table_of_boxes, tie_equal_arrays
@@ -33,7 +33,7 @@ _WEIGHTS = ("model", "pytorch_model", "adapter_model", "diffusion_pytorch_model"
 _THREADS = 8
 
 
-def recognise(tree: Tree) -> bool:
+def recognise(tree: FileTree) -> bool:
     """Return whether a tree is a safetensors file or an index, or has the weights of a model."""
     if tree.single_file is None:
         return _find_weights(tree) is not None or bool(_names_without_index(tree))
@@ -43,7 +43,7 @@ def recognise(tree: Tree) -> bool:
         return is_safetensors(file.read(9))
 
 
-def read(tree: Tree) -> Foreign:
+def read(tree: FileTree) -> Foreign:
     """Read a published model.
 
     Raises:
@@ -91,7 +91,7 @@ class _Shard:
     removed_ties: Mapping[str, str] = field(default_factory=dict)
 
 
-def _find_weights(tree: Tree) -> str | None:
+def _find_weights(tree: FileTree) -> str | None:
     """Return the name of the file or index with the weights, as transformers finds it."""
     for suffix in (SAFETENSORS, PICKLED):
         for name in _WEIGHTS:
@@ -101,7 +101,7 @@ def _find_weights(tree: Tree) -> str | None:
     return None
 
 
-def _names_without_index(tree: Tree) -> list[str]:
+def _names_without_index(tree: FileTree) -> list[str]:
     """Return the names that the index and shards of a model should have; empty without shards."""
     matches = [match for name in tree.sizes if (match := _SHARD.fullmatch(name)) is not None]
     shards = [match for match in matches if match[1] in _WEIGHTS]
@@ -112,7 +112,7 @@ def _names_without_index(tree: Tree) -> list[str]:
     return [f"{stem}{suffix}{INDEX}", *(f"{stem}-{n:05}-of-{count}{suffix}" for n in numbers)]
 
 
-def _read_index(tree: Tree, name: str) -> dict[str, str]:
+def _read_index(tree: FileTree, name: str) -> dict[str, str]:
     try:
         index = msgspec.json.decode(tree.read(name, limit=_LARGEST_INDEX), type=_Index)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -130,7 +130,7 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def _read_shard(tree: Tree, name: str, index: int) -> _Shard:
+def _read_shard(tree: FileTree, name: str, index: int) -> _Shard:
     if not name.endswith(PICKLED):
         with tree.open_range(name, index) as file:
             return _shard_of_header(read_header(file))
@@ -169,7 +169,7 @@ def _add_shard(builder: Builder, file: str, shard: _Shard, index: Mapping[str, s
 
 
 def _require_indexed_tensors(
-    tree: Tree, index: Mapping[str, str], shards: Mapping[str, _Shard]
+    tree: FileTree, index: Mapping[str, str], shards: Mapping[str, _Shard]
 ) -> None:
     missing = [
         name
@@ -204,12 +204,12 @@ _OFFSETS_KEY = "DCP_SHARDING_INFO"
 _OffsetAndArray: TypeAlias = tuple[Dims, StoredArray]
 
 
-def recognise_sharded(tree: Tree) -> bool:
+def recognise_sharded(tree: FileTree) -> bool:
     """Return whether a tree has shards of `HuggingFaceStorageWriter`, or is one."""
     return any(map(_SHARDED_FILE.fullmatch, tree.sizes))
 
 
-def read_sharded(tree: Tree) -> Foreign:
+def read_sharded(tree: FileTree) -> Foreign:
     """Read the shards that ranks left before consolidation. Names are below `model`.
 
     The files do not contain shapes of tensors. A tensor ends where its last shard ends.
@@ -243,7 +243,7 @@ def read_sharded(tree: Tree) -> Foreign:
     return builder.build(SHARDED_FORMAT)
 
 
-def _require_all_shards(tree: Tree, names: list[str]) -> None:
+def _require_all_shards(tree: FileTree, names: list[str]) -> None:
     """Require the files of all ranks."""
     matches = [match for name in names if (match := _SHARDED_FILE.fullmatch(name)) is not None]
     shards = {int(match[1]) for match in matches}

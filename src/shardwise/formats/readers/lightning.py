@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import FormatError
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.nested import NestedLeaves, build_foreign, find_leaves, join_leaves
 from shardwise.formats.optimizers import Path
@@ -27,14 +27,14 @@ _TRAINER_KEYS = ("callbacks", "loops")
 _OPTIMIZER_KEY = re.compile(r"optimizer_(\d{1,4})")
 
 
-def recognise(tree: Tree) -> bool:
+def recognise(tree: FileTree) -> bool:
     """Return whether a tree is a file with Lightning's version, or a directory with both parts."""
     if tree.single_file is None:
         return METADATA in tree.sizes and UNSHARDED_FILE in tree.sizes
     return contains_text(tree, tree.single_file, _VERSION.encode())
 
 
-def read(tree: Tree) -> Foreign:
+def read(tree: FileTree) -> Foreign:
     """Read a checkpoint of a Trainer, or a directory of Fabric.
 
     The module is `model`; optimizers and schedulers are `optimizer` and `scheduler`, then
@@ -58,14 +58,14 @@ def read(tree: Tree) -> Foreign:
     return replace(foreign, step=_find_step(state), world_size=count_ranks(content.files))
 
 
-def _read_dict(tree: Tree, name: str, index: int) -> dict[Any, Any]:
+def _read_dict(tree: FileTree, name: str, index: int) -> dict[Any, Any]:
     value = read_value(tree, name, index)
     if not isinstance(value, dict):
         raise FormatError(f"{tree}: {name}: expected a dict, found {type(value).__name__}")
     return value
 
 
-def _leaves_of_file(tree: Tree, name: str, state: Mapping[Any, Any]) -> NestedLeaves:
+def _leaves_of_file(tree: FileTree, name: str, state: Mapping[Any, Any]) -> NestedLeaves:
     """Return the tensors and values of a file."""
     trainer_values: dict[Path, Any] = {(key,): state[key] for key in _TRAINER_KEYS if key in state}
     renamed: dict[Any, Any] = {}

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from shardwise.errors import FormatError, LayoutError
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import (
     Foreign,
     ForeignFile,
@@ -48,7 +48,7 @@ _MASTER_KEYS = ("fp32_param", "param")
 _SHARDED_OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 
 
-def recognise(tree: Tree) -> bool:
+def recognise(tree: FileTree) -> bool:
     """Return whether a tree is a DCP checkpoint with Megatron-Core's additional file or item."""
     if METADATA not in tree.sizes:
         return False
@@ -57,13 +57,13 @@ def recognise(tree: Tree) -> bool:
     return CONFIG_FILE not in tree.sizes and COMMON_ITEM.encode() in tree.read(METADATA)
 
 
-def _config_names_backend(tree: Tree) -> bool:
+def _config_names_backend(tree: FileTree) -> bool:
     return tree.sizes.get(CONFIG_FILE, _LARGEST_CONFIG + 1) <= _LARGEST_CONFIG and (
         b'"sharded_backend"' in tree.read(CONFIG_FILE, limit=_LARGEST_CONFIG)
     )
 
 
-def read(tree: Tree) -> Foreign:
+def read(tree: FileTree) -> Foreign:
     """Read a checkpoint of `megatron.core.dist_checkpointing` with the backend `torch_dist`.
 
     Tensors of the model are `model.<name>`. If the optimizer has master weights, these are
@@ -98,7 +98,7 @@ def read(tree: Tree) -> Foreign:
     )
 
 
-def _check_backend(tree: Tree) -> None:
+def _check_backend(tree: FileTree) -> None:
     text = tree.read(CONFIG_FILE, limit=_LARGEST_CONFIG)
     try:
         config = msgspec.json.decode(text, type=dict[str, Any])
@@ -234,7 +234,9 @@ def unstack_layers(content: DcpContent, path: str) -> DcpContent:
     )
 
 
-def _read_common(tree: Tree, content: DcpContent) -> tuple[tuple[ForeignFile, ...], dict[Any, Any]]:
+def _read_common(
+    tree: FileTree, content: DcpContent
+) -> tuple[tuple[ForeignFile, ...], dict[Any, Any]]:
     """Return the state that all ranks share, and the file with it if it is not an item.
 
     If both exist, the file is read, as Megatron-Core does.

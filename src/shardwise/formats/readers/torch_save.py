@@ -18,7 +18,7 @@ from shardwise.formats.containers.torch_files import (
 )
 from shardwise.formats.containers.torch_values import DTENSOR_NAMES
 from shardwise.formats.containers.zip_archive import ZIP_START
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign, StoredArray
 from shardwise.formats.merge_ranks import merge_ranks
 
@@ -36,7 +36,7 @@ FilesOfRanks: TypeAlias = Mapping[tuple[str, str], Mapping[int, str]]
 
 
 def read_value(
-    tree: Tree, name: str, index: int = 0, also_allowed: AllowedNames | None = None
+    tree: FileTree, name: str, index: int = 0, also_allowed: AllowedNames | None = None
 ) -> Any:
     """Return the value in a file of torch.save, with `StoredArray` for tensors.
 
@@ -54,7 +54,7 @@ def read_value(
         ).value
 
 
-def contains_text(tree: Tree, name: str, text: bytes) -> bool:
+def contains_text(tree: FileTree, name: str, text: bytes) -> bool:
     """Return whether a file is a zip archive of torch.save whose pickle contains a text."""
     with tree.open_range(name) as file:
         try:
@@ -63,7 +63,7 @@ def contains_text(tree: Tree, name: str, text: bytes) -> bool:
             return False
 
 
-def recognise(tree: Tree) -> bool:
+def recognise(tree: FileTree) -> bool:
     """Return whether a tree is a file that starts like one of torch.save."""
     if tree.single_file is None:
         return False
@@ -71,7 +71,7 @@ def recognise(tree: Tree) -> bool:
         return is_torch_file(file.read(64))
 
 
-def read(tree: Tree) -> Foreign:
+def read(tree: FileTree) -> Foreign:
     """Read a file of torch.save. A value that is not a dict is named `value`.
 
     Raises:
@@ -83,14 +83,14 @@ def read(tree: Tree) -> Foreign:
     return merge_ranks([(0, value)], (tree.file(name),), str(tree), FORMAT, lambda *_: True)
 
 
-def recognise_ranks(tree: Tree) -> bool:
+def recognise_ranks(tree: FileTree) -> bool:
     """Return whether a directory has files that are named after ranks and contain DTensors."""
     return tree.single_file is None and any(
         contains_text(tree, files[min(files)], _DTENSOR) for files in _find_files(tree).values()
     )
 
 
-def read_ranks(tree: Tree) -> Foreign:
+def read_ranks(tree: FileTree) -> Foreign:
     """Read the files of all ranks as one checkpoint of global tensors.
 
     Several sets of files, for example `model_world_size_4_rank_0.pt` and
@@ -144,7 +144,7 @@ def read_ranks(tree: Tree) -> Foreign:
     )
 
 
-def _find_files(tree: Tree) -> dict[tuple[str, str], dict[int, str]]:
+def _find_files(tree: FileTree) -> dict[tuple[str, str], dict[int, str]]:
     """Return the sets of files whose names differ only in the number of the rank.
 
     Plain numbers count as ranks only if no file name has `rank` before a number.
@@ -166,7 +166,7 @@ def _state_key(prefix: str) -> str:
     return "optimizer" if words and words[0].startswith("optim") else "_".join(words) or "state"
 
 
-def _require_ranks(tree: Tree, sets: FilesOfRanks) -> None:
+def _require_ranks(tree: FileTree, sets: FilesOfRanks) -> None:
     """Require that every set has a file of each rank."""
     ranks = {rank for files in sets.values() for rank in files}
     for (prefix, suffix), files in sets.items():

@@ -14,7 +14,7 @@ import msgspec
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.torch_files import read_torch_file
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign, StoredArray, row_major_strides
 from shardwise.formats.nested import NestedLeaves, build_foreign
 from shardwise.formats.optimizers import STATE, Path
@@ -64,12 +64,12 @@ class _Manifest(msgspec.Struct, frozen=True):
     manifest: dict[str, _Entry]
 
 
-def recognise(tree: Tree) -> bool:
+def recognise(tree: FileTree) -> bool:
     """Return whether a tree has the file that torchsnapshot writes last."""
     return MANIFEST in tree.sizes
 
 
-def read(tree: Tree) -> Foreign:
+def read(tree: FileTree) -> Foreign:
     """Read a snapshot. If values differ between ranks, the first rank's are taken.
 
     Raises:
@@ -99,7 +99,7 @@ def read(tree: Tree) -> Foreign:
 class _Snapshot:
     """Collects the tensors and values of a snapshot from the entries of its manifest."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: FileTree) -> None:
         self._tree = tree
         self._file_indices: dict[str, int] = {}
         self._containers: dict[Path, type] = {}

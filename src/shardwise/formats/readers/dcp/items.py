@@ -22,7 +22,7 @@ from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_files import parse_storage_id, read_torch_file
 from shardwise.formats.containers.torch_values import TORCH_NAMES, Storage
-from shardwise.formats.file_tree import BytesFile, Tree
+from shardwise.formats.file_tree import BytesFile, FileTree
 from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.dcp.metadata import Item
 from shardwise.manifest.pieces import Int
@@ -57,7 +57,7 @@ class ItemArrays:
     start: Int
 
 
-def find_arrays(tree: Tree, names: Sequence[str], items: Sequence[Item]) -> ItemArrays:
+def find_arrays(tree: FileTree, names: Sequence[str], items: Sequence[Item]) -> ItemArrays:
     """Find the starts of the arrays of items, from the heads of the items.
 
     Args:
@@ -89,7 +89,7 @@ def find_arrays(tree: Tree, names: Sequence[str], items: Sequence[Item]) -> Item
 
 
 def read_values(
-    tree: Tree,
+    tree: FileTree,
     names: Sequence[str],
     items: Sequence[Item],
     numbers: Sequence[int],
@@ -216,7 +216,7 @@ def _find_described_end(head: bytes, start: int) -> int | None:
 
 
 def _read_items(
-    tree: Tree,
+    tree: FileTree,
     names: Sequence[str],
     items: Sequence[Item],
     most: int,

@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_values import AllowedNames, Record, allow_as_records
+from shardwise.formats.containers.pickle_values import (
+    AllowedNames,
+    PickledInstance,
+    allow_as_instances,
+)
 from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.torch_values import TORCH_NAMES
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.manifest.manifest import LARGEST
 from shardwise.manifest.validate import MOST_PIECES
 from shardwise.state.hash_collisions import check_keys
@@ -72,7 +76,7 @@ class Metadata:
     extra_fields: Mapping[str, Any]
 
 
-def read_metadata(tree: Tree, name: str = METADATA) -> Metadata:
+def read_metadata(tree: FileTree, name: str = METADATA) -> Metadata:
     """Read `.metadata`, which is not trusted.
 
     Args:
@@ -92,7 +96,7 @@ def read_metadata(tree: Tree, name: str = METADATA) -> Metadata:
         raise FormatError(f"{path}: not the metadata of a DCP checkpoint: {error!r}") from error
 
 
-class _Properties(Record):
+class _Properties(PickledInstance):
     """The properties of a tensor, which are pickled as a tuple that starts with the dtype."""
 
     __slots__ = ()
@@ -109,7 +113,7 @@ _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _BYTECHECKPOINT = "bytecheckpoint.checkpointer.meta_type"
 _STUBS: AllowedNames = {
     **TORCH_NAMES,
-    **allow_as_records(
+    **allow_as_instances(
         *(
             f"{_TORCH_DCP}.metadata.{name}"
             for name in (
@@ -152,7 +156,7 @@ def _parse_metadata(root: Mapping[str, Any]) -> Metadata:
     chunks = 0
     for name, entry in root["state_dict_metadata"].items():
         _check(isinstance(name, str) and name != "", "the name of a tensor or value is not text")
-        if _is_record_of(entry, "BytesStorageMetadata"):
+        if _is_instance_of(entry, "BytesStorageMetadata"):
             values.append(name)
         else:
             fields = _fields_of(entry, "TensorStorageMetadata")
@@ -178,8 +182,8 @@ def _parse_tensor(name: str, fields: Mapping[str, Any]) -> ChunkedTensor:
         "torch."
     )
     chunks = []
-    for record in fields["chunks"]:
-        chunk = _fields_of(record, "ChunkStorageMetadata")
+    for instance in fields["chunks"]:
+        chunk = _fields_of(instance, "ChunkStorageMetadata")
         offset, sizes = _require_ints(chunk["offsets"], name), _require_ints(chunk["sizes"], name)
         _check(
             len(offset) == len(sizes) == len(shape),
@@ -191,13 +195,13 @@ def _parse_tensor(name: str, fields: Mapping[str, Any]) -> ChunkedTensor:
     return ChunkedTensor(dtype, shape, tuple(chunks))
 
 
-def parse_index(record: object) -> tuple[str, Ints | None]:
+def parse_index(instance: object) -> tuple[str, Ints | None]:
     """Return the key of an item: the name and offset in a `MetadataIndex`.
 
     Raises:
         FormatError: it is malformed.
     """
-    index = _fields_of(record, "MetadataIndex")
+    index = _fields_of(instance, "MetadataIndex")
     name, offset = index.get("fqn"), index.get("offset")
     if not isinstance(name, str):
         raise FormatError("the index of an item has no name")
@@ -205,8 +209,8 @@ def parse_index(record: object) -> tuple[str, Ints | None]:
 
 
 def _parse_items(storage: Any) -> Iterator[tuple[tuple[str, Ints | None], Item]]:
-    for record, info in storage.items():
-        (name, offset), fields = parse_index(record), _fields_of(info, "_StorageInfo")
+    for instance, info in storage.items():
+        (name, offset), fields = parse_index(instance), _fields_of(info, "_StorageInfo")
         transforms = fields.get("transform_descriptors")
         _check(
             not transforms,
@@ -231,14 +235,14 @@ def _parse_path(name: str, path: Any) -> Path:
 
 def _fields_of(value: object, class_name: str) -> Mapping[str, Any]:
     _check(
-        _is_record_of(value, class_name) and isinstance(value, Record),
+        _is_instance_of(value, class_name) and isinstance(value, PickledInstance),
         f"expected a {class_name}, found {type(value).__name__}",
     )
-    return value.fields if isinstance(value, Record) else {}
+    return value.fields if isinstance(value, PickledInstance) else {}
 
 
-def _is_record_of(value: object, class_name: str) -> bool:
-    return isinstance(value, Record) and value.name.rpartition(".")[2] == class_name
+def _is_instance_of(value: object, class_name: str) -> bool:
+    return isinstance(value, PickledInstance) and value.name.rpartition(".")[2] == class_name
 
 
 def _require_ints(values: Any, label: str) -> Ints:

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
 from shardwise.formats.containers.pickle_values import AllowedNames
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign, ForeignFile, PieceTable, StoredArray
 from shardwise.formats.nested import NestedLeaves, build_foreign
 from shardwise.formats.optimizers import Path, is_of_optimizer
@@ -25,14 +25,14 @@ _LIGHTNING_KEY = re.compile(r"state_dict|optimizer_\d{1,4}")
 """Top-level keys in Lightning's DCP files; the file `meta.pt` has the rest of the state."""
 
 
-def recognise(tree: Tree) -> bool:
+def recognise(tree: FileTree) -> bool:
     """Return whether a tree has the files of `torch.distributed.checkpoint`, or is one of them."""
     return any(
         name == METADATA or (name.endswith(".distcp") and "/" not in name) for name in tree.sizes
     )
 
 
-def read(tree: Tree) -> Foreign:
+def read(tree: FileTree) -> Foreign:
     """Read a checkpoint of `torch.distributed.checkpoint`.
 
     Raises:
@@ -84,13 +84,13 @@ class DcpContent:
 
 
 def read_content(
-    tree: Tree,
+    tree: FileTree,
     metadata: Metadata,
     *,
     folder: str = "",
     first: int = 0,
     also_allowed: AllowedNames | None = None,
-    find: Callable[[Tree, Chunks], ItemArrays] | None = None,
+    find: Callable[[FileTree, Chunks], ItemArrays] | None = None,
 ) -> DcpContent:
     """Find the bytes of all tensors, and read all values.
 

@@ -9,7 +9,7 @@ import torch
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.ranges import FileRange
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.deepspeed.states import ModelState, OptimizerState
 
@@ -21,7 +21,7 @@ Scalars: TypeAlias = Mapping[tuple[int, int], float]
 """The values of 0-d arrays, by the index of the file and the offset in it, in bytes."""
 
 
-def check_counters(tree: Tree, models: Iterable[ModelState]) -> None:
+def check_counters(tree: FileTree, models: Iterable[ModelState]) -> None:
     """Compare the training counters of all ranks.
 
     Raises:
@@ -33,7 +33,7 @@ def check_counters(tree: Tree, models: Iterable[ModelState]) -> None:
         _require_equal(tree, f"{key} is", values, "from different steps")
 
 
-def check_optimizers(tree: Tree, ranks: Sequence[OptimizerState]) -> list[str]:
+def check_optimizers(tree: FileTree, ranks: Sequence[OptimizerState]) -> list[str]:
     """Compare type, steps and hyperparameters of optimizers that share their parameters.
 
     Args:
@@ -68,7 +68,7 @@ def check_optimizers(tree: Tree, ranks: Sequence[OptimizerState]) -> list[str]:
     return lines
 
 
-def read_scalars(tree: Tree, arrays: Iterable[StoredArray]) -> Scalars:
+def read_scalars(tree: FileTree, arrays: Iterable[StoredArray]) -> Scalars:
     """Read 0-d arrays, a few bytes of each file.
 
     Raises:
@@ -116,7 +116,7 @@ def _to_text(value: object, scalars: Scalars) -> str:
 
 
 def _require_equal(
-    tree: Tree, subject: str, values: Sequence[tuple[str, str]], problem: str
+    tree: FileTree, subject: str, values: Sequence[tuple[str, str]], problem: str
 ) -> None:
     """Refuse files whose values differ.
 

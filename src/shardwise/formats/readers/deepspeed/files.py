@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
-from shardwise.formats.file_tree import MOST_FILES, Tree
+from shardwise.formats.file_tree import MOST_FILES, FileTree
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 WEIGHTS_KEY, HYPERPARAMETERS_FILE = "fp32", "optimizer_state.pt"
@@ -69,7 +69,7 @@ class TagFiles:
         return 1 + max((rank for rank, _ in [*self.optimizer, *self.model]), default=0)
 
 
-def has_native_files(tree: Tree) -> bool:
+def has_native_files(tree: FileTree) -> bool:
     """Return whether a place has files of ranks as DeepSpeed's engine writes them.
 
     Also true if `latest` names a missing tag, and the place has other tags or no other files.
@@ -83,13 +83,13 @@ def has_native_files(tree: Tree) -> bool:
     return has_ranks and not _has_parameter_files(tree, folder)
 
 
-def has_universal_files(tree: Tree) -> bool:
+def has_universal_files(tree: FileTree) -> bool:
     """Return whether a place has the parameter files of a universal checkpoint."""
     folder = folder_of_tag(tree, universal=True)
     return folder is not None and _has_parameter_files(tree, folder)
 
 
-def folder_of_tag(tree: Tree, tag: str | None = None, *, universal: bool = False) -> str | None:
+def folder_of_tag(tree: FileTree, tag: str | None = None, *, universal: bool = False) -> str | None:
     """Return the folder of a tag (by default the latest one) with a final `/`.
 
     It is "" if the place is the folder of a tag itself, and None if the tag has no files.
@@ -101,7 +101,7 @@ def folder_of_tag(tree: Tree, tag: str | None = None, *, universal: bool = False
     return folder if any(name.startswith(folder) for name in tree.sizes) else None
 
 
-def _latest_tag(tree: Tree, *, universal: bool) -> str | None:
+def _latest_tag(tree: FileTree, *, universal: bool) -> str | None:
     name = LATEST_UNIVERSAL if universal else LATEST
     if tree.sizes.get(name, LARGEST_TAG + 1) > LARGEST_TAG:
         return None
@@ -112,18 +112,18 @@ def _is_rank_file(name: str) -> bool:
     return bool(_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))
 
 
-def _list_tags(tree: Tree) -> list[str]:
+def _list_tags(tree: FileTree) -> list[str]:
     """Return the folders that have files of ranks."""
     split_names = [name.rpartition("/") for name in tree.sizes]
     return sorted({folder for folder, _, name in split_names if folder and _is_rank_file(name)})
 
 
-def _has_parameter_files(tree: Tree, folder: str) -> bool:
+def _has_parameter_files(tree: FileTree, folder: str) -> bool:
     endings = f"/{WEIGHTS_KEY}.pt", f"/{HYPERPARAMETERS_FILE}"
     return any(name.startswith(f"{folder}zero/") and name.endswith(endings) for name in tree.sizes)
 
 
-def find_files(tree: Tree, tag: str | None, *, universal: bool = False) -> TagFiles:
+def find_files(tree: FileTree, tag: str | None, *, universal: bool = False) -> TagFiles:
     """Find the files of a tag, and require the files of all ranks up to the last one found.
 
     Raises:
@@ -176,7 +176,7 @@ def find_files(tree: Tree, tag: str | None, *, universal: bool = False) -> TagFi
     return files
 
 
-def _existing_folder(tree: Tree, tag: str | None, *, universal: bool) -> str:
+def _existing_folder(tree: FileTree, tag: str | None, *, universal: bool) -> str:
     if tree.single_file is not None and not _FIRST_MODEL.fullmatch(tree.single_file):
         raise _single_file_error(tree)
     folder = folder_of_tag(tree, tag, universal=universal)
@@ -193,14 +193,14 @@ def _existing_folder(tree: Tree, tag: str | None, *, universal: bool) -> str:
     )
 
 
-def _single_file_error(tree: Tree) -> CheckpointNotFoundError:
+def _single_file_error(tree: FileTree) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(
         f"{tree} is only one of the files that the ranks wrote: open {tree.path.parent}"
     )
 
 
 def require_rank_files(
-    tree: Tree, files: TagFiles, *, data_parallel: int, model_parallel: int, with_zero: bool
+    tree: FileTree, files: TagFiles, *, data_parallel: int, model_parallel: int, with_zero: bool
 ) -> None:
     """Require the files of all ranks.
 
@@ -234,7 +234,7 @@ def require_rank_files(
 
 
 def require_layers_and_experts(
-    tree: Tree, files: TagFiles, layers: Iterable[int], experts: Sequence[int]
+    tree: FileTree, files: TagFiles, layers: Iterable[int], experts: Sequence[int]
 ) -> None:
     """Require the files of pipeline layers and of experts.
 

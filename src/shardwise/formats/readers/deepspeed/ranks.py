@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.torch_files import Contents, ParseCache, read_torch_file
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import StoredArray
 from shardwise.formats.readers.deepspeed.agreement import check_counters, check_optimizers
 from shardwise.formats.readers.deepspeed.files import (
@@ -150,7 +150,7 @@ class AllRanks:
         return modules
 
 
-def read_ranks(tree: Tree, files: TagFiles, *, universal: bool = False) -> AllRanks:
+def read_ranks(tree: FileTree, files: TagFiles, *, universal: bool = False) -> AllRanks:
     """Read the files of all ranks, in parallel; no tensor is read.
 
     Args:
@@ -203,7 +203,7 @@ def read_ranks(tree: Tree, files: TagFiles, *, universal: bool = False) -> AllRa
     )
 
 
-def read_values(tree: Tree, names: Iterable[str], left_out: list[str]) -> dict[str, Any]:
+def read_values(tree: FileTree, names: Iterable[str], left_out: list[str]) -> dict[str, Any]:
     """Read files of torch.save in parallel, and return their values by file name.
 
     Args:
@@ -217,7 +217,7 @@ def read_values(tree: Tree, names: Iterable[str], left_out: list[str]) -> dict[s
 
 
 def _read_contents(
-    tree: Tree, names: Iterable[str], left_out: list[str], cache: ParseCache | None = None
+    tree: FileTree, names: Iterable[str], left_out: list[str], cache: ParseCache | None = None
 ) -> dict[str, Contents]:
     indices = {name: index for index, name in enumerate(tree.sizes)}
     contents = tree.read_each(
@@ -232,7 +232,7 @@ def _read_contents(
 
 
 def _read_model_states(
-    tree: Tree, files: TagFiles, left_out: list[str]
+    tree: FileTree, files: TagFiles, left_out: list[str]
 ) -> dict[RankKey, ModelState]:
     """Read the model states of all ranks; equal pickles of later ranks are parsed once."""
     first = {key: name for key, name in files.model.items() if key[0] == 0}
@@ -256,7 +256,7 @@ def _read_model_states(
 
 
 def _require_recorded_ranks(
-    tree: Tree,
+    tree: FileTree,
     files: TagFiles,
     model: ModelState,
     optimizers: Mapping[RankKey, OptimizerState],
@@ -280,7 +280,9 @@ def _require_recorded_ranks(
     )
 
 
-def _require_recorded_modules(tree: Tree, files: TagFiles, models: Iterable[ModelState]) -> None:
+def _require_recorded_modules(
+    tree: FileTree, files: TagFiles, models: Iterable[ModelState]
+) -> None:
     """Require a file for each pipeline layer with weights, and for each expert."""
     layers: set[int] = set()
     experts: list[int] = []

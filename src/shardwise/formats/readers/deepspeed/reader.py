@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardwise.errors import FormatError
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign
 from shardwise.formats.foreign_builder import Builder, equal_plain_values
 from shardwise.formats.optimizers import ParamGroup
@@ -30,13 +30,13 @@ from shardwise.formats.readers.deepspeed.zero import find_flat_groups
 FORMAT = "DeepSpeed"
 
 
-def recognise(tree: Tree) -> bool:
+def recognise(tree: FileTree) -> bool:
     """Return whether a place looks like a checkpoint of DeepSpeed's engine, or a folder of them."""
     return has_native_files(tree)
 
 
 def read(
-    tree: Tree,
+    tree: FileTree,
     tag: str | None = None,
     *,
     place: PlacementRule | None = None,

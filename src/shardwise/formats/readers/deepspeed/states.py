@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_values import AllowedNames, Record, allow_as_records
+from shardwise.formats.containers.pickle_values import PickledInstance, allow_as_instances
 from shardwise.formats.foreign import StoredArray
 from shardwise.manifest.manifest import LARGEST
 
@@ -22,7 +22,7 @@ ParameterState: TypeAlias = Mapping[str, "StoredArray | Number"]
 """The state of an optimizer for one parameter or flat group, by key."""
 T = TypeVar("T")
 
-STUBS: AllowedNames = allow_as_records(
+STUBS = allow_as_instances(
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
@@ -358,7 +358,7 @@ def _parse_shapes(shapes: Mapping[str, object], path: str) -> dict[str, Shape]:
 def _parse_slices(slices: Mapping[str, object], path: str) -> dict[str, tuple[int, int]]:
     parsed = {}
     for name, address in slices.items():
-        fields = address.fields if isinstance(address, Record) else {}
+        fields = address.fields if isinstance(address, PickledInstance) else {}
         start, length = fields.get("start"), fields.get("numel")
         if type(start) is not int or type(length) is not int or start < 0 or length < 0:
             raise FormatError(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Foreign, StoredArray, row_major_strides
 from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.optimizers import ParamGroup
@@ -47,12 +47,12 @@ ParameterFiles: TypeAlias = Mapping[tuple[str, str], str]
 """The file of each parameter and key of its state."""
 
 
-def recognise(tree: Tree) -> bool:
+def recognise(tree: FileTree) -> bool:
     """Return whether a place looks like a universal checkpoint, or a directory with one."""
     return has_universal_files(tree)
 
 
-def read(tree: Tree, tag: str | None = None, *, place: PlacementRule | None = None) -> Foreign:
+def read(tree: FileTree, tag: str | None = None, *, place: PlacementRule | None = None) -> Foreign:
     """Read a universal checkpoint; no tensor is read.
 
     Weights and optimizer state come from the files of the parameters. Frozen parameters and
@@ -107,7 +107,7 @@ def _trained_shapes(ranks: AllRanks) -> dict[str, tuple[Shape, ...]]:
 
 
 def _require_parameter_files(
-    tree: Tree, folder: str, files: ParameterFiles, ranks: AllRanks, settings: object
+    tree: FileTree, folder: str, files: ParameterFiles, ranks: AllRanks, settings: object
 ) -> None:
     """Require for each parameter its weights, and the state that others of its group have.
 
@@ -134,7 +134,7 @@ def _require_parameter_files(
 
 def _add_parameters(
     builder: Builder,
-    tree: Tree,
+    tree: FileTree,
     files: ParameterFiles,
     values: Mapping[str, Any],
     trained: Mapping[str, Sequence[Shape]],

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from shardwise.errors import CheckpointNotFoundError, FormatError
-from shardwise.formats.containers.pickle_values import Record
+from shardwise.formats.containers.pickle_values import PickledInstance
 from shardwise.formats.containers.torch_files import read_torch_file
-from shardwise.formats.file_tree import Tree
+from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import ForeignFile, StoredArray
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -65,7 +65,7 @@ class IterationFiles:
         return f"{self.folder}{directory}/{name}"
 
 
-def has_rank_files(tree: Tree) -> bool:
+def has_rank_files(tree: FileTree) -> bool:
     """Return whether a place has a rank's file where Megatron-LM would have written it.
 
     Also true if the place is the directory of one rank, or has only the file that names the latest
@@ -80,7 +80,7 @@ def has_rank_files(tree: Tree) -> bool:
     )
 
 
-def find_files(tree: Tree) -> IterationFiles:
+def find_files(tree: FileTree) -> IterationFiles:
     """Find the files of the latest iteration, or of the only one.
 
     Raises:
@@ -111,7 +111,7 @@ def find_files(tree: Tree) -> IterationFiles:
     )
 
 
-def _choose_iteration(tree: Tree, iterations: list[str]) -> str:
+def _choose_iteration(tree: FileTree, iterations: list[str]) -> str:
     if LATEST in tree.sizes:
         text = tree.read(LATEST, limit=LARGEST_LATEST).decode(errors="replace").strip()
         iteration = f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else text
@@ -131,7 +131,7 @@ def _choose_iteration(tree: Tree, iterations: list[str]) -> str:
     return iterations[0] if iterations else ""
 
 
-def require_files(tree: Tree, files: IterationFiles) -> None:
+def require_files(tree: FileTree, files: IterationFiles) -> None:
     """Require that every rank has the files that other ranks have.
 
     Raises:
@@ -214,12 +214,12 @@ def parameters_of(rank: Rank) -> list[Parameter]:
     ]
 
 
-def list_files(tree: Tree, files: IterationFiles) -> tuple[ForeignFile, ...]:
+def list_files(tree: FileTree, files: IterationFiles) -> tuple[ForeignFile, ...]:
     """Return the files of all ranks, in the order that the file indices of arrays refer to."""
     return tuple(tree.file(path) for paths in files.ranks.values() for path in paths.values())
 
 
-def read_ranks(tree: Tree, files: IterationFiles) -> list[Rank]:
+def read_ranks(tree: FileTree, files: IterationFiles) -> list[Rank]:
     """Read the files of all ranks, in parallel; no array is read.
 
     Raises:
@@ -234,7 +234,7 @@ def read_ranks(tree: Tree, files: IterationFiles) -> list[Rank]:
 
 
 def _parse_rank(
-    tree: Tree, numbers: DirectoryNumbers, contents: Mapping[str, tuple[str, Any]]
+    tree: FileTree, numbers: DirectoryNumbers, contents: Mapping[str, tuple[str, Any]]
 ) -> Rank:
     """Return the contents of a rank's files, given their paths and values by name."""
     states: dict[str, Mapping[Any, Any]] = {}
@@ -257,7 +257,9 @@ def _parse_rank(
     arrays = [{n: v for n, v in chunk.items() if isinstance(v, StoredArray)} for chunk in leaves]
     unread = [n for chunk in leaves for n, v in chunk.items() if not isinstance(v, StoredArray)]
     args = state.get(ARGS)
-    fields = args.fields if isinstance(args, Record) else args if isinstance(args, dict) else {}
+    fields = (
+        args.fields if isinstance(args, PickledInstance) else args if isinstance(args, dict) else {}
+    )
     values = {
         str(key): value
         for key, value in state.items()

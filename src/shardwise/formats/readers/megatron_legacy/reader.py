@@ -8,8 +8,12 @@ from itertools import product
 from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_values import AllowedCallable, Record, UnknownObject
-from shardwise.formats.file_tree import MOST_FILES, Tree
+from shardwise.formats.containers.pickle_values import (
+    AllowedCallable,
+    PickledInstance,
+    UnknownObject,
+)
+from shardwise.formats.file_tree import MOST_FILES, FileTree
 from shardwise.formats.foreign import CatalogueRow, Foreign, build_catalogue
 from shardwise.formats.foreign_builder import Builder, describe_differing_values
 from shardwise.formats.language import apply_spec
@@ -63,12 +67,12 @@ MasterDtypes: TypeAlias = Mapping[tuple[int, ...], Mapping[str, str]]
 """For each chunk of the model, the dtypes of master weights by name."""
 
 
-def recognise(tree: Tree) -> bool:
+def recognise(tree: FileTree) -> bool:
     """Return whether a place has directories of ranks as Megatron-LM writes them."""
     return has_rank_files(tree)
 
 
-def read(tree: Tree) -> Foreign:
+def read(tree: FileTree) -> Foreign:
     """Read the latest iteration; no tensor is read.
 
     Raises:
@@ -104,7 +108,7 @@ def read(tree: Tree) -> Foreign:
     )
 
 
-def check_ranks(tree: Tree, files: IterationFiles, ranks: Sequence[Rank]) -> None:
+def check_ranks(tree: FileTree, files: IterationFiles, ranks: Sequence[Rank]) -> None:
     """Check that no rank is missing, no directory was renamed, and all are from one iteration.
 
     Raises:
@@ -146,7 +150,7 @@ def _param_groups_of(part: object) -> Iterator[object]:
     yield from groups if isinstance(groups, list) else []
 
 
-def _check_iterations(tree: Tree, ranks: Sequence[Rank]) -> None:
+def _check_iterations(tree: FileTree, ranks: Sequence[Rank]) -> None:
     """Require that all ranks saved after the same iteration."""
     first = ranks[0]
     for rank in ranks:
@@ -159,7 +163,7 @@ def _check_iterations(tree: Tree, ranks: Sequence[Rank]) -> None:
             )
 
 
-def _check_order(tree: Tree, ranks: Mapping[DirectoryNumbers, Rank]) -> None:
+def _check_order(tree: FileTree, ranks: Mapping[DirectoryNumbers, Rank]) -> None:
     """Require that the recorded global rank grows with the directory's number along each axis.
 
     This holds for every order of the axes. Tools that convert checkpoints record the same rank in
@@ -354,7 +358,7 @@ def _find_unknown(value: object) -> str | None:
         parts = [*value, *value.values()]
     elif isinstance(value, (list, tuple, set)):
         parts = list(value)
-    elif isinstance(value, Record):
+    elif isinstance(value, PickledInstance):
         parts = [*value.args, *value.fields.values()]
     elif isinstance(value, AllowedCallable):
         return None
