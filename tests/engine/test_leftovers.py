@@ -95,17 +95,17 @@ def test_a_save_that_ends_while_another_collects_keeps_its_files(tmp_path: Path)
         saved.wait(20)
 
     def other() -> None:
-        store = FaultyStore(LocalStore(place), Fault(0, pause, only=("publish",)))
+        store = FaultyStore(LocalStore(place), Fault(0, pause, verbs=("publish",)))
         sw.save(store, {"t": torch.ones(3)}, group=SoloGroup())
         saved.set()
 
     with ThreadPoolExecutor(1) as pool:
         saving = pool.submit(other)
         assert about_to_publish.wait(20)
-        fault = Fault(0, let_it_end, only=("hold",))
+        fault = Fault(0, let_it_end, verbs=("hold",))
         remove_leftovers(FaultyStore(LocalStore(place), fault))
         saving.result()
-    assert fault.seen
+    assert fault.operations
     sw.open(place).verify()
 
 

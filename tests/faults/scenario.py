@@ -53,7 +53,7 @@ def save_step(root: Path, step: int, seed: int, victim: int, at: int | None) -> 
     mine = Fault(at if rank == victim else None)
     with sw.Checkpointer(faulty(root, mine), keep=sw.Keep(last=1), memory=None) as checkpointer:
         checkpointer.save(step, state_of(seed, rank, world))
-    return mine.seen
+    return mine.operations
 
 
 def restored(root: Path) -> tuple[int | None, State]:

@@ -59,7 +59,7 @@ def meet_in_the_middle(place: Path) -> str:
     """On a rank of two jobs of one rank each: neither publishes before both have written."""
     rank = dist.get_rank()
     groups = [dist.new_group([0]), dist.new_group([1])]
-    fault = Fault(0, lambda operation: dist.barrier(), only=("publish",))
+    fault = Fault(0, lambda operation: dist.barrier(), verbs=("publish",))
     try:
         store = FaultyStore(LocalStore(place), fault)
         sw.save(store, state_of(rank + 1), group=groups[rank])
@@ -79,10 +79,10 @@ def test_a_job_that_publishes_second_is_refused_and_tidies_up(gang: Gang, place:
 
 def test_where_a_checkpoint_is_nothing_is_written(place: Path) -> None:
     sw.save(place / "it", state_of(1))
-    fault = Fault(only=("create", "publish", "delete"))
+    fault = Fault(verbs=("create", "publish", "delete"))
     with pytest.raises(sw.CheckpointExistsError):
         sw.save(FaultyStore(LocalStore(place / "it"), fault), state_of(2))
-    assert fault.seen == []
+    assert fault.operations == []
 
 
 def train_until_told_to_go(root: Path, told: int, when: str) -> None:
@@ -93,7 +93,7 @@ def train_until_told_to_go(root: Path, told: int, when: str) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     within = rank == told and when == "within"
-    fault = Fault(0 if within else None, tell, only=("write_at",))
+    fault = Fault(0 if within else None, tell, verbs=("write_at",))
     store = FaultyStore(LocalStore(root), fault)
     with sw.Checkpointer(
         store, save_every=100, save_on=[signal.SIGTERM], memory=None

@@ -17,7 +17,14 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.store import LocalStore
 from shardwise.testing import Gang
-from shardwise.testing.faulty_store import FULL_DISK, READ_ONLY, Action, Fault, FaultyStore, refuse
+from shardwise.testing.faulty_store import (
+    FULL_DISK,
+    READ_ONLY,
+    Action,
+    Fault,
+    FaultyStore,
+    raise_os_error,
+)
 from shardwise.testing.thread_group import ThreadGroup, outcomes_of_ranks
 from tests.faults.scenario import (
     assert_values,
@@ -64,9 +71,9 @@ def test_refused_at_any_operation_nothing_is_half_saved(
     clean = Fault()
     reports = save_on_ranks(place / "clean", NEW, victim, clean)
     assert all(isinstance(report, sw.SaveReport) for report in reports)
-    verbs = [operation.split()[0] for operation in clean.seen]
+    verbs = [operation.split()[0] for operation in clean.operations]
     published = verbs.index("link") + 1 if victim == 0 else len(verbs)
-    for at, operation in enumerate(clean.seen):
+    for at, operation in enumerate(clean.operations):
         where = f"rank {victim} at operation {at}: {operation}"
         fault = Fault(at, FULL_DISK, sticky=sticky)
         target = place / f"refused-{at}"
@@ -99,7 +106,7 @@ def leftovers_of(place: Path) -> list[str]:
 def refuse_one_write(root: Path, number: int) -> float:
     """On a rank: save step 2 while rank 1's disk refuses; seconds until this rank knew."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    fault = Fault(0 if rank == 1 else None, refuse(number), only=("write_at",))
+    fault = Fault(0 if rank == 1 else None, raise_os_error(number), verbs=("write_at",))
     started = time.monotonic()
     with sw.Checkpointer(FaultyStore(LocalStore(root), fault), memory=None) as checkpointer:
         try:
@@ -233,7 +240,7 @@ def test_a_disk_that_takes_nothing_keeps_what_it_has(place: Path, action: Action
     """The same where mounting is not permitted."""
     with sw.Checkpointer(place, memory=None) as checkpointer:
         checkpointer.save(1, state_of(OLD))
-    fault = Fault(0, action, only=("create", "write_at", "commit", "publish"), sticky=True)
+    fault = Fault(0, action, verbs=("create", "write_at", "commit", "publish"), sticky=True)
     with sw.Checkpointer(FaultyStore(LocalStore(place), fault), memory=None) as checkpointer:
         with pytest.raises(OSError, match=r"space|Read-only"):
             checkpointer.save(2, state_of(NEW))

@@ -103,7 +103,7 @@ def test_a_failed_publication_leaves_nothing_beside(tmp_path: Path) -> None:
         raise OSError(operation)
 
     for verb in ("fsync", "link"):
-        store = FaultyStore(LocalStore(tmp_path), Fault(0, fail, only=(verb,)))
+        store = FaultyStore(LocalStore(tmp_path), Fault(0, fail, verbs=(verb,)))
         with pytest.raises(OSError, match=verb):
             store.publish("manifest.json", b"one", replace=False)
         assert store.list() == []

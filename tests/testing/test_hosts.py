@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import shardwise
-from shardwise.testing.hosts import TAG, Host, Hosts, HostsUnavailable
-from shardwise.testing.namespaces import mounts
+from shardwise.testing.hosts import MOUNT_TAG, Host, Hosts, HostsUnavailable
+from shardwise.testing.namespaces import list_mounts
 
 SERVE = """
 import socket, sys
@@ -121,7 +121,7 @@ def running(process: int) -> bool:
 
 def mine(directory: Path) -> list[str]:
     """The memories that are mounted below a directory."""
-    return [place for _, place in mounts(TAG) if Path(place).is_relative_to(directory)]
+    return [place for _, place in list_mounts(MOUNT_TAG) if Path(place).is_relative_to(directory)]
 
 
 def children() -> set[str]:

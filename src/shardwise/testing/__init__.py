@@ -1,4 +1,4 @@
-"""Tools for tests, both of shardwise and of its users."""
+"""Tools for the tests of shardwise and of its users."""
 
 from shardwise.testing.gang import Gang, GangError
 from shardwise.testing.worker import Outcome

@@ -1,4 +1,4 @@
-"""A store that counts its operations and fails or kills the process at one of them."""
+"""A store for fault tests: it counts operations, and fails or kills the process at one of them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shardwise.store.store import Buffer, ReadableFile, Store, WritableFile
 Action = Callable[[str], None]
 
 
-def die(operation: str) -> None:
+def kill_process(operation: str) -> None:
     """Kill this process, as `kill -9` does."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def refuse(number: int) -> Action:
-    """Return an action that raises an `OSError` with this number, for example `errno.ENOSPC`."""
+def raise_os_error(number: int) -> Action:
+    """Return an action that raises an `OSError` with an error number, such as `errno.ENOSPC`."""
 
     def act(operation: str) -> None:
         raise OSError(number, os.strerror(number), operation)
@@ -34,40 +34,40 @@ def refuse(number: int) -> Action:
 
 @dataclass(slots=True)
 class Fault:
-    """A fault to inject before an operation; shared by a store and all stores below it.
+    """A fault to inject before an operation. A store and all stores below it share the fault.
 
     Args:
-        at: number of the operation, counted from 0, before which `action` is called; None to only
+        index: index of the operation before which `action` is called, counted from 0; None to only
             count operations.
-        action: function called with the operation's name, `verb key`.
-        only: verbs of the operations to count; all if empty.
-        sticky: also call `action` before all later operations, like a full disk.
+        action: function to call with the operation's name, `verb key`.
+        verbs: verbs of the operations to count; all if empty.
+        sticky: whether to call `action` before all later operations too, like a full disk.
 
     Attributes:
-        seen: names of the operations so far.
+        operations: names of the operations so far.
     """
 
-    at: int | None = None
-    action: Action = die
-    only: tuple[str, ...] = ()
+    index: int | None = None
+    action: Action = kill_process
+    verbs: tuple[str, ...] = ()
     sticky: bool = False
-    seen: list[str] = field(default_factory=list)
+    operations: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def note(self, verb: str, key: str) -> None:
+    def count_operation(self, verb: str, key: str) -> None:
         """Count an operation that is about to happen, and inject the fault if it is due."""
-        if self.only and verb not in self.only:
+        if self.verbs and verb not in self.verbs:
             return
         name = f"{verb} {key}"
         with self._lock:
-            number = len(self.seen)
-            self.seen.append(name)
-        if self.at is not None and (number == self.at or (self.sticky and number > self.at)):
+            index = len(self.operations)
+            self.operations.append(name)
+        if self.index is not None and (index == self.index or (self.sticky and index > self.index)):
             self.action(name)
 
 
 class FaultyStore:
-    """A wrapper of a store that passes every operation to a `Fault` first."""
+    """Wraps a store, and reports every operation to a `Fault` before it happens."""
 
     def __init__(self, store: Store, fault: Fault) -> None:
         self._store = store
@@ -87,52 +87,52 @@ class FaultyStore:
 
     def create(self, key: str, size: int) -> WritableFile:
         """Begin a new file."""
-        self._fault.note("create", key)
+        self._fault.count_operation("create", key)
         return _FaultyWriter(self._store.create(key, size), key, self._fault)
 
     def open(self, key: str) -> ReadableFile:
         """Open a file."""
-        self._fault.note("open", key)
+        self._fault.count_operation("open", key)
         return _FaultyReader(self._store.open(key), key, self._fault)
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:
-        """Publish a small file. The system calls of a `LocalStore` count as operations, too."""
-        self._fault.note("publish", key)
+        """Publish a small file. The system calls of a `LocalStore` count as operations too."""
+        self._fault.count_operation("publish", key)
         if isinstance(self._store, LocalStore):
             with _noting_system_calls(self._fault):
                 self._store.publish(key, data, replace=replace)
         else:
             self._store.publish(key, data, replace=replace)
-        self._fault.note("published", key)
+        self._fault.count_operation("published", key)
 
     def read(self, key: str, *, limit: int) -> bytes:
         """Return the content of a small file."""
-        self._fault.note("read", key)
+        self._fault.count_operation("read", key)
         return self._store.read(key, limit=limit)
 
     def list(self) -> list[str]:
         """Return the names of the files and stores below."""
-        self._fault.note("list", "")
+        self._fault.count_operation("list", "")
         return self._store.list()
 
     def delete(self, key: str) -> None:
         """Delete a file."""
-        self._fault.note("delete", key)
+        self._fault.count_operation("delete", key)
         self._store.delete(key)
 
     def remove(self) -> None:
         """Remove this store, if it is empty."""
-        self._fault.note("remove", "")
+        self._fault.count_operation("remove", "")
         self._store.remove()
 
     def sync(self) -> None:
         """Make the directory entries of all files durable."""
-        self._fault.note("sync", "")
+        self._fault.count_operation("sync", "")
         self._store.sync()
 
     def hold(self, key: str, *, shared: bool) -> AbstractContextManager[bool]:
         """Lock a file."""
-        self._fault.note("hold", key)
+        self._fault.count_operation("hold", key)
         return self._store.hold(key, shared=shared)
 
 
@@ -143,11 +143,11 @@ class _FaultyWriter:
         self._fault = fault
 
     def write_at(self, offset: int, data: Buffer) -> None:
-        self._fault.note("write_at", self._key)
+        self._fault.count_operation("write_at", self._key)
         self._file.write_at(offset, data)
 
     def commit(self) -> None:
-        self._fault.note("commit", self._key)
+        self._fault.count_operation("commit", self._key)
         self._file.commit()
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class _FaultyReader:
         return self._file.size
 
     def read_at(self, offset: int, out: Buffer) -> int:
-        self._fault.note("read_at", self._key)
+        self._fault.count_operation("read_at", self._key)
         return self._file.read_at(offset, out)
 
     def close(self) -> None:
@@ -189,11 +189,11 @@ def _noting_system_calls(fault: Fault) -> Iterator[None]:
 
 def _noting(call: Callable[..., object], verb: str, fault: Fault) -> Callable[..., object]:
     def noted(*args: object, **kwargs: object) -> object:
-        fault.note(verb, "")
+        fault.count_operation(verb, "")
         return call(*args, **kwargs)
 
     return noted
 
 
-FULL_DISK = refuse(errno.ENOSPC)
-READ_ONLY = refuse(errno.EROFS)
+FULL_DISK = raise_os_error(errno.ENOSPC)
+READ_ONLY = raise_os_error(errno.EROFS)

@@ -1,4 +1,4 @@
-"""A gang: worker processes that stay warm and run functions as the ranks of a process group."""
+"""A gang: worker processes that stay alive, and run functions as ranks of a process group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from shardwise.errors import ShardwiseError
-from shardwise.testing.worker import READY, STACKS_SIGNAL, Outcome, Task, serve
+from shardwise.testing.worker import READY, STACKS_SIGNAL, Outcome, Task, serve_calls
 
 T = TypeVar("T")
 
@@ -46,17 +46,17 @@ class GangError(ShardwiseError):
 
 
 class Gang:
-    """Up to `size` worker processes on this machine, started on first use.
+    """Up to `size` worker processes on this machine, which are started on first use.
 
-    Workers are forked from a server that has imported torch, shardwise and the modules in
-    `preload`, so that replacing a dead worker takes a tenth of a second. All gangs of a process
-    share the server: only the first gang's `preload` counts. Use a gang as a context manager, and
-    guard scripts by `if __name__ == "__main__"`.
+    Workers are forked from a server that has already imported torch, shardwise and the modules in
+    `preload`, so a new worker starts in a tenth of a second. All gangs of a process share the
+    server, so only the `preload` of the first gang has an effect. Use a gang as a context manager,
+    and guard scripts with `if __name__ == "__main__"`.
     """
 
     def __init__(self, size: int, *, preload: Sequence[str] = ()) -> None:
         if size < 1:
-            raise ValueError(f"a gang needs at least one worker, not {size}")
+            raise ValueError(f"size={size}: a gang needs at least one worker")
         self.size = size
         self._preload = [*PRELOAD, *preload]
         self._workers: list[_Worker] = []
@@ -92,8 +92,8 @@ class Gang:
     ) -> list[T]:
         """Call `function(*args, **kwargs)` on ranks 0 to `world - 1`, and return the results.
 
-        The workers import `function`, so it must be defined at the top level of a module. They get
-        this process's environment, working directory and search path, and the variables that
+        The workers import `function`, so it must be defined at the top level of a module. Workers
+        get this process's environment, working directory and search path, and the variables that
         torchrun sets. The default process group is a gloo group of all ranks.
 
         Args:
@@ -127,9 +127,9 @@ class Gang:
         """
         world = self.size if world is None else world
         if not 1 <= world <= self.size:
-            raise ValueError(f"a gang of {self.size} cannot run as {world} rank(s)")
+            raise ValueError(f"world={world}: a gang of {self.size} runs 1 to {self.size} ranks")
         call = pickle.dumps((function, args, kwargs))
-        workers = self._ready(world)
+        workers = self._ready_workers(world)
         with tempfile.TemporaryDirectory(prefix="shardwise-run-") as folder:
             task = Task(
                 rank=0,
@@ -142,44 +142,46 @@ class Gang:
                 search_path=list(sys.path),
             )
             try:
-                _send(workers, task)
-                outcomes = _collect(workers, time.monotonic() + timeout)
-                _dismiss(workers)
+                _send_task(workers, task)
+                outcomes = _collect_outcomes(workers, time.monotonic() + timeout)
+                _dismiss_workers(workers)
             except BaseException:  # such as an interrupt during the call
                 for worker in workers:
                     worker.end(0.0)
                 raise
         return outcomes
 
-    def _ready(self, world: int) -> list[_Worker]:
-        """Return the first `world` workers; replace those that died."""
+    def _ready_workers(self, world: int) -> list[_Worker]:
+        """Return the first `world` workers. Start missing workers, and replace dead ones."""
         if self._folder is None:
-            raise RuntimeError("not started; use a context manager: `with Gang(4) as gang: …`")
+            raise RuntimeError(
+                "the gang is not started: use it as a context manager, `with Gang(4) as gang: …`"
+            )
         for rank in range(world):
             stacks = Path(self._folder.name, f"stacks-{rank}")
             if rank == len(self._workers):
-                self._workers.append(_start(stacks, self._preload))
+                self._workers.append(_start_worker(stacks, self._preload))
             elif not self._workers[rank].process.is_alive():
                 self._workers[rank].end(0.0)
-                self._workers[rank] = _start(stacks, self._preload)
+                self._workers[rank] = _start_worker(stacks, self._preload)
         return self._workers[:world]
 
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    """A process of the gang, our end of its pipe, and the file for its stack traces."""
+    """A worker process, this process's end of its pipe, and the file for its stack traces."""
 
     process: ForkServerProcess
     pipe: Connection
     stacks: Path
 
     def send(self, message: bytes) -> None:
-        """Send a message. If the worker is dead, `answer` reports it."""
+        """Send a message. If the worker is dead, `receive_outcome` reports it."""
         with contextlib.suppress(OSError):
             self.pipe.send_bytes(message)
 
-    def answer(self, rank: int) -> Outcome:
-        """Return the outcome that the worker sent, or that it died."""
+    def receive_outcome(self, rank: int) -> Outcome:
+        """Return the outcome that the worker sent; if it died, an outcome that says so."""
         try:
             if self.pipe.poll():
                 outcome: Outcome = pickle.loads(self.pipe.recv_bytes())
@@ -187,21 +189,21 @@ class _Worker:
         except (EOFError, OSError):
             pass
         except Exception as error:
-            report = f"cannot unpickle its answer: {error!r}"
+            report = f"the worker's outcome cannot be unpickled: {error!r}"
             return Outcome(rank=rank, kind="error", exception=error, report=report)
         self.end(1.0)
         code = self.process.exitcode
         return Outcome(rank=rank, kind="died", report=f"died (exit code {code})", exitcode=code)
 
-    def acknowledged(self) -> bool:
+    def is_ready(self) -> bool:
         """Return whether the worker reported that it is ready."""
         try:
             return self.pipe.recv_bytes() == READY
         except (EOFError, OSError):
             return False
 
-    def hung(self, rank: int) -> Outcome:
-        """Kill the worker and return an outcome with the stacks of its threads."""
+    def kill_hung(self, rank: int) -> Outcome:
+        """Kill the worker, and return an outcome with the stacks of its threads."""
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, STACKS_SIGNAL)
             self.process.join(0.2)
@@ -218,17 +220,19 @@ class _Worker:
         self.pipe.close()
 
 
-def _start(stacks: Path, preload: Sequence[str]) -> _Worker:
+def _start_worker(stacks: Path, preload: Sequence[str]) -> _Worker:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, stacks), name=f"gang-{stacks.name}")
+    parent_end, worker_end = context.Pipe()
+    process = context.Process(
+        target=serve_calls, args=(worker_end, stacks), name=f"gang-{stacks.name}"
+    )
     process.start()
-    theirs.close()
-    return _Worker(process, ours, stacks)
+    worker_end.close()
+    return _Worker(process, parent_end, stacks)
 
 
-def _send(workers: Sequence[_Worker], task: Task) -> None:
+def _send_task(workers: Sequence[_Worker], task: Task) -> None:
     """Send the task to each worker, with its rank and environment."""
     port = _free_port()
     for rank, worker in enumerate(workers):
@@ -236,38 +240,38 @@ def _send(workers: Sequence[_Worker], task: Task) -> None:
         worker.send(pickle.dumps(replace(task, rank=rank, environ=environ)))
 
 
-def _collect(workers: Sequence[_Worker], deadline: float) -> list[Outcome]:
-    """Return the outcomes by rank; kill the workers that pass the deadline."""
+def _collect_outcomes(workers: Sequence[_Worker], deadline: float) -> list[Outcome]:
+    """Return the outcomes by rank. Kill workers that have not answered by the deadline."""
     outcomes: dict[int, Outcome] = {}
-    for rank in _as_they_report(workers, deadline):
-        outcomes[rank] = workers[rank].answer(rank)
+    for rank in _indices_as_they_report(workers, deadline):
+        outcomes[rank] = workers[rank].receive_outcome(rank)
     for rank, worker in enumerate(workers):
         if rank not in outcomes:
-            outcomes[rank] = worker.hung(rank)
+            outcomes[rank] = worker.kill_hung(rank)
     return [outcomes[rank] for rank in range(len(workers))]
 
 
-def _dismiss(workers: Sequence[_Worker]) -> None:
-    """Have the workers leave their group and clean up; kill those that do not return."""
+def _dismiss_workers(workers: Sequence[_Worker]) -> None:
+    """Let the workers leave their group and clean up. Kill workers that do not answer."""
     alive = [worker for worker in workers if worker.process.is_alive()]
     for worker in alive:
         worker.send(READY)
-    returned = set(_as_they_report(alive, time.monotonic() + SECONDS_TO_RETURN))
+    returned = set(_indices_as_they_report(alive, time.monotonic() + SECONDS_TO_RETURN))
     for index, worker in enumerate(alive):
-        if index not in returned or not worker.acknowledged():
+        if index not in returned or not worker.is_ready():
             worker.end(0.0)
 
 
-def _as_they_report(workers: Sequence[_Worker], deadline: float) -> Iterator[int]:
+def _indices_as_they_report(workers: Sequence[_Worker], deadline: float) -> Iterator[int]:
     """Yield the index of each worker when it sends a message or exits, until the deadline."""
     pending = dict(enumerate(workers))
-    while pending and (left := deadline - time.monotonic()) > 0:
-        things: dict[Any, int] = {
-            thing: index
+    while pending and (remaining := deadline - time.monotonic()) > 0:
+        waitables: dict[Any, int] = {
+            waitable: index
             for index, worker in pending.items()
-            for thing in (worker.pipe, worker.process.sentinel)
+            for waitable in (worker.pipe, worker.process.sentinel)
         }
-        for index in {things[thing] for thing in wait(list(things), left)}:
+        for index in {waitables[waitable] for waitable in wait(list(waitables), remaining)}:
             del pending[index]
             yield index
 

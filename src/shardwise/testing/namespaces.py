@@ -1,4 +1,4 @@
-"""Linux namespaces and the processes in them, for `shardwise.testing.hosts`."""
+"""Create Linux namespaces, and start processes in them, for `shardwise.testing.hosts`."""
 
 from __future__ import annotations
 
@@ -15,78 +15,89 @@ from typing import Any
 from shardwise.errors import ShardwiseError
 
 CLONE_NEWPID = 0x20000000  # from <linux/sched.h>
-SECONDS_TO_OBEY = 10.0
+TOOL_TIMEOUT = 10.0
 
 
 class HostsUnavailable(ShardwiseError):  # noqa: N818 - a state of the machine, not a fault
     """This machine cannot simulate several hosts."""
 
 
-def namespace(process: int, kind: str) -> str:
+def namespace_path(process: int, kind: str) -> str:
     """Return the path of a process's namespace: `net`, `mnt`, `pid_for_children` and so on."""
     return f"/proc/{process}/ns/{kind}"
 
 
-def do(*command: str, text: str = "", may_fail: bool = False) -> None:
-    """Run a command with `text` as its input, and wait for it.
+def run_tool(*command: str, text: str = "", may_fail: bool = False) -> None:
+    """Run a command with `text` as its standard input, and wait for it.
 
     Raises:
         HostsUnavailable: the command failed or timed out.
     """
-    shown = " ".join([*command, *text.split()])
+    command_line = " ".join([*command, *text.split()])
     try:
-        done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=SECONDS_TO_OBEY
+        result = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=TOOL_TIMEOUT
         )
     except subprocess.TimeoutExpired as error:
-        raise HostsUnavailable(f"`{shown}` timed out after {SECONDS_TO_OBEY:.0f} s") from error
-    if done.returncode and not may_fail:
-        said = " ".join(done.stderr.split()) or f"exit status {done.returncode}"
-        raise HostsUnavailable(f"`{shown}` failed: {said}")
+        raise HostsUnavailable(f"`{command_line}` timed out after {TOOL_TIMEOUT:.0f} s") from error
+    if result.returncode and not may_fail:
+        message = " ".join(result.stderr.split()) or f"exit status {result.returncode}"
+        raise HostsUnavailable(f"`{command_line}` failed: {message}")
 
 
-def in_network(process: int, tool: str, *lines: str, may_fail: bool = False) -> None:
+def run_in_network(process: int, tool: str, *lines: str, may_fail: bool = False) -> None:
     """Run a batch of `ip` or `tc` commands in the network namespace of a process.
 
     Raises:
         HostsUnavailable: a command failed.
     """
-    space = f"--net={namespace(process, 'net')}"
-    do("nsenter", space, tool, "-batch", "-", text="\n".join(lines) + "\n", may_fail=may_fail)
+    network_option = f"--net={namespace_path(process, 'net')}"
+    run_tool(
+        "nsenter",
+        network_option,
+        tool,
+        "-batch",
+        "-",
+        text="\n".join(lines) + "\n",
+        may_fail=may_fail,
+    )
 
 
-def start_first(kinds: Sequence[str], script: str, *words: str) -> subprocess.Popen[str]:
+def start_namespaces(kinds: Sequence[str], script: str, *arguments: str) -> subprocess.Popen[str]:
     """Create namespaces and run a shell script with these arguments in them.
 
-    The script prints `up` when it is ready, and exits when it reads a line or its input ends. So it
-    exits with this process.
+    The script must print `up` when it is ready, and exit when it reads a line or its input ends. It
+    therefore exits when this process does.
 
     Raises:
         HostsUnavailable: the namespaces could not be created, or the script failed.
     """
     process = subprocess.Popen(
-        ["unshare", *kinds, "sh", "-c", script, "sh", *words],
+        ["unshare", *kinds, "sh", "-c", script, "sh", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-    said = ""
-    if process.stdout is not None and select.select([process.stdout], [], [], SECONDS_TO_OBEY)[0]:
-        said = process.stdout.readline()
-    if said != "up\n":
+    message = ""
+    if process.stdout is not None and select.select([process.stdout], [], [], TOOL_TIMEOUT)[0]:
+        message = process.stdout.readline()
+    if message != "up\n":
         process.kill()
-        said = " ".join(process.communicate()[1].split())
-        raise HostsUnavailable(f"cannot create namespaces: {said or 'the script did not start'}")
+        message = " ".join(process.communicate()[1].split())
+        raise HostsUnavailable(f"cannot create namespaces: {message or 'the script did not start'}")
     return process
 
 
-def end_first(first: subprocess.Popen[str], others: Sequence[subprocess.Popen[str]] = ()) -> None:
-    """Stop a process of `start_first`, and with it all processes of its pid namespace.
+def stop_namespaces(
+    first: subprocess.Popen[str], others: Sequence[subprocess.Popen[str]] = ()
+) -> None:
+    """Stop a process of `start_namespaces`, and all other processes of its pid namespace.
 
-    It exits only after all the others. `others` are children of this process in that namespace,
-    which must be waited for first.
+    Args:
+        others: children of this process in that namespace. The first process exits only after this
+            process has waited for them.
     """
     try:
         with suppress(BrokenPipeError):
@@ -94,24 +105,26 @@ def end_first(first: subprocess.Popen[str], others: Sequence[subprocess.Popen[st
                 first.stdin.write("end\n")
                 first.stdin.flush()
         for process in others:
-            process.wait(SECONDS_TO_OBEY)
-        first.communicate(timeout=SECONDS_TO_OBEY)
+            process.wait(TOOL_TIMEOUT)
+        first.communicate(timeout=TOOL_TIMEOUT)
     except BaseException:
         first.kill()
         raise
 
 
-def start_among(processes: str, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+def start_in_namespace(
+    pid_namespace: str, command: Sequence[str], **options: Any
+) -> subprocess.Popen[str]:
     """Start a command in a pid namespace, as a child of this process.
 
-    `setns` affects all later children of the calling thread, so a short-lived thread calls it.
+    A short-lived thread calls `setns`, because it affects all later children of its thread.
     """
     started: list[subprocess.Popen[str]] = []
     failed: list[Exception] = []
 
     def start() -> None:
         try:
-            _enter_processes(processes)
+            _enter_pid_namespace(pid_namespace)
             options.update(stdin=subprocess.DEVNULL, text=True, start_new_session=True)
             started.append(subprocess.Popen(command, **options))
         except Exception as error:
@@ -125,18 +138,18 @@ def start_among(processes: str, command: Sequence[str], **options: Any) -> subpr
     return started[0]
 
 
-def _enter_processes(processes: str) -> None:
-    """Put all later children of this thread into a pid namespace."""
-    fd = os.open(processes, os.O_RDONLY | os.O_CLOEXEC)
+def _enter_pid_namespace(pid_namespace: str) -> None:
+    """Start all later children of this thread in a pid namespace."""
+    fd = os.open(pid_namespace, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if ctypes.CDLL(None, use_errno=True).setns(fd, CLONE_NEWPID):
             code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), processes)
+            raise OSError(code, os.strerror(code), pid_namespace)
     finally:
         os.close(fd)
 
 
-def started_at(process: int) -> str:
+def start_time_of(process: int) -> str:
     """Return a process's start time in ticks since boot, or "" if it has exited."""
     try:
         status = Path(f"/proc/{process}/stat").read_text()
@@ -145,7 +158,7 @@ def started_at(process: int) -> str:
     return status.rpartition(")")[2].split()[19]
 
 
-def mounts(tag: str) -> list[tuple[str, str]]:
+def list_mounts(tag: str) -> list[tuple[str, str]]:
     """Return the source and directory of each mount whose source begins with a tag."""
     lines = [line.split()[:2] for line in Path("/proc/mounts").read_text().splitlines()]
     return [(line[0], line[1].replace(r"\040", " ")) for line in lines if line[0].startswith(tag)]

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for tensors and for their distribution over ranks."""
+"""Hypothesis strategies that draw tensors, and divide tensors among ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.layout import Box, Split, boxes_of_range, fragments_of_shard
 from shardwise.manifest.dtypes import DTYPES
 
 Holding = tuple[tuple[Box, ...], ...]
-"""For each rank, the boxes of a tensor that it holds."""
+"""The boxes of a tensor that each rank holds, by rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,14 @@ shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 
 @st.composite
 def tensors(draw: st.DrawFn, *, most: int = 4) -> list[Tensor]:
-    """Up to `most` tensors of any dtype and small shapes, including 0-d and empty ones."""
+    """Draw up to `most` tensors of any dtype and small shapes, including 0-d and empty tensors."""
     pairs = draw(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), shapes), max_size=most))
     return [Tensor(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(pairs)]
 
 
 @st.composite
 def meshes(draw: st.DrawFn, world: int) -> tuple[int, ...]:
-    """The shape of a device mesh for a world size: a factorization of it."""
+    """Draw the shape of a device mesh for a world size."""
     dims = []
     rest = world
     while rest > 1 and draw(st.booleans()):
@@ -48,7 +48,7 @@ def meshes(draw: st.DrawFn, world: int) -> tuple[int, ...]:
 
 @st.composite
 def holdings(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> Holding:
-    """The boxes of each rank: sharded or replicated over a mesh, flattened, or all on one rank."""
+    """Draw the boxes of each rank: on a mesh, as a flattened range, or all on one rank."""
     kind = draw(st.sampled_from(["mesh", "mesh", "flat", "one"]))
     if kind == "one":
         owner = draw(st.integers(0, world - 1))

@@ -1,4 +1,4 @@
-"""A group whose ranks are threads of one process, for tests without process groups."""
+"""A group whose ranks are threads of one process, to test ranks without process groups."""
 
 from __future__ import annotations
 
@@ -16,34 +16,38 @@ TIMEOUT = 60.0
 
 
 @dataclass(slots=True)
-class _Table:
-    """The memory through which ranks exchange data, with a barrier."""
+class _SharedTable:
+    """Memory that the ranks of a group share to exchange data, and a barrier.
+
+    Attributes:
+        parts: the data of each rank in the current operation.
+    """
 
     size: int
     timeout: float
     parts: list[bytes] = field(init=False)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _arrived: int = 0
-    _turn: int = 0
+    _round: int = 0
     _ended: bool = False
 
     def __post_init__(self) -> None:
         self.parts = [b""] * self.size
 
-    def meet(self) -> bool:
-        """Wait for all ranks; return False if a rank has ended or the timeout has passed."""
+    def wait_for_all(self) -> bool:
+        """Wait for all ranks. Return False if a rank has ended, or at the timeout."""
         with self._changed:
-            turn = self._turn
+            round_number = self._round
             self._arrived += 1
             if self._arrived == self.size:
                 self._arrived = 0
-                self._turn += 1
+                self._round += 1
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: self._turn != turn or self._ended, self.timeout)
-            return self._turn != turn
+            self._changed.wait_for(lambda: self._round != round_number or self._ended, self.timeout)
+            return self._round != round_number
 
     def end(self) -> None:
-        """Mark a rank as ended: it will not reach the barrier again."""
+        """Record that a rank has ended, so that nobody waits for it at the barrier."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -56,7 +60,7 @@ class ThreadGroup:
     timeout.
     """
 
-    def __init__(self, rank: int, table: _Table) -> None:
+    def __init__(self, rank: int, table: _SharedTable) -> None:
         self.rank = rank
         self.size = table.size
         self.bytes_sent = 0
@@ -65,16 +69,16 @@ class ThreadGroup:
 
     @classmethod
     def of_size(cls, size: int, *, timeout: float = TIMEOUT) -> list[ThreadGroup]:
-        """Return the ranks of a new group, one for each thread; `timeout` is in seconds."""
-        table = _Table(size, timeout)
+        """Return the ranks of a new group, one for each thread. `timeout` is in seconds."""
+        table = _SharedTable(size, timeout)
         return [cls(rank, table) for rank in range(size)]
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return the data of all ranks on rank 0, and an empty list on the others."""
         self._table.parts[self.rank] = data
-        self._meet()
+        self._wait_for_all()
         gathered = list(self._table.parts) if self.rank == 0 else []
-        self._meet()
+        self._wait_for_all()
         self.bytes_sent += len(data) if self.rank else 0
         return gathered
 
@@ -83,9 +87,9 @@ class ThreadGroup:
         if self.rank == 0:
             self._table.parts[:] = parts
             self.bytes_sent += sum(map(len, parts[1:]))
-        self._meet()
+        self._wait_for_all()
         part = self._table.parts[self.rank]
-        self._meet()
+        self._wait_for_all()
         return part
 
     def broadcast(self, data: bytes) -> bytes:
@@ -93,31 +97,31 @@ class ThreadGroup:
         if self.rank == 0:
             self._table.parts[0] = data
             self.bytes_sent += len(data)
-        self._meet()
-        heard = self._table.parts[0]
-        self._meet()
-        return heard
+        self._wait_for_all()
+        received = self._table.parts[0]
+        self._wait_for_all()
+        return received
 
     def end(self) -> None:
-        """Mark this rank as ended, so that the others stop waiting for it."""
+        """Record that this rank has ended, so that the others stop waiting for it."""
         self._table.end()
 
-    def _meet(self) -> None:
-        if not self._table.meet():
-            lost = "a rank has ended or did not answer in time"
-            raise LostRankError("communicating with the other ranks", {self.rank: lost})
+    def _wait_for_all(self) -> None:
+        if not self._table.wait_for_all():
+            reason = "a rank has ended or did not answer in time"
+            raise LostRankError("communicating with the other ranks", {self.rank: reason})
 
 
 def outcomes_of_ranks(
     world: int, function: Callable[[ThreadGroup], T], *, timeout: float = TIMEOUT
 ) -> list[T | Exception]:
-    """Call `function` on `world` threads and return, by rank, each result or exception.
+    """Call `function` on `world` threads, and return the result or exception of each rank.
 
     Args:
         timeout: limit for each communication, in seconds.
     """
 
-    def attempt(group: ThreadGroup) -> T | Exception:
+    def run_rank(group: ThreadGroup) -> T | Exception:
         try:
             return function(group)
         except Exception as error:
@@ -126,7 +130,7 @@ def outcomes_of_ranks(
             group.end()
 
     with ThreadPoolExecutor(world, "rank") as pool:
-        return list(pool.map(attempt, ThreadGroup.of_size(world, timeout=timeout)))
+        return list(pool.map(run_rank, ThreadGroup.of_size(world, timeout=timeout)))
 
 
 def run_ranks(
@@ -135,8 +139,7 @@ def run_ranks(
     """Call `function` on `world` threads and return the results by rank.
 
     Raises:
-        Exception: the exception of a rank, preferably of one that did not fail only because
-            another did.
+        Exception: the exception of a rank; if possible, of the rank that failed first.
     """
     outcomes = outcomes_of_ranks(world, function, timeout=timeout)
     failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]

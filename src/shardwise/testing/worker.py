@@ -1,4 +1,4 @@
-"""A worker process of a gang: it reads calls from a pipe, runs them and returns their outcomes."""
+"""The worker process of a gang: reads calls from a pipe, runs them, and sends their outcomes."""
 
 from __future__ import annotations
 
@@ -68,24 +68,24 @@ class Task:
     search_path: list[str]
 
 
-def serve(pipe: Connection, stacks: Path) -> None:
+def serve_calls(pipe: Connection, stacks: Path) -> None:
     """Run calls until the parent closes the pipe.
 
-    A worker leaves the group only after the parent has the outcomes of all ranks, so that data sent
-    in the background still arrives after the function has returned.
+    A worker leaves its process group only after the parent has the outcomes of all ranks. Until
+    then, data that the function has sent in the background can still arrive.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     torch.set_num_threads(1)
-    gc.freeze()  # objects of the server's imports are shared with it and never garbage
+    gc.freeze()  # objects of the server's imports are never garbage
     settings = Settings.current()
     with stacks.open("w") as file:
         faulthandler.register(STACKS_SIGNAL, file)
         try:
             while True:
                 task = pickle.loads(pipe.recv_bytes())
-                outcome, usable = perform(task)
+                outcome, reusable = run_task(task)
                 pipe.send_bytes(pickle.dumps(outcome))
-                if not usable:
+                if not reusable:
                     return
                 pipe.recv_bytes()
                 leave_group()
@@ -96,10 +96,10 @@ def serve(pipe: Connection, stacks: Path) -> None:
             return
 
 
-def perform(task: Task) -> tuple[Outcome, bool]:
-    """Run a task; return its outcome, and whether this process can run another one.
+def run_task(task: Task) -> tuple[Outcome, bool]:
+    """Run a task. Return its outcome, and whether this process can run another task.
 
-    It cannot if the process group could not be created, as torch does not recover from that.
+    The process cannot if it failed to create the process group: torch does not recover from that.
     """
     joined = False
     try:
@@ -114,16 +114,16 @@ def perform(task: Task) -> tuple[Outcome, bool]:
         outcome = Outcome(rank=task.rank, kind="value", value=function(*args, **kwargs))
         pickle.dumps(outcome)
     except BaseException as error:
-        outcome = failed(task.rank, error)
+        outcome = failed_outcome(task.rank, error)
         # Peers that wait for this rank fail now instead of at their timeout.
         leave_group()
     return outcome, joined
 
 
 def join_group(task: Task) -> None:
-    """Create the default process group, and wait until all ranks have done so.
+    """Create the default process group, and wait until all ranks have created it.
 
-    Otherwise a rank could leave, or die, while others are still connecting to it.
+    Without the wait, a rank could leave or die while others are still connecting to it.
     """
     timeout = timedelta(seconds=task.group_timeout)
     store = dist.FileStore(str(task.rendezvous), task.world)  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ def join_group(task: Task) -> None:
     store.wait(["all-arrived"], timeout)
 
 
-def failed(rank: int, error: BaseException) -> Outcome:
+def failed_outcome(rank: int, error: BaseException) -> Outcome:
     """Return the outcome of a call that raised `error`."""
     report = "".join(traceback.format_exception(error))
     try:
@@ -158,7 +158,7 @@ def leave_group() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Interpreter settings that calls may change, to be reset after each call."""
+    """Settings of the interpreter that calls may change. They are restored after each call."""
 
     torch_rng: torch.Tensor
     python_rng: Any
