@@ -58,7 +58,8 @@ def run(
         typer.Option(metavar="ADDR", help="Address or interface that other nodes connect to."),
     ] = LOOPBACK,
     port: Annotated[
-        int, typer.Option(metavar="N", help="The port. 0: the previous port, or a free one.")
+        int,
+        typer.Option(metavar="N", help="The port. 0: that of the previous agent, or a free one."),
     ] = 0,
     domain: Annotated[
         str,
@@ -69,7 +70,9 @@ def run(
     tls_ca: Authority = None,
     secret_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The secret of all nodes. Default: generated in --dir."),
+        typer.Option(
+            metavar="FILE", help="The secret that all nodes share. Default: made in --dir."
+        ),
     ] = None,
     until_idle: Annotated[
         bool, typer.Option("--until-idle", help="Exit when no snapshots and no training remain.")
@@ -306,7 +309,7 @@ def _show_run(run: RunStatus, console: Console) -> None:
     console.print(Text("   ").join(_lag_text(stage, run.behind[stage]) for stage in STAGES))
     shown = table(gap=2)
     shown.add_column("step", justify="right", no_wrap=True, style="bold")
-    for header in ("age", "size", "others'"):
+    for header in ("age", "size", "for others"):
         shown.add_column(header, justify="right", no_wrap=True)
     for stage in STAGES:
         shown.add_column(STAGE_DONE[stage], min_width=len(STAGE_DONE[stage]))

@@ -26,9 +26,11 @@ MOST_NAMES = 20
 def diff(
     a: Annotated[
         str,
-        typer.Argument(metavar="A", help="A checkpoint; for a run's directory, the newest."),
+        typer.Argument(metavar="A", help="A checkpoint, or the root of a run: its newest one."),
     ],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another checkpoint, in any format.")],
+    b: Annotated[
+        str, typer.Argument(metavar="B", help="Another checkpoint, in any format, or a root.")
+    ],
     show_all: Annotated[
         bool, typer.Option("--all", help=f"List all differences, not only the first {MOST_NAMES}.")
     ] = False,
@@ -113,5 +115,5 @@ def _extent_text(tensor: TensorDifference) -> Text:
     count = f"{tensor.differing:,} of {tensor.elements:,} elements"
     text = Text.assemble((count, "cyan"), (f"  {percent}", "dim"))
     if tensor.max_abs_difference is not None:
-        text.append("  by at most ", "dim").append(f"{tensor.max_abs_difference:.4g}")
+        text.append("  differ by at most ", "dim").append(f"{tensor.max_abs_difference:.4g}")
     return text

@@ -31,7 +31,7 @@ def _option(metavar: str, text: str) -> Any:
 
 
 Source = Annotated[
-    str, typer.Argument(metavar="SRC", help="A checkpoint, or a directory of checkpoints.")
+    str, typer.Argument(metavar="SRC", help="A checkpoint, or the root of a run: its newest one.")
 ]
 Sources = Annotated[
     list[str], typer.Argument(metavar="SRC...", help="Two or more checkpoints, in any formats.")
@@ -41,11 +41,9 @@ Adapter = Annotated[
     str, typer.Argument(metavar="ADAPTER", help="A PEFT adapter, or a checkpoint of LoRA tensors.")
 ]
 Target = Annotated[str, typer.Argument(metavar="DST", help="The new directory to write.")]
-Step = Annotated[
-    int | None, _option("N", "The step, if SRC is a run's directory. Default: the newest.")
-]
+Step = Annotated[int | None, _option("N", "The step, if SRC is a root. Default: the newest.")]
 Weight = Annotated[
-    list[float] | None, _option("N", "The weight of a SRC; repeat it for each, in their order.")
+    list[float] | None, _option("N", "The weight of one SRC. Repeat it for each SRC, in order.")
 ]
 TakeFirst = Annotated[
     list[str] | None, _option("PATTERN", "Take matching names from the first SRC. Repeatable.")
@@ -60,12 +58,12 @@ Only = Annotated[
 Skip = Annotated[
     list[str] | None, _option("PATTERN", "Leave out names that match: 'optimizer.*'. Repeatable.")
 ]
-Root = Annotated[str, _option("NAME", "The name in SRC below which the model is.")]
+Root = Annotated[str, _option("NAME", "The key of the model in the checkpoint.")]
 DType = Annotated[
     str | None,
     _option("DTYPE", "Convert the model's floats: bfloat16, float16, float32 or float64."),
 ]
-Config = Annotated[str | None, _option("FILE", "With --to hf: the model's config.json, to copy.")]
+Config = Annotated[str | None, _option("FILE", "With --to hf: the config.json to copy.")]
 Spec = Annotated[
     str | None, _option("FILE", "A layout specification of SRC: a file, or a built-in name.")
 ]
@@ -73,17 +71,17 @@ RankFiles = Annotated[
     str | None, _option("PATTERN", "With --spec: the files of the ranks, for example r{tp}.pt.")
 ]
 Let = Annotated[
-    list[str] | None, _option("NAME=N", "With --spec: a number that it declares. Repeatable.")
+    list[str] | None, _option("NAME=N", "With --spec: a number that the file declares. Repeatable.")
 ]
 SkipUnknown = Annotated[
     bool, typer.Option("--skip-unknown", help="Leave out values in pickles with unknown classes.")
 ]
-Format = Annotated[str | None, _option("FORMAT", "The format to read, if SRC has several.")]
+Format = Annotated[str | None, _option("FORMAT", "The format to read, if SRC has several formats.")]
 Index = Annotated[
     str | None, _option("FILE", "Keep an index of SRC in FILE, to open it faster next time.")
 ]
 MaxMemory = Annotated[str, _option("SIZE", "The most memory that each process uses.")]
-MaxFile = Annotated[str, _option("SIZE", "The most bytes of tensors in a file.")]
+MaxFile = Annotated[str, _option("SIZE", "The most bytes of tensors in each file.")]
 
 
 def export(
@@ -116,10 +114,12 @@ def export(
     --to native               shardwise's own format. Not needed for loading:
                               other formats are loaded in place.
 
-    SRC is not changed. Everything that is written is read back and compared. To resume an
+    SRC does not change. All files are read back after they are written, and compared. To resume an
     interrupted export, run the same command again.
 
-    To share the work: torchrun --nproc-per-node 4 -m shardwise export SRC DST
+    \b
+    To share the work among processes:
+      torchrun --nproc-per-node 4 -m shardwise export SRC DST
     """
     from shardwise import exporting
 
@@ -156,7 +156,10 @@ def average(
 
     To resume an interrupted run, run the same command again.
 
-    Example: shardwise average RUN/step-00000100 RUN/step-00000200 MEAN --only 'model.*'
+    \b
+    Example:
+      shardwise average RUN/step-00000100 RUN/step-00000200 AVERAGE \\
+          --only 'model.*'
     """
     from shardwise import combining
 
@@ -184,11 +187,14 @@ def merge_lora(
     """Write a model with a LoRA adapter merged into its weights.
 
     ADAPTER is a directory that PEFT saved, or a checkpoint whose names end in lora_A and lora_B.
-    BASE is not changed. `shardwise export --help` describes the formats of --to.
+    BASE does not change. `shardwise export --help` describes the formats of --to.
 
     To resume an interrupted run, run the same command again.
 
-    Example: shardwise merge-lora llama adapter merged --to hf --config llama/config.json
+    \b
+    Example:
+      shardwise merge-lora llama adapter merged --to hf \\
+          --config llama/config.json
     """
     from shardwise import combining
 

@@ -29,7 +29,8 @@ MOST_BOXES = 32
 
 def inspect(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A checkpoint, or a directory of checkpoints.")
+        str,
+        typer.Argument(metavar="PATH", help="A checkpoint, or the root of a run: its newest one."),
     ],
     name: Annotated[
         str | None,
@@ -37,9 +38,7 @@ def inspect(
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", help="The step, if PATH is a run's directory. Default: the newest."
-        ),
+        typer.Option(metavar="N", help="The step, if PATH is a root. Default: the newest."),
     ] = None,
     format: Annotated[  # noqa: A002 - the option's name
         str | None,
@@ -52,12 +51,12 @@ def inspect(
 ) -> None:
     """Show what a checkpoint contains.
 
-    Without NAME: a tree of all names, with dtypes, shapes and sizes. Layers with equal contents
-    are shown once.
+    Without NAME, prints a tree of all names, with dtypes, shapes and sizes. Layers with equal
+    contents are printed once.
 
-    With the NAME of a tensor: the parts (boxes) that it is stored in, and the ranks that wrote
-    them. With the NAME of a value: the value. With the beginning of names, for example
-    model.layers: the tree below it.
+    If NAME is a tensor, prints the boxes that it is stored in, and the ranks that wrote them. If
+    NAME is a value, prints the value. If NAME is the beginning of names, for example model.layers,
+    prints the tree below it.
 
     Tensor data is not read, so this is fast for checkpoints of any size.
     """

@@ -34,12 +34,15 @@ THREADS = 16
 MOST_PROBLEMS = 3
 
 Root = Annotated[
-    str, typer.Argument(metavar="ROOT", help="A directory of checkpoints, one for each step.")
+    str,
+    typer.Argument(
+        metavar="ROOT", help="The root of a run: a directory with a checkpoint for each step."
+    ),
 ]
 
 
 def ls(root: Root, as_json: AsJson = False) -> None:
-    """List the checkpoints in a directory.
+    """List the checkpoints of a run.
 
     The state of a checkpoint is one of:
 

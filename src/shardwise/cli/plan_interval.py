@@ -39,15 +39,19 @@ Nodes = Annotated[int, _option("N", "Number of nodes that train.")]
 PerDay = Annotated[float | None, _option("X", "Node failures per day, in the whole cluster.")]
 NodeMtbf = Annotated[
     float | None,
-    _option("DAYS", "Mean time between failures of one node (alternative to the above)."),
+    _option("DAYS", "Mean time between failures of one node, instead of the rate above."),
 ]
 Lost = Annotated[float, _option("X", "Fraction of failures in which a node's memory is lost.")]
 Group = Annotated[
     int | None,
-    _option("N", f"Nodes that protect each other. Default: {DEFAULT_GROUP}, or all if fewer."),
+    _option(
+        "N", f"Number of nodes that protect each other. Default: {DEFAULT_GROUP}, or all if fewer."
+    ),
 ]
-Parity = Annotated[int, _option("N", "How many nodes of a group can be lost at once.")]
-Rebuild = Annotated[float, _option("MINUTES", "Time after a loss until all is protected again.")]
+Parity = Annotated[int, _option("N", "Number of nodes of a group that may be lost at once.")]
+Rebuild = Annotated[
+    float, _option("MINUTES", "Time after a loss until all data is protected again.")
+]
 Correlated = Annotated[
     float, _option("X", "Failures per day that lose all memory, for example power cuts.")
 ]
@@ -72,11 +76,12 @@ def plan_interval(
 ) -> None:
     """Compute how often to save.
 
-    Frequent saves cost time; rare saves lose more work when a node fails. From the costs and the
-    failure rate that you give, this computes the intervals that waste the least time, with the
-    formulas of Young and Daly: one for snapshots in memory, one for saves to storage.
+    Frequent saves cost time; rare saves lose more work when a node fails. This command computes
+    the intervals that waste the least time, by the formulas of Young and Daly: one for snapshots
+    in memory, and one for saves to storage.
 
     \b
+    Example:
     shardwise plan-interval --step-time 1 --snapshot-cost 0.1 \\
         --persist-cost 1 --nodes 16 --failures-per-day 3
     """
@@ -152,7 +157,7 @@ def _show_plan(plan: IntervalPlan, console: Console) -> None:
     console.print(waste_table)
     console.print()
     losses_every = _format_duration(_days_between_losses(plan) * DAY)
-    console.print(Text(f"Expect a failure that needs the copy in storage every {losses_every}."))
+    console.print(Text(f"On average, a failure needs the save in storage every {losses_every}."))
     if plan.waste > HIGH_WASTE:
         warning = "The formulas assume that little time is wasted: expect more waste than this."
         console.print(Text(warning, "yellow"))

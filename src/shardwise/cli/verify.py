@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
@@ -48,7 +49,10 @@ ByteRange = tuple[int, int]
 
 def verify(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A checkpoint, or a directory of checkpoints.")
+        str,
+        typer.Argument(
+            metavar="PATH", help="A checkpoint, or the root of a run: all its checkpoints."
+        ),
     ],
     as_json: AsJson = False,
 ) -> None:
@@ -294,7 +298,10 @@ def _show_verdict(verdict: Verdict, console: Console) -> None:
     detail = f"  {'; '.join(details)}" if details else ""
     console.print(Text.assemble(symbols[verdict.intact], verdict.path, (detail, "dim")))
     for each in verdict.damage:
-        location = "" if each.start is None else f"{each.file}, bytes {each.start}:{each.stop}: "
+        location = ""
+        if each.start is not None:
+            file = "" if Path(verdict.path).name == each.file else f"{each.file}, "
+            location = f"{file}bytes {each.start}:{each.stop}: "
         text = Text(f"  {location}{each.problem}")
         if each.tensors:
             tensors = fmt.count(len(each.tensors), "tensor")
