@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shardwise as sw
-from benchmarks.harness import LARGE, ROWS, Bench, arguments
+from benchmarks.harness import LARGE, ROWS, Bench, parse_arguments
 
 
 def main() -> None:
-    bench = Bench("checksums", LARGE, arguments())
+    bench = Bench("checksums", LARGE, parse_arguments())
     state = bench.state(ROWS)
     path = bench.dir / "ours"
     sw.save(path, state)
     for _ in bench.rounds:
-        for cache, prepare in (("cold", bench.cool), ("warm", bench.warm)):
+        for cache, prepare in (("cold", bench.drop_page_cache), ("warm", bench.fill_page_cache)):
             for verify, name in ((True, "verified"), (False, "not verified")):
                 prepare()
                 bench.measure(f"{cache}: {name}", lambda v=verify: sw.load(path, state, verify=v))

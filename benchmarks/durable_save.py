@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
-from benchmarks.harness import LARGE, ROWS, Bench, arguments
+from benchmarks.harness import LARGE, ROWS, Bench, parse_arguments
 from benchmarks.limits import direct_write, sync_files
 
 try:
@@ -30,7 +30,7 @@ BY_TORCH_CHECKPOINTING = {
 
 
 def main() -> None:
-    bench = Bench("durable_save", LARGE, arguments())
+    bench = Bench("durable_save", LARGE, parse_arguments())
     with ExitStack() as cleanup:
         measure(bench, saves(bench, bench.model(ROWS), cleanup))
     bench.finish()

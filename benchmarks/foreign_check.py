@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from benchmarks.harness import ITS_OWN, Bench, arguments
+from benchmarks.harness import NO_TENSORS, Bench, parse_arguments
 from shardwise.formats.language import apply_spec
 from shardwise.formats.specs import load_builtin
 from tests.formats.language.test_scale import PP, SIZES, simulated
@@ -17,7 +17,7 @@ LAYERS = (3, 8)
 
 
 def main() -> None:
-    bench = Bench("foreign_check", ITS_OWN, arguments())
+    bench = Bench("foreign_check", NO_TENSORS, parse_arguments())
     spec, rows = load_builtin("megatron_llama"), []
     for layers in LAYERS[:1] if bench.quick else LAYERS:
         catalogue, name = simulated(layers), f"check {layers * PP} layers"

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import (
 )
 
 import shardwise as sw
-from benchmarks.harness import ROWS, Bench, Size, arguments
+from benchmarks.harness import ROWS, Bench, Size, parse_arguments
 from benchmarks.limits import direct_read, direct_write, sync_files
 from benchmarks.memory import peak_beyond
 
@@ -33,7 +33,7 @@ BLOCKS, BLOCKS_QUICK = 20, 1
 
 
 def main() -> None:
-    bench = Bench("foreign_export", SIZE, arguments())
+    bench = Bench("foreign_export", SIZE, parse_arguments())
     files = make(bench)
     target = bench.dir / "target"
     of_dcp, of_zero, limit = bench.dir / "dcp", bench.dir / "zero3", target / f"{bench.rank}"
@@ -51,7 +51,7 @@ def main() -> None:
     for _ in bench.rounds:
         for name, job in jobs.items():
             empty(bench, target)
-            bench.warm()
+            bench.fill_page_cache()
             peaks[name] = max(peaks.get(name, 0), peak_beyond(bench, name, job))
     report(bench, peaks)
 

@@ -10,14 +10,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import shardwise as sw
-from benchmarks.harness import ROWS, Bench, Size, arguments
+from benchmarks.harness import ROWS, Bench, Size, parse_arguments
 
 SIZE = Size(tensors=64)
 MOST = 1.3
 
 
 def main() -> None:
-    bench = Bench("foreign_load", SIZE, arguments())
+    bench = Bench("foreign_load", SIZE, parse_arguments())
     state = bench.state(ROWS)
     native, of_dcp, of_hf = bench.dir / "native", bench.dir / "dcp", bench.dir / "hf"
     sw.save(native, state)
@@ -31,9 +31,9 @@ def main() -> None:
     kept = {name: tensor.to_local().clone() for name, tensor in state["model"].items()}
     for _ in bench.rounds:
         for name, place in places.items():
-            bench.cool()
+            bench.drop_page_cache()
             bench.measure(f"cold: {name}", lambda p=place: sw.load(p, state))
-        bench.warm()
+        bench.fill_page_cache()
         for name, place in places.items():
             for tensor in state["model"].values():
                 tensor.to_local().zero_()

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 import shardwise as sw
 from benchmarks import rank_files
-from benchmarks.harness import ITS_OWN, Bench, arguments
+from benchmarks.harness import NO_TENSORS, Bench, parse_arguments
 
 TENSORS, TENSORS_QUICK = 10_000, 1_000
 MAKERS = {
@@ -27,7 +27,7 @@ MAKERS = {
 
 
 def main() -> None:
-    bench = Bench("foreign_open", ITS_OWN, arguments())
+    bench = Bench("foreign_open", NO_TENSORS, parse_arguments())
     tensors = TENSORS_QUICK if bench.quick else TENSORS
     for name, make in MAKERS.items():
         make(bench.dir / name, tensors)
@@ -44,7 +44,7 @@ def main() -> None:
         }
         for _ in bench.rounds:
             for way, job in jobs.items():
-                bench.warm()
+                bench.fill_page_cache()
                 bench.measure(way, job)
         bench.compare(name, *list(jobs)[1:])
         bench.goal(f"{name}: seconds", median(bench.seconds[name]), most=2)

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
-from benchmarks.harness import ITS_OWN, Bench, arguments, rounded
-from benchmarks.limits import bytes_read, read_all
+from benchmarks.harness import NO_TENSORS, Bench, parse_arguments, round_digits
+from benchmarks.limits import bytes_read, read_files_into_cache
 
 BLOCKS, BLOCKS_QUICK = 10, 1
 ROUNDS = 3
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def main() -> None:
-    bench = Bench("foreign_resume", ITS_OWN, arguments())
+    bench = Bench("foreign_resume", NO_TENSORS, parse_arguments())
     blocks = BLOCKS_QUICK if bench.quick else BLOCKS
     on_first(bench, lambda: zero.make(bench.dir, blocks, *zero.STAGES))
     read = [resume(bench, stage, blocks) for stage in zero.STAGES]
@@ -55,12 +55,12 @@ def resume(bench: Bench, stage: int, blocks: int) -> dict[str, Any]:
     size = sum(file.stat().st_size for file in (place / zero.TAG).iterdir())
     for _ in bench.rounds[:ROUNDS]:
         for way, job in jobs.items():
-            on_first(bench, lambda: (read_all(place), read_all(native)))
+            on_first(bench, lambda: (read_files_into_cache(place), read_files_into_cache(native)))
             before = bytes_read()
             done = bench.measure(f"{name}: {way}", job)
-            read[way] = sum(bench.gathered(bytes_read() - before)) / size
+            read[way] = sum(bench.gather_values(bytes_read() - before)) / size
             if way == "ds_to_universal":
-                seconds, converted = bench.gathered(done)[0]
+                seconds, converted = bench.gather_values(done)[0]
                 converting.append(seconds)
     same_weights(state, engine)
     engine.destroy()
@@ -68,9 +68,9 @@ def resume(bench: Bench, stage: int, blocks: int) -> dict[str, Any]:
     return {
         "checkpoint": name,
         "bytes": size,
-        "ours": rounded(read["sw.load"]),
-        "ds_to_universal": rounded(converted / size),
-        "load_universal": rounded(read[LOADING]),
+        "ours": round_digits(read["sw.load"]),
+        "ds_to_universal": round_digits(converted / size),
+        "load_universal": round_digits(read[LOADING]),
     }
 
 

@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 import shardwise as sw
-from benchmarks.harness import machine, rounded
+from benchmarks.harness import machine, round_digits
 from benchmarks.training import Shape, Training
 
 NEVER = 1 << 30
@@ -34,7 +34,7 @@ GOALS = {"link": 0.9, "mean": 0.01, "p99": 0.03}
 
 
 def main() -> None:
-    options = arguments()
+    options = parse_arguments()
     if not torch.accelerator.is_available():
         sys.exit("no accelerator found: this benchmark measures copies from one")
     device = torch.device(torch.accelerator.current_accelerator() or "cpu", 0)
@@ -64,7 +64,7 @@ def main() -> None:
     print(text)
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """Parse the options. The default model needs an accelerator with 80 GB."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=16)
@@ -115,7 +115,7 @@ def measure(
         "card": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "machine": machine(),
         "state_bytes": nbytes,
-        "prepared": {"bytes": allocated, "seconds": rounded(prepared)},
+        "prepared": {"bytes": allocated, "seconds": round_digits(prepared)},
         "snapshots": len(handles) - first,
         "steps_of_each": len(steps[True]),
         "seconds_of_a_step": {
@@ -123,7 +123,7 @@ def measure(
             for name, snapshots in (("without", False), ("with", True))
         },
         "seconds_waited": summary(waited),
-        "bytes_a_second": {"link": rounded(link), "snapshot": rounded(copied)},
+        "bytes_a_second": {"link": round_digits(link), "snapshot": round_digits(copied)},
         "goals": goals(steps, copied / link),
     }
 
@@ -142,15 +142,15 @@ def goals(steps: dict[bool, list[float]], of_link: float) -> list[dict[str, obje
 
 def goal(text: str, measured: float, reached: bool, wanted: str) -> dict[str, object]:
     """Return a goal in the format of the other benchmarks' results."""
-    return {"goal": text, "wanted": wanted, "measured": rounded(measured), "reached": reached}
+    return {"goal": text, "wanted": wanted, "measured": round_digits(measured), "reached": reached}
 
 
 def summary(seconds: list[float]) -> dict[str, float]:
     """Return the mean, the median and the 99th percentile."""
     return {
-        "mean": rounded(statistics.mean(seconds)),
-        "median": rounded(statistics.median(seconds)),
-        "p99": rounded(statistics.quantiles(seconds, n=100, method="inclusive")[98]),
+        "mean": round_digits(statistics.mean(seconds)),
+        "median": round_digits(statistics.median(seconds)),
+        "p99": round_digits(statistics.quantiles(seconds, n=100, method="inclusive")[98]),
     }
 
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks.limits import drop_cached, read_all
+from benchmarks.limits import drop_files_from_cache, read_files_into_cache
 
 ROWS, COLUMNS = Shard(0), Shard(1)
-IN_A_ROW = 3
+REPEATS = 3
 T = TypeVar("T")
 
 
@@ -43,11 +43,11 @@ class Size:
 
 LARGE = Size()
 MANY = Size(tensors=10_000, nbytes=16 << 10, columns=64)
-ITS_OWN = Size(tensors=0, nbytes=0)
+NO_TENSORS = Size(tensors=0, nbytes=0)
 """For benchmarks that create their own state."""
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """Parse the options that every benchmark has."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--dir", type=Path, default=Path("bench-out"), help="working directory")
@@ -99,24 +99,24 @@ class Bench:
 
     def measure(self, name: str, work: Callable[[], T]) -> T:
         """Measure a job on all ranks, after pending writes are done; the slowest rank counts."""
-        self.settle()
+        self.wait_for_disk()
         start = time.perf_counter()
         done = work()
         dist.barrier()
         self.seconds.setdefault(name, []).append(time.perf_counter() - start)
         return done
 
-    def in_a_row(self, once: Callable[[], T]) -> T:
+    def measure_repeatedly(self, once: Callable[[], T]) -> T:
         """Repeat a measurement, and keep the median of the later half as one sample.
 
         On some virtual machines, memory that was idle for a minute is several times slower at its
         next access. A library may also alternate between up to three buffers.
         """
         before = {name: len(seconds) for name, seconds in self.seconds.items()}
-        for _ in range(2 * IN_A_ROW):
+        for _ in range(2 * REPEATS):
             done = once()
         for name, seconds in self.seconds.items():
-            if later := seconds[before.get(name, 0) :][-IN_A_ROW:]:
+            if later := seconds[before.get(name, 0) :][-REPEATS:]:
                 seconds[before.get(name, 0) :] = [statistics.median(later)]
         return done
 
@@ -125,9 +125,9 @@ class Bench:
         if self.rank == 0:
             shutil.rmtree(self.dir, ignore_errors=True)
             self.dir.mkdir(parents=True)
-        self.settle()
+        self.wait_for_disk()
 
-    def settle(self) -> None:
+    def wait_for_disk(self) -> None:
         """Wait until earlier writes and deletions have reached the disk."""
         dist.barrier()
         if self.rank == 0:
@@ -135,20 +135,20 @@ class Bench:
             time.sleep(0.5)
         dist.barrier()
 
-    def cool(self) -> None:
+    def drop_page_cache(self) -> None:
         """Drop all files of this benchmark from the page cache."""
-        self.settle()
+        self.wait_for_disk()
         if self.rank == 0:
-            drop_cached(self.dir)
+            drop_files_from_cache(self.dir)
         dist.barrier()
 
-    def warm(self) -> None:
+    def fill_page_cache(self) -> None:
         """Read all files of this benchmark into the page cache."""
         if self.rank == 0:
-            read_all(self.dir)
+            read_files_into_cache(self.dir)
         dist.barrier()
 
-    def gathered(self, value: T) -> list[T]:
+    def gather_values(self, value: T) -> list[T]:
         """Return the values of all ranks."""
         values: list[T] = [value] * self.world
         dist.all_gather_object(values, value)
@@ -162,7 +162,7 @@ class Bench:
     def compare(self, base: str, *names: str) -> None:
         """Add to the results how many times as long as `base` each job takes."""
         for name in names:
-            self._ratios[name] = {"to": base, "median": rounded(self.ratio(name, base))}
+            self._ratios[name] = {"to": base, "median": round_digits(self.ratio(name, base))}
 
     def goal(
         self, text: str, measured: float, *, least: float = -math.inf, most: float = math.inf
@@ -170,7 +170,12 @@ class Bench:
         """Add to the results whether a goal is reached."""
         wanted = f"≥ {least:g}" if least > -math.inf else f"≤ {most:g}"
         reached = least <= measured <= most
-        goal = {"goal": text, "wanted": wanted, "measured": rounded(measured), "reached": reached}
+        goal = {
+            "goal": text,
+            "wanted": wanted,
+            "measured": round_digits(measured),
+            "reached": reached,
+        }
         self._goals.append(goal)
 
     def table(self, title: str, rows: list[dict[str, object]]) -> None:
@@ -198,14 +203,14 @@ class Bench:
             "tensor_bytes": self.size.nbytes,
             "rounds": len(self.rounds),
             "machine": machine(),
-            "seconds": {name: list(map(rounded, all_)) for name, all_ in self.seconds.items()},
+            "seconds": {name: list(map(round_digits, all_)) for name, all_ in self.seconds.items()},
             "ratios": self._ratios,
             "goals": self._goals,
             "tables": self._tables,
         }
 
 
-def rounded(value: float) -> float:
+def round_digits(value: float) -> float:
     """Round to four significant digits."""
     return float(f"{value:.4g}")
 

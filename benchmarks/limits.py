@@ -15,7 +15,7 @@ CHUNK = 8 << 20
 THREADS = 2
 
 
-def copier(tensors: Iterable[torch.Tensor], threads: int) -> Callable[[], np.ndarray]:
+def make_copier(tensors: Iterable[torch.Tensor], threads: int) -> Callable[[], np.ndarray]:
     """Return a function that copies the tensors into memory that was touched before.
 
     It returns that memory.
@@ -78,14 +78,14 @@ def sync_files(directory: Path, rank: int, world: int) -> None:
             os.close(fd)
 
 
-def drop_cached(directory: Path) -> None:
+def drop_files_from_cache(directory: Path) -> None:
     """Drop files from the page cache; they must be synced."""
     for path in _files(directory):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def read_all(directory: Path) -> None:
+def read_files_into_cache(directory: Path) -> None:
     """Read files into the page cache."""
     for path in _files(directory):
         with path.open("rb", buffering=0) as file:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch.distributed.checkpoint as dcp
 
 import shardwise as sw
-from benchmarks.harness import LARGE, ROWS, Bench, arguments
+from benchmarks.harness import LARGE, ROWS, Bench, parse_arguments
 from benchmarks.limits import direct_read, direct_write
 
 
 def main() -> None:
-    bench = Bench("load", LARGE, arguments())
+    bench = Bench("load", LARGE, parse_arguments())
     state = bench.state(ROWS)
     ours, theirs = bench.dir / "ours", bench.dir / "theirs"
     limit, share = bench.dir / f"limit-{bench.rank}", bench.size.total // bench.world
@@ -26,9 +26,9 @@ def main() -> None:
     }
     for _ in bench.rounds:
         for name, job in {"direct read": lambda: direct_read(limit, share), **loads}.items():
-            bench.cool()
+            bench.drop_page_cache()
             bench.measure(f"cold: {name}", job)
-        bench.warm()
+        bench.fill_page_cache()
         for name, job in loads.items():
             bench.measure(f"warm: {name}", job)
     bench.compare("cold: sw.load", "cold: direct read", "cold: dcp.load")

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch.distributed.checkpoint as dcp
 
 import shardwise as sw
-from benchmarks.harness import COLUMNS, MANY, ROWS, Bench, arguments
+from benchmarks.harness import COLUMNS, MANY, ROWS, Bench, parse_arguments
 
 
 def main() -> None:
-    bench = Bench("many_tensors", MANY, arguments())
+    bench = Bench("many_tensors", MANY, parse_arguments())
     rows, columns = bench.state(ROWS), bench.state(COLUMNS)
     ours, theirs = bench.dir / "ours", bench.dir / "theirs"
     for _ in bench.rounds:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import shardwise as sw
-from benchmarks.harness import COLUMNS, LARGE, ROWS, Bench, arguments
+from benchmarks.harness import COLUMNS, LARGE, ROWS, Bench, parse_arguments
 
 BUFFERS = (16, 64, 256)
 ALLOWED = 256
@@ -17,7 +17,7 @@ ALLOWED = 256
 
 
 def main() -> None:
-    bench = Bench("memory", LARGE, arguments())
+    bench = Bench("memory", LARGE, parse_arguments())
     rows, columns = bench.state(ROWS), bench.state(COLUMNS)
     path = bench.dir / "ours"
     table = []
@@ -47,7 +47,7 @@ def peak_beyond(bench: Bench, name: str, job: Callable[[], object]) -> float:
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = status("VmRSS")
     bench.measure(name, job)
-    return max(bench.gathered(round(status("VmHWM") - before, 1)))
+    return max(bench.gather_values(round(status("VmHWM") - before, 1)))
 
 
 def status(field: str) -> float:

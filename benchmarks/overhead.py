@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from benchmarks.harness import ITS_OWN, Bench, arguments
-from benchmarks.limits import copier
+from benchmarks.harness import NO_TENSORS, Bench, parse_arguments
+from benchmarks.limits import make_copier
 from benchmarks.peers import Begun, Peer, local, nothing, peers
 from benchmarks.processor import family, processor_seconds
 from benchmarks.training import Shape, Training
@@ -64,7 +64,7 @@ class Figures:
 
 
 def main() -> None:
-    bench = Bench("overhead", ITS_OWN, arguments())
+    bench = Bench("overhead", NO_TENSORS, parse_arguments())
     shape = QUICK if bench.quick else SHAPES[bench.world]
     training = Training(shape, torch.device("cpu"), divided=bench.world > 1)
     with ExitStack() as cleanup:
@@ -151,14 +151,14 @@ def run(training: Training, way: Way, steps: int) -> tuple[list[float], list[flo
 def measure(bench: Bench, training: Training, way: Way, figures: Figures) -> None:
     """Measure one round of one way; the slowest rank counts."""
     steps = STEPS_QUICK if bench.quick else STEPS
-    bench.settle()
+    bench.wait_for_disk()
     before = used(bench)
     timed, waited = run(training, way, steps)
     dist.barrier()
     after = used(bench)
-    slowest = [max(each) for each in zip(*bench.gathered(timed), strict=True)]
+    slowest = [max(each) for each in zip(*bench.gather_values(timed), strict=True)]
     figures.steps += slowest
-    figures.waited += [max(each) for each in zip(*bench.gathered(waited), strict=True)]
+    figures.waited += [max(each) for each in zip(*bench.gather_values(waited), strict=True)]
     figures.means.append(statistics.mean(slowest))
     figures.processor.append((after[0] - before[0]) / steps)
     figures.by_agent.append((after[1] - before[1]) / steps)
@@ -166,7 +166,7 @@ def measure(bench: Bench, training: Training, way: Way, figures: Figures) -> Non
 
 def used(bench: Bench) -> tuple[float, float]:
     """Return the processor seconds used by all processes, and by the agents alone."""
-    trainers = bench.gathered(os.getpid())
+    trainers = bench.gather_values(os.getpid())
     agents = family(agent_processes())
     return processor_seconds(family(trainers) | agents), processor_seconds(agents)
 
@@ -187,25 +187,25 @@ class Alone:
     def __init__(self, bench: Bench, training: Training) -> None:
         tensors = local(training.tensors()).values()
         self._bench = bench
-        self._copy_at_once, self._copy = copier(tensors, 4), copier(tensors, 1)
+        self._copy_at_once, self._copy = make_copier(tensors, 4), make_copier(tensors, 1)
         self.nbytes = sum(each.nbytes for each in tensors)
         self.processor: list[float] = []
 
     def measure(self) -> None:
         """Measure one round."""
         bench = self._bench
-        bench.settle()
+        bench.wait_for_disk()
         start, seconds = time.process_time(), []
         for _ in range(COPIES):
             block_checksums(self._copy())
         used = (time.process_time() - start) / COPIES
-        self.processor.append(sum(bench.gathered(used)))
+        self.processor.append(sum(bench.gather_values(used)))
         for _ in range(COPIES):
             dist.barrier()
             began = time.perf_counter()
             self._copy_at_once()
             seconds.append(time.perf_counter() - began)
-        slowest = max(bench.gathered(statistics.median(seconds)))
+        slowest = max(bench.gather_values(statistics.median(seconds)))
         bench.seconds.setdefault(COPY, []).append(slowest)
 
 

@@ -12,14 +12,14 @@ Result = dict[str, Any]
 MARKED = re.compile(r"(?<=<!-- measured: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
-def rewrite(page: Path, results: Path) -> None:
+def rewrite_page(page: Path, results: Path) -> None:
     """Replace the text between the markers by tables of the results."""
     found = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
 
     def content(match: re.Match[str]) -> str:
         name = match[1]
         own = [result for result in found if result["question"] == name]
-        text = {"machine": machine, "goals": goals}.get(name, answers)(
+        text = {"machine": machine, "goals": goals}.get(name, result_tables)(
             found if name in ("machine", "goals") else own
         )
         return f"{name}{match[2]}\n{text}\n\n"
@@ -46,12 +46,12 @@ def goals(results: list[Result]) -> str:
     return table(["question", "setting", "", "goal", "measured", "reached"], rows)
 
 
-def written(value: object) -> str:
+def format_cell(value: object) -> str:
     """Format a cell; numbers get thousands separators."""
     return f"{value:,}" if isinstance(value, (int, float)) else str(value)
 
 
-def answers(results: list[Result]) -> str:
+def result_tables(results: list[Result]) -> str:
     """Return the tables of one benchmark: the seconds under all settings, then the others."""
     if not results:
         return "Not measured yet."
@@ -60,7 +60,7 @@ def answers(results: list[Result]) -> str:
     parts = [table(["seconds (× the base)", *map(setting, results)], rows)]
     for result in results:
         for title, found in result["tables"].items():
-            lines = [[written(value) for value in row.values()] for row in found]
+            lines = [[format_cell(value) for value in row.values()] for row in found]
             parts.append(f"{title} ({setting(result)}):\n\n{table(list(found[0]), lines)}")
     return "\n\n".join(parts)
 

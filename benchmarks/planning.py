@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 import shardwise as sw
-from benchmarks.harness import MANY, ROWS, Bench, arguments, rounded
+from benchmarks.harness import MANY, ROWS, Bench, parse_arguments, round_digits
 from shardwise.manifest.pieces import padded_rows
 from shardwise.plan.cache import PlanCache
 from shardwise.plan.save import plan_save
@@ -21,7 +21,7 @@ SIMULATED = (64, 1024, 16384)
 
 
 def main() -> None:
-    bench = Bench("planning", MANY, arguments())
+    bench = Bench("planning", MANY, parse_arguments())
     state = bench.state(ROWS)
     seconds, sent = [], []
     for _ in bench.rounds:
@@ -32,7 +32,7 @@ def main() -> None:
             reports.append(
                 bench.measure(name, lambda p=plans: sw.save(bench.dir / "ours", state, plans=p))
             )
-        both = [bench.gathered((r.seconds["plan"], r.bytes_communicated)) for r in reports]
+        both = [bench.gather_values((r.seconds["plan"], r.bytes_communicated)) for r in reports]
         seconds.append([max(rank[0] for rank in ranks) for ranks in both])
         sent.append([sum(rank[1] for rank in ranks) for ranks in both])
     bench.table(
@@ -53,7 +53,7 @@ def row(k: int, seconds: list[list[float]], sent: list[list[int]]) -> dict[str, 
     """Return a table row for the first or second save: medians over the rounds."""
     return {
         "save": k + 1,
-        "planning, seconds": rounded(statistics.median(each[k] for each in seconds)),
+        "planning, seconds": round_digits(statistics.median(each[k] for each in seconds)),
         "bytes communicated": int(statistics.median(each[k] for each in sent)),
     }
 
@@ -77,7 +77,7 @@ def simulate(ranks: int, tensors: int = 1000) -> dict[str, float]:
     start = time.perf_counter()
     manifest = plan_save(descriptions).manifest.tensors
     seconds = time.perf_counter() - start
-    return {"ranks": ranks, "seconds": rounded(seconds), "manifest, bytes": len(manifest)}
+    return {"ranks": ranks, "seconds": round_digits(seconds), "manifest, bytes": len(manifest)}
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from benchmarks.harness import Bench, Size, arguments
-from benchmarks.limits import copier
+from benchmarks.harness import Bench, Size, parse_arguments
+from benchmarks.limits import make_copier
 from benchmarks.nodes import Nodes, save_protected
 from benchmarks.peers import nothing
 from shardwise.memory.records import Protect
@@ -48,7 +48,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def main() -> None:
-    bench = Bench("rebuild", SHARES, arguments())
+    bench = Bench("rebuild", SHARES, parse_arguments())
     mine = share_of(bench, bench.rank, torch.randn)
     wanted = share_of(bench, OWNER, torch.zeros) if bench.rank == 0 else {}
     nodes = Nodes(bench)
@@ -99,7 +99,7 @@ def ways_of(
     (asked,) = directory.glob("protect-????????????????.json")
     protection = msgspec.json.decode(asked.read_bytes(), type=Protect).protection
     lost = held[owner, file]
-    copy = copier([torch.from_numpy(lost)], THREADS)
+    copy = make_copier([torch.from_numpy(lost)], THREADS)
     out = copy()
 
     def read(of: str, name: str, offset: int, out: Buffer) -> Buffer:
@@ -166,7 +166,7 @@ def compare(bench: Bench, mine: Tensors, wanted: Tensors) -> None:
     """Check that the restored values are those saved, by the sum of each tensor's words."""
     tensors = mine if bench.rank == OWNER else wanted
     sums = {name: int(t.view(torch.int32).sum(dtype=torch.int64)) for name, t in tensors.items()}
-    everyone = bench.gathered(sums)
+    everyone = bench.gather_values(sums)
     if everyone[0] != everyone[OWNER]:
         raise RuntimeError("the restored values differ from the saved ones")
 

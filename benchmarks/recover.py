@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from benchmarks.harness import ROWS, Bench, Size, arguments
-from benchmarks.limits import copier
+from benchmarks.harness import ROWS, Bench, Size, parse_arguments
+from benchmarks.limits import make_copier
 from benchmarks.nodes import Nodes, save_protected
 
 STATE = Size(tensors=16)
@@ -32,10 +32,10 @@ FIXED = 1.5
 
 
 def main() -> None:
-    bench = Bench("recover", STATE, arguments())
+    bench = Bench("recover", STATE, parse_arguments())
     nodes, mine = Nodes(bench), bench.model(ROWS)
     wanted = {name: torch.zeros_like(each) for name, each in mine.items()}
-    copy = copier([each.to_local() for each in mine.values()], 1)
+    copy = make_copier([each.to_local() for each in mine.values()], 1)
     phases: dict[str, list[dict[str, float]]] = {}
     for step in bench.rounds:
         for name in (WHOLE, LOST, PENDING):
@@ -105,7 +105,7 @@ def restore(
         raise RuntimeError(f"not restored from memory: {report}")
     if not all(torch.equal(mine[key].to_local(), wanted[key].to_local()) for key in mine):
         raise RuntimeError("the restored values differ from the saved ones")
-    everyone = bench.gathered(report.seconds)
+    everyone = bench.gather_values(report.seconds)
     return {phase: max(each[phase] for each in everyone) for phase in PHASES}
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 import shardwise as sw
-from benchmarks.harness import COLUMNS, LARGE, ROWS, Bench, arguments
+from benchmarks.harness import COLUMNS, LARGE, ROWS, Bench, parse_arguments
 
 SAME = "same sharding"
 TARGETS = {
@@ -23,7 +23,7 @@ TARGETS = {
 
 
 def main() -> None:
-    bench = Bench("reshard", LARGE, arguments())
+    bench = Bench("reshard", LARGE, parse_arguments())
     state = bench.state(ROWS)
     sw.save(bench.dir / "sw", state)
     dcp.save(state, checkpoint_id=bench.dir / "dcp")
@@ -53,7 +53,7 @@ def measure(bench: Bench, name: str, placements: list[Shard], group: dist.Proces
         "sw": lambda: sw.load(bench.dir / "sw", state, group=group),
         "dcp": lambda: dcp.load(state, checkpoint_id=bench.dir / "dcp", process_group=group),
     }
-    for cache, prepare in (("cold", bench.cool), ("warm", bench.warm)):
+    for cache, prepare in (("cold", bench.drop_page_cache), ("warm", bench.fill_page_cache)):
         for library, load in loads.items():
             prepare()
             bench.measure(f"{cache}: {library}.load, {name}", load if mine else lambda: None)

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.page import rewrite
+from benchmarks.page import rewrite_page
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
@@ -71,7 +71,7 @@ def main() -> None:
     chosen = [run for run in RUNS if run.question in asked or run.question.split("_")[0] in asked]
     failed = [] if options.page else [run for run in chosen if not ask(run, options)]
     if not options.quick:
-        rewrite(PAGE, RESULTS)
+        rewrite_page(PAGE, RESULTS)
     if failed:
         sys.exit("failed: " + "; ".join(map(str, failed)))
 

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from benchmarks.harness import ROWS, Bench, Size, arguments, rounded
-from benchmarks.limits import copier, direct_write
+from benchmarks.harness import ROWS, Bench, Size, parse_arguments, round_digits
+from benchmarks.limits import direct_write, make_copier
 from benchmarks.peers import Begun, Peer, Tensors, local, peers
 
 THREADS = 4
@@ -36,7 +36,7 @@ COPIED_LATER = {"torch_checkpointing", "dcp.async_save, thread, memory kept, cop
 
 
 def main() -> None:
-    ask(Bench("snapshots", HALF, arguments()), beside=lambda _: True)
+    ask(Bench("snapshots", HALF, parse_arguments()), beside=lambda _: True)
 
 
 def ask(bench: Bench, beside: Callable[[str], bool]) -> None:
@@ -50,17 +50,17 @@ def ask(bench: Bench, beside: Callable[[str], bool]) -> None:
         checkpointer.prepare(state)
         ways = {OURS: ours(checkpointer, state, root)}
         ways |= {name: way for name, way in peers(model, cleanup).items() if beside(name)}
-        copy = copier(local(model).values(), THREADS)
+        copy = make_copier(local(model).values(), THREADS)
         copy()
         for name, way in ways.items():
             bench.clear()
             bench.measure(f"{name}: the first", lambda w=way: waited(w, bench.dir / "first"))()
         for step in bench.rounds:
-            bench.in_a_row(lambda: bench.measure(COPY, copy))
+            bench.measure_repeatedly(lambda: bench.measure(COPY, copy))
             bench.clear()
-            bench.measure("direct write", lambda: direct_write(written(bench), share(bench)))
+            bench.measure("direct write", lambda: direct_write(path_of_rank(bench), share(bench)))
             for name, way in ways.items():
-                bench.in_a_row(partial(once, bench, name, way, bench.dir / f"{step}"))
+                bench.measure_repeatedly(partial(once, bench, name, way, bench.dir / f"{step}"))
             bench.measure(OURS_DURABLE, lambda: ways[OURS].begin(bench.dir).result())
             recover(bench, checkpointer, state, root)
         report(bench, list(ways))
@@ -86,7 +86,7 @@ def begin(bench: Bench, name: str, way: Peer, path: Path) -> Begun:
     """Measure a save until the call returns, and, if it copies later, until the copy is made."""
     if name not in COPIED_LATER:
         return bench.measure(name, partial(way.begin, path))
-    bench.settle()
+    bench.wait_for_disk()
     start = time.perf_counter()
     begun = way.begin(path)
     dist.barrier()
@@ -137,9 +137,14 @@ def divide_replicas(bench: Bench, checkpointer: sw.Checkpointer) -> None:
     handle = checkpointer.save(1 << 30, {"model": replicas})
     if handle is None:
         raise RuntimeError("a save that waits for a slot was left out")
-    copied = bench.gathered(handle.result().bytes_written)
+    copied = bench.gather_values(handle.result().bytes_written)
     rows = [
-        {"rank": rank, "has, bytes": total, "copies, bytes": each, "of it": rounded(each / total)}
+        {
+            "rank": rank,
+            "has, bytes": total,
+            "copies, bytes": each,
+            "of it": round_digits(each / total),
+        }
         for rank, each in enumerate(copied)
     ]
     bench.table("What each rank copies of a state that all have", rows)
@@ -151,7 +156,9 @@ def recover(
     bench: Bench, checkpointer: sw.Checkpointer, state: dict[str, object], root: Path
 ) -> None:
     """Restore the newest step from memory, and load the same step from disk, cold."""
-    step = bench.in_a_row(lambda: bench.measure(RECOVERED, lambda: checkpointer.restore(state)))
+    step = bench.measure_repeatedly(
+        lambda: bench.measure(RECOVERED, lambda: checkpointer.restore(state))
+    )
     report = checkpointer.last_restore
     if report is None or report.source != "memory":
         raise RuntimeError("the step was not restored from memory")
@@ -197,7 +204,7 @@ def keeps(bench: Bench, model: Tensors, way: Peer) -> str:
     target = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
     way.load(bench.dir / "kept", target)
     intact = all(bool((tensor == 1).all()) for tensor in local(target).values())
-    return "yes" if all(bench.gathered(intact)) else "no"
+    return "yes" if all(bench.gather_values(intact)) else "no"
 
 
 def fill(model: Tensors, value: float) -> None:
@@ -211,7 +218,7 @@ def share(bench: Bench) -> int:
     return bench.size.total // bench.world
 
 
-def written(bench: Bench) -> Path:
+def path_of_rank(bench: Bench) -> Path:
     """Return the path of this rank's file for direct writes."""
     return bench.dir / f"limit-{bench.rank}"
 

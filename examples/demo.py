@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import journal
-from demo_plot import draw
+from demo_plot import draw_plot
 from rich.console import Console
 from rich.table import Table
 
@@ -61,7 +61,7 @@ class Outcome:
 
 
 def main() -> int:
-    options = arguments()
+    options = parse_arguments()
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     began = time.monotonic()
     every = options.steps // 12
@@ -77,11 +77,11 @@ def main() -> int:
     out = fresh_directory(options.out)
     reference = launch(console, uninterrupted, out, "reference", every=options.steps)
     story = [launch(console, phase, out, "story", every=every) for phase in phases]
-    console.print(costs(story), comparison(story, reference.losses), sep="\n")
-    draw(story, reference, out / "losses.png")
+    console.print(costs_table(story), comparison_table(story, reference.losses), sep="\n")
+    draw_plot(story, reference, out / "losses.png")
     console.print(f"Plot: {out / 'losses.png'}. Total time: {time.monotonic() - began:.0f} s.")
 
-    wrong = failures(story, reference.losses)
+    wrong = failed_checks(story, reference.losses)
     for line in wrong:
         console.print(f"[red]✗[/] {line}")
     return 1 if wrong else 0
@@ -107,10 +107,10 @@ def launch(console: Console, phase: Phase, out: Path, run: str, *, every: int) -
     ):
         while process.poll() is None:
             time.sleep(0.3)
-            losses = read(phase, log).losses
+            losses = read_outcome(phase, log).losses
             status.update(f"{phase.title}: step {max(losses, default=0)} of {phase.stop}")
     as_planned = "SIGKILL" in output.read_text() if phase.killed else process.returncode == 0
-    outcome = read(phase, log)
+    outcome = read_outcome(phase, log)
     if not as_planned or not outcome.losses:
         tail = output.read_text()[-3000:]
         sys.exit(f"{phase.title}: exit status {process.returncode}; {output} ends with\n{tail}")
@@ -119,14 +119,14 @@ def launch(console: Console, phase: Phase, out: Path, run: str, *, every: int) -
     return outcome
 
 
-def read(phase: Phase, log: Path) -> Outcome:
+def read_outcome(phase: Phase, log: Path) -> Outcome:
     """Return what a phase has logged so far."""
     entries = journal.entries(log)
     losses = {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}
     return Outcome(phase, losses, [entry for entry in entries if "event" in entry])
 
 
-def costs(story: list[Outcome]) -> Table:
+def costs_table(story: list[Outcome]) -> Table:
     """Return a table of the cost of each save and load."""
     table = Table(title="saves and loads", title_justify="left")
     table.add_column("")
@@ -152,7 +152,7 @@ def costs(story: list[Outcome]) -> Table:
     return table
 
 
-def comparison(story: list[Outcome], reference: dict[int, float]) -> Table:
+def comparison_table(story: list[Outcome], reference: dict[int, float]) -> Table:
     """Return a table that compares the losses of each phase with the reference."""
     table = Table(title="losses compared with the uninterrupted run", title_justify="left")
     table.add_column("phase")
@@ -172,7 +172,7 @@ def comparison(story: list[Outcome], reference: dict[int, float]) -> Table:
     return table
 
 
-def failures(story: list[Outcome], reference: dict[int, float]) -> list[str]:
+def failed_checks(story: list[Outcome], reference: dict[int, float]) -> list[str]:
     """Return a line for each check that failed."""
     wrong = []
     for before, after in pairwise(story):
@@ -201,7 +201,7 @@ def fresh_directory(path: Path) -> Path:
     return path
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="output directory")
     parser.add_argument("--steps", type=int, default=60, help="training steps, at least 24")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc3366")
 
 
-def draw(story: list[Outcome], reference: Outcome, path: Path) -> None:
+def draw_plot(story: list[Outcome], reference: Outcome, path: Path) -> None:
     """Write the plot as a PNG file."""
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(10, 6.4), sharex=True, height_ratios=(5, 2), layout="constrained"

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from demo import fresh_directory
-from failures_hosts import Launch, Run, launched
-from failures_plot import draw
-from failures_report import comparison, faults, origins, times
+from failures_hosts import Launch, Run, launch_trainers
+from failures_plot import draw_plot
+from failures_report import comparison_table, failed_checks, sources_table, times_table
 from rich.console import Console
 
 from shardwise.testing.hosts import Host, Hosts, HostsUnavailable
@@ -79,7 +79,7 @@ class Recovery:
     phases: dict[str, float]
     origin: dict[str, int]
     read: int
-    received: int
+    received_bytes: int
 
 
 def failures_after(every: int) -> list[Failure]:
@@ -155,7 +155,7 @@ class Story:
         parallel = "fsdp"
         for number in range(len(failures) + 1):
             title = f"{parallel.upper()} on {len(present)}"
-            with launched(self._run, title, parallel, present) as launch:
+            with launch_trainers(self._run, title, parallel, present) as launch:
                 self.launches.append(launch)
                 if number:
                     launch.wait_for_a_step()
@@ -197,7 +197,7 @@ class Story:
             phases=restored["phases"],
             origin=dict(origin),
             read=sum(each["read"] for each in ranks),
-            received=sum(each["received"] for each in ranks),
+            received_bytes=sum(each["received"] for each in ranks),
         )
         self.recoveries.append(recovery)
         self._print(recovery, launch)
@@ -220,7 +220,7 @@ class Story:
 
 
 def main() -> int:
-    options = arguments()
+    options = parse_arguments()
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     began = time.monotonic()
     out = fresh_directory(options.out)
@@ -228,35 +228,35 @@ def main() -> int:
     run = Run(out, "story", options.blocks, options.steps, every, in_memory=True)
     try:
         with Hosts(COUNT, out / "hosts") as hosts:
-            reference = uninterrupted(console, hosts, run)
+            reference = run_without_failures(console, hosts, run)
             story = Story(console, hosts, run)
             story.play(failures_after(every)[: options.failures])
     except HostsUnavailable as error:
         console.print(f"[yellow]skipped[/]: {error}", soft_wrap=True)
         return 0
-    tables = (times(story), origins(story), comparison(story, reference))
+    tables = (times_table(story), sources_table(story), comparison_table(story, reference))
     console.print("", *tables, sep="\n")
     picture = out / "failures.png"
-    draw(story, reference, picture)
+    draw_plot(story, reference, picture)
     console.print(f"Plot: {picture}. Total time: {time.monotonic() - began:.0f} s.")
-    wrong = faults(story, reference)
+    wrong = failed_checks(story, reference)
     for line in wrong:
         console.print(f"[red]✗[/] {line}", soft_wrap=True)
     return 1 if wrong else 0
 
 
-def uninterrupted(console: Console, hosts: Hosts, story: Run) -> Launch:
+def run_without_failures(console: Console, hosts: Hosts, story: Run) -> Launch:
     """Run the same training without failures and without saving anything."""
     run = Run(story.out, "reference", story.blocks, story.steps, story.steps + 1, in_memory=False)
     began = time.monotonic()
-    with launched(run, "FSDP on 4, uninterrupted", "fsdp", list(hosts)) as launch:
+    with launch_trainers(run, "FSDP on 4, uninterrupted", "fsdp", list(hosts)) as launch:
         launch.wait_until_done()
     steps, took = len(launch.losses), time.monotonic() - began
     console.print(f"[green]✓[/] {launch.title}: {steps} steps, {took:.0f} s")
     return launch
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     out = Path("demo-out") / "failures"
     parser.add_argument("--out", type=Path, default=out, help="output directory")

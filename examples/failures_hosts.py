@@ -135,7 +135,7 @@ class Launch:
 
 
 @contextmanager
-def launched(run: Run, title: str, parallel: str, hosts: Sequence[Host]) -> Iterator[Launch]:
+def launch_trainers(run: Run, title: str, parallel: str, hosts: Sequence[Host]) -> Iterator[Launch]:
     """Run a trainer on each host until the block ends."""
     number = len(list(run.out.glob(f"{run.name}-*-0.jsonl")))
     journals = [run.out / f"{run.name}-{number}-{rank}.jsonl" for rank in range(len(hosts))]

@@ -22,19 +22,19 @@ SECONDS = {"start": "#c3cad2", "restore": "#0072b2", "first step": "#7f8b97"}
 ORIGINS = dict(zip(PLACES, ("#009e73", "#56b4e9", "#e69f00", "#7f8b97"), strict=True))
 
 
-def draw(story: Story, reference: Launch, path: Path) -> None:
+def draw_plot(story: Story, reference: Launch, path: Path) -> None:
     """Write the plot as a PNG file."""
     figure = plt.figure(figsize=(11, 8.4), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=(5, 3))
-    _losses(*above.subplots(2, 1, sharex=True, height_ratios=(5, 2)), story, reference)
+    _plot_losses(*above.subplots(2, 1, sharex=True, height_ratios=(5, 2)), story, reference)
     left, right = below.subplots(1, 2, sharey=True)
     names = [recovery.failure.title.replace(" and ", " and\n") for recovery in story.recoveries]
-    _bars(left, names, [each.seconds for each in story.recoveries], SECONDS)
+    _plot_bars(left, names, [each.seconds for each in story.recoveries], SECONDS)
     left.set_title("seconds from noticing the failure to training again", fontsize=10)
     millions = [
         {kind: nbytes / 1e6 for kind, nbytes in each.origin.items()} for each in story.recoveries
     ]
-    _bars(right, names, millions, ORIGINS)
+    _plot_bars(right, names, millions, ORIGINS)
     right.set_title("MB of state restored, by source", fontsize=10)
     left.invert_yaxis()
     figure.suptitle("One run that loses a process, a host, and two hosts at once")
@@ -42,7 +42,7 @@ def draw(story: Story, reference: Launch, path: Path) -> None:
     plt.close(figure)
 
 
-def _losses(above: Axes, below: Axes, story: Story, reference: Launch) -> None:
+def _plot_losses(above: Axes, below: Axes, story: Story, reference: Launch) -> None:
     """Plot the losses of each launch over the reference, and the steps that each trained."""
     steps, losses = zip(*reference.losses.items(), strict=True)
     thick = {"color": "0.84", "linewidth": 9, "solid_capstyle": "round"}
@@ -67,11 +67,11 @@ def _losses(above: Axes, below: Axes, story: Story, reference: Launch) -> None:
     below.set_xlabel("step")
     below.set_yticks(range(len(labels)), labels, fontsize=9)
     below.set_ylim(len(labels) - 0.4, -0.6)
-    _plain(above)
-    _plain(below)
+    _remove_frame(above)
+    _remove_frame(below)
 
 
-def _bars(
+def _plot_bars(
     axes: Axes, names: Sequence[str], amounts: Sequence[dict[str, float]], colors: dict[str, str]
 ) -> None:
     """Plot a stacked bar for each recovery."""
@@ -85,10 +85,10 @@ def _bars(
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.set_xlim(0, 1.12 * max(ends))
     axes.legend(frameon=False, fontsize=9, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.1))
-    _plain(axes)
+    _remove_frame(axes)
 
 
-def _plain(axes: Axes) -> None:
+def _remove_frame(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)

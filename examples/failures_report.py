@@ -20,7 +20,7 @@ CHECKSUMS = 2 << 20
 PLACES = ("local memory", "other nodes", "decoded", "storage")
 
 
-def times(story: Story) -> Table:
+def times_table(story: Story) -> Table:
     """Return a table of the duration and the cost of each recovery."""
     table = Table(
         title="recoveries: seconds, the restored step, and steps lost", title_justify="left"
@@ -41,7 +41,7 @@ def times(story: Story) -> Table:
     return table
 
 
-def origins(story: Story) -> Table:
+def sources_table(story: Story) -> Table:
     """Return a table of the bytes that all ranks read by source, and of the network traffic."""
     title = "MB read by all ranks, by source, and MB received over the network meanwhile"
     table = Table(title=title, title_justify="left")
@@ -57,7 +57,7 @@ def origins(story: Story) -> Table:
     return table
 
 
-def comparison(story: Story, reference: Launch) -> Table:
+def comparison_table(story: Story, reference: Launch) -> Table:
     """Return a table that compares the losses of each launch with the reference."""
     table = Table(title="losses compared with the uninterrupted run", title_justify="left")
     table.add_column("launch")
@@ -65,7 +65,7 @@ def comparison(story: Story, reference: Launch) -> Table:
         table.add_column(column, justify="right")
     for launch in story.launches:
         losses, expected = launch.losses, reference.losses
-        first, *later = gaps(launch, reference).values()
+        first, *later = loss_differences(launch, reference).values()
         step = min(losses)
         table.add_row(
             launch.title,
@@ -78,13 +78,13 @@ def comparison(story: Story, reference: Launch) -> Table:
     return table
 
 
-def gaps(launch: Launch, reference: Launch) -> dict[int, float]:
+def loss_differences(launch: Launch, reference: Launch) -> dict[int, float]:
     """Return the relative difference of each loss from the reference, by step."""
     expected = reference.losses
     return {step: abs(loss / expected[step] - 1) for step, loss in launch.losses.items()}
 
 
-def faults(story: Story, reference: Launch) -> list[str]:
+def failed_checks(story: Story, reference: Launch) -> list[str]:
     """Return a line for each check that failed."""
     wrong = []
     for recovery, launch in zip(story.recoveries, story.launches[1:], strict=True):
@@ -113,7 +113,7 @@ def faults(story: Story, reference: Launch) -> list[str]:
 
 def _losses_off(launch: Launch, reference: Launch) -> list[str]:
     same = launch.parallel == reference.parallel
-    for number, (step, gap) in enumerate(gaps(launch, reference).items(), start=1):
+    for number, (step, gap) in enumerate(loss_differences(launch, reference).items(), start=1):
         allowed = 0.0 if same else BOUND * number
         if not gap <= allowed:
             off = f"the loss of step {step} differs by {gap:.1e} (limit: {allowed:.0e})"

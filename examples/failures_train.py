@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from train import gradients
+from train import compute_gradients
 
 import shardwise as sw
 
@@ -29,7 +29,7 @@ PATIENCE = timedelta(seconds=60)
 
 
 def main() -> None:
-    options = arguments()
+    options = parse_arguments()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo", timeout=PATIENCE)
@@ -46,7 +46,7 @@ def main() -> None:
         memory = sw.Memory(snapshot_every=1, parity=1, interface=options.address, when_full="wait")
     journal.write(event="ready")
     with sw.Checkpointer(options.root, save_every=options.every, memory=memory) as checkpointer:
-        before, began = received(), time.monotonic()
+        before, began = received_bytes(), time.monotonic()
         step = checkpointer.restore(state) or 0
         if report := checkpointer.last_restore:
             journal.write(
@@ -55,13 +55,13 @@ def main() -> None:
                 source=report.source,
                 seconds=time.monotonic() - began,
                 read=report.load.bytes_read,
-                received=received() - before,
-                origins=report.origins,
+                received_bytes=received_bytes() - before,
+                sources_table=report.origins,
                 skipped=report.skipped,
                 phases=report.seconds,
             )
         while step < options.steps:
-            loss = gradients(model, corpus, step, mesh)
+            loss = compute_gradients(model, corpus, step, mesh)
             journal.write(step=step, loss=loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -88,7 +88,7 @@ def parallelize(model: GPT, parallel: str) -> DeviceMesh:
     return mesh
 
 
-def received() -> int:
+def received_bytes() -> int:
     """Return the bytes that this host has received over the network."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     (line,) = (line for line in lines if line.strip().startswith("eth0:"))
@@ -105,7 +105,7 @@ class Journal:
         self._file.write(json.dumps(entry | {"time": time.monotonic()}) + "\n")
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parallel", choices=("fsdp", "tp"), required=True)
     parser.add_argument("--steps", type=int, required=True, help="train until this step")

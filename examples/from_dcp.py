@@ -32,7 +32,7 @@ class ToyModel(nn.Module):
         return self.net2(self.relu(self.net1(x)))
 
 
-def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+def build_model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the model, sharded over all ranks by FSDP2, and its optimizer."""
     torch.manual_seed(0)
     model = ToyModel()
@@ -57,7 +57,7 @@ def main() -> None:
     options = parser.parse_args()
     dist.init_process_group("gloo")
 
-    model, optimizer = built()
+    model, optimizer = build_model_and_optimizer()
     state = {"model": model, "optimizer": optimizer, "epoch": 0}  # "epoch" is new
 
     def start(_: object) -> sw.LoadReport:

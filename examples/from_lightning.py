@@ -36,7 +36,7 @@ def batch(step: int) -> Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
 
 
-def loss_of(net: nn.Module, inputs: Tensor) -> Tensor:
+def compute_loss(net: nn.Module, inputs: Tensor) -> Tensor:
     """Return the squared error against the mean of the inputs."""
     return (net(inputs) - inputs.mean(dim=1, keepdim=True)).square().mean()
 
@@ -60,7 +60,7 @@ def main() -> None:
     with sw.Checkpointer(options.root, save_every=5, memory=None, start_from=start) as checkpointer:
         step = checkpointer.restore(state) or 0  # at first Lightning's own step, here 10
         while step < options.steps:
-            loss_of(net, batch(step)).backward()
+            compute_loss(net, batch(step)).backward()
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

@@ -32,7 +32,7 @@ class ShardwiseTrainer(Trainer):
         }
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        sw.save(inside(output_dir), self.everything(), step=self.state.global_step)
+        sw.save(shardwise_dir(output_dir), self.everything(), step=self.state.global_step)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not _internal_call:  # in a checkpoint, the model is saved with the optimizer
@@ -42,28 +42,28 @@ class ShardwiseTrainer(Trainer):
         pass  # saved with the optimizer
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and os.path.isdir(inside(checkpoint)):
-            sw.load(inside(checkpoint), self.everything(), skip=["rng"])
+        if checkpoint is not None and os.path.isdir(shardwise_dir(checkpoint)):
+            sw.load(shardwise_dir(checkpoint), self.everything(), skip=["rng"])
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_from_checkpoint(self, checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        if not os.path.isdir(inside(checkpoint)):  # otherwise loaded with the optimizer
+        if not os.path.isdir(shardwise_dir(checkpoint)):  # otherwise loaded with the optimizer
             super()._load_from_checkpoint(checkpoint, model)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and os.path.isdir(inside(checkpoint)):
-            sw.load(inside(checkpoint), {"rng": sw.RngState()})
+        if checkpoint is not None and os.path.isdir(shardwise_dir(checkpoint)):
+            sw.load(shardwise_dir(checkpoint), {"rng": sw.RngState()})
         else:
             super()._load_rng_state(checkpoint)
 
 
-def inside(checkpoint: str) -> str:
+def shardwise_dir(checkpoint: str) -> str:
     """Return the directory of shardwise's checkpoint inside the Trainer's."""
     return os.path.join(checkpoint, "shardwise")
 
 
-def trainer_of(kind: type[Trainer], output: str, steps: int) -> Trainer:
+def make_trainer(trainer_class: type[Trainer], output: str, steps: int) -> Trainer:
     """Return a trainer for a tiny GPT-2 on random tokens."""
     torch.manual_seed(0)
     config = GPT2Config(
@@ -88,7 +88,7 @@ def trainer_of(kind: type[Trainer], output: str, steps: int) -> Trainer:
         use_cpu=True,
     )
     dataset = [{"input_ids": row, "labels": row} for row in tokens]
-    return kind(GPT2LMHeadModel(config), arguments, train_dataset=dataset)
+    return trainer_class(GPT2LMHeadModel(config), arguments, train_dataset=dataset)
 
 
 def main() -> None:
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="train until this step")
     options = parser.parse_args()
     newest = get_last_checkpoint(options.output) if os.path.isdir(options.output) else None
-    trainer_of(ShardwiseTrainer, options.output, options.steps).train(newest)
+    make_trainer(ShardwiseTrainer, options.output, options.steps).train(newest)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from reshape_plot import draw
-from reshape_report import differing, faults, summary, table
+from reshape_plot import draw_plot
+from reshape_report import failed_checks, names_that_differ, phases_table, summarize_losses
 from reshape_run import Outcome, Phase, Run, launch
 from rich.console import Console
 
@@ -68,11 +68,11 @@ class Story:
     title: str
     reference: Outcome
     outcomes: list[Outcome] = field(default_factory=list)
-    differing: dict[str, list[str]] = field(default_factory=dict)
+    names_that_differ: dict[str, list[str]] = field(default_factory=dict)
 
 
 def main() -> int:
-    options = arguments()
+    options = parse_arguments()
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     began = time.monotonic()
     stories = []
@@ -84,19 +84,19 @@ def main() -> int:
             console.print(f"[yellow]skipped[/]: {missing}", soft_wrap=True)
             continue
         shortened = replace(act, phases=act.phases[-options.last :])
-        stories.append(played(console, shortened, run_of(shortened, options)))
+        stories.append(play_act(console, shortened, make_run(shortened, options)))
     if not stories:
         return 0
     picture = options.out / "reshape.png"
-    draw(stories, picture)
-    wrong = [line for story in stories for line in faults(story)]
+    draw_plot(stories, picture)
+    wrong = [line for story in stories for line in failed_checks(story)]
     console.print(f"\nPlot: {picture}. Total time: {time.monotonic() - began:.0f} s.")
     for line in wrong:
         console.print(f"[red]✗[/] {line}", soft_wrap=True)
     return 1 if wrong else 0
 
 
-def run_of(act: Act, options: argparse.Namespace) -> Run:
+def make_run(act: Act, options: argparse.Namespace) -> Run:
     """Return a run that saves twice in each phase, and delete the output of an earlier one."""
     out = options.out / f"reshape-{act.package}"
     shutil.rmtree(out, ignore_errors=True)
@@ -104,7 +104,7 @@ def run_of(act: Act, options: argparse.Namespace) -> Run:
     return Run(out, options.blocks, options.steps, every)
 
 
-def played(console: Console, act: Act, run: Run) -> Story:
+def play_act(console: Console, act: Act, run: Run) -> Story:
     """Train to the end, killing all phases but the last, and print the progress."""
 
     def say(line: str) -> None:
@@ -116,31 +116,31 @@ def played(console: Console, act: Act, run: Run) -> Story:
         story = Story(act.name, launch(whole, act.phases[0]))
     say(f"[green]✓[/] {act.phases[0].name}, uninterrupted: {story.reference.seconds:.0f} s")
     for number, phase in enumerate(act.phases, start=1):
-        killed = killed_at(number, len(act.phases), run) if phase != act.phases[-1] else None
+        killed = step_to_kill(number, len(act.phases), run) if phase != act.phases[-1] else None
         say(f"[dim]$ {phase.command}[/]")
         with console.status(phase.name):
             outcome = launch(run, phase, killed)
         story.outcomes.append(outcome)
         if outcome.restored:
-            names = differing(Path(outcome.restored["place"]), outcome.again)
+            names = names_that_differ(Path(outcome.restored["place"]), outcome.again)
             story.differing[phase.name] = names
             same = f"[red]{len(names)} names differ[/]" if names else "all bytes match"
             say(f"[green]✓[/] {phase.name} resumed from step {outcome.begun}: {same}")
         if outcome.killed:
             say(f"[red]✗[/] after step {outcome.killed}: worker killed")
     say(f"[green]✓[/] trained to step {run.steps}\n")
-    console.print(table(story))
-    say(summary(story))
+    console.print(phases_table(story))
+    say(summarize_losses(story))
     return story
 
 
-def killed_at(number: int, phases: int, run: Run) -> int:
+def step_to_kill(number: int, phases: int, run: Run) -> int:
     """Return the step at which to kill a phase: half-way between two saves."""
     saved = run.steps * number // phases // run.every * run.every
     return saved + run.every // 2 + 1
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="output directory")
     parser.add_argument("--steps", type=int, default=32, help="training steps, at least 8")

@@ -20,7 +20,7 @@ from gpt import GPT, Shape
 from journal import Journal
 from text import read_corpus
 from torch import Tensor
-from training import BATCH, cross_entropy, die_if_asked, parser_of, part_of_batch
+from training import BATCH, cross_entropy, die_at_step, make_parser, part_of_batch
 
 import shardwise as sw
 
@@ -28,7 +28,7 @@ MICRO_BATCHES = 2  # per pipeline, so that both stages have work
 
 
 def main() -> None:
-    options = arguments()
+    options = parse_arguments()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     # Do not use DeepSpeed's shared-memory operator: it takes a minute to compile.
@@ -36,8 +36,8 @@ def main() -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     journal = Journal(options.journal)
 
-    engine = engine_of(GPT(Shape(blocks=options.blocks)), options.zero, options.stages)
-    step_of = step_of_pipeline if options.stages > 1 else step_of_engine
+    engine = make_engine(GPT(Shape(blocks=options.blocks)), options.zero, options.stages)
+    train_step = train_step_of_pipeline if options.stages > 1 else train_step_of_engine
     corpus = read_corpus()
 
     state = {"model": engine, "optimizer": engine.optimizer, "rng": sw.RngState()}
@@ -50,16 +50,16 @@ def main() -> None:
         if options.again:
             sw.save(options.again, state)
         while step < options.steps:
-            loss = step_of(engine, corpus, step)
+            loss = train_step(engine, corpus, step)
             journal.loss(step, loss)
             step += 1
-            die_if_asked(options, step)
+            die_at_step(options, step)
             journal.saved(checkpointer.save(step, state))
 
     dist.destroy_process_group()
 
 
-def engine_of(model: GPT, zero: int, stages: int) -> Any:
+def make_engine(model: GPT, zero: int, stages: int) -> Any:
     """Return a DeepSpeed engine for the model, with the given ZeRO and pipeline stages."""
     micro_batches = 1
     if stages > 1:
@@ -85,7 +85,7 @@ def engine_of(model: GPT, zero: int, stages: int) -> Any:
     return engine
 
 
-def step_of_engine(engine: Any, corpus: Tensor, step: int) -> float:
+def train_step_of_engine(engine: Any, corpus: Tensor, step: int) -> float:
     """Train a step on this rank's part of the batch; return the mean loss of the whole batch."""
     parts = dist.get_world_size()
     inputs, targets = part_of_batch(corpus, step, dist.get_rank(), parts)
@@ -97,7 +97,7 @@ def step_of_engine(engine: Any, corpus: Tensor, step: int) -> float:
     return mean.item()
 
 
-def step_of_pipeline(engine: Any, corpus: Tensor, step: int) -> float:
+def train_step_of_pipeline(engine: Any, corpus: Tensor, step: int) -> float:
     """Train a step in micro-batches; return the mean loss of the whole batch."""
     grid = engine.grid
     part = part_of_batch(corpus, step, grid.get_data_parallel_id(), grid.data_parallel_size)
@@ -105,8 +105,8 @@ def step_of_pipeline(engine: Any, corpus: Tensor, step: int) -> float:
     return engine.train_batch(zip(inputs, targets, strict=True)).item()
 
 
-def arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
+def parse_arguments() -> argparse.Namespace:
+    parser = make_parser(__doc__)
     parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="ZeRO stage")
     parser.add_argument("--stages", type=int, default=1, help="pipeline stages")
     return parser.parse_args()

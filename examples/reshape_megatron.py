@@ -30,7 +30,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from text import read_corpus
 from torch import Tensor
-from training import BATCH, die_if_asked, parser_of, part_of_batch
+from training import BATCH, die_at_step, make_parser, part_of_batch
 
 import shardwise as sw
 
@@ -38,7 +38,7 @@ MICRO_BATCHES = 2  # per replica, so that all stages have work
 
 
 def main() -> None:
-    options = arguments()
+    options = parse_arguments()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
@@ -46,7 +46,7 @@ def main() -> None:
     megatron_on_cpu.seed_model_parallel(0)
     journal = Journal(options.journal)
 
-    model = model_of(Shape(blocks=options.blocks), options.tensor, options.pipeline)
+    model = make_model(Shape(blocks=options.blocks), options.tensor, options.pipeline)
     adam = OptimizerConfig(lr=1e-3, weight_decay=0.01, use_distributed_optimizer=True)
     optimizer = get_megatron_optimizer(adam, [model])
     corpus = read_corpus()
@@ -61,16 +61,16 @@ def main() -> None:
         if options.again:
             sw.save(options.again, state)
         while step < options.steps:
-            loss = step_of(model, optimizer, corpus, step)
+            loss = train_step(model, optimizer, corpus, step)
             journal.loss(step, loss)
             step += 1
-            die_if_asked(options, step)
+            die_at_step(options, step)
             journal.saved(checkpointer.save(step, state))
 
     dist.destroy_process_group()
 
 
-def model_of(shape: Shape, tensor: int, pipeline: int) -> DistributedDataParallel:
+def make_model(shape: Shape, tensor: int, pipeline: int) -> DistributedDataParallel:
     """Return this rank's part of the model."""
     config = TransformerConfig(
         num_layers=shape.blocks,
@@ -101,7 +101,7 @@ def model_of(shape: Shape, tensor: int, pipeline: int) -> DistributedDataParalle
     return DistributedDataParallel(config, ddp, model)
 
 
-def step_of(
+def train_step(
     model: DistributedDataParallel, optimizer: MegatronOptimizer, corpus: Tensor, step: int
 ) -> float:
     """Train a step on this replica's part of the batch; return the mean loss of the whole batch."""
@@ -113,7 +113,7 @@ def step_of(
     model.zero_grad_buffer()
     optimizer.zero_grad()
     losses = get_forward_backward_func()(
-        forward_step_func=losses_of,
+        forward_step_func=forward_with_loss,
         data_iterator=micro_batches,
         model=model,
         num_microbatches=MICRO_BATCHES,
@@ -122,10 +122,10 @@ def step_of(
         forward_only=False,
     )
     optimizer.step()
-    return mean_of(losses)
+    return mean_of_losses(losses)
 
 
-def losses_of(
+def forward_with_loss(
     micro_batches: Iterator[tuple[Tensor, Tensor]], model: DistributedDataParallel
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
     """Return a stage's output for a micro-batch, and the function that computes the loss."""
@@ -136,7 +136,7 @@ def losses_of(
     return output, lambda each: (each.mean(), each.detach().mean())
 
 
-def mean_of(losses: list[Tensor]) -> float:
+def mean_of_losses(losses: list[Tensor]) -> float:
     """Return the mean loss of all micro-batches; only ranks of the last stage have losses."""
     known = dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size()
     mean = sum(losses, torch.zeros(())) / MICRO_BATCHES / known
@@ -144,8 +144,8 @@ def mean_of(losses: list[Tensor]) -> float:
     return mean.item()
 
 
-def arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
+def parse_arguments() -> argparse.Namespace:
+    parser = make_parser(__doc__)
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages")
     return parser.parse_args()

@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from reshape_report import bounds
+from reshape_report import largest_differences
 
 if TYPE_CHECKING:
     from reshape import Story
@@ -22,7 +22,7 @@ SMALL: dict[str, Any] = {"fontsize": 9, "va": "center"}
 GAP = 1.5  # between the workers of one phase and those of the next, in workers
 
 
-def draw(stories: Sequence[Story], path: Path) -> None:
+def draw_plot(stories: Sequence[Story], path: Path) -> None:
     """Write the plot as a PNG file."""
     figure, grid = plt.subplots(
         3,
@@ -35,9 +35,9 @@ def draw(stories: Sequence[Story], path: Path) -> None:
     )
     for (losses, workers, gaps), story in zip(grid.T, stories, strict=True):
         losses.set_title(story.title, fontsize=12, fontweight="bold")
-        _losses(losses, story)
-        _workers(workers, story)
-        _gaps(gaps, story)
+        _plot_losses(losses, story)
+        _plot_workers(workers, story)
+        _plot_differences(gaps, story)
         for axes in (losses, workers, gaps):
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.25)
@@ -49,7 +49,7 @@ def draw(stories: Sequence[Story], path: Path) -> None:
     plt.close(figure)
 
 
-def _losses(axes: Axes, story: Story) -> None:
+def _plot_losses(axes: Axes, story: Story) -> None:
     """Plot the losses of each phase over the reference, and where the phase was killed."""
     steps, losses = zip(*story.reference.losses.items(), strict=True)
     thick: dict[str, Any] = {"color": "0.84", "linewidth": 9, "solid_capstyle": "round"}
@@ -63,7 +63,7 @@ def _losses(axes: Axes, story: Story) -> None:
     axes.legend(frameon=False, loc="upper right")
 
 
-def _workers(axes: Axes, story: Story) -> None:
+def _plot_workers(axes: Axes, story: Story) -> None:
     """Plot a line for each worker. When one is killed, fewer resume from the last save."""
     middles: list[float] = []
     top = 0.0
@@ -85,10 +85,10 @@ def _workers(axes: Axes, story: Story) -> None:
     axes.set_ylim(top - GAP + 0.8, -0.8)
 
 
-def _gaps(axes: Axes, story: Story) -> None:
+def _plot_differences(axes: Axes, story: Story) -> None:
     """Plot the differences from the reference; the tinted area is above the limit."""
     for outcome, color in zip(story.outcomes, COLORS, strict=False):
-        gaps, allowed = outcome.gaps(story.reference.losses), bounds(story, outcome)
+        gaps, allowed = outcome.gaps(story.reference.losses), largest_differences(story, outcome)
         axes.plot(gaps.keys(), gaps.values(), ".", color=color, markersize=6)
         axes.fill_between(allowed.keys(), allowed.values(), 1, color=color, alpha=0.12, linewidth=0)
     axes.set_ylabel("|difference|")

@@ -23,13 +23,13 @@ in a different order.
 """
 
 
-def bounds(story: Story, outcome: Outcome) -> dict[int, float]:
+def largest_differences(story: Story, outcome: Outcome) -> dict[int, float]:
     """Return the largest allowed difference of each loss of a phase, by step."""
     per_step = 0.0 if outcome is story.outcomes[0] else BOUND
     return {step: per_step * n for n, step in enumerate(outcome.losses, start=1)}
 
 
-def differing(before: Path, after: Path) -> list[str]:
+def names_that_differ(before: Path, after: Path) -> list[str]:
     """Return the names of model and optimizer values that differ between two checkpoints."""
     one, other = sw.open(before), sw.open(after)
     names = {name for name in {*one, *other} if name.startswith(("model.", "optimizer."))}
@@ -52,16 +52,16 @@ def _by_parameter(groups: Any) -> dict[str, Any]:
     return {name: group["value"] for group in groups for name in group["members"]}
 
 
-def table(story: Story) -> Table:
+def phases_table(story: Story) -> Table:
     """Return a table of each phase: its restore, and its losses compared with the reference."""
-    table = Table(title="losses compared with the uninterrupted run", title_justify="left")
-    table.add_column("phase")
+    phases_table = Table(title="losses compared with the uninterrupted run", title_justify="left")
+    phases_table.add_column("phase")
     for column in ("steps", "restored, MB", "seconds", "first difference", "largest later"):
-        table.add_column(column, justify="right")
+        phases_table.add_column(column, justify="right")
     for outcome in story.outcomes:
         first, *later = outcome.gaps(story.reference.losses).values()
         found = outcome.restored
-        table.add_row(
+        phases_table.add_row(
             outcome.phase.name,
             f"{min(outcome.losses)} – {max(outcome.losses)}",
             f"{found['bytes'] / 1e6:.1f}" if found else "",
@@ -69,10 +69,10 @@ def table(story: Story) -> Table:
             f"{first:.1e}" if first else "none",
             f"{max(later):.1e}" if any(later) else "none",
         )
-    return table
+    return phases_table
 
 
-def summary(story: Story) -> str:
+def summarize_losses(story: Story) -> str:
     """Return a sentence on the differences of the losses."""
     first, *others = (
         max(outcome.gaps(story.reference.losses).values()) for outcome in story.outcomes
@@ -84,7 +84,7 @@ def summary(story: Story) -> str:
     )
 
 
-def faults(story: Story) -> list[str]:
+def failed_checks(story: Story) -> list[str]:
     """Return a line for each check that failed."""
     wrong = []
     for before, after in pairwise(story.outcomes):
@@ -104,7 +104,7 @@ def faults(story: Story) -> list[str]:
 
 
 def _losses_off(story: Story, outcome: Outcome) -> list[str]:
-    allowed = bounds(story, outcome)
+    allowed = largest_differences(story, outcome)
     for step, gap in outcome.gaps(story.reference.losses).items():
         if not gap <= allowed[step]:
             off = f"the loss of step {step} differs by {gap:.1e} (limit: {allowed[step]:.0e})"

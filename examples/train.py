@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from training import cross_entropy, die_if_asked, parser_of, part_of_batch
+from training import cross_entropy, die_at_step, make_parser, part_of_batch
 
 import shardwise as sw
 
@@ -30,7 +30,7 @@ TENSOR_PARALLEL = {"none": 1, "fsdp": 1, "tp": 2, "fsdp_tp": 2}
 
 
 def main() -> None:
-    options = arguments()
+    options = parse_arguments()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if dist.is_torchelastic_launched():
@@ -53,12 +53,12 @@ def main() -> None:
         if options.again:
             sw.save(options.again, state)
         while step < options.steps:
-            loss = gradients(model, corpus, step, mesh)
+            loss = compute_gradients(model, corpus, step, mesh)
             journal.loss(step, loss)
             optimizer.step()
             optimizer.zero_grad()
             step += 1
-            die_if_asked(options, step)
+            die_at_step(options, step)
             journal.saved(checkpointer.save(step, state))
 
     if dist.is_initialized():
@@ -85,7 +85,7 @@ def parallelize(model: GPT, parallel: str) -> DeviceMesh | None:
     return mesh
 
 
-def gradients(model: GPT, corpus: Tensor, step: int, mesh: DeviceMesh | None) -> float:
+def compute_gradients(model: GPT, corpus: Tensor, step: int, mesh: DeviceMesh | None) -> float:
     """Compute the gradients of this rank's part of a batch; return the mean loss of the batch."""
     parts, part = (mesh["data"].size(), mesh["data"].get_local_rank()) if mesh else (1, 0)
     inputs, targets = part_of_batch(corpus, step, part, parts)
@@ -97,8 +97,8 @@ def gradients(model: GPT, corpus: Tensor, step: int, mesh: DeviceMesh | None) ->
     return mean.item()
 
 
-def arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
+def parse_arguments() -> argparse.Namespace:
+    parser = make_parser(__doc__)
     parser.add_argument("--parallel", choices=TENSOR_PARALLEL, default="none")
     parser.add_argument(
         "--wait",

@@ -16,7 +16,7 @@ from torch import Tensor
 BATCH = 12  # samples of all ranks together; divisible by 1, 2, 3 and 4 ranks
 
 
-def parser_of(doc: str) -> argparse.ArgumentParser:
+def make_parser(doc: str) -> argparse.ArgumentParser:
     """Return a parser of the options that all scripts have."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument(
@@ -42,7 +42,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def die_if_asked(options: argparse.Namespace, step: int) -> None:
+def die_at_step(options: argparse.Namespace, step: int) -> None:
     """Kill rank 1 at the step of `--die-at`, by SIGKILL, like the kernel's out-of-memory killer."""
     if step == options.die_at and dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)

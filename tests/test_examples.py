@@ -76,7 +76,7 @@ class AppState(Stateful):
 def train_as_in_the_tutorial(folder: Path) -> None:
     """Ten steps, saved by DCP after five and after ten."""
     script = example("from_dcp")
-    model, optimizer = script.built()
+    model, optimizer = script.build_model_and_optimizer()
     for step in range(10):
         script.train_step(model, optimizer, step)
         if step in (4, 9):
@@ -138,10 +138,10 @@ def test_a_trainer_of_transformers_goes_on_from_ours_and_from_its_own(
     from transformers import Trainer
 
     script = example("hf_trainer")
-    script.trainer_of(script.ShardwiseTrainer, str(tmp_path / "whole"), 10).train()
+    script.make_trainer(script.ShardwiseTrainer, str(tmp_path / "whole"), 10).train()
     run_main(script, monkeypatch, "--output", tmp_path / "parts", "--steps", "5")
     run_main(script, monkeypatch, "--output", tmp_path / "parts", "--steps", "10")
-    script.trainer_of(Trainer, str(tmp_path / "stock"), 5).train()
+    script.make_trainer(Trainer, str(tmp_path / "stock"), 5).train()
     run_main(script, monkeypatch, "--output", tmp_path / "stock", "--steps", "10")
     whole = sw.open(tmp_path / "whole" / "checkpoint-10" / "shardwise").tensors()
     assert sum(name.startswith("optimizer.") for name in whole) > 50

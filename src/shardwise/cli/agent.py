@@ -309,7 +309,7 @@ def _show_run(run: RunStatus, console: Console) -> None:
     console.print(Text("   ").join(_lag_text(stage, run.behind[stage]) for stage in STAGES))
     shown = table(gap=2)
     shown.add_column("step", justify="right", no_wrap=True, style="bold")
-    for header in ("age", "size", "for others"):
+    for header in ("age", "size", "copies"):
         shown.add_column(header, justify="right", no_wrap=True)
     for stage in STAGES:
         shown.add_column(STAGE_DONE[stage], min_width=len(STAGE_DONE[stage]))
